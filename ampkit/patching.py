@@ -1,0 +1,65 @@
+"""Writing attributes on objects that are not ours, with the undo of every write beside it.
+
+A `PatchSet` owns a list of writes and takes them back in reverse order. Everything that ampkit changes outside of
+itself (functions of torch, methods of an optimizer) goes through one; sessions and the O1 engine hold them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_INHERITED = object()
+
+
+def own_attribute(owner: Any, name: str) -> Any:
+    """The attribute as stored on ``owner`` itself, or a marker when it is inherited or computed.
+
+    Tensor methods live on ``TensorBase`` and are inherited by ``torch.Tensor``, methods of an optimizer by the instance
+    from its class: what was not there before must be deleted, not written back, or a stray entry stays.
+    """
+    namespace = owner if isinstance(owner, dict) else vars(owner)
+    return namespace.get(name, _INHERITED)
+
+
+class PatchSet:
+    """A list of attribute writes that can be undone.
+
+    >>> import types
+    >>> box = types.SimpleNamespace(value=1)
+    >>> patches = PatchSet()
+    >>> patches.set(box, "value", 2)
+    >>> patches.restore()
+    >>> box.value
+    1
+    """
+
+    def __init__(self) -> None:
+        self._writes: list[tuple[Any, str, Any, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Write ``owner.name = value`` (``owner[name]`` for a dict) and remember what stood there."""
+        before = own_attribute(owner, name)
+        _write(owner, name, value)
+        self._writes.append((owner, name, before, value))
+
+    def restore(self) -> None:
+        """Undo every write, newest first. A value that somebody else put over ours since then stays."""
+        while self._writes:
+            owner, name, before, ours = self._writes.pop()
+            if own_attribute(owner, name) is ours:
+                _write(owner, name, before)
+
+
+def _write(owner: Any, name: str, value: Any) -> None:
+    if value is _INHERITED:
+        if isinstance(owner, dict):
+            del owner[name]
+        else:
+            delattr(owner, name)
+    elif isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
