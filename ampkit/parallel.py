@@ -1,0 +1,226 @@
+"""Batch norm over the batches of all processes: `convert_syncbn_model` and the CPU's `SyncBatchNorm`.
+
+On CUDA the conversion gives ``torch.nn.SyncBatchNorm``. That class refuses CPU tensors, so on the CPU it gives ours,
+which says the same in plain torch operations and one all-reduce each way, and therefore runs over gloo. Scripts call
+it on the model before the optimizer is built and before ``initialize``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+__all__ = ["SyncBatchNorm", "convert_syncbn_model"]
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+) -> nn.Module:
+    """The model with every batch norm replaced by one that normalises over the processes' joined batch.
+
+    Parameters and running statistics are the very objects of the layers replaced, so an optimizer built before still
+    owns them. Instance norms stay as they are. A module that is itself a batch norm comes back as a new one, so use the
+    return value. Move the model to its device first: the device chooses the class.
+
+    ``channel_last=True`` is for models whose tensors have their channels in the last dimension (N, H, W, C). Tensors
+    in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    on_cuda = any(tensor.is_cuda for tensor in tensors)
+    replaced: dict[nn.Module, nn.Module] = {}  # a layer used in two places stays one layer
+
+    def convert(child: nn.Module) -> nn.Module:
+        if isinstance(child, _BatchNorm):
+            if child not in replaced:
+                replaced[child] = _synchronised(child, process_group, channel_last, on_cuda)
+            return replaced[child]
+        for name, grandchild in list(child._modules.items()):  # named_children() would skip a second name
+            if grandchild is not None:
+                child._modules[name] = convert(grandchild)
+        return child
+
+    return convert(module)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the joined batch of all processes of a group, for any device that the group's backend serves.
+
+    The local batches may differ in size and may even be empty. Input in a lower precision keeps its dtype, while the
+    statistics are computed in float32. In eval mode, or with one process, this is plain batch norm.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        channel_last: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+        self.channel_last = channel_last
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dim() < 2:
+            raise ValueError(
+                f"SyncBatchNorm got a tensor of shape {tuple(input.shape)}; it expects a batch and a channel dimension."
+                " Add the missing one with unsqueeze()."
+            )
+        if not self.channel_last:
+            return self._normalise(input)
+        return self._normalise(input.movedim(-1, 1)).movedim(1, -1)
+
+    def _normalise(self, input: torch.Tensor) -> torch.Tensor:
+        if input.size(1) != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm got {input.size(1)} channels in a tensor of shape {tuple(input.shape)};"
+                f" it was made for num_features={self.num_features}. Check the layer before it, or channel_last=."
+            )
+        running_mean, running_var, factor = self.running_mean, self.running_var, self.momentum
+        use_batch = self.training or running_mean is None
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # a cumulative average
+                factor = 1.0 / float(self.num_batches_tracked)
+        if not (self.training and self._world_size() > 1):
+            stats = (running_mean, running_var) if not self.training or self.track_running_stats else (None, None)
+            return F.batch_norm(input, *stats, self.weight, self.bias, use_batch, factor or 0.0, self.eps)
+
+        output, mean, var, count = _JoinedBatchNorm.apply(input, self.weight, self.bias, self.eps, self.process_group)
+        if running_mean is not None and self.track_running_stats:
+            unbiased = var * (count / (count - 1.0))
+            running_mean.lerp_(mean.to(running_mean.dtype), factor)
+            running_var.lerp_(unbiased.to(running_var.dtype), factor)
+        return output
+
+    def _world_size(self) -> int:
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self.process_group)
+
+
+class _JoinedBatchNorm(torch.autograd.Function):
+    """(output, mean, biased variance, count) of the batch that all processes of ``group`` hold together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+        x = input.to(_statistics_dtype(input))
+        local_count = x.numel() // x.size(1)
+        local_mean = _per_channel_sum(x) / max(local_count, 1)
+        local_spread = _per_channel_sum((x - _along_channels(local_mean, x)).square())
+
+        # Each process measures the spread around its own mean; only these small per-channel numbers are joined, in
+        # float64, where the difference of two sums of squares is harmless.
+        local_mean, local_spread = local_mean.double(), local_spread.double()
+        sums = torch.cat(
+            [
+                local_mean * local_count,
+                local_spread + local_mean.square() * local_count,
+                local_mean.new_tensor([local_count]),
+            ]
+        )
+        dist.all_reduce(sums, group=group)
+        count = sums[-1].item()
+        if count < 2:
+            raise ValueError(
+                f"SyncBatchNorm found {int(count)} value per channel over all processes (here: {tuple(input.shape)});"
+                " training expects at least 2. Use a larger batch, or eval()."
+            )
+        mean, mean_of_squares = (sums[:-1] / count).chunk(2)
+        var = (mean_of_squares - mean.square()).clamp_(min=0)
+        inverse_std = (var + eps).rsqrt().to(x.dtype)
+        mean, var = mean.to(x.dtype), var.to(x.dtype)
+
+        normalised = (x - _along_channels(mean, x)) * _along_channels(inverse_std, x)
+        if weight is not None:
+            normalised = normalised * _along_channels(weight.to(x.dtype), x)
+        if bias is not None:
+            normalised = normalised + _along_channels(bias.to(x.dtype), x)
+        ctx.save_for_backward(input, weight, mean, inverse_std)
+        ctx.count, ctx.group, ctx.bias_dtype = count, group, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, var)
+        return normalised.to(input.dtype), mean, var, count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, inverse_std = ctx.saved_tensors
+        x, grad = input.to(mean.dtype), grad_output.to(mean.dtype)
+        normalised = (x - _along_channels(mean, x)) * _along_channels(inverse_std, x)
+        grad_bias = _per_channel_sum(grad)
+        grad_weight = _per_channel_sum(grad * normalised)
+
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([grad_bias, grad_weight])  # a copy: the parameters' gradients stay local, as DDP expects
+            dist.all_reduce(sums, group=ctx.group)
+            mean_grad, mean_projection = (_along_channels(row, x) for row in sums / ctx.count)
+            scale = inverse_std if weight is None else inverse_std * weight.to(x.dtype)
+            grad_input = (grad - mean_grad - normalised * mean_projection) * _along_channels(scale, x)
+            grad_input = grad_input.to(input.dtype)
+        return (
+            grad_input,
+            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+        )
+
+
+def _synchronised(
+    layer: _BatchNorm, process_group: dist.ProcessGroup | None, channel_last: bool, on_cuda: bool
+) -> nn.Module:
+    """The synchronised twin of one batch norm, sharing its tensors."""
+    if is_lazy(layer.weight) or is_lazy(layer.running_mean):
+        raise ValueError(
+            f"convert_syncbn_model found a {type(layer).__name__} that has not seen a batch; it expects layers of known"
+            " size. Pass one batch through the model first."
+        )
+    settings = dict(
+        eps=layer.eps,
+        momentum=layer.momentum,
+        affine=False,  # the tensors come from the layer, below
+        track_running_stats=False,
+        process_group=process_group,
+    )
+    if on_cuda and not channel_last:
+        twin: nn.Module = nn.SyncBatchNorm(layer.num_features, **settings)
+    else:  # torch's class has no channels-last dimension; ours runs on any device
+        twin = SyncBatchNorm(layer.num_features, channel_last=channel_last, **settings)
+    twin.affine, twin.track_running_stats = layer.affine, layer.track_running_stats
+    for name, parameter in layer._parameters.items():
+        twin.register_parameter(name, parameter)
+    for name, buffer in layer._buffers.items():
+        twin.register_buffer(name, buffer)
+    return twin.train(layer.training)
+
+
+def _statistics_dtype(input: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(input.dtype, torch.float32)
+
+
+def _per_channel_sum(x: torch.Tensor) -> torch.Tensor:
+    return x.sum([dim for dim in range(x.dim()) if dim != 1])
+
+
+def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One value per channel, shaped to broadcast over ``x``."""
+    return values.view(1, -1, *(1,) * (x.dim() - 2))
