@@ -1,0 +1,143 @@
+"""Finding and casting the tensors in whatever a model is called with.
+
+`map_tensors` walks through containers of any depth and keeps their types; `cast_floating` is the cast that O1's slow
+path and the input and output casts of O2, O3 and O5 are made of. Nothing here knows of sessions.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+# float64 is left out: who asked for it, needs it.
+CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
+LOWER_PRECISION = frozenset({torch.float16, torch.bfloat16})
+
+# The methods are faster than ``to``, and keep the memory format as it does.
+CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float32: Tensor.float,
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+}
+
+_LEAVES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.nn.Module, type)
+
+
+def map_tensors(value: T, fn: Callable[[Tensor], Any], _inside: tuple[int, ...] = ()) -> T:
+    """``value`` with ``fn`` applied to every tensor in it; the very same object when ``fn`` changed none of them.
+
+    Containers keep their types: lists, tuples, named tuples, sets, deques, mappings of every kind, dataclasses, and
+    batch classes of the user's own (anything with a callable ``.to`` and a ``__dict__``). They are copied, never edited.
+    Strings, arrays, generators and modules stay as they are.
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, _LEAVES) or id(value) in _inside:
+        return value
+    rebuild = _rebuilder(value)
+    if rebuild is None:
+        return value
+    inside = (*_inside, id(value))
+    return rebuild(value, lambda item: map_tensors(item, fn, inside))
+
+
+def cast_floating(value: T, dtype: torch.dtype) -> T:
+    """``value`` with its float32, float16 and bfloat16 tensors as ``dtype``; all other tensors are left alone."""
+    return map_tensors(value, lambda x: x.to(dtype) if x.dtype in CASTABLE else x)
+
+
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """Every tensor that `map_tensors` would visit."""
+    found: list[Tensor] = []
+
+    def visit(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(values, visit)
+    return iter(found)
+
+
+def _rebuilder(value: Any) -> Callable[[Any, Callable], Any] | None:
+    """How to map over the items of ``value``, or None when it is no container."""
+    if isinstance(value, tuple):
+        return _map_tuple
+    if isinstance(value, (list, deque)):
+        return _map_list
+    if isinstance(value, Mapping):
+        return _map_mapping  # before dataclasses: Hugging Face's ModelOutput is both
+    if isinstance(value, (set, frozenset)):
+        return _map_set
+    if dataclasses.is_dataclass(value):
+        return _map_dataclass
+    if callable(getattr(value, "to", None)) and hasattr(value, "__dict__"):
+        return _map_attributes
+    return None
+
+
+def _map_tuple(value: tuple, fn: Callable) -> tuple:
+    items = [fn(item) for item in value]
+    if _all_same(items, value):
+        return value
+    # A named tuple (PackedSequence is one) takes its fields one by one; ``_make`` takes them together.
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def _map_list(value: Any, fn: Callable) -> Any:
+    items = [fn(item) for item in value]
+    if _all_same(items, value):
+        return value
+    mapped = copy.copy(value)  # keeps the attributes of a subclass, and a deque's maxlen
+    mapped.clear()
+    mapped.extend(items)
+    return mapped
+
+
+def _map_set(value: Any, fn: Callable) -> Any:
+    items = [(fn(item), item) for item in value]
+    return value if all(new is old for new, old in items) else type(value)(new for new, _ in items)
+
+
+def _map_mapping(value: Mapping, fn: Callable) -> Mapping:
+    changed = {key: new for key, old in value.items() if (new := fn(old)) is not old}
+    if not changed:
+        return value
+    if not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})
+    mapped = copy.copy(value)
+    for key, item in changed.items():
+        mapped[key] = item
+    return mapped
+
+
+def _map_dataclass(value: Any, fn: Callable) -> Any:
+    items = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    changed = {name: new for name, old in items if (new := fn(old)) is not old}
+    if not changed:
+        return value
+    mapped = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(mapped, name, item)  # a frozen dataclass refuses the plain way
+    return mapped
+
+
+def _map_attributes(value: Any, fn: Callable) -> Any:
+    # The copy is walked, not the original: a class with its own __copy__ may have renewed its parts already.
+    mapped = copy.copy(value)
+    changed = {name: new for name, old in vars(mapped).items() if (new := fn(old)) is not old}
+    if not changed:
+        return value
+    vars(mapped).update(changed)
+    return mapped
+
+
+def _all_same(items: list, originals: Any) -> bool:
+    return all(new is old for new, old in zip(items, originals, strict=True))

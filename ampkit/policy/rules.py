@@ -1,0 +1,90 @@
+"""The vocabulary of the cast policy: kinds of rules, groups of rules, and how groups become rules.
+
+Nothing here touches torch beyond looking names up. The tables (`tables.py`) are written in `RuleGroup`s, the O1 engine
+works on `CastRule`s, and `expand` is the pure step between them. What a user registers is a `CastRule` like any other.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+class CastKind(enum.Enum):
+    """What happens to the floating-point tensors among a function's arguments."""
+
+    LOWER_PRECISION_FP = "cast to the session's lower precision; casts of weights are cached"
+    BFLOAT16 = "cast to bfloat16, whatever the session's lower precision is"
+    FP32 = "cast to float32"
+    PROMOTE = "cast to the widest dtype among the arguments"
+    PROMOTE_SEQUENCE = "cast the tensors of a sequence to the widest dtype among them"
+    MATCH_FIRST = "cast the other arguments to the dtype of the first"
+    REJECT = "refused when the first argument is float16"
+    BANNED = "refused when any argument is float16 or bfloat16"
+    NATIVE = "left to torch, which promotes by itself; nothing is patched"
+
+
+@dataclass(frozen=True)
+class RuleGroup:
+    """One row of a table: names that are treated alike, and why.
+
+    Several owners mean that each name is looked for in all of them: ``exp`` is a function of torch and a method of
+    Tensor, and has to be found under both spellings.
+    """
+
+    kind: CastKind
+    owner: str | tuple[str, ...]
+    names: tuple[str, ...]
+    reason: str
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        return (self.owner,) if isinstance(self.owner, str) else self.owner
+
+
+@dataclass(frozen=True)
+class CastRule:
+    """One attribute of one object, and what is to happen to it."""
+
+    kind: CastKind
+    owner: Any
+    name: str
+    reason: str = "registered by the user"
+
+
+def expand(
+    tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()
+) -> tuple[list[CastRule], list[str]]:
+    """The rules that hold for the installed torch, and the names of the tables that it lacks.
+
+    One rule is left for each attribute. A later group wins over an earlier one, and ``extra_rules`` win over both.
+    """
+    rules: dict[tuple[int, str], CastRule] = {}
+    dropped = []
+    for group in tables:
+        owners = [(path, resolve_owner(path)) for path in group.owners]
+        for name in group.names:
+            found = [owner for _, owner in owners if owner is not None and hasattr(owner, name)]
+            for owner in found:
+                rules[id(owner), name] = CastRule(group.kind, owner, name, group.reason)
+            if not found:
+                dropped.extend(f"{path}.{name}" for path, _ in owners)
+    for rule in extra_rules:
+        rules[id(rule.owner), rule.name] = rule
+    return list(rules.values()), dropped
+
+
+@functools.cache
+def resolve_owner(path: str) -> Any | None:
+    """The object at a dotted path that starts with a module, or None when the installed torch has no such thing."""
+    head, *rest = path.split(".")
+    owner = importlib.import_module(head)
+    for part in rest:
+        owner = getattr(owner, part, None)
+        if owner is None:
+            return None
+    return owner
