@@ -1,0 +1,33 @@
+// Which instruction set the CPU kernels run with, chosen once per process.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define AMPKIT_X86_VARIANTS 1
+#include <immintrin.h>
+#else
+#define AMPKIT_X86_VARIANTS 0
+#endif
+
+namespace ampkit {
+
+enum class Capability { kBaseline, kAvx2, kAvx512 };
+
+// What the processor has, or less if the environment variable AMPKIT_CPU_CAPABILITY (baseline, avx2, avx512) says so.
+Capability capability();
+
+// AMPKIT_VARIANT(kernel): the function of this name that was compiled for capability(). See cpu/each_capability.h.
+#if AMPKIT_X86_VARIANTS
+template <class Function>
+Function choose(Function baseline, Function avx2, Function avx512) {
+  switch (capability()) {
+    case Capability::kAvx512: return avx512;
+    case Capability::kAvx2: return avx2;
+    default: return baseline;
+  }
+}
+#define AMPKIT_VARIANT(kernel) ::ampkit::choose(&baseline::kernel, &avx2::kernel, &avx512::kernel)
+#else
+#define AMPKIT_VARIANT(kernel) (&baseline::kernel)
+#endif
+
+}  // namespace ampkit

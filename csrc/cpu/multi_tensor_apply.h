@@ -1,0 +1,55 @@
+// The one driver of the CPU kernels: a single parallel region over all tensors, whose threads take blocks off a counter.
+//
+// A region per tensor would pay a fork and a join for each of a model's many small tensors, and waits for the slowest
+// thread each time another job holds a core; with the counter a late thread simply takes fewer blocks.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "tensor_lists.h"
+
+namespace ampkit {
+
+// One piece of one tensor, at most kBlockSize elements.
+template <int kDepth>
+struct Block {
+  const FlatTensor<kDepth>* tensor;
+  int64_t offset;
+  int64_t size;
+};
+
+constexpr int64_t kBlockSize = 64 * 1024;
+// Below this many elements a second thread costs more than it brings.
+constexpr int64_t kSerialSize = 32 * 1024;
+
+template <int kDepth>
+std::vector<Block<kDepth>> blocks_of(const std::vector<FlatTensor<kDepth>>& tensors) {
+  std::vector<Block<kDepth>> blocks;
+  for (const FlatTensor<kDepth>& tensor : tensors)
+    for (int64_t offset = 0; offset < tensor.numel; offset += kBlockSize)
+      blocks.push_back({&tensor, offset, std::min(kBlockSize, tensor.numel - offset)});
+  return blocks;
+}
+
+// Calls body(index) for every block, from several threads at once where that pays.
+template <int kDepth, class Body>
+void for_each_block(const std::vector<Block<kDepth>>& blocks, const Body& body) {
+  const int64_t count = static_cast<int64_t>(blocks.size());
+  int64_t elements = 0;
+  for (const Block<kDepth>& block : blocks) elements += block.size;
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) body(i);
+  };
+  if (elements <= kSerialSize)
+    work(0, 1);
+  else
+    torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, work);
+}
+
+}  // namespace ampkit

@@ -1,0 +1,58 @@
+// multi_tensor_scale on the CPU. Memory traffic: each input read once, each output written once.
+#ifdef AMPKIT_CAPABILITY
+
+namespace ampkit {
+namespace AMPKIT_CAPABILITY {
+
+// Returns whether all inputs of the block are finite.
+static bool scale_block(const Block<2>& block, ScaleFunctor functor) {
+  const FlatTensor<2>& tensor = *block.tensor;
+  TileBuffer in_buffer, out_buffer;
+  int32_t highest = 0;
+  for (int64_t start = 0; start < block.size; start += kTile) {
+    const int64_t offset = block.offset + start;
+    const int64_t n = block.size - start < kTile ? block.size - start : kTile;
+    const float* x = load(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
+    float* out = target(tensor.data[1], tensor.dtype[1], offset, out_buffer);
+    const int32_t magnitude = highest_magnitude(x, n);
+    highest = magnitude > highest ? magnitude : highest;
+#pragma GCC ivdep  // out may be x itself, element for element
+    for (int64_t i = 0; i < n; ++i) out[i] = functor(x[i]);
+    store(out, tensor.data[1], tensor.dtype[1], offset, n);
+  }
+  return highest < kInfinityBits;
+}
+
+}  // namespace AMPKIT_CAPABILITY
+}  // namespace ampkit
+
+#else
+
+#include "cpu/multi_tensor_apply.h"
+#include "functors/multi_tensor_scale.h"
+#include "ops.h"
+
+#define AMPKIT_SOURCE "cpu/multi_tensor_scale.cpp"
+#include "cpu/each_capability.h"
+
+namespace ampkit {
+
+void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs, double scale,
+                            const std::optional<Tensor>& found_inf) {
+  constexpr const char* op = "multi_tensor_scale";
+  float* flag = found_inf_data(op, found_inf, inputs);
+  TensorLists<2> lists(op, {{{"inputs", inputs, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
+  const auto blocks = blocks_of(lists.flat());
+  const ScaleFunctor functor{static_cast<float>(scale)};
+  const auto scale_block = AMPKIT_VARIANT(scale_block);
+  std::atomic<bool> all_finite{true};
+  for_each_block(blocks, [&](int64_t i) {
+    if (!scale_block(blocks[i], functor)) all_finite = false;
+  });
+  lists.finish();
+  if (flag != nullptr && !all_finite) *flag = 1.0f;
+}
+
+}  // namespace ampkit
+
+#endif

@@ -1,0 +1,124 @@
+// Tiles: how CPU kernels read and write any dtype with float32 arithmetic. Included once per instruction set, by
+// cpu/each_capability.h.
+//
+// A kernel walks its block in tiles small enough to stay in the first-level cache. load() gives a tile as float32: the
+// memory itself where it is float32 already, a converted copy otherwise. The arithmetic is a plain loop over float32.
+// target() and store() do the same on the way out. So an operator over k lists needs one loop, not 3^k.
+namespace ampkit {
+namespace AMPKIT_CAPABILITY {
+
+constexpr int64_t kTile = 1024;
+
+struct alignas(64) TileBuffer {
+  float values[kTile];
+};
+
+static inline float float_from_bits(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+static inline uint32_t bits_from_float(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+static inline float float_from_bfloat16(uint16_t x) { return float_from_bits(static_cast<uint32_t>(x) << 16); }
+
+// Round to nearest, ties to even; a NaN stays one.
+static inline uint16_t bfloat16_from_float(float x) {
+  const uint32_t bits = bits_from_float(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<uint16_t>(rounded);
+}
+
+// Without branches, so that the loops around these two vectorise. The exponent is moved by multiplying with 2^112,
+// which also normalises subnormals; infinity and NaN come out at 2^16 and above, and get their exponent back.
+static inline float float_from_half(uint16_t x) {
+  const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fff) << 13;
+  const float moved = float_from_bits(magnitude) * 0x1p112f;
+  const uint32_t special = (x & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
+  return float_from_bits(bits_from_float(moved) | special | static_cast<uint32_t>(x & 0x8000) << 16);
+}
+
+// Subnormals are rounded by adding 0.5, whose last place is theirs; normal numbers by adding half of theirs.
+static inline uint16_t half_from_float(float x) {
+  const uint32_t bits = bits_from_float(x);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t subnormal = bits_from_float(float_from_bits(magnitude) + 0.5f) - 0x3f000000;
+  const uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
+  return static_cast<uint16_t>((magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000));
+}
+
+static inline void widen_half(const uint16_t* from, float* to, int64_t n) {
+  int64_t i = 0;
+#if AMPKIT_LANES == 16
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+#elif AMPKIT_LANES == 8
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+#endif
+  for (; i < n; ++i) to[i] = float_from_half(from[i]);
+}
+
+static inline void narrow_half(const float* from, uint16_t* to, int64_t n) {
+  int64_t i = 0;
+#if AMPKIT_LANES == 16
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#elif AMPKIT_LANES == 8
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  for (; i < n; ++i) to[i] = half_from_float(from[i]);
+}
+
+static inline void widen_bfloat16(const uint16_t* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = float_from_bfloat16(from[i]);
+}
+
+static inline void narrow_bfloat16(const float* from, uint16_t* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = bfloat16_from_float(from[i]);
+}
+
+// Elements [offset, offset + n) as float32.
+static inline const float* load(const void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
+  if (dtype == DType::kFloat) return static_cast<const float*>(data) + offset;
+  const uint16_t* from = static_cast<const uint16_t*>(data) + offset;
+  if (dtype == DType::kHalf)
+    widen_half(from, buffer.values, n);
+  else
+    widen_bfloat16(from, buffer.values, n);
+  return buffer.values;
+}
+
+// Where to put float32 results that store() will bring to their place.
+static inline float* target(void* data, DType dtype, int64_t offset, TileBuffer& buffer) {
+  return dtype == DType::kFloat ? static_cast<float*>(data) + offset : buffer.values;
+}
+
+static inline void store(const float* values, void* data, DType dtype, int64_t offset, int64_t n) {
+  if (dtype == DType::kFloat) return;
+  uint16_t* to = static_cast<uint16_t*>(data) + offset;
+  if (dtype == DType::kHalf)
+    narrow_half(values, to, n);
+  else
+    narrow_bfloat16(values, to, n);
+}
+
+static inline int32_t highest_magnitude(const float* values, int64_t n) {
+  int32_t highest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t bits = magnitude_bits(values[i]);
+    highest = bits > highest ? bits : highest;
+  }
+  return highest;
+}
+
+}  // namespace AMPKIT_CAPABILITY
+}  // namespace ampkit

@@ -1,0 +1,19 @@
+// The CUDA column of the op x device matrix in ../registration.cpp, which must be loaded first: it owns the schemas.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/version.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY_IMPL(ampkit, CUDA, m) {
+  m.impl("multi_tensor_scale", TORCH_BOX(&ampkit::multi_tensor_scale_cuda));
+  m.impl("multi_tensor_axpby", TORCH_BOX(&ampkit::multi_tensor_axpby_cuda));
+  m.impl("multi_tensor_l2norm", TORCH_BOX(&ampkit::multi_tensor_l2norm_cuda));
+}
+
+PyMODINIT_FUNC PyInit__cuda() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cuda", nullptr, -1, nullptr};
+  PyObject* module = PyModule_Create(&definition);
+  if (module != nullptr) PyModule_AddStringConstant(module, "torch_version", TORCH_VERSION);
+  return module;
+}

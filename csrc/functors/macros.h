@@ -1,0 +1,11 @@
+// What lets one functor be compiled by the host compiler and by nvcc.
+#pragma once
+
+#if defined(__CUDACC__)
+#define AMPKIT_INLINE __host__ __device__ __forceinline__
+#elif defined(__GNUC__)
+// Always inlined: a functor takes on the instruction set of the kernel that it is called from.
+#define AMPKIT_INLINE inline __attribute__((always_inline))
+#else
+#define AMPKIT_INLINE inline
+#endif

@@ -1,0 +1,160 @@
+// TensorLists: what a multi-tensor operator was given, checked and brought into a form that a driver can run over.
+//
+// A driver sees flat memory: for tensor i, one pointer and one dtype per list, and a number of elements. Lists may mix
+// dtypes and sizes freely. Tensors without gaps whose strides agree over all lists (contiguous, channels-last) are used
+// in place; others are staged through a contiguous copy and written back by finish().
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "ops.h"
+
+namespace ampkit {
+
+enum class DType : uint8_t { kFloat, kHalf, kBFloat16 };
+enum class Role { kRead, kWrite };
+
+struct NamedList {
+  const char* name;
+  const TensorList& tensors;
+  Role role;
+};
+
+template <int kDepth>
+struct FlatTensor {
+  void* data[kDepth];
+  DType dtype[kDepth];
+  int64_t numel;
+};
+
+inline std::string describe_shape(const Tensor& tensor) {
+  std::ostringstream text;
+  text << "[";
+  for (int64_t d = 0; d < tensor.dim(); ++d) text << (d == 0 ? "" : ", ") << tensor.size(d);
+  text << "]";
+  return text.str();
+}
+
+inline bool same_sizes(const Tensor& x, const Tensor& y) {
+  const auto a = x.sizes(), b = y.sizes();
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
+// Whether the elements fill their memory without gaps or overlap, in whatever order of dimensions.
+inline bool is_dense(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return true;
+  std::vector<std::pair<int64_t, int64_t>> dims;
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    if (tensor.size(d) != 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  std::sort(dims.begin(), dims.end());
+  int64_t expected = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride != expected) return false;
+    expected *= size;
+  }
+  return true;
+}
+
+inline bool same_strides(const Tensor& x, const Tensor& y) {
+  for (int64_t d = 0; d < x.dim(); ++d)
+    if (x.size(d) != 1 && x.stride(d) != y.stride(d)) return false;
+  return true;
+}
+
+template <int kDepth>
+class TensorLists {
+ public:
+  TensorLists(const char* op, const std::array<NamedList, kDepth>& lists) : op_(op) {
+    const size_t count = lists[0].tensors.size();
+    for (const NamedList& list : lists)
+      AMPKIT_CHECK(list.tensors.size() == count, op, ": ", lists[0].name, " has ", count, " tensors, ", list.name,
+                   " has ", list.tensors.size(), "; pass lists of one length");
+    // All checks come before the first staging copy: an error leaves every tensor as it was.
+    for (size_t i = 0; i < count; ++i)
+      for (const NamedList& list : lists) check(lists[0], list, i);
+    flat_.reserve(count);
+    for (size_t i = 0; i < count; ++i) add(lists, i);
+  }
+
+  const std::vector<FlatTensor<kDepth>>& flat() const { return flat_; }
+
+  // Brings staged results home. Call it once the kernels are done (on CUDA: launched).
+  void finish() {
+    for (auto& [target, copy] : written_) torch::stable::copy_(target, copy);
+  }
+
+ private:
+  DType dtype_of(const NamedList& list, size_t i) const {
+    using torch::headeronly::ScalarType;
+    const ScalarType type = list.tensors[i].scalar_type();
+    switch (type) {
+      case ScalarType::Float: return DType::kFloat;
+      case ScalarType::Half: return DType::kHalf;
+      case ScalarType::BFloat16: return DType::kBFloat16;
+      default:
+        fail(op_, ": ", list.name, "[", i, "] is ", torch::headeronly::toString(type),
+             "; the kernels take Float, Half and BFloat16");
+    }
+  }
+
+  void check(const NamedList& first, const NamedList& list, size_t i) const {
+    const Tensor& expected = first.tensors[i];
+    const Tensor& found = list.tensors[i];
+    AMPKIT_CHECK(same_sizes(found, expected), op_, ": ", list.name, "[", i, "] has shape ", describe_shape(found), ", ",
+                 first.name, "[", i, "] has shape ", describe_shape(expected), "; they must be equal");
+    AMPKIT_CHECK(found.is_cpu() == first.tensors[0].is_cpu() && found.get_device_index() == first.tensors[0].get_device_index(),
+                 op_, ": ", list.name, "[", i, "] is on another device than ", first.name, "[0]; one call serves one device");
+    dtype_of(list, i);
+  }
+
+  void add(const std::array<NamedList, kDepth>& lists, size_t i) {
+    const Tensor& first = lists[0].tensors[i];
+    bool flat = is_dense(first);
+    for (int k = 1; k < kDepth && flat; ++k) flat = same_strides(lists[k].tensors[i], first);
+    FlatTensor<kDepth> entry;
+    entry.numel = first.numel();
+    for (int k = 0; k < kDepth; ++k) {
+      entry.dtype[k] = dtype_of(lists[k], i);
+      const Tensor& tensor = lists[k].tensors[i];
+      entry.data[k] = flat ? tensor.mutable_data_ptr() : stage(tensor, lists[k].role);
+    }
+    flat_.push_back(entry);
+  }
+
+  void* stage(const Tensor& tensor, Role role) {
+    // Never the tensor itself: contiguous() may return its argument, and another list may hold the same memory.
+    Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
+    torch::stable::copy_(copy, tensor);
+    (role == Role::kWrite ? written_ : read_).emplace_back(tensor, copy);
+    return copy.mutable_data_ptr();
+  }
+
+  const char* op_;
+  std::vector<FlatTensor<kDepth>> flat_;
+  std::vector<std::pair<Tensor, Tensor>> read_;  // kept alive until the kernels are done
+  std::vector<std::pair<Tensor, Tensor>> written_;
+};
+
+// Where a kernel reports a value that is not finite; nullptr when nobody asked.
+inline float* found_inf_data(const char* op, const std::optional<Tensor>& found_inf, const TensorList& tensors) {
+  if (!found_inf.has_value()) return nullptr;
+  AMPKIT_CHECK(found_inf->scalar_type() == torch::headeronly::ScalarType::Float && found_inf->numel() == 1, op,
+               ": found_inf is ", torch::headeronly::toString(found_inf->scalar_type()), " of shape ",
+               describe_shape(*found_inf), "; pass a float32 tensor of shape [1]");
+  AMPKIT_CHECK(tensors.empty() || (found_inf->is_cpu() == tensors[0].is_cpu() &&
+                                   found_inf->get_device_index() == tensors[0].get_device_index()),
+               op, ": found_inf is on another device than the tensors");
+  return static_cast<float*>(found_inf->mutable_data_ptr());
+}
+
+}  // namespace ampkit

@@ -1,0 +1,135 @@
+"""Builds the optional compiled kernels: ampkit/_C for the CPU and ampkit/_cuda for CUDA; pyproject.toml has the rest.
+
+AMPKIT_BUILD_EXT  auto (default)  build what can be built, say loudly what was not
+                  0               pure Python
+                  1               a failure is an error
+AMPKIT_CUDA       1               build ampkit/_cuda; a failure is an error
+                  0               do not
+                  unset           build it if CUDA_HOME is set; whether a GPU is visible plays no part
+
+torch must be visible, which means ``pip install --no-build-isolation .``
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+TARGET_TORCH = "0x020a000000000000"  # 2.10, the oldest torch whose stable ABI has what csrc/ uses
+DEFAULT_CUDA_ARCHITECTURES = "7.5;8.0;9.0+PTX"
+
+
+def main():
+    mode = read_switch("AMPKIT_BUILD_EXT", ("auto", "0", "1"), default="auto")
+    cuda_mode = read_switch("AMPKIT_CUDA", ("", "0", "1"), default="")
+    if mode == "0":
+        announce("AMPKIT_BUILD_EXT=0: installing ampkit as pure Python, without its compiled kernels.")
+        return setup()
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        if mode == "1" or cuda_mode == "1":
+            raise SystemExit(
+                f"ampkit: the extension was asked for, and torch cannot be imported here ({error}). "
+                "Install torch first, then: pip install --no-build-isolation ."
+            ) from error
+        announce(
+            f"torch is not visible to this build ({error}): installing ampkit as pure Python.",
+            "Every feature works, slower. For the compiled kernels: pip install --no-build-isolation .",
+        )
+        return setup()
+    wants_cuda = cuda_mode == "1" or (cuda_mode == "" and bool(os.environ.get("CUDA_HOME")))
+    required = {"ampkit._C": mode == "1" or cuda_mode == "1", "ampkit._cuda": cuda_mode == "1"}
+    setup(
+        ext_modules=[cpu_extension(cpp_extension)] + ([cuda_extension(cpp_extension)] if wants_cuda else []),
+        cmdclass={"build_ext": build_command(cpp_extension, required)},
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    )
+
+
+def read_switch(name, allowed, default):
+    value = os.environ.get(name, default)
+    if value not in allowed:
+        raise SystemExit(f"ampkit: {name}={value!r}; expected one of {', '.join(v or '(unset)' for v in allowed)}")
+    return value
+
+
+def announce(*lines):
+    """A box on standard error, since pip hides what goes to standard output."""
+    width = max(map(len, lines))
+    bar = "+" + "-" * (width + 2) + "+"
+    print("", bar, *(f"| {line:<{width}} |" for line in lines), bar, "", sep="\n", file=sys.stderr, flush=True)
+
+
+CXX_FLAGS = [
+    f"-DTORCH_TARGET_VERSION={TARGET_TORCH}",
+    "-std=c++17",
+    "-O3",
+    "-fvisibility=hidden",
+    # Let loops vectorise: nobody reads errno or floating point traps. And no fused multiply-adds behind our back, so
+    # that results do not depend on the instruction set (see functors/multi_tensor_axpby.h).
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-Wno-maybe-uninitialized",  # gcc's own intrinsics trip over it
+    "-g0",
+]
+NVCC_FLAGS = [f"-DTORCH_TARGET_VERSION={TARGET_TORCH}", "-DUSE_CUDA", "-std=c++17", "-O3", "-fmad=false", "--threads=2"]
+
+
+def cpu_extension(cpp_extension):
+    return cpp_extension.CppExtension(
+        "ampkit._C",
+        ["csrc/registration.cpp", "csrc/launch_plan.cpp", *sources("csrc/cpu", "*.cpp")],
+        include_dirs=[str(Path("csrc").resolve())],
+        depends=[*sources("csrc", "*.h"), *sources("csrc/cpu", "*.h"), *sources("csrc/functors", "*.h")],
+        extra_compile_args={"cxx": CXX_FLAGS},
+        py_limited_api=True,
+    )
+
+
+def cuda_extension(cpp_extension):
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
+    return cpp_extension.CUDAExtension(
+        "ampkit._cuda",
+        ["csrc/cuda/registration.cpp", *sources("csrc/cuda", "*.cu")],
+        include_dirs=[str(Path("csrc").resolve())],
+        depends=[*sources("csrc", "*.h"), *sources("csrc/cuda", "*.cuh"), *sources("csrc/functors", "*.h")],
+        extra_compile_args={"cxx": [*CXX_FLAGS, "-DUSE_CUDA"], "nvcc": NVCC_FLAGS},
+        py_limited_api=True,
+    )
+
+
+def sources(folder, pattern):
+    return sorted(str(path) for path in Path(folder).glob(pattern))
+
+
+def build_command(cpp_extension, required):
+    class BuildWhatCanBeBuilt(cpp_extension.BuildExtension):
+        """BuildExtension that leaves out an optional library that fails, and says what became of each."""
+
+        def build_extensions(self):
+            built = []
+            for extension in list(self.extensions):
+                self.extensions = [extension]
+                try:
+                    super().build_extensions()
+                except Exception as error:
+                    if required[extension.name]:
+                        raise
+                    announce(
+                        f"{extension.name} could not be built: {type(error).__name__}; the compiler's words are above.",
+                        f"({str(error).strip().splitlines()[-1][:200] if str(error).strip() else 'no message'})",
+                        "ampkit works without it, slower. AMPKIT_BUILD_EXT=1 turns this into an error.",
+                    )
+                else:
+                    built.append(extension)
+            self.extensions = built
+            if built:
+                announce(f"Built {', '.join(extension.name for extension in built)}.")
+
+    return BuildWhatCanBeBuilt
+
+
+main()
