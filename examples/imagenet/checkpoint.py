@@ -1,0 +1,95 @@
+"""Checkpoints that are either whole or absent, and that hold tensors and plain values only.
+
+A file is written beside its final name and then moved there, so an interrupted run leaves the previous one. Everything
+loads with ``weights_only=True``. main_amp.py decides what goes in.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LATEST, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
+KEYS = {"run", "iteration", "skipped", "best_top1", "model", "optimizer", "amp", "rng"}
+
+
+class CheckpointError(Exception):
+    """The file given to --resume is not a checkpoint that this run can continue."""
+
+
+def save(state: dict[str, Any], folder: Path, is_best: bool) -> None:
+    """Write ``state`` to ``folder/checkpoint.pth.tar``, and a copy to ``model_best.pth.tar`` if it is the best."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_whole(folder / LATEST, lambda path: torch.save(state, path))
+    if is_best:
+        _write_whole(folder / BEST, lambda path: shutil.copyfile(folder / LATEST, path))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The checkpoint at ``path``, on the CPU."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"found no file at '{path}'; --resume expected a checkpoint written by main_amp.py."
+            " Check the path, or leave --resume out to start anew."
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle and tensor readers each have their own
+        raise CheckpointError(
+            f"found {path.stat().st_size:,} bytes in '{path}' that do not load; expected a whole checkpoint written by"
+            f" main_amp.py, so this one was cut short or is another kind of file ({str(error).splitlines()[0]})."
+            f" Resume from {BEST} or an older checkpoint."
+        ) from error
+    missing = KEYS - set(state) if isinstance(state, dict) else KEYS
+    if missing:
+        raise CheckpointError(
+            f"found a file without {', '.join(sorted(missing))} at '{path}'; --resume expected a checkpoint written by"
+            " main_amp.py. To start from bare weights, load them into the model in build_model()."
+        )
+    return state
+
+
+def check_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+    """Refuse a checkpoint whose iterations would not continue in this run, naming each setting that differs."""
+    different = [f"{name} {found.get(name)} (this run: {here})" for name, here in expected.items() if found.get(name) != here]
+    if different:
+        raise CheckpointError(
+            f"found '{path}' written with {', '.join(different)}; expected the settings of this run, or its iterations"
+            " would not continue those. Give the same settings, or leave --resume out."
+        )
+
+
+def collect_rng_states(device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """The state of each rank's random number generators, by rank. All ranks must call it."""
+    mine = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        mine["cuda"] = torch.cuda.get_rng_state(device)
+    if not dist.is_initialized():
+        return [mine]
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, mine)
+    return states
+
+
+def restore_rng_state(states: list[dict[str, torch.Tensor]], rank: int, device: torch.device) -> None:
+    torch.set_rng_state(states[rank]["cpu"])
+    if device.type == "cuda" and "cuda" in states[rank]:
+        torch.cuda.set_rng_state(states[rank]["cuda"], device)
+
+
+def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call ``write`` with a name beside ``path``; only a finished file, safe on the disk, takes the name ``path``."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(partial)
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it has moved
+            partial.unlink()
