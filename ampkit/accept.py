@@ -1,0 +1,117 @@
+"""What ``initialize`` accepts: the checks on models and optimizers, before anything is touched."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .errors import ConfigurationError
+from .plan import Plan
+
+_LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
+_OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
+
+
+def flatten(value: Any) -> list[Any]:
+    """One thing, a list, a tuple or None, as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def can_be_tracked(thing: Any) -> bool:
+    """Whether a session can hold ``thing`` weakly; with ``enabled=False`` anything may be passed."""
+    try:
+        weakref.ref(thing)
+    except TypeError:
+        return False
+    return True
+
+
+def models(value: Any) -> list[nn.Module]:
+    """The models as a list. TypeError or `ConfigurationError` for anything that is not a bare, loaded module, once each."""
+    found = flatten(value)
+    if not found:
+        raise TypeError("initialize() expects a model or a list or tuple of models, found none.")
+    for model in found:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"initialize() expects models (torch.nn.Module), found {_describe(model)}.")
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise ConfigurationError(
+                f"The model is wrapped in {type(model).__name__}. Call initialize() on the bare model and wrap what it returns."
+            )
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                "The model is a TorchScript module, whose operations are fixed. Call initialize() on the module before scripting."
+            )
+    _refuse_repeats(found, "model")
+    return found
+
+
+def optimizers(value: Any) -> list[Any]:
+    """The optimizers as a list: anything with ``param_groups``, ``state``, ``step`` and ``zero_grad``, once each."""
+    found = flatten(value)
+    for optimizer in found:
+        missing = [name for name in _OPTIMIZER_ATTRIBUTES if not hasattr(optimizer, name)]
+        if missing:
+            raise TypeError(
+                f"initialize() expects optimizers, single or in a list or tuple; {_describe(optimizer)} has no "
+                f"{', '.join(missing)}. Pass the optimizer as the second argument."
+            )
+    _refuse_repeats(found, "optimizer")
+    return found
+
+
+def weights(model_list: list[nn.Module], recast: set[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+    """Refuse weights that are not float32 where initialize makes the lower-precision copies itself.
+
+    ``recast`` are models that a live session has cast and will give back. float64 parts are left alone at every level, but a
+    model that has nothing else has nothing to cast.
+    """
+    for model in model_list:
+        if model not in recast:
+            _refuse_lower_precision(model)
+            if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
+                raise ConfigurationError(
+                    f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. "
+                    "Call model.float() first, or use opt_level='O0'."
+                )
+    known = {param for model in model_list for param in model.parameters()}
+    for optimizer in optimizer_list:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.dtype in _LOWER_PRECISIONS and param not in known:
+                    raise ConfigurationError(
+                        f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
+                        "models. Build the optimizer from float32 parameters of the models passed with it."
+                    )
+
+
+def _refuse_lower_precision(model: nn.Module) -> None:
+    for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
+        for name, tensor in named:
+            if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+                raise ConfigurationError(
+                    f"{kind} {name!r} is not initialized yet (a lazy module). Run one forward pass before initialize()."
+                )
+            if tensor.dtype in _LOWER_PRECISIONS:
+                raise ConfigurationError(
+                    f"{kind} {name!r} is {tensor.dtype}; initialize() expects float32 and makes the lower-precision copies "
+                    "itself. Remove the .half() or .bfloat16() call (or the dtype= argument) before it."
+                )
+
+
+def _refuse_repeats(found: list[Any], kind: str) -> None:
+    for index, thing in enumerate(found):
+        if any(thing is other for other in found[:index]):
+            raise ConfigurationError(
+                f"The same {kind} ({type(thing).__name__}) was passed twice to initialize(), as number {index} again. Pass it once."
+            )
+
+
+def _describe(thing: Any) -> str:
+    return f"{thing!r}" if isinstance(thing, (str, int, float, type(None))) else f"a {type(thing).__name__}"

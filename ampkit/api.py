@@ -1,0 +1,257 @@
+"""The functions that a script calls. Each is a few lines over a `Session`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import accept
+from .casting.engine import active_casting
+from .errors import CheckpointError, ConfigurationError, NotInitializedError
+from .logs import logger
+from .loss_scale import DynamicLossScale, LossScaler, validate_scaler_state
+from .optimizers import adapter_of
+from .plan import Plan, resolve
+from .session import (
+    Session,
+    collect_orphans,
+    current_session,
+    device_type_of,
+    live_sessions,
+    not_initialized,
+    refuse_second_lower_precision,
+    session_of,
+)
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | DynamicLossScale | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+    keep_fp32: Any = (),
+    keep_originals: bool = True,
+    policy: str = "default",
+    on_floor: str = "raise",
+) -> Any:
+    """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
+
+    ``models`` is an ``nn.Module`` or a list or tuple of them, float32 and not yet wrapped in DataParallel or
+    DistributedDataParallel; ``optimizers`` the same for optimizers, or None, and then only the models are returned. With
+    ``enabled=False`` nothing is touched here nor in `scale_loss`.
+
+    ``opt_level`` is ``"O0"`` to ``"O5"``; every other setting that is None takes the level's default:
+
+    - ``cast_model_type``: the dtype of the model's weights (O2, O3).
+    - ``patch_torch_functions``: whether torch functions are patched (O1, O4); ``patch_torch_functions_type`` to which dtype.
+    - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights; ``keep_fp32`` names more modules, types or name
+      patterns to keep.
+    - ``master_weights``: whether the optimizer updates float32 masters.
+    - ``loss_scale``: ``"dynamic"``, a number, or a `DynamicLossScale`; ``num_losses`` scalers are made. A dynamic scale stays
+      between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
+    - ``cast_model_outputs``: the dtype of floating outputs of the models' forward.
+    - ``keep_originals``: whether float32 originals of frozen weights and buffers are kept, on the host.
+    - ``policy``: which tables O1 follows, ``"default"`` or ``"apex"``.
+    - ``verbosity``: 0 is silent, 1 logs settings and overflows, 2 also every cast.
+
+    It may be called again, for other models (each call has its own loss scalers) or for the same (the old session is closed
+    first). Raises `ConfigurationError` or TypeError for what cannot be right, and then changes nothing.
+    """
+    if not enabled:
+        plan = Plan(enabled=False)
+        things = ([item for item in accept.flatten(value) if accept.can_be_tracked(item)] for value in (models, optimizers))
+        Session(plan).prepare(*things)
+        return models if optimizers is None else (models, optimizers)
+
+    model_list, optimizer_list = accept.models(models), accept.optimizers(optimizers)
+    plan = resolve(
+        opt_level,
+        device_type_of(model_list),
+        dict(
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            patch_torch_functions_type=patch_torch_functions_type,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+            cast_model_outputs=cast_model_outputs,
+            num_losses=num_losses,
+            verbosity=verbosity,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            keep_fp32=keep_fp32,
+            keep_originals=keep_originals,
+            policy=policy,
+            on_floor=on_floor,
+        ),
+    )
+    earlier = _unique(session_of(thing) for thing in (*model_list, *optimizer_list))
+    recast = {model for session in earlier if session.plan.enabled for model in session.models}
+    accept.weights(model_list, recast, optimizer_list, plan)
+    for session in earlier:
+        session.close()
+    collect_orphans()
+    refuse_second_lower_precision(plan)
+    Session(plan).prepare(model_list, optimizer_list)
+    return models if optimizers is None else (models, optimizers)
+
+
+@contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """``with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
+
+    Yields ``loss.float()`` (any shape) times the loss scale. On leaving, the gradients of ``optimizers`` (one, or a list or
+    tuple) are unscaled and checked; if one is not finite, the next ``step()`` of these optimizers is skipped and a dynamic
+    scale goes down. Gradients of several blocks add up, whatever their losses and scales.
+
+    ``loss_id`` chooses the loss scaler, 0 to ``num_losses`` - 1. ``delay_unscale=True`` leaves scaled gradients for a later
+    block to unscale: cheaper accumulation, in the gradients' own precision. ``delay_overflow_check=True`` passes the finding
+    on to the next block. ``model`` is accepted for compatibility and unused. An exception inside leaves gradients and
+    scale as they were before.
+    """
+    optimizer_list = accept.flatten(optimizers)
+    session = _session_for(optimizer_list)
+    if session is None or not session.plan.enabled:
+        yield loss
+        return
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself.")
+    with session.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check) as scaled:
+        yield scaled
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The parameters that ``optimizer`` updates: float32 masters where there are any, with unscaled gradients.
+
+    Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``.
+    """
+    adapter = adapter_of(optimizer)
+    if adapter is not None:
+        adapter.gradients.drop_cleared()
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def step_was_skipped(optimizer: Any) -> bool:
+    """Whether the last ``optimizer.step()`` was skipped for an overflow. Lets a script hold back its scheduler."""
+    adapter = adapter_of(optimizer)
+    return adapter is not None and adapter.skipped
+
+
+def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | int]]:
+    """The state of every loss scaler, ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
+
+    Scalers of all live sessions are numbered in the order of ``initialize``; without any, the dict is empty. With
+    ``destination`` the entries are added to it. Same keys and values as checkpoints of Apex.
+    """
+    destination = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(_all_scalers()):
+        destination[f"loss_scaler{index}"] = scaler.state_dict()
+    return destination
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Load what `state_dict` returned, entry by entry in the order of the mapping.
+
+    Another number of entries than of loss scalers is a warning; the surplus is left. Raises `CheckpointError` for keys or
+    values that are no loss scaler's, and loads nothing then.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"load_state_dict expects the dict that ampkit.state_dict() returned, found {type(state).__name__}.")
+    unexpected = [key for key in state if "loss_scaler" not in key]
+    if unexpected:
+        raise CheckpointError(
+            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
+            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
+        )
+    for entry in state.values():
+        validate_scaler_state(entry)
+    scalers = _all_scalers()
+    if len(state) != len(scalers):
+        logger.warning(
+            "The state dict holds %d loss scalers and %d are in use: the first %d are loaded. Was num_losses changed?",
+            len(state),
+            len(scalers),
+            min(len(state), len(scalers)),
+        )
+    for scaler, entry in zip(scalers, state.values()):
+        scaler.load_state_dict(entry)
+
+
+def disable_casts() -> Any:
+    """``with disable_casts():`` switches O1's casts off, for all threads; nests, and survives exceptions."""
+    casting = active_casting()
+    return casting.disabled() if casting is not None else nullcontext()
+
+
+@contextmanager
+def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settings: Any) -> Iterator[Any]:
+    """``with session(model, optimizer, "O1") as (model, optimizer):`` initializes, and closes at the end of the block.
+
+    Takes the settings of `initialize` as keywords and yields what it returns.
+    """
+    before = set(live_sessions)
+    initialized = initialize(models, optimizers, opt_level=opt_level, **settings)
+    opened = [one for one in live_sessions if one not in before]
+    try:
+        yield initialized
+    finally:
+        for one in opened:
+            one.close()
+
+
+def close() -> None:
+    """Close every live session, newest first: torch, models and optimizers are as they were, weights as trained."""
+    while live_sessions:
+        live_sessions[-1].close()
+
+
+def _session_for(optimizers: Sequence[Any]) -> Session | None:
+    """The session that owns these optimizers; None where the newest session is disabled and they are nobody's."""
+    sessions = _unique(session_of(optimizer) for optimizer in optimizers)
+    strangers = [optimizer for optimizer in optimizers if session_of(optimizer) is None]
+    newest = current_session()
+    if not sessions and newest is not None and not newest.plan.enabled:
+        return None
+    if strangers:
+        raise not_initialized(strangers[0])
+    if not sessions:
+        raise NotInitializedError("scale_loss was given no optimizer. Pass the optimizer, or a list of optimizers.")
+    if len(sessions) > 1:
+        raise ConfigurationError(
+            "scale_loss was given optimizers of different initialize() calls, which have loss scalers of their own. Pass them "
+            "to one initialize call as a list, or use one scale_loss block for each."
+        )
+    return sessions[0]
+
+
+def _all_scalers() -> list[LossScaler]:
+    return [scaler for one in live_sessions for scaler in one.scalers]
+
+
+def _unique(sessions: Iterator[Session | None]) -> list[Session]:
+    return list(dict.fromkeys(one for one in sessions if one is not None))

@@ -1,0 +1,59 @@
+"""The logger ``ampkit``, and who hears it.
+
+The library logs and never prints. While a session with ``verbosity >= 1`` is alive, a handler of ours writes its lines
+to standard output on rank 0, unless the application gave the logger handlers of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import torch
+
+logger = logging.getLogger("ampkit")
+
+
+def is_rank_zero() -> bool:
+    """Whether this process speaks for all: rank 0 of the process group, or of the launcher, or the only one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+class _RankZeroStdout(logging.Handler):
+    """Writes plain messages to whatever ``sys.stdout`` is at that moment, so that redirection works."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_rank_zero():
+            sys.stdout.write(self.format(record) + "\n")
+            sys.stdout.flush()
+
+
+class StdoutLines:
+    """Our handler on the logger, counted: attached by the first session that wants it, removed after the last."""
+
+    def __init__(self) -> None:
+        self._handler: _RankZeroStdout | None = None
+        self._level = logging.NOTSET
+        self._users = 0
+
+    def attach(self) -> None:
+        self._users += 1
+        if self._handler is None and not logger.handlers:
+            self._handler = _RankZeroStdout()
+            self._level = logger.level
+            logger.addHandler(self._handler)
+            if logger.level == logging.NOTSET:
+                logger.setLevel(logging.INFO)
+
+    def detach(self) -> None:
+        self._users -= 1
+        if self._users == 0 and self._handler is not None:
+            logger.removeHandler(self._handler)
+            logger.setLevel(self._level)
+            self._handler = None
+
+
+stdout_lines = StdoutLines()

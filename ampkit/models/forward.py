@@ -1,0 +1,222 @@
+"""The forward of an initialized model: casts inputs and outputs, and tells its session that it runs.
+
+An initialized model's class is replaced by a subclass made here, so that ``model(x)`` and ``model.forward(x)`` both
+cast, and deepcopy, pickle and DataParallel's replicas carry the behaviour with them. The instance holds a `ForwardCasts`
+(dtypes only); its session, where it has one, is asked through `watchers`.
+
+A deep copy or an unpickled model belongs to no session. It holds its weights in float32, its own, and casts them at each
+forward: an exponential moving average of its parameters is then a float32 average.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..casting.engine import active_casting
+from ..casting.tensors import cast_floating
+from .weights import RECORD_KEY, follow_devices, forget_weights, lower_entries, settle_weights
+
+CASTS_KEY = "_ampkit_casts"
+INNER_FORWARD_KEY = "_ampkit_inner_forward"
+
+watchers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
+"""Initialized model -> what its session wants done before each forward."""
+
+_shell_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class ForwardCasts:
+    """What a forward does to dtypes; None leaves them alone.
+
+    ``weights`` is set on copies only: the dtype in which to run the float32 weights listed in ``weight_names``.
+    """
+
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    patched: bool = False
+    weights: torch.dtype | None = None
+    weight_names: tuple[tuple[str, str], ...] = ()
+
+
+class _Shell:
+    """Mixed into the class of every initialized model, in front of the model's own class."""
+
+    def _apply(self, fn, *args, **kwargs):
+        result = super()._apply(fn, *args, **kwargs)
+        follow_devices(self)
+        return result
+
+    def __copy__(self):
+        # copy.copy shares the submodules: unlike a deep copy it must not turn the shared weights into float32.
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __reduce_ex__(self, protocol):
+        settle_weights(self)
+        function, arguments, *rest = super().__reduce_ex__(protocol)
+        if arguments and arguments[0] is type(self):
+            return (_new_shell, (_own_class(self), *arguments[1:]), *rest)
+        return (function, arguments, *rest)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        _own_float32_weights(self)
+
+
+def install(model: nn.Module, casts: ForwardCasts) -> None:
+    """Make ``model`` cast as ``casts`` says, whichever way its forward is called."""
+    inner = model.__dict__.pop("forward", None)
+    if inner is not None:
+        model.__dict__[INNER_FORWARD_KEY] = inner
+    model.__dict__[CASTS_KEY] = casts
+    model.__class__ = _shell_class(type(model))
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo `install`. A class that somebody derived from ours since then stays, and casts nothing any more."""
+    watchers.pop(model, None)
+    model.__dict__.pop(CASTS_KEY, None)
+    if INNER_FORWARD_KEY in model.__dict__:
+        model.__dict__["forward"] = model.__dict__.pop(INNER_FORWARD_KEY)
+    if _shell_classes.get(_own_class(model)) is type(model):
+        model.__class__ = _own_class(model)
+
+
+def cast_inputs(function: Callable) -> Callable:
+    """Decorate a method of a model so that it casts as the model's ``forward`` does once it is initialized.
+
+    Without initialize, or at levels that do not cast the model, the method is as it was.
+
+    >>> class Net(torch.nn.Linear):
+    ...     @cast_inputs
+    ...     def encode(self, x):
+    ...         return self(x)
+    """
+
+    @functools.wraps(function)
+    def method(self, *args, **kwargs):
+        return _run(self, functools.partial(function, self), args, kwargs)
+
+    return method
+
+
+def _own_class(model: nn.Module) -> type:
+    """The class that the model had before `install`."""
+    cls = type(model)
+    return next((c.__mro__[2] for c in cls.__mro__ if c.__dict__.get("_ampkit_shell")), cls)
+
+
+def _shell_class(base: type) -> type:
+    shell = _shell_classes.get(base)
+    if shell is None:
+
+        @functools.wraps(base.forward)
+        def forward(self, *args, **kwargs):
+            inner = self.__dict__.get(INNER_FORWARD_KEY)
+            return _run(self, inner or functools.partial(base.forward, self), args, kwargs)
+
+        namespace = {
+            "_ampkit_shell": True,
+            "forward": forward,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+        }
+        shell = types.new_class(base.__name__, (_Shell, base), exec_body=lambda ns: ns.update(namespace))
+        _shell_classes[base] = shell
+    return shell
+
+
+def _new_shell(base: type, *arguments: object) -> nn.Module:
+    """Unpickling starts here: an instance of the shell around the model's own class."""
+    shell = _shell_class(base)
+    return shell.__new__(shell, *arguments)
+
+
+def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
+    casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
+    if casts is None:
+        return function(*args, **kwargs)
+    watcher = watchers.get(model)
+    if watcher is not None:
+        watcher(model)
+    with ExitStack() as stack:
+        casting = active_casting()
+        if casting is not None:
+            stack.enter_context(casting.forward_scope() if casts.patched else casting.suspended_in_thread())
+        if casts.weights is not None:
+            stack.enter_context(_lower_weights(model, casts))
+        if casts.inputs is not None:
+            args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
+        outputs = function(*args, **kwargs)
+    return outputs if casts.outputs is None else cast_floating(outputs, casts.outputs)
+
+
+def _own_float32_weights(model: nn.Module) -> None:
+    """Turn a fresh copy of a cast model into one that owns float32 weights and casts them at each forward."""
+    casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
+    names = [(prefix, name) for prefix, module in model.named_modules() for name in _record_names(module)]
+    if casts is None or not names:
+        return
+    lower = None
+    for _, _, tensor, entry in lower_entries(model):
+        if tensor.dtype is not torch.float32:
+            lower = tensor.dtype
+            # Not entry.current(): version counters start anew in a copy, and settle_weights came before it.
+            tensor.data = tensor.float() if entry.value is None else entry.value.detach().to(tensor.device)
+    forget_weights(model)
+    model.__dict__[CASTS_KEY] = replace(casts, weights=lower, weight_names=tuple(names))
+
+
+def _record_names(module: nn.Module) -> list[str]:
+    record = module.__dict__.get(RECORD_KEY)
+    return list(record.lower) if record is not None else []
+
+
+@contextmanager
+def _lower_weights(model: nn.Module, casts: ForwardCasts) -> Iterator[None]:
+    """Put casts of a copy's float32 weights in their places for the time of one forward.
+
+    The casts are part of the autograd graph, so a copy can be trained. Buffers that the forward writes to are copied back.
+    """
+    casted: dict[torch.Tensor, torch.Tensor] = {}
+    places = []
+    for prefix, name in casts.weight_names:
+        module = model.get_submodule(prefix)
+        tensors = module._parameters if name in module._parameters else module._buffers
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.dtype is torch.float32:
+            if tensor not in casted:
+                casted[tensor] = tensor.to(casts.weights)
+            places.append((module, tensors, name, tensor, casted[tensor]))
+    versions = {tensor: lower._version for tensor, lower in casted.items()}
+    try:
+        for _, tensors, name, _, lower in places:
+            tensors[name] = lower
+        _refresh_flat_weights(places)
+        yield
+    finally:
+        for module, tensors, name, tensor, lower in places:
+            written = tensors[name]
+            tensors[name] = tensor
+            if tensors is module._buffers and (written is not lower or lower._version != versions[tensor]):
+                with torch.no_grad():
+                    tensor.copy_(written)
+        _refresh_flat_weights(places)
+
+
+def _refresh_flat_weights(places: list[tuple]) -> None:
+    """Recurrent modules keep a list of their weights beside their parameters."""
+    for module in {place[0] for place in places if isinstance(place[0], nn.RNNBase)}:
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]

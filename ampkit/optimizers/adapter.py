@@ -1,0 +1,235 @@
+"""What a session puts on an optimizer: a step that can be skipped, and masters kept in step with the model.
+
+The methods are installed on the instance as bound methods, so that learning-rate schedulers find their ``__func__``; the
+adapter itself sits on the optimizer and lives as long as it does. Optimizers are anything with ``param_groups``, ``state``,
+``step`` and ``zero_grad``.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from ..casting.engine import active_casting
+from ..errors import ClosureError, ConfigurationError
+from ..loss_scale import LossScaler, Verdict
+from ..models.weights import Float32Value, write_lower
+from ..patching import PatchSet
+from .gradients import Gradients
+from .master import Slot, make_slots, put_params_back
+
+ADAPTER_KEY = "_ampkit"
+
+
+class Owner(Protocol):
+    """What an adapter asks of its session."""
+
+    def float32_values(self) -> Mapping[torch.Tensor, Float32Value]:
+        """The float32 value of every lower-precision tensor of the session's models."""
+
+    def finish_delayed(self, adapter: OptimizerAdapter) -> None:
+        """Unscale gradients that still wait after ``delay_unscale=True``."""
+
+    def report_skip(self, adapter: OptimizerAdapter, verdict: Verdict) -> None:
+        """Log a skipped step; raises `LossScaleError` when it is hopeless."""
+
+
+class _SkippedInClosure(Exception):
+    """Unwinds an optimizer whose closure met an overflow; never leaves `OptimizerAdapter.step`."""
+
+
+class OptimizerAdapter:
+    """One optimizer of a session: its slots, its gradients, its verdicts, and the methods that replace its own."""
+
+    def __init__(self, optimizer: Any, owner: Owner, values: Mapping[torch.Tensor, Float32Value], *, refuse_closures: bool) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.owner = owner
+        self._refuses_closures = refuse_closures
+        self._patches = PatchSet()
+        self._in_closure = False
+        self.verdicts: list[Verdict] = []
+        self.delayed_with: LossScaler | None = None
+        self.skipped = False
+        self.active = True
+        slots: list[Slot] = []
+        self.gradients = Gradients(slots)
+        try:
+            for group in optimizer.param_groups:
+                slots.extend(make_slots(group, optimizer.state, values))
+            self._install(optimizer)
+        except BaseException:
+            self.detach()
+            raise
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer()
+
+    @property
+    def has_masters(self) -> bool:
+        return any(slot.master is not None for slot in self.gradients.slots)
+
+    def detach(self) -> None:
+        """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
+        self.active = False
+        self._patches.restore()
+        optimizer = self.optimizer
+        masters = [slot for slot in self.gradients.slots if slot.master is not None]
+        param_of = {slot.master: slot.param for slot in masters}
+        for group in optimizer.param_groups if optimizer is not None else ():
+            put_params_back(group, optimizer.state, param_of)
+        for slot in masters:
+            slot.entry.settle(slot.param)
+            slot.param.grad = None
+            slot.param.data = slot.master.data
+            slot.param.grad = slot.master.grad
+        self.gradients.slots.clear()
+
+    def write_masters_to_model(self) -> None:
+        """Round every master that was written to since it last agreed with the model's weight into that weight."""
+        stale = [
+            slot
+            for slot in self.gradients.slots
+            if slot.master is not None and (slot.master.grad is not None or slot.master._version != slot.entry.value_version)
+        ]
+        if stale:
+            write_lower([slot.master for slot in stale], [slot.param for slot in stale])
+            for slot in stale:
+                slot.entry.agree(slot.param)
+
+    def _install(self, optimizer: Any) -> None:
+        self._patches.set(optimizer, ADAPTER_KEY, self)
+        self._replace(optimizer, "step", self._step)
+        self._replace(optimizer, "zero_grad", self._zero_grad)
+        if hasattr(optimizer, "add_param_group"):
+            self._replace(optimizer, "add_param_group", self._add_param_group)
+
+    def _replace(self, optimizer: Any, name: str, method: Callable[..., Any]) -> None:
+        before = vars(optimizer).get(name)
+        original = before if before is not None else getattr(type(optimizer), name)
+
+        def call_original(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if before is not None else original(self.optimizer, *args, **kwargs)
+
+        # wraps() carries over the marks that learning-rate schedulers leave on the function.
+        @functools.wraps(original)
+        def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(call_original, *args, **kwargs) if self.active else call_original(*args, **kwargs)
+
+        self._patches.set(optimizer, name, types.MethodType(replacement, optimizer))
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            return self._step_with_closure(original, closure, *args[1:], **kwargs)
+        self._settle_gradients()
+        if self._must_skip():
+            return self._skip()
+        with _casting_disabled():
+            result = original(*args, **kwargs)
+        self._end_step()
+        return result
+
+    def _step_with_closure(self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if self._refuses_closures:
+            raise ClosureError(
+                "optimizer.step(closure) cannot be combined with a dynamic loss scale: an overflow inside the closure would "
+                "have to skip a step that has begun. Use a static scale (loss_scale=128.0), or bfloat16 without one "
+                "(opt_level='O4' or 'O5'), or call the closure yourself and step() without it."
+            )
+        kwargs.pop("closure", None)
+        self.skipped = False
+
+        def evaluate() -> Any:
+            self.write_masters_to_model()
+            with _casting_enabled():
+                loss = closure()
+            self._settle_gradients()
+            if self._must_skip():
+                raise _SkippedInClosure
+            return loss
+
+        try:
+            with _casting_disabled():
+                result = original(evaluate, *args, **kwargs)
+        except _SkippedInClosure:
+            result = self._skip()
+        self._end_step()
+        return result
+
+    def _end_step(self) -> None:
+        self.write_masters_to_model()
+        _drop_casts()
+
+    def _settle_gradients(self) -> None:
+        gradients = self.gradients
+        gradients.drop_cleared()
+        if gradients.delayed:
+            self.owner.finish_delayed(self)
+        elif gradients.uncollected():
+            # backward() without scale_loss: nothing was scaled, and the masters must have the gradients all the same.
+            gradients.collect(1.0, None)
+
+    def _must_skip(self) -> bool:
+        verdicts, self.verdicts = self.verdicts, []
+        overflows = [verdict for verdict in verdicts if verdict.overflowed]
+        self.skipped = bool(overflows)
+        if overflows:
+            self.owner.report_skip(self, overflows[-1])
+        return self.skipped
+
+    def _skip(self) -> None:
+        self.gradients.drop_masters()
+        _drop_casts()
+        # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
+        self.optimizer._opt_called = True
+
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self.gradients.clear_params(set_to_none=args[0] if args else kwargs.get("set_to_none", True))
+
+    def _add_param_group(self, original: Callable[..., Any], group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        params = group.get("params", ()) if isinstance(group, dict) else ()
+        if isinstance(group, dict) and not isinstance(params, torch.Tensor):
+            group["params"] = params = list(params)
+        known = {slot.param for slot in self.gradients.slots}
+        for param in (params,) if isinstance(params, torch.Tensor) else params:
+            if param in known:
+                raise ConfigurationError(
+                    f"add_param_group: a parameter of shape {tuple(param.shape)} is in this optimizer already. Leave it out "
+                    "of the new group."
+                )
+        optimizer = self.optimizer
+        before = len(optimizer.param_groups)
+        result = original(group, *args, **kwargs)
+        values = self.owner.float32_values()
+        for added in optimizer.param_groups[before:]:
+            self.gradients.slots.extend(make_slots(added, optimizer.state, values))
+        return result
+
+
+def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
+    """The adapter that a live session put on this optimizer, if any."""
+    return getattr(optimizer, "__dict__", {}).get(ADAPTER_KEY)
+
+
+def _drop_casts() -> None:
+    casting = active_casting()
+    if casting is not None:
+        casting.drop_cache()
+
+
+def _casting_disabled() -> Any:
+    casting = active_casting()
+    return casting.disabled() if casting is not None else nullcontext()
+
+
+def _casting_enabled() -> Any:
+    casting = active_casting()
+    return casting.enabled_again() if casting is not None else nullcontext()

@@ -1,0 +1,303 @@
+"""The settings of a session, resolved: an opt level's defaults, the caller's overrides, and every check on them.
+
+`resolve` is the one place that decides whether settings make sense together. What it returns is frozen and printable;
+nothing has been touched when it raises.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from .errors import ConfigurationError
+from .loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
+from .policy.tables import tables_for
+
+LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
+LOWER_PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a session will do. The first fields are the options of the banner, in Apex's order."""
+
+    enabled: bool = True
+    opt_level: str = "O1"
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool = False
+    patch_torch_functions_type: torch.dtype | None = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool = False
+    loss_scale: float | DynamicLossScale = 1.0
+    cast_model_outputs: torch.dtype | None = None
+    num_losses: int = 1
+    verbosity: int = 1
+    min_loss_scale: float = DEFAULT_MIN_LOSS_SCALE
+    max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
+    keep_fp32: tuple[Any, ...] = ()
+    keep_originals: bool = True
+    policy: str = "default"
+    on_floor: str = "raise"
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether model weights are held in lower precision."""
+        return self.cast_model_type in LOWER_PRECISIONS.values()
+
+    @property
+    def has_dynamic_loss_scale(self) -> bool:
+        return isinstance(self.loss_scale, DynamicLossScale)
+
+    @property
+    def checks_gradients(self) -> bool:
+        """A static scale of exactly 1.0 neither unscales nor looks for overflow."""
+        return self.loss_scale != 1.0
+
+    def banner_rows(self) -> list[tuple[str, object]]:
+        """The options as (name, value), as Apex prints them: ``dynamic`` stands for any dynamic rule."""
+        names = [field.name for field in fields(self)][:8]
+        rows = [(name, getattr(self, name)) for name in names]
+        return [(name, "dynamic" if isinstance(value, DynamicLossScale) else value) for name, value in rows]
+
+
+@dataclass(frozen=True)
+class OptLevel:
+    """One row of the table of opt levels. ``LOWER`` stands for the lower precision of the device at hand."""
+
+    brief: str
+    cast_model_type: object = None
+    patch_torch_functions: bool = False
+    patch_torch_functions_type: object = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool = False
+    loss_scale: float | str = 1.0
+
+
+LOWER = object()
+
+OPT_LEVELS: dict[str, OptLevel] = {
+    "O0": OptLevel("O0: pure float32 training, the baseline", cast_model_type=torch.float32),
+    "O1": OptLevel(
+        "O1: casts around torch functions, float32 weights",
+        patch_torch_functions=True,
+        patch_torch_functions_type=LOWER,
+        loss_scale="dynamic",
+    ),
+    "O2": OptLevel(
+        "O2: lower-precision model with float32 norms and master weights",
+        cast_model_type=LOWER,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        loss_scale="dynamic",
+    ),
+    "O3": OptLevel("O3: pure lower-precision training", cast_model_type=LOWER, keep_batchnorm_fp32=False),
+    "O4": OptLevel(
+        "O4: casts around torch functions to bfloat16, float32 weights, no loss scale",
+        patch_torch_functions=True,
+        patch_torch_functions_type=torch.bfloat16,
+    ),
+    "O5": OptLevel(
+        "O5: bfloat16 model with float32 norms and master weights, no loss scale",
+        cast_model_type=torch.bfloat16,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+    ),
+}
+
+
+def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> Plan:
+    """The `Plan` of an opt level on a device type (``"cpu"``, ``"cuda"``, ...) with the caller's overrides.
+
+    An override that is None stands for the level's default. Raises `ConfigurationError`, naming what was found and what
+    would be accepted, for settings that are wrong or that contradict their level.
+    """
+    plan = defaults_of(opt_level, device_type)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    unknown = given.keys() - {field.name for field in fields(Plan)}
+    if unknown:
+        raise ConfigurationError(f"Unknown settings {sorted(unknown)}; known are {[f.name for f in fields(Plan)]}.")
+    checked = {name: _CHECKS[name](value, opt_level) for name, value in given.items()}
+    plan = replace(plan, **checked)
+    if plan.max_loss_scale < plan.min_loss_scale:
+        raise ConfigurationError(
+            f"min_loss_scale={plan.min_loss_scale:g} is above max_loss_scale={plan.max_loss_scale:g}. Lower the one or raise "
+            "the other."
+        )
+    return plan
+
+
+def defaults_of(opt_level: str, device_type: str) -> Plan:
+    """The plan of an opt level without overrides."""
+    level = OPT_LEVELS.get(opt_level) if isinstance(opt_level, str) else None
+    if level is None:
+        raise ConfigurationError(
+            f"Unexpected opt_level {opt_level!r}. Choose one of {', '.join(map(repr, OPT_LEVELS))} "
+            "(a capital letter O and a digit, not two digits)."
+        )
+
+    def settled(value: object) -> Any:
+        return default_lower_precision(device_type) if value is LOWER else value
+
+    return Plan(
+        opt_level=opt_level,
+        cast_model_type=settled(level.cast_model_type),
+        patch_torch_functions=level.patch_torch_functions,
+        patch_torch_functions_type=settled(level.patch_torch_functions_type),
+        keep_batchnorm_fp32=level.keep_batchnorm_fp32,
+        master_weights=level.master_weights,
+        loss_scale=DynamicLossScale() if level.loss_scale == "dynamic" else float(level.loss_scale),
+    )
+
+
+def default_lower_precision(device_type: str) -> torch.dtype:
+    """float16 on accelerators and bfloat16 on the CPU, unless ``AMPKIT_LOWER_PRECISION`` names one.
+
+    float16 arithmetic on CPUs is emulated and 13 to 80 times slower than bfloat16.
+    """
+    chosen = os.environ.get(LOWER_PRECISION_VARIABLE)
+    if chosen is None:
+        return torch.bfloat16 if device_type == "cpu" else torch.float16
+    if chosen not in LOWER_PRECISIONS:
+        raise ConfigurationError(f"{LOWER_PRECISION_VARIABLE}={chosen!r} is none of {', '.join(LOWER_PRECISIONS)}.")
+    return LOWER_PRECISIONS[chosen]
+
+
+def _refuse(name: str, value: object, accepted: str, advice: str = "") -> ConfigurationError:
+    return ConfigurationError(f"{name}={value!r} is not accepted: expected {accepted}.{' ' + advice if advice else ''}")
+
+
+def _check_cast_model_type(value: Any, level: str) -> torch.dtype | None:
+    if level in ("O1", "O4"):
+        if value in (False, torch.float32):
+            return None
+        advice = f"{level} casts around torch functions and leaves the weights float32; to cast the model choose O2, O3 or O5."
+        raise _refuse("cast_model_type", value, f"None or torch.float32 at {level}", advice)
+    if value is False:
+        return None
+    accepted = {"O0": (torch.float32,), "O5": (torch.bfloat16,)}.get(
+        level, (torch.float16, torch.bfloat16, torch.float32)
+    )
+    if value not in accepted:
+        raise _refuse("cast_model_type", value, f"one of {accepted} at {level}", "O2 and O3 take either lower precision.")
+    return value
+
+
+def _check_patch_torch_functions(value: Any, level: str) -> bool:
+    value = _check_bool("patch_torch_functions", value)
+    if value and level not in ("O1", "O4"):
+        raise _refuse("patch_torch_functions", value, f"False at {level}", "Choose opt_level='O1' (or 'O4') to patch them.")
+    return value
+
+
+def _check_patch_torch_functions_type(value: Any, level: str) -> torch.dtype:
+    accepted = {"O1": (torch.float16, torch.bfloat16), "O4": (torch.bfloat16,)}.get(level, ())
+    if value not in accepted:
+        advice = "" if accepted else "It belongs to O1; O2 and O3 take cast_model_type=."
+        raise _refuse("patch_torch_functions_type", value, f"one of {accepted} at {level}", advice)
+    return value
+
+
+def _check_keep_batchnorm_fp32(value: Any, level: str) -> bool:
+    value = _check_bool("keep_batchnorm_fp32", {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value)
+    if level in ("O1", "O4"):
+        advice = f"At {level} the weights, norms included, are float32 and the tables decide how norms compute."
+        raise _refuse("keep_batchnorm_fp32", value, f"None at {level}", advice)
+    return value
+
+
+def _check_master_weights(value: Any, level: str) -> bool:
+    value = _check_bool("master_weights", value)
+    if level in ("O1", "O4"):
+        raise _refuse("master_weights", value, f"None at {level}", "The weights are float32 there and are their own masters.")
+    return value
+
+
+def _check_loss_scale(value: Any, level: str) -> float | DynamicLossScale:
+    if value == "dynamic":
+        return DynamicLossScale()
+    if isinstance(value, DynamicLossScale):
+        return value
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise _refuse("loss_scale", value, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling.")
+    return number
+
+
+def _check_cast_model_outputs(value: Any, level: str) -> torch.dtype:
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise _refuse("cast_model_outputs", value, "a floating-point torch.dtype")
+    return value
+
+
+def _check_bound(name: str):
+    def check(value: Any, level: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise _refuse(name, value, "a positive, finite number", "Sums over a batch may need scales below 1; 0 is no scale.")
+        return float(value)
+
+    return check
+
+
+def _check_integer(name: str, least: int):
+    def check(value: Any, level: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise _refuse(name, value, f"an integer of at least {least}")
+        return value
+
+    return check
+
+
+def _check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False")
+    return value
+
+
+def _check_keep_fp32(value: Any, level: str) -> tuple[Any, ...]:
+    items = (value,) if isinstance(value, (str, type, torch.nn.Module)) else value
+    if not isinstance(items, Iterable):
+        raise _refuse("keep_fp32", value, "modules, module types or name patterns")
+    items = tuple(items)
+    for item in items:
+        if not isinstance(item, (str, type, torch.nn.Module)):
+            raise _refuse("keep_fp32", item, "modules, module types or name patterns")
+    return items
+
+
+def _check_policy(value: Any, level: str) -> str:
+    tables_for(value)
+    return value
+
+
+def _check_on_floor(value: Any, level: str) -> str:
+    if value not in ("raise", "warn"):
+        raise _refuse("on_floor", value, "'raise' or 'warn'")
+    return value
+
+
+_CHECKS = {
+    "enabled": lambda value, level: _check_bool("enabled", value),
+    "cast_model_type": _check_cast_model_type,
+    "patch_torch_functions": _check_patch_torch_functions,
+    "patch_torch_functions_type": _check_patch_torch_functions_type,
+    "keep_batchnorm_fp32": _check_keep_batchnorm_fp32,
+    "master_weights": _check_master_weights,
+    "loss_scale": _check_loss_scale,
+    "cast_model_outputs": _check_cast_model_outputs,
+    "num_losses": _check_integer("num_losses", 1),
+    "verbosity": _check_integer("verbosity", 0),
+    "min_loss_scale": _check_bound("min_loss_scale"),
+    "max_loss_scale": _check_bound("max_loss_scale"),
+    "keep_fp32": _check_keep_fp32,
+    "keep_originals": lambda value, level: _check_bool("keep_originals", value),
+    "policy": _check_policy,
+    "on_floor": _check_on_floor,
+}
