@@ -20,7 +20,6 @@ from torch.nn import Parameter
 _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
 _compiling = torch.compiler.is_compiling
-_tracing = torch._C._is_tracing
 
 
 class _Entry(NamedTuple):
@@ -44,6 +43,8 @@ class CastCache:
         self.casts_made = 0
         # Set by the engine while a forward pass of one of its models runs.
         self.keep_without_grad = False
+        # Set by the engine while torch.jit traces: asking torch on every call would cost as much as the look-up.
+        self.bypassed = False
         self._with_grad: dict[int, _Entry] = {}
         self._without_grad: dict[int, _Entry] = {}
         self._in_inference: dict[int, _Entry] = {}
@@ -54,7 +55,7 @@ class CastCache:
     def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """The kept cast of ``weight``, or ``convert(weight)``, which is kept where that is safe."""
         # A trace must contain the cast: a tensor from outside would be frozen into it.
-        if _compiling() or _tracing():
+        if self.bypassed or _compiling():
             return convert(weight)
         if _grad_enabled():
             entries = self._with_grad

@@ -1,0 +1,92 @@
+"""Functions of the user's own under O1: decorators, and registrations by name.
+
+Both may be used at import time, before there is a session, and do nothing while no session at O1 is active. A decorated
+function casts every tensor it is given; a registered one is patched like a row of the tables, so that ``dtype=``,
+``out=`` and the like keep their meaning.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ampkit.casting.engine import active_casting, register_rule
+from ampkit.casting.tensors import map_tensors
+from ampkit.casting.wrappers import caster, promoter
+from ampkit.errors import ConfigurationError
+from ampkit.policy.rules import CastKind
+
+F = TypeVar("F", bound=Callable)
+
+
+def half_function(fn: F) -> F:
+    """``fn`` with its floating-point tensors cast to the session's lower precision."""
+    return _decorated(fn, CastKind.LOWER_PRECISION_FP)
+
+
+def bfloat16_function(fn: F) -> F:
+    """``fn`` with its floating-point tensors cast to bfloat16, whatever the session's lower precision is."""
+    return _decorated(fn, CastKind.BFLOAT16)
+
+
+def float_function(fn: F) -> F:
+    """``fn`` with its lower-precision tensors cast to float32."""
+    return _decorated(fn, CastKind.FP32)
+
+
+def promote_function(fn: F) -> F:
+    """``fn`` with its floating-point tensors cast to the widest dtype among them."""
+    return _decorated(fn, CastKind.PROMOTE)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Cast the tensors given to ``module.name`` to the session's lower precision."""
+    _register(CastKind.LOWER_PRECISION_FP, module, name)
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """Cast the tensors given to ``module.name`` to bfloat16."""
+    _register(CastKind.BFLOAT16, module, name)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Cast the lower-precision tensors given to ``module.name`` to float32."""
+    _register(CastKind.FP32, module, name)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Cast the tensors given to ``module.name`` to the widest dtype among them."""
+    _register(CastKind.PROMOTE, module, name)
+
+
+def _decorated(fn: Any, kind: CastKind) -> Any:
+    if isinstance(fn, (staticmethod, classmethod)):
+        return type(fn)(_decorated(fn.__func__, kind))
+    label = getattr(fn, "__name__", type(fn).__name__)
+
+    @functools.wraps(fn)
+    def cast_and_call(*args: Any, **kwargs: Any) -> Any:
+        casting = active_casting()
+        if casting is None or not casting.is_on():
+            return fn(*args, **kwargs)
+        if kind is CastKind.PROMOTE:
+            cast = promoter(casting, label, args, kwargs)
+        else:
+            cast = caster(kind, casting, label)
+        if cast is None:
+            return fn(*args, **kwargs)
+        return fn(*map_tensors(args, cast), **map_tensors(kwargs, cast))
+
+    return cast_and_call
+
+
+def _register(kind: CastKind, module: Any, name: str) -> None:
+    known = name in module if isinstance(module, dict) else hasattr(module, name)
+    if not known:
+        label = "the dict" if isinstance(module, dict) else getattr(module, "__name__", repr(module))
+        raise ConfigurationError(
+            f"There is no function {name!r} in {label}. Register the object that holds it, with the name it has there: "
+            f"register_float_function(torch.nn.functional, 'gelu')."
+        )
+    register_rule(kind, module, name)

@@ -1,0 +1,305 @@
+"""The O1 engine: puts the wrappers in torch's place, switches casting on and off, and takes everything back.
+
+There is one engine at a time, owned by the sessions at O1. Its ``enabled`` is a plain attribute: backward hooks and
+checkpoint recompute run in autograd's own threads and must see what the main thread sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data._utils import fetch as _fetch
+
+from ampkit.casting import rnn
+from ampkit.casting.cache import CastCache
+from ampkit.casting.wrappers import wrap
+from ampkit.errors import ConfigurationError
+from ampkit.patching import PatchSet
+from ampkit.policy.rules import CastKind, CastRule, expand
+from ampkit.policy.tables import tables_for
+
+_logger = logging.getLogger("ampkit")
+
+# The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
+_active: Casting | None = None
+
+# Rules of the user's, by owner and name. They may be registered before there is an engine, and hold for later ones.
+_registered: dict[tuple[int, str], CastRule] = {}
+
+
+class Casting:
+    """Casts of torch's functions by the tables of a policy, from `install` to `close`.
+
+    Tensors are cast on the device types in ``device_types`` only, a set that its owner fills.
+    """
+
+    def __init__(
+        self,
+        lower_precision: torch.dtype,
+        policy: str = "default",
+        device_types: Iterable[str] = (),
+        verbosity: int = 0,
+    ) -> None:
+        self.lower_precision = lower_precision
+        self.policy = policy
+        self.device_types = set(device_types)
+        self.verbosity = verbosity
+        self.enabled = False
+        # Idents of the threads in which casting is off; empty nearly always.
+        self.suspended: set[int] = set()
+        self._installed = False
+        self._times_disabled = 0
+        self._forwards = 0
+        self._lock = threading.Lock()
+        self._caches: dict[torch.dtype, CastCache] = {}
+        self._patches = PatchSet()
+        self._originals: dict[tuple[int, str], Any] = {}
+        self._wrappers: set[int] = set()
+
+    # -- from install to close
+
+    def install(self) -> None:
+        """Patch torch. When anything fails midway, torch is as it was before."""
+        global _active
+        if _active is not None:
+            raise ConfigurationError("O1's casts are installed already; close that engine first.")
+        rules, dropped = expand(tables_for(self.policy), _registered.values())
+        try:
+            for rule in rules:
+                self._patch(rule)
+            self._patch_rnn_checks()
+            self._patch_fetchers()
+            self._patch_scripting()
+            self._patch_tracing()
+        except BaseException:
+            self._restore()
+            raise
+        if dropped:
+            _logger.debug("This torch has no %s", ", ".join(dropped))
+        self._installed = True
+        self._switch()
+        _active = self
+        forget_traces()
+
+    def close(self) -> None:
+        """Give torch back as it was found. Wrappers that somebody kept call straight through from now on."""
+        global _active
+        self._installed = False
+        self._switch()
+        self._restore()
+        if _active is self:
+            _active = None
+        forget_traces()
+
+    def register(self, kind: CastKind, owner: Any, name: str) -> None:
+        """Put a rule of the user's in place at once; it replaces a rule of the tables for the same function."""
+        self._patch(CastRule(kind, owner, name))
+        forget_traces()
+
+    # -- on and off
+
+    def is_on(self) -> bool:
+        """Whether a call made now, in this thread, would be cast."""
+        return self.enabled and threading.get_ident() not in self.suspended
+
+    @contextlib.contextmanager
+    def disabled(self, retrace: bool = False) -> Iterator[None]:
+        """Casting off for the whole process. May be nested.
+
+        Compiled functions do not see the switch: ``retrace=True`` makes them forget their traces, which is dear. It is
+        for a user's own ``disable_casts``; an ``optimizer.step`` has nothing compiled in it that would be cast.
+        """
+        self._disable(1, retrace)
+        try:
+            yield
+        finally:
+            self._disable(-1, retrace)
+
+    @contextlib.contextmanager
+    def enabled_again(self) -> Iterator[None]:
+        """Casting on inside, however often it was disabled: for a closure inside ``optimizer.step``."""
+        times = self._times_disabled
+        self._disable(-times)
+        try:
+            yield
+        finally:
+            self._disable(times)
+
+    @contextlib.contextmanager
+    def suspended_in_thread(self) -> Iterator[None]:
+        """Casting off for this thread only: while a batch is fetched, or a model of another level runs."""
+        ident = threading.get_ident()
+        if ident in self.suspended:
+            yield
+            return
+        self.suspended.add(ident)
+        try:
+            yield
+        finally:
+            self.suspended.discard(ident)
+
+    def _disable(self, times: int, retrace: bool = False) -> None:
+        with self._lock:
+            before = self.enabled
+            self._times_disabled += times
+            self._switch()
+        if retrace and self.enabled is not before:
+            forget_traces()
+
+    def _switch(self) -> None:
+        self.enabled = self._installed and self._times_disabled == 0
+
+    def _stay_off(self) -> None:
+        """For a forked child: what was patched stays in place there, and calls straight through."""
+        self._installed = False
+        self._switch()
+
+    # -- the cast cache
+
+    def cache(self, dtype: torch.dtype) -> CastCache:
+        """The cache of weights cast to ``dtype``."""
+        return self._caches.setdefault(dtype, CastCache())
+
+    def drop_cache(self) -> None:
+        """Forget all casts of weights."""
+        for cache in self._caches.values():
+            cache.drop()
+
+    @contextlib.contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """The forward pass of an initialised model: casts made without grad mode are kept until its outermost end."""
+        self._enter_forward(1)
+        try:
+            yield
+        finally:
+            self._enter_forward(-1)
+
+    def _enter_forward(self, step: int) -> None:
+        with self._lock:
+            self._forwards += step
+            for cache in self._caches.values():
+                cache.keep_without_grad = self._forwards > 0
+                if self._forwards == 0:
+                    cache.drop_without_grad()
+
+    # -- patches
+
+    def _patch(self, rule: CastRule) -> None:
+        if rule.kind is CastKind.NATIVE:
+            return
+        key = id(rule.owner), rule.name
+        if key not in self._originals:
+            self._originals[key] = _stored(rule.owner, rule.name)
+        stored = self._originals[key]
+        self._patches.set(rule.owner, rule.name, self._wrapped(stored, rule))
+
+    def _wrapped(self, stored: Any, rule: CastRule) -> Any:
+        if isinstance(stored, (staticmethod, classmethod)):
+            return type(stored)(wrap(rule.kind, stored.__func__, self, rule.owner, rule.name))
+        wrapper = wrap(rule.kind, stored, self, rule.owner, rule.name)
+        self._wrappers.add(id(wrapper))  # alive as long as the patch is
+        return wrapper
+
+    def _patch_rnn_checks(self) -> None:
+        base = torch.nn.RNNBase
+        self._patches.set(base, "check_input", rnn.checking_a_stand_in(base.check_input, self))
+
+    def _patch_fetchers(self) -> None:
+        """Transforms run uncast in the main process too: a batch must not depend on the number of workers."""
+        for fetcher in (_fetch._MapDatasetFetcher, _fetch._IterableDatasetFetcher):
+            self._patches.set(fetcher, "fetch", self._uncast(fetcher.fetch))
+
+    def _uncast(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def uncast(*args: Any, **kwargs: Any) -> Any:
+            with self.suspended_in_thread():
+                return function(*args, **kwargs)
+
+        return uncast
+
+    def _patch_scripting(self) -> None:
+        """torch.jit.script compiles what a function calls from its source, and has to see torch's own."""
+        for module, name in ((torch.jit._recursive, "try_compile_fn"), (torch.jit._builtins, "_find_builtin")):
+            self._patches.set(module, name, _seeing_through(getattr(module, name), self._wrappers))
+
+    def _patch_tracing(self) -> None:
+        """A trace has to contain the casts of weights: the cache would freeze them into it."""
+        for name in ("_trace_impl", "trace_module"):
+            function = getattr(torch.jit._trace, name)
+            self._patches.set(torch.jit._trace, name, self._uncached(function))
+
+    def _uncached(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def uncached(*args: Any, **kwargs: Any) -> Any:
+            before = {cache: cache.bypassed for cache in self._caches.values()}
+            for cache in before:
+                cache.bypassed = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                for cache, bypassed in before.items():
+                    cache.bypassed = bypassed
+
+        return uncached
+
+    def _restore(self) -> None:
+        self._patches.restore()
+        self._originals.clear()
+        self._wrappers.clear()
+        self.drop_cache()
+
+
+def active_casting() -> Casting | None:
+    """The engine that is installed now, if any."""
+    return _active
+
+
+def register_rule(kind: CastKind, owner: Any, name: str) -> None:
+    """Remember a rule of the user's for every later engine, and put it into the active one."""
+    _registered[id(owner), name] = CastRule(kind, owner, name)
+    if _active is not None:
+        _active.register(kind, owner, name)
+
+
+def forget_traces() -> None:
+    """Have compiled functions traced anew: they hold what casting did when they were traced, and do not see it change."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _stored(owner: Any, name: str) -> Any:
+    """What stands at ``owner.name``, as stored: a class keeps its static and class methods as such."""
+    if isinstance(owner, dict):
+        return owner[name]
+    stored = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else None
+    return stored if isinstance(stored, (staticmethod, classmethod)) else getattr(owner, name)
+
+
+def _seeing_through(function: Callable, ours: set[int]) -> Callable:
+    """``function`` of a callable, applied to the original where it is given one of our wrappers."""
+
+    @functools.wraps(function)
+    def see_through(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(fn.__wrapped__ if id(fn) in ours else fn, *args, **kwargs)
+
+    return see_through
+
+
+def _after_fork_in_child() -> None:
+    global _active
+    if _active is not None:
+        _active._stay_off()
+        _active = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
