@@ -205,7 +205,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 def disable_casts() -> Any:
     """``with disable_casts():`` switches O1's casts off, for all threads; nests, and survives exceptions."""
     casting = active_casting()
-    return casting.disabled() if casting is not None else nullcontext()
+    return casting.disabled(retrace=True) if casting is not None else nullcontext()
 
 
 @contextmanager

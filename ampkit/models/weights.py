@@ -46,12 +46,12 @@ class Float32Value:
     @torch.no_grad()
     def settle(self, lower: torch.Tensor) -> None:
         """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
-        untouched = self.counted and self.lower_id == id(lower) and self.lower_version == lower._version
-        if self.value is None or untouched:
+        if self.value is None or self.value._version != self.value_version:
+            return  # What was written to the value is newer, and reaches the model before its next forward.
+        if self.counted and self.lower_id == id(lower) and self.lower_version == lower._version:
             return
-        if self.value._version == self.value_version:
-            local = self.value.to(lower.device)
-            self.value.copy_(torch.where(local.to(lower.dtype) == lower, local, lower.float()))
+        local = self.value.to(lower.device)
+        self.value.copy_(torch.where(local.to(lower.dtype) == lower, local, lower.float()))
         self.agree(lower)
 
     def current(self, lower: torch.Tensor) -> torch.Tensor:
