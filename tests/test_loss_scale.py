@@ -1,0 +1,185 @@
+"""The arithmetic of loss scales, against numbers worked out on paper. No model, no kernels."""
+
+import math
+
+import pytest
+import torch
+
+from ampkit import CheckpointError, ConfigurationError, DynamicLossScale, LossScaleError
+from ampkit.loss_scale import DynamicScaler, StaticScaler
+
+
+def iterate(scaler, *overflows):
+    """One iteration for each finding; returns the scale after each."""
+    scales = []
+    for overflow in overflows:
+        verdict = scaler.judge(torch.tensor([float(overflow)]))
+        assert verdict.overflowed is bool(overflow)
+        scales.append(scaler.loss_scale)
+    return scales
+
+
+def test_dynamic_scale_starts_at_2_to_16():
+    assert DynamicScaler().loss_scale == 65536.0
+
+
+@pytest.mark.parametrize(("maximum", "first"), [(1024.0, 1024.0), (2.0**24, 65536.0)])
+def test_first_scale_when_the_maximum_is_lower(maximum, first):
+    assert DynamicScaler(max_loss_scale=maximum).loss_scale == first
+
+
+def test_scale_doubles_after_2000_clean_iterations():
+    scaler = DynamicScaler()
+    assert iterate(scaler, *[0] * 1999)[-1] == 65536.0
+    assert scaler.unskipped == 1999
+    assert iterate(scaler, 0) == [131072.0]
+    assert scaler.unskipped == 0
+
+
+def test_scale_halves_on_overflow_and_counts_anew():
+    scaler = DynamicScaler()
+    iterate(scaler, *[0] * 1500)
+    assert iterate(scaler, 1, 1) == [32768.0, 16384.0]
+    assert scaler.unskipped == 0
+    assert iterate(scaler, *[0] * 2000)[-2:] == [16384.0, 32768.0]
+
+
+def test_scale_stops_at_its_floor_and_never_reaches_zero():
+    scaler = DynamicScaler()
+    scales = iterate(scaler, *[1] * 40)
+    # 2^16 halves 30 times down to 2^-14 and stays.
+    assert scales[29] == 2.0**-14
+    assert set(scales[29:]) == {2.0**-14}
+
+
+def test_scale_stops_at_its_maximum():
+    scaler = DynamicScaler(DynamicLossScale(growth_interval=1), max_loss_scale=2.0**18)
+    assert iterate(scaler, 0, 0, 0) == [2.0**17, 2.0**18, 2.0**18]
+
+
+def test_scale_set_by_hand_above_the_maximum_is_not_lowered_by_growth():
+    scaler = DynamicScaler(DynamicLossScale(growth_interval=1), max_loss_scale=2.0**18)
+    scaler.loss_scale = 2.0**20
+    assert iterate(scaler, 0, 1) == [2.0**20, 2.0**19]
+
+
+def test_rule_with_other_factors():
+    rule = DynamicLossScale(init_scale=9.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
+    assert iterate(DynamicScaler(rule), 0, 0, 1, 0, 0) == [9.0, 27.0, 6.75, 6.75, 20.25]
+
+
+def test_hysteresis_waits_for_that_many_overflows():
+    scaler = DynamicScaler(DynamicLossScale(init_scale=8.0, hysteresis=2))
+    # The second overflow halves; a clean iteration gives the patience back.
+    assert iterate(scaler, 1, 1, 1, 0, 1, 1) == [8.0, 4.0, 2.0, 2.0, 2.0, 1.0]
+
+
+def test_static_scale_stays_whatever_happens():
+    scaler = StaticScaler(128.0)
+    assert iterate(scaler, 0, 1, 1, 0) == [128.0] * 4
+    assert scaler.unskipped == 1
+
+
+def test_verdict_is_read_late_and_once():
+    scaler = DynamicScaler()
+    found_inf = torch.zeros(1)
+    verdict = scaler.judge(found_inf)
+    found_inf.fill_(1.0)  # a kernel that is still running when judge() returns
+    assert scaler.loss_scale == 32768.0
+    found_inf.zero_()
+    assert verdict.overflowed
+    assert scaler.loss_scale == 32768.0
+
+
+def test_verdict_that_does_not_move_the_scale_still_tells_the_overflow():
+    scaler = DynamicScaler()
+    verdict = scaler.judge(torch.ones(1), moves_scale=False)
+    assert verdict.overflowed
+    assert (scaler.loss_scale, scaler.unskipped) == (65536.0, 1)
+
+
+def test_fifty_skips_at_the_floor_raise():
+    scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=0.5)
+    iterate(scaler, *[1] * 50)  # the first halves, 49 happen at the floor
+    scaler.raise_if_hopeless("raise")
+    iterate(scaler, 1)
+    with pytest.raises(LossScaleError, match=r"50 steps in a row.*floor of 0\.5") as caught:
+        scaler.raise_if_hopeless("raise")
+    assert isinstance(caught.value, FloatingPointError)
+
+
+def test_fifty_skips_at_the_floor_warn_when_asked_to(caplog):
+    scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
+    iterate(scaler, *[1] * 50)
+    scaler.raise_if_hopeless("warn")
+    assert "50 steps in a row" in caplog.text
+
+
+def test_one_clean_iteration_ends_a_row_at_the_floor():
+    scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
+    iterate(scaler, *[1] * 49, 0, 1)
+    scaler.raise_if_hopeless("raise")
+
+
+def test_state_dict_has_apex_keys_and_plain_numbers():
+    scaler = DynamicScaler()
+    iterate(scaler, 0, 1, 0, 0)
+    state = scaler.state_dict()
+    assert state == {"loss_scale": 32768.0, "unskipped": 2}
+    assert (type(state["loss_scale"]), type(state["unskipped"])) == (float, int)
+
+
+def test_state_dict_round_trip_continues_the_count():
+    scaler = DynamicScaler()
+    iterate(scaler, 1, *[0] * 1999)
+    resumed = DynamicScaler()
+    resumed.load_state_dict(scaler.state_dict())
+    assert iterate(resumed, 0) == iterate(scaler, 0) == [65536.0]
+
+
+def test_loading_a_scale_below_the_floor_lifts_it():
+    scaler = DynamicScaler()
+    scaler.load_state_dict({"loss_scale": 2.0**-20, "unskipped": 0})
+    assert scaler.loss_scale == 2.0**-14
+
+
+def test_loading_into_a_static_scale_keeps_it_and_warns(caplog):
+    scaler = StaticScaler(1.0)
+    scaler.load_state_dict({"loss_scale": 65536.0, "unskipped": 3})
+    assert scaler.loss_scale == 1.0
+    assert "65536" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"loss_scale": 0.0, "unskipped": 0}, {"loss_scale": math.inf, "unskipped": 0}, {"loss_scale": 2.0, "unskipped": -1}, [1]],
+)
+def test_loading_something_else_changes_nothing(state):
+    scaler = DynamicScaler()
+    iterate(scaler, 1)
+    with pytest.raises(CheckpointError):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == {"loss_scale": 32768.0, "unskipped": 0}
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, "8", True])
+def test_assigning_a_scale_that_is_no_positive_number_is_refused(value):
+    with pytest.raises(ConfigurationError, match="positive"):
+        DynamicScaler().loss_scale = value
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"init_scale": 0.0},
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 0.0},
+        {"growth_interval": 0},
+        {"hysteresis": 0},
+        {"growth_interval": 2.5},
+    ],
+)
+def test_rule_that_cannot_work_is_refused_by_name(rule):
+    with pytest.raises(ConfigurationError, match=next(iter(rule))):
+        DynamicLossScale(**rule)

@@ -1,0 +1,357 @@
+"""scale_loss: what arrives in the gradients, whatever the mix of losses, scales, flags and overflows.
+
+The gradients expected are those of the same arithmetic in float64, or worked out on paper.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit import DynamicLossScale
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+# Gradients are computed from bfloat16 activations: 8 bits of significand.
+TOLERANCE = {level: 1e-6 if level == "O0" else 3e-2 for level in LEVELS}
+
+
+class Net(nn.Module):
+    """Two linear layers and a norm, whose parameters stay float32 at O2."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.norm(self.first(x))))
+
+
+def batches(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(count)]
+
+
+def reference_gradients(model, data, weights=None):
+    """Gradients of the weighted sum of MSE losses, in float64."""
+    twin = copy.deepcopy(model).double()
+    for (x, y), weight in zip(data, weights or [1.0] * len(data)):
+        (weight * F.mse_loss(twin(x.double()), y.double())).backward()
+    return [p.grad for p in twin.parameters()]
+
+
+def prepared(level, make=lambda p: torch.optim.SGD(p, lr=0.1), **settings):
+    torch.manual_seed(0)
+    model = Net()
+    before = copy.deepcopy(model)
+    model, optimizer = ampkit.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **settings)
+    return before, model, optimizer
+
+
+def gradients(optimizer):
+    return [p.grad for p in ampkit.master_params(optimizer)]
+
+
+def assert_close(found, expected, tolerance):
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected):
+        scale = theirs.abs().max().item()
+        assert mine.dtype in (torch.float32, torch.bfloat16)
+        assert (mine.double() - theirs).abs().max().item() <= tolerance * max(scale, 1e-3)
+
+
+def test_assert_close_can_fail():
+    with pytest.raises(AssertionError):
+        assert_close([torch.ones(2)], [torch.ones(2).double() * 1.1], 3e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_scale", [None, 64.0, "dynamic"])
+def test_gradients_are_unscaled_at_every_level(level, loss_scale):
+    before, model, optimizer = prepared(level, loss_scale=loss_scale)
+    [(x, y)] = data = batches(1)
+    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    assert_close(gradients(optimizer), reference_gradients(before, data), TOLERANCE[level])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_micro_batches_add_up(level, delayed):
+    before, model, optimizer = prepared(level)
+    data = batches(4)
+    for index, (x, y) in enumerate(data):
+        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer, delay_unscale=delayed and index < 3) as scaled:
+            scaled.backward()
+    assert_close(gradients(optimizer), reference_gradients(before, data), TOLERANCE[level])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, False, True, True, False), (False, True, False)])
+def test_micro_batches_add_up_when_delays_are_mixed_and_the_scale_changes(level, flags):
+    rule = DynamicLossScale(init_scale=4.0, growth_interval=1, growth_factor=8.0)
+    before, model, optimizer = prepared(level, loss_scale=rule)
+    data = batches(len(flags))
+    for (x, y), delayed in zip(data, flags):
+        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer, delay_unscale=delayed) as scaled:
+            scaled.backward()
+    optimizer_gradients = gradients(optimizer) if not flags[-1] else None
+    if optimizer_gradients is None:
+        # The last micro-batch left scaled gradients behind: step() finishes them, and lr=1 SGD shows them.
+        optimizer.param_groups[0]["lr"] = 1.0
+        old = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+        optimizer.step()
+        optimizer_gradients = [a - b.detach() for a, b in zip(old, ampkit.master_params(optimizer))]
+    assert_close(optimizer_gradients, reference_gradients(before, data), 2 * TOLERANCE[level])
+
+
+def test_float32_accumulation_is_more_accurate_than_delayed_accumulation():
+    errors = {}
+    for delayed in (False, True):
+        before, model, optimizer = prepared("O2", loss_scale=1024.0)
+        data = batches(1) * 32
+        expected = reference_gradients(before, data)
+        for index, (x, y) in enumerate(data):
+            with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer, delay_unscale=delayed and index < 31) as scaled:
+                scaled.backward()
+        one = reference_gradients(before, data[:1])
+        found = gradients(optimizer)
+        # Against 32 times the gradient of one: what adding up alone has lost.
+        single = [g / 32 for g in found]
+        errors[delayed] = max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(single, one))
+        assert errors[delayed] < 0.06
+        del expected
+        ampkit.close()
+    assert errors[False] < errors[True]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_several_losses_with_their_own_scales_add_up(level):
+    before, model, optimizer = prepared(level, loss_scale="dynamic", num_losses=3)
+    ampkit.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0 ** (6 + 3 * i), "unskipped": 0} for i in range(3)})
+    data = batches(3)
+    for loss_id, (x, y) in enumerate(data):
+        with ampkit.scale_loss((loss_id + 1) * F.mse_loss(model(x), y), optimizer, loss_id=loss_id) as scaled:
+            assert math.isclose(scaled.item(), 2.0 ** (6 + 3 * loss_id) * (loss_id + 1) * F.mse_loss(model(x), y).item(), rel_tol=1e-5)
+            scaled.backward()
+    assert_close(gradients(optimizer), reference_gradients(before, data, [1.0, 2.0, 3.0]), TOLERANCE[level])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_models_two_optimizers_and_a_loss_over_both(level):
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 4), nn.Linear(4, 3)
+    twins = copy.deepcopy(first).double(), copy.deepcopy(second).double()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    (first, second), optimizers = ampkit.initialize([first, second], optimizers, opt_level=level, verbosity=0, num_losses=2)
+    data = batches(2)
+    for (x, y), which, loss_id in zip(data, (optimizers, optimizers[1]), (0, 1)):
+        hidden = first(x) if which is optimizers else first(x).detach()
+        with ampkit.scale_loss(F.mse_loss(second(hidden), y), which, loss_id=loss_id) as scaled:
+            scaled.backward()
+    F.mse_loss(twins[1](twins[0](data[0][0].double())), data[0][1].double()).backward()
+    F.mse_loss(twins[1](twins[0](data[1][0].double()).detach()), data[1][1].double()).backward()
+    for optimizer, twin in zip(optimizers, twins):
+        assert_close(gradients(optimizer), [p.grad for p in twin.parameters()], TOLERANCE[level])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_in_two_optimizers_are_unscaled_once(level):
+    torch.manual_seed(0)
+    model = Net()
+    before = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.first.parameters(), lr=0.1)]
+    model, optimizers = ampkit.initialize(model, optimizers, opt_level=level, verbosity=0)
+    data = batches(2)
+    for x, y in data:
+        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizers) as scaled:
+            scaled.backward()
+    expected = reference_gradients(before, data)
+    assert_close(gradients(optimizers[0]), expected, TOLERANCE[level])
+    assert_close(gradients(optimizers[1]), expected[:2], TOLERANCE[level])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 3)])
+def test_loss_of_any_shape_is_yielded_as_float32_times_the_scale(shape):
+    _, model, optimizer = prepared("O2", loss_scale=8.0)
+    loss = torch.full(shape, 1.5, dtype=torch.bfloat16, requires_grad=True)
+    with ampkit.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype is torch.float32
+        assert torch.equal(scaled, torch.full(shape, 12.0))
+
+
+def overflow(model, optimizer, **flags):
+    x, y = batches(1, seed=9)[0]
+    loss = F.mse_loss(model(x), y)
+    with ampkit.scale_loss(loss * math.inf, optimizer, **flags) as scaled:
+        scaled.backward()
+
+
+def everything(model, optimizer):
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers(), *ampkit.master_params(optimizer), *state)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_scale", ["dynamic", 32.0])
+def test_overflow_leaves_weights_masters_and_optimizer_state_untouched(level, loss_scale):
+    _, model, optimizer = prepared(level, lambda p: torch.optim.Adam(p, lr=0.1), loss_scale=loss_scale)
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert not ampkit.step_was_skipped(optimizer)
+    before = everything(model, optimizer)
+    optimizer.zero_grad()
+    overflow(model, optimizer)
+    assert optimizer.step() is None
+    assert ampkit.step_was_skipped(optimizer)
+    after = everything(model, optimizer)
+    assert len(before) == len(after) > 10
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    expected = 32768.0 if loss_scale == "dynamic" else 32.0
+    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == expected
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_step_after_a_skipped_one_trains_again(level):
+    before, model, optimizer = prepared(level)
+    overflow(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    data = batches(1)
+    with ampkit.scale_loss(F.mse_loss(model(data[0][0]), data[0][1]), optimizer) as scaled:
+        scaled.backward()
+    assert_close(gradients(optimizer), reference_gradients(before, data), TOLERANCE[level])
+    old = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    optimizer.step()
+    assert not ampkit.step_was_skipped(optimizer)
+    assert all(not torch.equal(a, b) for a, b in zip(old, ampkit.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("flag", [None, "delay_unscale", "delay_overflow_check"])
+def test_overflow_in_an_early_micro_batch_skips_the_step(level, flag):
+    _, model, optimizer = prepared(level)
+    overflow(model, optimizer, **({flag: True} if flag else {}))
+    x, y = batches(1)[0]
+    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    before = everything(model, optimizer)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
+
+
+def test_one_exit_is_one_iteration_and_delayed_ones_are_none():
+    _, model, optimizer = prepared("O2")
+    for flags in ({}, {}, {"delay_unscale": True}, {"delay_overflow_check": True}, {}):
+        with ampkit.scale_loss(F.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]), optimizer, **flags) as scaled:
+            scaled.backward()
+    assert ampkit.state_dict()["loss_scaler0"]["unskipped"] == 3
+
+
+def test_only_the_optimizers_of_an_overflowing_loss_skip():
+    torch.manual_seed(0)
+    models = [nn.Linear(6, 3) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    models, optimizers = ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0, num_losses=2)
+    overflow(models[0], optimizers[0], loss_id=0)
+    x, y = batches(1)[0]
+    with ampkit.scale_loss(F.mse_loss(models[1](x), y), optimizers[1], loss_id=1) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [ampkit.step_was_skipped(o) for o in optimizers] == [True, False]
+    state = ampkit.state_dict()
+    assert [state[f"loss_scaler{i}"]["loss_scale"] for i in range(2)] == [32768.0, 65536.0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
+    _, model, optimizer = prepared(level, loss_scale="dynamic")
+    x, y = batches(1)[0]
+    if accumulated:
+        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+            scaled.backward()
+    model_before = [p.grad for p in model.parameters()]
+    copies = [None if g is None else g.clone() for g in model_before]
+    masters_before = [None if g is None else g.clone() for g in gradients(optimizer)]
+    state = ampkit.state_dict()
+    with pytest.raises(KeyError), ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+        scaled.backward()
+        raise KeyError("a script's own mistake")
+    for found, expected, clone in zip(model.parameters(), model_before, copies):
+        assert found.grad is expected
+        assert expected is None or torch.equal(expected, clone)
+    for found, expected in zip(gradients(optimizer), masters_before):
+        assert (found is None) is (expected is None)
+        assert expected is None or torch.equal(found, expected)
+    assert ampkit.state_dict() == state
+    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not ampkit.step_was_skipped(optimizer)
+
+
+def test_nested_blocks_for_one_optimizer_are_refused():
+    _, model, optimizer = prepared("O1")
+    x, y = batches(1)[0]
+    with pytest.raises(ampkit.ConfigurationError, match="entered twice"), ampkit.scale_loss(F.mse_loss(model(x), y), optimizer):
+        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+            scaled.backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_the_master_gradients_is_clipping_the_step(level):
+    before, model, optimizer = prepared(level, lambda p: torch.optim.SGD(p, lr=1.0))
+    data = batches(1)
+    with ampkit.scale_loss(100 * F.mse_loss(model(data[0][0]), data[0][1]), optimizer) as scaled:
+        scaled.backward()
+    expected = reference_gradients(before, data, [100.0])
+    norm = torch.sqrt(sum((g**2).sum() for g in expected)).item()
+    found = torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0).item()
+    assert math.isclose(found, norm, rel_tol=3e-2)
+    old = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    optimizer.step()
+    moved = torch.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(old, ampkit.master_params(optimizer)))).item()
+    assert math.isclose(moved, 1.0, rel_tol=1e-4)
+
+
+def test_backward_without_scale_loss_reaches_the_masters():
+    before, model, optimizer = prepared("O2", lambda p: torch.optim.SGD(p, lr=1.0))
+    data = batches(1)
+    F.mse_loss(model(data[0][0]), data[0][1]).backward()
+    old = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    optimizer.step()
+    moved = [a - b.detach() for a, b in zip(old, ampkit.master_params(optimizer))]
+    assert_close(moved, reference_gradients(before, data), 2 * TOLERANCE["O2"])
+
+
+def test_gradient_penalty_with_a_second_derivative():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    twin = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    x = batches(1)[0][0]
+
+    def penalty(net, inputs):
+        inputs = inputs.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net(inputs).float().sum(), inputs, create_graph=True)
+        return ((slope.float() if net is model else slope).norm(dim=1) - 1).square().mean()
+
+    with ampkit.scale_loss(penalty(model, x), optimizer) as scaled:
+        scaled.backward()
+    penalty(twin, x.double()).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = [p.grad for p in twin.parameters() if p.grad is not None]
+    # The last bias does not move a slope.
+    assert_close(found[:3], expected[:3], 6e-2)
