@@ -1,0 +1,133 @@
+"""Recurrent layers under O1, against the same layers in float32."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from engines import o1
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+LAYERS = {
+    "LSTM": lambda **kw: nn.LSTM(4, 6, **kw),
+    "GRU": lambda **kw: nn.GRU(4, 6, **kw),
+    "RNN tanh": lambda **kw: nn.RNN(4, 6, **kw),
+    "RNN relu": lambda **kw: nn.RNN(4, 6, nonlinearity="relu", **kw),
+}
+SETTINGS = {
+    "plain": {},
+    "two layers": {"num_layers": 2},
+    "bidirectional": {"bidirectional": True},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False},
+}
+LENGTHS = torch.tensor([5, 3, 2])
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def padded(output):
+    return pad_packed_sequence(output)[0] if isinstance(output, PackedSequence) else output
+
+
+def hidden(state):
+    return torch.cat([h.float().flatten() for h in (state if isinstance(state, tuple) else (state,))])
+
+
+def compare(layer, x, state=None):
+    """Outputs, states and gradients under O1 are near float32's, in lower precision, and not float32's own."""
+    reference = copy.deepcopy(layer)
+    arguments = (x,) if state is None else (x, state)
+    expected, expected_state = reference(*arguments)
+    padded(expected).square().sum().backward()
+    with o1() as casting:
+        output, final = layer(*arguments)
+        assert padded(output).dtype is torch.bfloat16
+        padded(output).float().square().sum().backward()
+        assert casting.cache(torch.bfloat16).casts_made >= len(list(layer.parameters()))
+    assert type(output) is type(expected)
+    torch.testing.assert_close(padded(output).float(), padded(expected), rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(hidden(final), hidden(expected_state), rtol=3e-2, atol=3e-2)
+    for ours, plain in zip(layer.parameters(), reference.parameters(), strict=True):
+        assert ours.grad.dtype is torch.float32
+        similarity = torch.nn.functional.cosine_similarity(ours.grad.flatten(), plain.grad.flatten(), dim=0)
+        assert similarity > 0.995
+    assert not torch.equal(padded(output).float(), padded(expected))
+
+
+@pytest.mark.parametrize(("name", "setting"), itertools.product(LAYERS, SETTINGS))
+def test_layer_trains_close_to_float32(name, setting):
+    compare(LAYERS[name](**SETTINGS[setting]), torch.rand(5, 3, 4))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_packed_layer_trains_close_to_float32(name):
+    compare(LAYERS[name](bidirectional=True), pack_padded_sequence(torch.rand(5, 3, 4), LENGTHS))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_unbatched_layer_trains_close_to_float32(name):
+    compare(LAYERS[name](), torch.rand(5, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_takes_a_state_of_either_dtype(dtype):
+    layer, x, zero = nn.LSTM(4, 6), torch.rand(5, 3, 4), torch.zeros(1, 3, 6)
+    expected, _ = layer(x, (zero, zero))
+    with o1():
+        output, _ = layer(x, (zero.to(dtype), zero.to(dtype)))
+    torch.testing.assert_close(output.float(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_projected_lstm_trains_close_to_float32():
+    compare(nn.LSTM(4, 6, proj_size=3), torch.rand(5, 3, 4))
+
+
+def test_layer_with_dropout_trains():
+    layer = nn.LSTM(4, 6, num_layers=2, dropout=0.5)
+    with o1():
+        layer(torch.rand(5, 3, 4))[0].float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_takes_the_output_of_a_whitelisted_layer(name):
+    model, x = nn.Linear(4, 4), torch.rand(5, 3, 4)
+    layer = LAYERS[name]()
+    expected, _ = layer(model(x))
+    with o1():
+        output, _ = layer(model(x))
+    assert output.dtype is torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell], ids=lambda cell: cell.__name__)
+def test_cell_runs_in_lower_precision(cell):
+    layer, x = cell(4, 6), torch.rand(3, 4)
+    expected = layer(x)
+    with o1() as casting:
+        first = layer(x)
+        layer(x, first)
+        assert casting.cache(torch.bfloat16).casts_made == 4
+    assert hidden(first).shape == hidden(expected).shape
+    torch.testing.assert_close(hidden(first), hidden(expected), rtol=3e-2, atol=3e-2)
+    assert (first[0] if isinstance(first, tuple) else first).dtype is torch.bfloat16
+
+
+def test_layer_still_checks_the_shape_of_its_input():
+    with o1(), pytest.raises(RuntimeError, match="Expected 4, got 5"):
+        nn.LSTM(4, 6)(torch.rand(5, 3, 5).bfloat16())
+
+
+def test_layer_still_refuses_a_foreign_dtype():
+    with o1(), pytest.raises(ValueError, match="does not match weight dtype"):
+        nn.LSTM(4, 6)(torch.rand(5, 3, 4, dtype=torch.float64))
+
+
+def test_layer_refuses_mixed_dtypes_while_casting_is_disabled():
+    with o1() as casting, casting.disabled(), pytest.raises(ValueError, match="does not match weight dtype"):
+        nn.LSTM(4, 6)(torch.rand(5, 3, 4).bfloat16())
