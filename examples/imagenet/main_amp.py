@@ -33,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import ampkit
-from ampkit.errors import ConfigurationError
 from ampkit.parallel import convert_syncbn_model
 
 import checkpoint
@@ -51,7 +50,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     group = parser.add_argument_group("model and data")
     add = group.add_argument
-    add("-a", "--arch", default="resnet18", metavar="NAME", help="a torchvision classifier (default: resnet18)")
+    names = torchvision.models.list_models(module=torchvision.models)
+    add("-a", "--arch", default="resnet18", choices=names, metavar="NAME", help="a torchvision classifier (default: resnet18)")
     add("--pretrained", action="store_true", help="begin with torchvision's ImageNet weights")
     add("--image-size", default=224, type=at_least(1), metavar="N", help="pixels of a side (default: 224)")
     add("--augment", default="imagenet", choices=["imagenet", "none"], help="random crops and flips, or whole images")
@@ -245,9 +245,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_model(arch: str, classes: int, pretrained: bool) -> nn.Module:
-    names = torchvision.models.list_models(module=torchvision.models)
-    if arch not in names:
-        raise ConfigurationError(f"found --arch {arch}; expected one of torchvision's classifiers: {', '.join(names)}.")
     model = torchvision.models.get_model(arch, weights=None, num_classes=classes)
     if pretrained:
         weights = torchvision.models.get_model_weights(arch).DEFAULT.get_state_dict(progress=True)
@@ -328,5 +325,5 @@ def scale(text: str) -> float | str:
 if __name__ == "__main__":
     try:
         main()
-    except (data.DataFolderError, checkpoint.CheckpointError, ConfigurationError) as error:
+    except (data.DataFolderError, checkpoint.CheckpointError, ampkit.AmpkitError) as error:
         sys.exit(f"main_amp.py: error: {error}")

@@ -81,6 +81,7 @@ def trace_iterations(count: int, path: Path) -> Iterator[Callable[[], None]]:
     profiler = torch.profiler.profile(
         schedule=lambda step: _action(step, count),
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+        acc_events=True,
     )
     with profiler:
         yield profiler.step

@@ -1,0 +1,319 @@
+"""The ImageNet example on a handful of digits: its command lines, metrics, checkpoints and complaints."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampkit
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "imagenet"
+pytest.importorskip("torchvision", reason="the example trains torchvision models")
+
+COMMAND_LINES = """
+python main_amp.py -a resnet50 --b 128 --workers 4 --opt-level O0 ./
+python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O3 ./
+python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O3 --keep-batchnorm-fp32 True ./
+python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O1 ./
+python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O1 --loss-scale 128.0 ./
+python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 ./
+python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 --loss-scale 128.0 ./
+python -m torch.distributed.launch --nproc_per_node=2 main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O1 ./
+python -m torch.distributed.launch --nproc_per_node=2 main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 ./
+torchrun --nproc_per_node=2 main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 --sync_bn ./
+""".strip().splitlines()
+
+ROW = "phase epoch iteration loss top1 top5 images_per_s loss_scale skipped peak_memory_bytes".split()
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The modules of the example, importable as they are for the script itself."""
+    sys.path.insert(0, str(EXAMPLE))
+    names = ["checkpoint", "data", "main_amp", "make_digits", "metrics"]
+    try:
+        yield {name: __import__(name) for name in names}
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def digits(example, tmp_path_factory):
+    """All the digits, and a folder of links to a few: 3 batches of 16 in train/, 12 images in val/."""
+    whole, few = tmp_path_factory.mktemp("digits"), tmp_path_factory.mktemp("few")
+    example["make_digits"].make_digits(whole)
+    for split, per_class, classes in (("train", 12, 4), ("val", 3, 4)):
+        for label in range(classes):
+            (few / split / str(label)).mkdir(parents=True)
+            for image in sorted((whole / split / str(label)).iterdir())[:per_class]:
+                (few / split / str(label) / image.name).symlink_to(image)
+    return {"whole": whole, "few": few}
+
+
+@pytest.fixture
+def train(example, digits, tmp_path):
+    """Run main_amp in this process on the few digits; the rows it wrote. Leaves torch as it was."""
+    rng, benchmark = torch.get_rng_state(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def run(options: str, out: str = "out") -> list[dict]:
+        short = f"--b 16 --image-size 32 --workers 0 --warmup-epochs 0 --metrics {tmp_path / out}.jsonl"
+        argv = [*shlex.split(short), "--checkpoint-dir", str(tmp_path / out), *shlex.split(options), str(digits["few"])]
+        try:
+            example["main_amp"].main(argv)
+        finally:
+            ampkit.close()
+        return read_rows(tmp_path / f"{out}.jsonl")
+
+    yield run
+    torch.set_rng_state(rng)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_same(found, expected, where="checkpoint"):
+    """Equal to the last bit, through dicts and lists."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for index, pair in enumerate(zip(found, expected)):
+            assert_same(*pair, f"{where}[{index}]")
+    else:
+        assert found == expected, where
+
+
+def test_assert_same_notices_a_changed_bit():
+    with pytest.raises(AssertionError, match=r"checkpoint\.a\[1\]"):
+        assert_same({"a": [1, torch.tensor(1.0)]}, {"a": [1, torch.tensor(1.0 + 2**-23)]})
+
+
+def test_make_digits_splits_every_class_alike_and_may_be_repeated(example, digits, tmp_path):
+    make_digits = example["make_digits"].make_digits
+    counts = make_digits(tmp_path)
+    first = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.png")}
+    assert make_digits(tmp_path) == counts
+    assert {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.png")} == first
+
+    assert sum(counts.values()) == len(first) == 1797
+    for label in range(10):
+        val = len(list((tmp_path / "val" / str(label)).iterdir()))
+        assert val == pytest.approx((val + len(list((tmp_path / "train" / str(label)).iterdir()))) / 5, abs=1)
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_command_line_is_understood(example, line):
+    words = shlex.split(line)
+    args = example["main_amp"].parse_args(words[words.index("main_amp.py") + 1 :])
+    options = dict(zip(words, words[1:]))
+    assert (args.arch, args.batch_size, args.workers) == ("resnet50", int(options["--b"]), 4)
+    assert (args.opt_level, args.data) == (options["--opt-level"], Path("."))
+    assert args.keep_batchnorm_fp32 is (True if "--keep-batchnorm-fp32" in words else None)
+    assert args.loss_scale == (128.0 if "--loss-scale" in words else None)
+    assert args.sync_bn is ("--sync_bn" in words)
+    assert args.image_size == 224
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank=1", "--local_rank=1"])
+def test_local_rank_comes_from_the_launcher_in_each_spelling(example, monkeypatch, spelling):
+    parse_args = example["main_amp"].parse_args
+    assert parse_args([spelling]).local_rank == 1
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert parse_args([]).local_rank == 3
+
+
+def test_learning_rate_warms_up_scales_and_falls(example):
+    learning_rate, parse_args = example["main_amp"].learning_rate, example["main_amp"].parse_args
+    steps = parse_args("--lr 0.1 --warmup-epochs 5".split())
+    assert 0 < learning_rate(steps, 256, 0) < learning_rate(steps, 256, 4.5) < 0.1
+    found = [learning_rate(steps, 512, epoch) for epoch in (5, 29.9, 30, 60, 80)]
+    assert found == pytest.approx([0.2, 0.2, 0.02, 0.002, 0.0002])
+    cosine = parse_args("--lr 0.1 --warmup-epochs 0 --schedule cosine --epochs 10".split())
+    assert [learning_rate(cosine, 256, epoch) for epoch in (0, 5, 10)] == pytest.approx([0.1, 0.05, 0.0])
+
+
+def test_order_covers_each_sample_once_over_all_ranks(example):
+    data = example["data"]
+    for samples, world_size in ((23, 1), (23, 2), (6, 2)):
+        ranks = [data.TrainOrder(samples, 4, rank, world_size, seed=0) for rank in range(world_size)]
+        keys = [key for order in ranks for batch in order for key in batch]
+        assert len(keys) == len(set(keys)) == ranks[0].global_batch * ranks[0].batches_per_epoch
+        val = [key for rank in range(world_size) for batch in data.val_order(samples, 4, rank, world_size) for key in batch]
+        assert sorted(val) == [(0, index) for index in range(samples)]
+
+
+def test_order_resumed_in_mid_epoch_continues_it(example):
+    order = example["data"].TrainOrder(50, 8, rank=1, world_size=2, seed=3)
+    order.begin(epoch=4, first=0, stop=3)
+    whole = list(order)
+    order.begin(epoch=4, first=2, stop=3)
+    assert list(order) == whole[2:]
+    order.begin(epoch=5, first=0, stop=3)
+    assert list(order)[0] != [(5, index) for _, index in whole[0]]
+
+
+def test_batches_are_the_same_with_any_number_of_workers(example, digits):
+    data = example["data"]
+    before = torch.get_rng_state()
+    batches = []
+    for workers in (0, 2):
+        train_set, _ = data.open_folder(digits["few"], "imagenet", 32, seed=1)
+        order = data.TrainOrder(len(train_set), 16, rank=0, world_size=1, seed=1)
+        order.begin(epoch=2, first=0, stop=3)
+        batches.append([list(batch) for batch in data.make_loader(train_set, order, workers, pin_memory=False)])
+    assert_same(batches[0], batches[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_resume_in_mid_epoch_equals_not_having_stopped(train, tmp_path, level):
+    # 3 iterations make an epoch; a model with dropout needs its random numbers back too
+    common = f"-a mobilenet_v3_small --opt-level {level}"
+    whole = train(f"{common} --max-iters 5", "whole")
+    train(f"{common} --max-iters 2", "parts")
+    parts = train(f"{common} --max-iters 5 --resume {tmp_path / 'parts' / 'checkpoint.pth.tar'}", "parts")
+
+    def losses(rows):
+        return [(row["epoch"], row["iteration"], row["loss"], row["top5"]) for row in rows if row["phase"] == "train"]
+
+    assert [row[:2] for row in losses(whole)] == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5)]
+    assert losses(parts) == losses(whole)
+    assert [row["loss"] for row in parts][-1] == [row["loss"] for row in whole][-1]
+    load = load_checkpoint
+    found, expected = load_checkpoint(tmp_path / "parts"), load_checkpoint(tmp_path / "whole")
+    assert found.pop("best_top1") >= 0 <= expected.pop("best_top1")  # validated at other moments
+    assert_same(found, expected)
+
+
+def load_checkpoint(folder: Path) -> dict:
+    return torch.load(folder / "checkpoint.pth.tar", weights_only=True)
+
+
+def test_metrics_rows_have_every_key_and_count_over_the_run(train, tmp_path):
+    rows = train("-a resnet18 --opt-level O1 --max-iters 4 --augment none --prof 2")
+    assert all(list(row) == ROW for row in rows)
+    assert [row["phase"] for row in rows] == ["train"] * 3 + ["val", "train", "val"]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 3, 4, 4]
+    assert [row["epoch"] for row in rows] == [0] * 4 + [1, 1]
+    assert all(row["loss_scale"] == 65536.0 and row["skipped"] == 0 for row in rows)
+    assert all(row["images_per_s"] > 0 and row["peak_memory_bytes"] > 2**27 for row in rows)
+    assert all(0 <= row["top1"] <= row["top5"] <= 100 for row in rows)
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    assert sum(event["name"].startswith("ProfilerStep#") for event in trace["traceEvents"]) == 2
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+
+
+def test_deterministic_runs_have_the_same_losses(train):
+    runs = [train("-a resnet18 --opt-level O2 --max-iters 2 --deterministic --seed 5", name) for name in ("a", "b")]
+    assert [row["loss"] for row in runs[0]] == [row["loss"] for row in runs[1]]
+
+
+def test_evaluate_repeats_the_validation_of_the_checkpoint(train, tmp_path):
+    trained = train("-a resnet18 --opt-level O2 --max-iters 2 --augment none", "trained")
+    saved = (tmp_path / "trained" / "checkpoint.pth.tar").read_bytes()
+    resume = f"--resume {tmp_path / 'trained' / 'model_best.pth.tar'}"
+    evaluated = train(f"-a resnet18 --opt-level O2 --augment none --evaluate {resume}", "evaluated")
+    compared = "phase epoch iteration loss top1 top5 loss_scale skipped".split()
+    assert [{key: row[key] for key in compared} for row in evaluated] == [{key: trained[-1][key] for key in compared}]
+    assert (tmp_path / "trained" / "checkpoint.pth.tar").read_bytes() == saved
+
+
+def test_checkpoint_interrupted_while_writing_leaves_the_previous_one(example, tmp_path, monkeypatch):
+    checkpoint = example["checkpoint"]
+    state = dict.fromkeys(checkpoint.KEYS, 1)
+    checkpoint.save(state, tmp_path, is_best=True)
+
+    def write_half(state, path):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(state | {"iteration": 2}, tmp_path, is_best=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pth.tar", "model_best.pth.tar"]
+    assert checkpoint.load(tmp_path / "checkpoint.pth.tar") == state
+
+
+def write_truncated(folder: Path) -> Path:
+    path = folder / "truncated.pth.tar"
+    torch.save(torch.zeros(1000), path)
+    path.write_bytes(path.read_bytes()[:-500])
+    return path
+
+
+def test_checkpoint_that_cannot_be_continued_says_why(example, train, tmp_path):
+    error = example["checkpoint"].CheckpointError
+    with pytest.raises(error, match=r"found [\d,]+ bytes in .* expected a whole checkpoint .* Resume from"):
+        train(f"--resume {write_truncated(tmp_path)}")
+    with pytest.raises(error, match="found no file at .* Check the path"):
+        train(f"--resume {tmp_path / 'nowhere'}")
+    torch.save({"model": {}}, tmp_path / "bare")
+    with pytest.raises(error, match="found a file without amp, best_top1, iteration, optimizer"):
+        train(f"--resume {tmp_path / 'bare'}")
+    train("-a resnet18 --max-iters 1", "small")
+    with pytest.raises(error, match=r"global_batch 16 \(this run: 8\).* Give the same settings"):
+        train(f"-a resnet18 --b 8 --resume {tmp_path / 'small' / 'checkpoint.pth.tar'}", "other")
+    assert not (tmp_path / "other").exists() and not (tmp_path / "out").exists()
+
+
+def test_folder_without_the_data_says_what_was_expected(example, digits, tmp_path):
+    data = example["data"]
+    with pytest.raises(data.DataFolderError, match="found no such folder at .*nowhere.* expected .*train"):
+        data.open_folder(tmp_path / "nowhere", "none", 32, 0)
+    (tmp_path / "train" / "0").mkdir(parents=True)
+    with pytest.raises(data.DataFolderError, match="found a folder with train at .* expected .*val"):
+        data.open_folder(tmp_path, "none", 32, 0)
+    (tmp_path / "val" / "0").mkdir(parents=True)
+    with pytest.raises(data.DataFolderError, match="without images"):
+        data.open_folder(tmp_path, "none", 32, 0)
+    (tmp_path / "train" / "0").rmdir()
+    (tmp_path / "train").rmdir()
+    (tmp_path / "train").symlink_to(digits["whole"] / "train")
+    (tmp_path / "val" / "0").rmdir()
+    (tmp_path / "val").rmdir()
+    (tmp_path / "val").symlink_to(digits["few"] / "val")
+    with pytest.raises(data.DataFolderError, match="10 classes in .* and 4 in .* Only in one of them: 4, 5, 6"):
+        data.open_folder(tmp_path, "none", 32, 0)
+
+
+def test_script_ends_with_one_line_when_the_folder_is_missing(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(ampkit.__file__).parents[1])}
+    command = [sys.executable, str(EXAMPLE / "main_amp.py"), "nowhere"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and not list(tmp_path.iterdir())
+    assert ended.stderr.strip().splitlines()[-1].startswith("main_amp.py: error: found no such folder at 'nowhere'")
+    assert "Traceback" not in ended.stderr
+
+
+def test_two_processes_train_with_synchronised_batch_norm(example, digits, tmp_path):
+    """torchrun on the CPU; the rows are rank 0's, and each counts the samples of both."""
+    environment = os.environ | {"PYTHONPATH": str(Path(ampkit.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    options = "-a resnet18 --b 8 --image-size 32 --workers 0 --opt-level O2 --sync_bn --max-iters 2 --metrics rows.jsonl"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, str(EXAMPLE / "main_amp.py"), *options.split(), str(digits["few"])]
+    for _ in range(2):  # gloo may abort once all is done: the files count, and one retry is allowed
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        if (tmp_path / "checkpoint.pth.tar").exists():
+            break
+    rows = read_rows(tmp_path / "rows.jsonl") if (tmp_path / "rows.jsonl").exists() else []
+    assert [row["phase"] for row in rows] == ["train", "train", "val"], ended.stderr[-3000:]
+    assert (rows[0]["top1"] * 16 / 100) % 1 == 0  # hits of a batch of 16, 8 on each process
+    assert round(rows[-1]["top1"] * 12 / 100, 6) % 1 == 0  # the 12 validation images, each once
+    saved = load_checkpoint(tmp_path)
+    assert saved["run"]["global_batch"] == 16 and len(saved["rng"]) == 2
