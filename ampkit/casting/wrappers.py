@@ -95,24 +95,25 @@ def _one_dtype(kind: CastKind, original: Callable, casting: Casting, name: str) 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not casting.enabled or (suspended and get_ident() in suspended):
             return original(*args, **kwargs)
-        if kwargs:
-            return any_call(args, kwargs)
+        for value in kwargs.values():
+            if type(value) not in _NO_TENSORS and not _is_sizes(value):
+                return any_call(args, kwargs)
         converted = []
         for value in args:
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:
+            exact_type = type(value)
+            if exact_type is Tensor or exact_type is Parameter:
                 dtype = value.dtype
                 if dtype in to_be_cast:
-                    value = cached(value, convert) if kind is Parameter else cast(value)
+                    value = cached(value, convert) if exact_type is Parameter else cast(value)
                 elif dtype in untouchable:
-                    return original(*args)
-            elif kind not in _NO_TENSORS and not _is_sizes(value):
+                    return original(*args, **kwargs)
+            elif exact_type not in _NO_TENSORS and not _is_sizes(value):
                 return any_call(args, kwargs)
             converted.append(value)
-        return original(*converted)
+        return original(*converted, **kwargs)
 
     def any_call(args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The same for containers, subclasses and keywords; see Note [what is never cast]."""
+        """The same for containers, subclasses and tensors given by keyword; see Note [what is never cast]."""
         if _has_dtype(args, kwargs) or any(x.dtype in untouchable for x in tensors_in(args, kwargs)):
             return original(*args, **kwargs)
         out = kwargs.pop("out", None)
