@@ -83,9 +83,7 @@ class CastCache:
         self._without_grad.clear()
         self._in_inference.clear()
 
-    def _cast_anew(
-        self, weight: Tensor, convert: Callable[[Tensor], Tensor], entries: dict[int, _Entry]
-    ) -> Tensor:
+    def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor], entries: dict[int, _Entry]) -> Tensor:
         cast = convert(weight)
         if cast is weight:  # on a device that is not the session's
             return cast

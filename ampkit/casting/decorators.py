@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ampkit.casting.engine import active_casting, register_rule
-from ampkit.casting.tensors import map_tensors
-from ampkit.casting.wrappers import caster, promoter
-from ampkit.errors import ConfigurationError
-from ampkit.policy.rules import CastKind
+from ..errors import ConfigurationError
+from ..policy.rules import CastKind
+from .engine import active_casting, register_rule
+from .tensors import map_tensors
+from .wrappers import caster, promoter
 
 F = TypeVar("F", bound=Callable)
 

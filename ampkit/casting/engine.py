@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.utils.data._utils import fetch as _fetch
 
-from ampkit.casting import rnn
-from ampkit.casting.cache import CastCache
-from ampkit.casting.wrappers import wrap
-from ampkit.errors import ConfigurationError
-from ampkit.patching import PatchSet
-from ampkit.policy.rules import CastKind, CastRule, expand
-from ampkit.policy.tables import tables_for
+from ..errors import ConfigurationError
+from ..patching import PatchSet
+from ..policy.rules import CastKind, CastRule, expand
+from ..policy.tables import tables_for
+from . import rnn
+from .cache import CastCache
+from .wrappers import wrap
 
 _logger = logging.getLogger("ampkit")
 
@@ -271,7 +271,7 @@ def register_rule(kind: CastKind, owner: Any, name: str) -> None:
 
 
 def forget_traces() -> None:
-    """Have compiled functions traced anew: they hold what casting did when they were traced, and do not see it change."""
+    """Have compiled functions traced anew: they hold what casting did at the first trace, and do not see it change."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

@@ -11,14 +11,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-
 import torch
 from torch import Tensor
 
-from ampkit.casting.tensors import CASTABLE
+from .tensors import CASTABLE
 
 if TYPE_CHECKING:
-    from ampkit.casting.engine import Casting
+    from .engine import Casting
 
 
 def checking_a_stand_in(original: Callable, casting: Casting) -> Callable:

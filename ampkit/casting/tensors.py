@@ -35,8 +35,8 @@ def map_tensors(value: T, fn: Callable[[Tensor], Any], _inside: tuple[int, ...] 
     """``value`` with ``fn`` applied to every tensor in it; the very same object when ``fn`` changed none of them.
 
     Containers keep their types: lists, tuples, named tuples, sets, deques, mappings of every kind, dataclasses, and
-    batch classes of the user's own (anything with a callable ``.to`` and a ``__dict__``). They are copied, never edited.
-    Strings, arrays, generators and modules stay as they are.
+    batch classes of the user's own (anything with a callable ``.to`` and a ``__dict__``). They are copied, never
+    edited. Strings, arrays, generators and modules stay as they are.
     """
     if isinstance(value, Tensor):
         return fn(value)

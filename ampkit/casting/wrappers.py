@@ -4,10 +4,10 @@ Each wrapper asks on every call whether casting is on, and otherwise calls strai
 somebody kept is inert after the engine closes. The engine calls `wrap`; nothing here patches anything.
 
 Note [what is never cast]
-    An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place functions
-    keep their tensor, its dtype and its storage. float64, integer and complex tensors, and tensors on devices that are
-    not the session's, stay as they are; a whitelisted call with a float64 or complex argument goes through unchanged,
-    since it is either all float64 already or torch's own error.
+    An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
+    functions keep their tensor, its dtype and its storage. float64, integer and complex tensors, and tensors on devices
+    that are not the session's, stay as they are; a whitelisted call with a float64 or complex argument goes through
+    unchanged, since it is either all float64 already or torch's own error.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.casting.cache import is_weight
-from ampkit.casting.tensors import CASTABLE, CONVERT, LOWER_PRECISION, map_tensors, tensors_in
-from ampkit.errors import RefusedOperation
-from ampkit.policy.rules import CastKind
+from ..errors import RefusedOperation
+from ..policy.rules import CastKind
+from .cache import is_weight
+from .tensors import CASTABLE, CONVERT, LOWER_PRECISION, map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from ampkit.casting.engine import Casting
+    from .engine import Casting
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -194,8 +194,8 @@ def _ban(kind: CastKind, original: Callable, casting: Casting, name: str) -> Cal
             for x in tensors_in(args, kwargs):
                 if x.dtype in LOWER_PRECISION and _is_ours(x, casting):
                     raise RefusedOperation(
-                        f"{name}() was called with a {x.dtype} tensor while O1 is active: probabilities near 0 and 1 are "
-                        f"rounded to 0 and 1 there, and their logarithm is infinite. Leave out the sigmoid and use "
+                        f"{name}() was called with a {x.dtype} tensor while O1 is active: probabilities near 0 and 1 "
+                        f"are rounded to 0 and 1 there, and their logarithm is infinite. Leave out the sigmoid and use "
                         f"binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), which is safe. Or have the "
                         f"probabilities computed in float32, with ampkit.register_float_function(torch, 'sigmoid') or "
                         f"inside 'with ampkit.disable_casts():'."

@@ -56,9 +56,7 @@ class CastRule:
     reason: str = "registered by the user"
 
 
-def expand(
-    tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()
-) -> tuple[list[CastRule], list[str]]:
+def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) -> tuple[list[CastRule], list[str]]:
     """The rules that hold for the installed torch, and the names of the tables that it lacks.
 
     One rule is left for each attribute. A later group wins over an earlier one, and ``extra_rules`` win over both.

@@ -1,14 +1,14 @@
 """The cast tables of O1: data only, each group with its reason.
 
-`APEX` holds the rows that Apex's amp had, `TODAY` what torch has gained since and Apex's lists never reached. Where Apex
-cast to make mixed dtypes meet and torch now promotes by itself, the row says NATIVE and nothing is patched. The O1
+`APEX` holds the rows that Apex's amp had, `TODAY` what torch has gained since and Apex's lists never reached. Where
+Apex cast to make mixed dtypes meet and torch now promotes by itself, the row says NATIVE and nothing is patched. The O1
 engine reads the tables through `tables_for`.
 """
 
 from __future__ import annotations
 
-from ampkit.errors import ConfigurationError
-from ampkit.policy.rules import CastKind, RuleGroup
+from ..errors import ConfigurationError
+from .rules import CastKind, RuleGroup
 
 F = "torch.nn.functional"
 TORCH = "torch"
@@ -25,12 +25,14 @@ REJECT = CastKind.REJECT
 BANNED = CastKind.BANNED
 NATIVE = CastKind.NATIVE
 
+# Many names to a line, as in a table.
+# fmt: off
 _CONVOLUTIONS = (
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
-)  # fmt: skip
+)
 _OUT_OF_RANGE = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt", "sinh", "tan",
-)  # fmt: skip
+)
 _COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 
 APEX = (
@@ -66,7 +68,7 @@ APEX = (
             "triplet_margin_loss", "ctc_loss",
         ),
         "a loss is a sum over the batch, and gradients start from it",
-    ),  # fmt: skip
+    ),
     RuleGroup(FP32, (TORCH, TENSOR), _OUT_OF_RANGE, "leaves the range of float16, or is steep"),
     RuleGroup(FP32, (TORCH, TENSOR), ("pow",), "leaves the range of float16"),
     RuleGroup(FP32, TENSOR, ("__pow__", "__rpow__"), "the operator forms of pow"),
@@ -92,7 +94,7 @@ APEX = (
             "__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__", "__div__",
         ),
         "torch promotes elementwise operators by itself",
-    ),  # fmt: skip
+    ),
     RuleGroup(
         NATIVE,
         TENSOR,
@@ -143,7 +145,7 @@ TODAY = (
     RuleGroup(
         FP32, (TORCH, TENSOR, SPECIAL), ("softmax", "log_softmax", "logsumexp", "log1p"), "built on exp and log"
     ),
-    RuleGroup(FP32, SPECIAL, ("expm1", "exp2", "erfinv", "xlogy", "xlog1py", "logit", "entr"), "steep, or built on log"),
+    RuleGroup(FP32, SPECIAL, ("expm1", "exp2", "erfinv", "xlogy", "xlog1py", "logit", "entr"), "steep, or on log"),
     RuleGroup(FP32, (TORCH, TENSOR), ("xlogy", "logit", "logaddexp", "logaddexp2", "logcumsumexp"), "built on log"),
     RuleGroup(FP32, F, ("rms_norm", "instance_norm"), "sums of squares; float32 weights want a float32 input"),
     RuleGroup(
@@ -166,7 +168,7 @@ TODAY = (
             "margin_ranking_loss", "poisson_nll_loss", "triplet_margin_loss",
         ),
         "losses under their names in torch",
-    ),  # fmt: skip
+    ),
     RuleGroup(FP32, (F, TORCH), ("pairwise_distance", "pdist", "cdist"), "sums of squares"),
     RuleGroup(FP32, TORCH, ("cosine_similarity",), "sums of squares"),
     RuleGroup(FP32, LINALG, ("norm", "vector_norm", "matrix_norm"), "sums of squares"),
@@ -188,7 +190,7 @@ TODAY = (
             "svd", "trace", "triangular_solve",
         ),
         "torch has no lower-precision kernel for it",
-    ),  # fmt: skip
+    ),
     RuleGroup(
         FP32,
         TORCH,
@@ -206,7 +208,7 @@ TODAY = (
             "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
         ),
         "torch has no lower-precision kernel for it",
-    ),  # fmt: skip
+    ),
     RuleGroup(
         FP32,
         "torch.fft",
@@ -215,7 +217,7 @@ TODAY = (
             "irfft", "irfft2", "irfftn", "rfft", "rfft2", "rfftn",
         ),
         "no bfloat16 kernels, and float16 only for powers of two",
-    ),  # fmt: skip
+    ),
     # Mixed dtypes that torch refuses to promote: a lower-precision activation meets a float32 tensor of the script.
     RuleGroup(
         PROMOTE,
@@ -239,7 +241,7 @@ TODAY = (
             "scatter_add_", "scatter_reduce_",
         ),
         "the tensor written to fixes the dtype; torch wants the source to have it",
-    ),  # fmt: skip
+    ),
     RuleGroup(MATCH_FIRST, TORCH, ("index_put_",), "the tensor written to fixes the dtype"),
     RuleGroup(
         NATIVE,
@@ -252,6 +254,8 @@ TODAY = (
 APEX_ONLY = (
     RuleGroup(FP32, TENSOR, ("cpu",), "Apex brought tensors to the host as float32; scripts then call numpy()"),
 )
+
+# fmt: on
 
 POLICIES: dict[str, tuple[RuleGroup, ...]] = {
     "default": APEX + TODAY,
