@@ -8,7 +8,7 @@ functions lie on one device; they may hold any floating point or complex dtype.
 import torch
 
 # A float32 sum of squares stays accurate over this many elements; longer tensors are summed in pieces.
-_PIECE = 1 << 16
+_PIECE = 1 << 12
 # Outside this range the squares of a piece may have left float32.
 _SAFE_NORM = (1e-12, 1e18)
 
@@ -119,8 +119,11 @@ def _compute_dtype(*tensors):
 def _norms(pieces, wide):
     if pieces[0].device.type != "cpu" or torch.compiler.is_compiling():
         return torch.stack(torch._foreach_norm(pieces, 2, dtype=wide))
-    # On the CPU float64 takes ten times as long: only for pieces whose squares may not fit into float32.
-    norms = torch.stack([n.to(wide) for n in torch._foreach_norm(pieces, 2)])
+    # On the CPU float64 takes ten times as long: only for float64 itself, and for pieces whose squares may not fit
+    # into float32.
+    if any(piece.dtype is wide for piece in pieces):
+        return torch.stack([torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces])
+    norms = torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float32)).to(wide)
     low, high = _SAFE_NORM
     for i in ((norms > low) & (norms < high)).logical_not().nonzero().flatten().tolist():
         norms[i] = torch.linalg.vector_norm(pieces[i], dtype=wide)

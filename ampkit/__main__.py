@@ -1,0 +1,59 @@
+"""The command line: ``python -m ampkit COMMAND``. Each command is a function here, or in the room whose work it does.
+
+``info`` tells which kernels are loaded and why, which is the first thing to look at when something is slow.
+"""
+
+import argparse
+import platform
+import sys
+
+import torch
+
+from ampkit.kernels import implementation
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ampkit", description="Mixed precision for PyTorch scripts.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_info(commands)
+    chosen = parser.parse_args(arguments)
+    return chosen.run(chosen)
+
+
+def add_info(commands) -> None:
+    parser = commands.add_parser("info", help="which kernels are loaded, and why")
+    parser.set_defaults(run=info)
+
+
+def info(_arguments: argparse.Namespace) -> int:
+    """Prints one line per fact, the same on every machine."""
+    for name, value in facts():
+        print(f"{name:<16} {value}")
+    return 0
+
+
+def facts() -> list[tuple[str, str]]:
+    kernels = implementation()
+    lines = [
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
+        ("CPU", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
+    ]
+    for i in range(torch.cuda.device_count()):
+        lines.append((f"cuda:{i}", torch.cuda.get_device_name(i)))
+    if torch.cuda.device_count() == 0:
+        lines.append(("GPU", "none visible"))
+    lines.append(("kernels", f"{kernels.name}: {kernels.why}"))
+    if kernels.name == "extension":
+        lines += [
+            ("built with", f"torch {kernels.built_with}, for torch {kernels.target} and newer"),
+            ("CPU kernels", kernels.cpu_capability),
+            ("CUDA kernels", f"{'loaded' if kernels.cuda else 'not loaded'}: {kernels.cuda_why}"),
+        ]
+    else:
+        lines.append(("to build them", "pip install --no-build-isolation ."))
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

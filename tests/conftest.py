@@ -1,0 +1,41 @@
+"""What all tests share: the devices at hand, and random numbers that are the same each time."""
+
+import types
+
+import pytest
+import torch
+import torch._dynamo  # replaces torch.manual_seed; the first optimizer would import it in the midst of a test
+
+import ampkit
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special)
+
+
+@pytest.fixture(autouse=True)
+def torch_left_as_found():
+    """Sessions end with their test, and torch is then what it was: every attribute, by identity."""
+    before = [dict(vars(namespace)) for namespace in NAMESPACES]
+    yield
+    ampkit.close()
+    for namespace, attributes in zip(NAMESPACES, before):
+        now = vars(namespace)
+        changed = [name for name, value in attributes.items() if name not in now or now[name] is not value]
+        # Modules that torch imports late become its attributes.
+        added = [name for name in now.keys() - attributes.keys() if not isinstance(now[name], types.ModuleType)]
+        assert not changed and not added, f"{namespace.__name__}: changed {changed}, added {added}"

@@ -1,0 +1,115 @@
+"""The import switch, what an install without torch or a compiler does, and `python -m ampkit info`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampkit import kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments, cwd=ROOT, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+NAME = "from ampkit import kernels; print(kernels.implementation().name)"
+
+
+def test_switch_off_means_reference():
+    result = run("-c", NAME, AMPKIT_EXTENSION="off")
+    assert result.stdout.strip() == "reference", result.stderr
+
+
+def test_switch_with_another_value_is_refused_with_the_values_that_exist():
+    result = run("-c", NAME, AMPKIT_EXTENSION="yes")
+    assert result.returncode != 0
+    assert "AMPKIT_EXTENSION is 'yes'; expected 'auto', 'off' or 'require'" in result.stderr
+
+
+@pytest.fixture
+def package_without_extension(tmp_path):
+    shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
+    return tmp_path
+
+
+def test_auto_falls_back_and_keeps_the_reason(package_without_extension):
+    script = NAME + "; print(kernels.implementation().why)"
+    result = run("-c", script, cwd=package_without_extension, AMPKIT_EXTENSION="auto", PYTHONPATH="")
+    assert result.stdout.startswith("reference\nthe extension could not be loaded: No module named 'ampkit._C'"), result
+
+
+def test_require_turns_the_fallback_into_an_error(package_without_extension):
+    result = run("-c", NAME, cwd=package_without_extension, AMPKIT_EXTENSION="require", PYTHONPATH="")
+    assert result.returncode != 0
+    assert "ExtensionError: AMPKIT_EXTENSION=require, but the extension could not be loaded" in result.stderr
+    assert "pip install --no-build-isolation ." in result.stderr
+
+
+def test_the_implementation_asked_for_is_the_one_under_test():
+    wish = os.environ.get("AMPKIT_EXTENSION", "auto")
+    if wish != "auto":
+        assert kernels.implementation().name == {"require": "extension", "off": "reference"}[wish]
+
+
+def test_info_says_what_is_loaded_and_why():
+    result = run("-m", "ampkit", "info")
+    assert result.returncode == 0, result.stderr
+    chosen = kernels.implementation()
+    for words in (chosen.name, chosen.why, "torch", "CPU"):
+        assert words in result.stdout
+
+
+def test_unknown_command_is_refused():
+    result = run("-m", "ampkit", "inform")
+    assert result.returncode == 2 and "invalid choice: 'inform'" in result.stderr
+
+
+def build(tmp_path, *arguments, python=(), **environment):
+    """Runs setup.py on a copy of the sources, so that nothing lands in the checkout."""
+    for name in ("ampkit", "csrc"):
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "README.md").touch()
+    return run(*python, "setup.py", *arguments, cwd=tmp_path, PYTHONPATH="", **environment)
+
+
+def libraries(folder):
+    return sorted(path.name for path in folder.rglob("*.so"))
+
+
+def test_build_without_torch_is_pure_python_and_loud(tmp_path):
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "torch.py").write_text("raise ImportError('hidden for this test')\n")
+    hide = f"import sys, runpy; sys.path.insert(0, {str(tmp_path / 'hidden')!r}); sys.argv = ['setup.py', 'build']; " + (
+        "runpy.run_path('setup.py')"
+    )
+    result = build(tmp_path, python=("-c", hide))
+    assert result.returncode == 0, result.stderr
+    assert "installing ampkit as pure Python" in result.stderr and "--no-build-isolation" in result.stderr
+    assert libraries(tmp_path) == []
+    result = run("-c", hide, cwd=tmp_path, PYTHONPATH="", AMPKIT_BUILD_EXT="1")
+    assert result.returncode != 0 and "torch cannot be imported here" in result.stderr
+
+
+def test_build_without_a_working_compiler_is_pure_python_and_loud(tmp_path):
+    broken = {"CXX": "/bin/false", "CC": "/bin/false"}
+    result = build(tmp_path, "build", AMPKIT_BUILD_EXT="auto", AMPKIT_CUDA="0", **broken)
+    assert result.returncode == 0, result.stderr
+    assert "ampkit._C could not be built" in result.stderr
+    assert libraries(tmp_path) == []
+    result = run("setup.py", "build", cwd=tmp_path, PYTHONPATH="", AMPKIT_BUILD_EXT="1", AMPKIT_CUDA="0", **broken)
+    assert result.returncode != 0
+
+
+@pytest.mark.parametrize("name", ["AMPKIT_BUILD_EXT", "AMPKIT_CUDA"])
+def test_build_switch_with_another_value_is_refused(tmp_path, name):
+    result = build(tmp_path, "--version", **{name: "maybe"})
+    assert result.returncode != 0 and f"{name}='maybe'" in result.stderr

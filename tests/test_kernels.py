@@ -1,0 +1,413 @@
+"""Every multi-tensor operator, by the reference and by the extension, against float64 torch and paper arithmetic."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ampkit import kernels
+from ampkit.kernels import reference
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+KERNEL_DTYPES = (F32, F16, BF16)
+# Around the edges of a vector, a tile, a block (CPU) and a chunk (CUDA).
+SIZES = (1, 3, 16, 17, 511, 513, 65535, 65536, 65537, 200_003)
+
+
+@pytest.fixture(params=["reference", "extension"])
+def ops(request, monkeypatch, device):
+    """The Python face, with the reference or with the extension behind it."""
+    chosen = kernels.implementation()
+    if request.param == "reference":
+        monkeypatch.setattr(kernels, "_kernel_devices", frozenset())
+        monkeypatch.setattr(kernels, "_extension", reference)
+    elif chosen.name != "extension":
+        pytest.skip(f"no extension: {chosen.why}")
+    elif device.type == "cuda" and not chosen.cuda:
+        pytest.skip(f"no CUDA kernels: {chosen.cuda_why}")
+    return kernels
+
+
+def random(size, dtype, device="cpu", spread=3.0):
+    """Values over many binades, subnormal float16 among them, none that overflows float16."""
+    x = torch.randn(size) * torch.exp2(torch.randn(size) * spread)
+    return x.clamp(-30000, 30000).to(device, dtype)
+
+
+def rounded(x, dtype):
+    """A float64 result as the operators give it: rounded to float32, then to the output's dtype."""
+    return x.to(F32).to(dtype)
+
+
+def assert_same(found, expected):
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(0.0, 1.0, -1.0), expected.nan_to_num(0.0, 1.0, -1.0))
+    assert torch.equal(found.isinf(), expected.isinf())
+
+
+def test_assert_same_can_fail():
+    with pytest.raises(AssertionError):
+        assert_same(torch.tensor([1.0]), torch.tensor([1.0000001]))
+    with pytest.raises(AssertionError):
+        assert_same(torch.tensor([float("inf")]), torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize("source, target", list(itertools.product(KERNEL_DTYPES, repeat=2)))
+def test_scale_rounds_the_float32_product(ops, device, source, target):
+    inputs = [random(size, source, device) for size in SIZES]
+    outputs = [torch.full_like(x, 7.0, dtype=target) for x in inputs]
+    found_inf = torch.zeros(1, device=device)
+    ops.multi_tensor_scale(inputs, outputs, 1 / 3, found_inf)
+    factor = torch.tensor(1 / 3, dtype=F32, device=device).double()
+    for x, out in zip(inputs, outputs):
+        assert_same(out, rounded(x.double() * factor, target))
+    assert found_inf.item() == 0.0
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(KERNEL_DTYPES, repeat=3)))
+def test_axpby_rounds_each_float32_step(ops, device, dtypes):
+    xs, ys = ([random(size, dtype, device) for size in SIZES[:6]] for dtype in dtypes[:2])
+    outputs = [torch.empty_like(x, dtype=dtypes[2]) for x in xs]
+    ops.multi_tensor_axpby(xs, ys, outputs, 0.3, -1.7)
+    a, b = (torch.tensor(value, dtype=F32, device=device).double() for value in (0.3, -1.7))
+    for x, y, out in zip(xs, ys, outputs):
+        ax, by = (x.double() * a).to(F32), (y.double() * b).to(F32)
+        assert_same(out, rounded(ax.double() + by.double(), dtypes[2]))
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_l2norm_of_mixed_dtypes(ops, device, per_tensor):
+    tensors = [random(size, dtype, device) for size, dtype in zip(SIZES, itertools.cycle(KERNEL_DTYPES))]
+    norm, norms = ops.multi_tensor_l2norm(tensors, per_tensor)
+    expected = torch.stack([x.double().norm() for x in tensors])
+    torch.testing.assert_close(norm, expected.norm().reshape(1).to(F32), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms, expected.to(F32) if per_tensor else expected[:0].to(F32), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+def test_l2norm_survives_squares_outside_float32(ops, device, magnitude):
+    norm, _ = ops.multi_tensor_l2norm([torch.full((4,), magnitude, device=device), torch.zeros(5, device=device)])
+    torch.testing.assert_close(norm.cpu(), torch.tensor([2 * magnitude]))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_l2norm_of_non_finite_values_is_not_finite(ops, device, value):
+    norm, norms = ops.multi_tensor_l2norm([torch.ones(3, device=device), torch.tensor([1, value], device=device)], True)
+    assert not norm.isfinite().any() and norms.isfinite().tolist() == [True, False]
+
+
+def test_l2norm_of_a_long_tensor_keeps_its_digits(ops, device):
+    # A float32 sum stops growing at 2^24 ones.
+    norm, _ = ops.multi_tensor_l2norm([torch.ones(1 << 25, dtype=BF16, device=device)])
+    torch.testing.assert_close(norm.cpu(), torch.tensor([(1 << 25) ** 0.5]))
+
+
+SPOTS = [
+    ("first", 0), ("last of a vector", 15), ("tile edge", 511), ("next tile", 512),
+    ("block edge", 65535), ("next block", 65536), ("tail", 70_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("spot", [index for _, index in SPOTS], ids=[name for name, _ in SPOTS])
+def test_found_inf_wherever_the_value_hides(ops, device, dtype, value, spot):
+    clean = random(70_001, dtype, device)
+    planted = clean.clone()
+    planted[spot] = value
+    for where in range(3):
+        inputs = [clean, clean, clean]
+        inputs[where] = planted
+        outputs = [torch.empty_like(x) for x in inputs]
+        found_inf = torch.zeros(1, device=device)
+        ops.multi_tensor_scale(inputs, outputs, 0.5, found_inf)
+        assert found_inf.item() == 1.0
+        for x, out in zip(inputs, outputs):  # written all the same
+            assert_same(out, x * 0.5)
+
+
+def test_found_inf_looks_at_inputs_and_sticks(ops, device):
+    found_inf = torch.zeros(1, device=device)
+    big = torch.tensor([60000.0], dtype=F16, device=device)
+    out = torch.empty_like(big)
+    ops.multi_tensor_scale([big], [out], 4.0, found_inf)  # the output overflows, the input is finite
+    assert found_inf.item() == 0.0 and out.item() == float("inf")
+    ops.multi_tensor_scale([out], [big], 1.0, found_inf)
+    assert found_inf.item() == 1.0
+    ops.multi_tensor_scale([torch.ones(3, device=device)], [torch.ones(3, device=device)], 1.0, found_inf)
+    assert found_inf.item() == 1.0
+
+
+@pytest.mark.parametrize("arg_to_check, sees_x, sees_y", [(-1, 1, 1), (0, 1, 0), (1, 0, 1)])
+def test_axpby_checks_the_argument_it_is_told_to(ops, device, arg_to_check, sees_x, sees_y):
+    clean, bad = torch.ones(20, device=device), torch.ones(20, device=device)
+    bad[19] = float("nan")
+    for x, y, expected in [(bad, clean, sees_x), (clean, bad, sees_y), (clean, clean, 0)]:
+        found_inf = torch.zeros(1, device=device)
+        ops.multi_tensor_axpby([x], [y], [torch.empty_like(x)], 1.0, 1.0, found_inf, arg_to_check)
+        assert found_inf.item() == expected
+
+
+def test_in_place(ops, device):
+    x = [random(1000, dtype, device) for dtype in KERNEL_DTYPES]
+    expected = [rounded(t.double() * 0.75, t.dtype) for t in x]
+    ops.multi_tensor_scale(x, x, 0.75)
+    for found, value in zip(x, expected):
+        assert_same(found, value)
+    doubled = [(t.float() * 2).to(t.dtype) for t in x]
+    ops.multi_tensor_axpby(x, x, x, 1.0, 1.0)
+    for found, value in zip(x, doubled):
+        assert_same(found, value)
+
+
+def channels_last(device):
+    return torch.randn(2, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
+
+
+LAYOUTS = {
+    "channels last": lambda d: (channels_last(d), channels_last(d)),
+    "channels last to contiguous": lambda d: (channels_last(d), torch.empty(2, 3, 5, 7, device=d)),
+    "contiguous to channels last": lambda d: (torch.randn(2, 3, 5, 7, device=d), channels_last(d)),
+    "transposed": lambda d: (torch.randn(9, 11, device=d).t(), torch.empty(9, 11, device=d).t()),
+    "every second": lambda d: (torch.randn(100, device=d)[::2], torch.empty(100, device=d)[1::2]),
+    "expanded input": lambda d: (torch.randn(1, 5, device=d).expand(4, 5), torch.empty(4, 5, device=d)),
+    "misaligned": lambda d: (torch.randn(1001, device=d)[1:], torch.empty(1003, device=d)[3:]),
+    "misaligned halves": lambda d: (torch.randn(1001, device=d).half()[1:], torch.empty(1003, device=d).bfloat16()[3:]),
+    "scalar": lambda d: (torch.randn((), device=d), torch.empty((), device=d)),
+    "empty": lambda d: (torch.randn(0, 3, device=d), torch.empty(0, 3, device=d)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(ops, device, layout):
+    x, out = LAYOUTS[layout](device)
+    found_inf = torch.zeros(1, device=device)
+    ops.multi_tensor_scale([torch.ones(2, device=device), x], [torch.ones(2, device=device), out], 0.5, found_inf)
+    assert_same(out, (x.float() * 0.5).to(out.dtype))
+    ops.multi_tensor_axpby([x], [x], [out], 0.5, 2.0)
+    assert_same(out, (x.float() * 0.5 + x.float() * 2.0).to(out.dtype))
+    norm, _ = ops.multi_tensor_l2norm([x])
+    torch.testing.assert_close(norm, x.double().norm().reshape(1).to(F32), rtol=1e-6, atol=0)
+
+
+def test_writing_to_a_view_leaves_the_rest_alone(ops, device):
+    whole = torch.zeros(100, device=device)
+    ops.multi_tensor_scale([torch.ones(50, device=device)], [whole[::2]], 3.0)
+    assert whole.tolist() == [3.0, 0.0] * 50
+
+
+def test_empty_lists_and_empty_tensors(ops, device):
+    found_inf = torch.zeros(1, device=device)
+    ops.multi_tensor_scale([], [], 2.0, found_inf)
+    ops.multi_tensor_axpby([], [], [], 1.0, 1.0, found_inf)
+    norm, norms = ops.multi_tensor_l2norm([], per_tensor=True)
+    assert norm.tolist() == [0.0] and norms.shape == (0,)
+    empty, one = torch.empty(0, device=device), torch.ones(1, device=device)
+    for row in ([empty], [empty, one], [one, empty], [empty, one, empty, empty, one, empty]):
+        outputs = [torch.empty_like(x) for x in row]
+        ops.multi_tensor_scale(row, outputs, 2.0, found_inf)
+        assert [out.tolist() for out in outputs] == [[2.0] * x.numel() for x in row]
+        norm, norms = ops.multi_tensor_l2norm(row, per_tensor=True)
+        assert norms.tolist() == [float(x.numel()) for x in row]
+    assert found_inf.item() == 0.0
+
+
+def test_five_thousand_tensors(ops, device):
+    sizes = [i % 7 for i in range(5000)]
+    inputs = [torch.full((size,), float(i % 100), dtype=BF16, device=device) for i, size in enumerate(sizes)]
+    outputs = [torch.empty(size, device=device) for size in sizes]
+    found_inf = torch.zeros(1, device=device)
+    ops.multi_tensor_scale(inputs, outputs, 2.0, found_inf)
+    assert all(out.tolist() == [2.0 * (i % 100)] * size for i, (out, size) in enumerate(zip(outputs, sizes)))
+    assert found_inf.item() == 0.0
+    inputs[4999][0] = float("inf")
+    ops.multi_tensor_scale(inputs, outputs, 2.0, found_inf)
+    assert found_inf.item() == 1.0
+    _, norms = ops.multi_tensor_l2norm(outputs[:4999], per_tensor=True)
+    expected = torch.stack([out.double().norm() for out in outputs[:4999]]).to(F32)
+    torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+
+
+def test_float64_and_complex_join_the_list(ops, device):
+    inputs = [
+        torch.tensor([1 / 3], dtype=torch.float64, device=device),
+        torch.ones(2, device=device),
+        torch.tensor([1 + 2j], device=device),
+        torch.ones(3, dtype=BF16, device=device),
+    ]
+    outputs = [torch.empty_like(x) for x in inputs]
+    found_inf = torch.zeros(1, device=device)
+    ops.multi_tensor_scale(inputs, outputs, 0.1, found_inf)
+    assert outputs[0].item() == (1 / 3) * 0.1
+    assert outputs[1].tolist() == [torch.tensor(0.1).item()] * 2
+    assert torch.equal(outputs[2], inputs[2] * 0.1)
+    assert found_inf.item() == 0.0
+    norm, norms = ops.multi_tensor_l2norm(inputs, per_tensor=True)
+    expected = torch.tensor([1 / 3, 2**0.5, 5**0.5, 3**0.5], dtype=torch.float64)
+    torch.testing.assert_close(norms.cpu(), expected.to(F32), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.cpu(), expected.norm().reshape(1).to(F32), rtol=1e-6, atol=0)
+    ops.multi_tensor_axpby(inputs, inputs, outputs, 1.0, 1.0, found_inf)
+    assert torch.equal(outputs[2], inputs[2] * 2)
+    inputs[2][0] = complex(0, float("inf"))
+    ops.multi_tensor_scale(inputs, outputs, 0.1, found_inf)
+    assert found_inf.item() == 1.0
+
+
+WRONG = {
+    "length": (lambda: ([torch.ones(2)], []), r"inputs has 1 tensors, outputs has 0"),
+    "shape": (
+        lambda: ([torch.ones(2), torch.ones(2, 3)], [torch.ones(2), torch.ones(3, 2)]),
+        r"outputs\[1\] has shape \[3, 2\], inputs\[1\] has shape \[2, 3\]",
+    ),
+    "integers": (lambda: ([torch.ones(2)], [torch.ones(2, dtype=torch.int32)]), r"outputs\[0\] is torch.int32"),
+    "complex to real": (lambda: ([torch.ones(2) * 1j], [torch.ones(2)]), r"inputs\[0\] is torch.complex64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_lists_are_refused_with_index_and_values(ops, device, case):
+    make, message = WRONG[case]
+    inputs, outputs = ([t.to(device) for t in tensors] for tensors in make())
+    before = [out.clone() for out in outputs]
+    with pytest.raises(RuntimeError, match=message):
+        ops.multi_tensor_scale(inputs, outputs, 5.0)
+    assert all(torch.equal(out, copy) for out, copy in zip(outputs, before))
+
+
+def test_wrong_found_inf_and_arg_to_check_are_refused(ops, device):
+    x = [torch.ones(2, device=device)]
+    with pytest.raises(RuntimeError, match=r"found_inf is .* of shape \[2\]"):
+        ops.multi_tensor_scale(x, x, 1.0, torch.zeros(2, device=device))
+    with pytest.raises(RuntimeError, match="arg_to_check is 3"):
+        ops.multi_tensor_axpby(x, x, x, 1.0, 1.0, None, 3)
+
+
+def test_parameters_are_written_and_their_versions_move(ops, device):
+    parameter = torch.nn.Parameter(torch.ones(3, device=device))
+    before = parameter._version
+    ops.multi_tensor_scale([torch.ones(3, device=device)], [parameter], 2.0)
+    assert parameter.tolist() == [2.0] * 3 and parameter.requires_grad and parameter.is_leaf
+    assert parameter._version > before
+
+
+def test_devices_may_mix(ops, device):
+    if device.type == "cpu":
+        pytest.skip("needs two devices")
+    inputs = [torch.ones(2), torch.ones(3, device=device), torch.tensor([float("inf")], device=device), torch.ones(4)]
+    outputs = [torch.empty_like(x) for x in inputs]
+    for home in ("cpu", device):
+        found_inf = torch.zeros(1, device=home)
+        ops.multi_tensor_scale(inputs, outputs, 2.0, found_inf)
+        assert found_inf.item() == 1.0
+    _, norms = ops.multi_tensor_l2norm([inputs[0], inputs[1], inputs[3]], per_tensor=True)
+    torch.testing.assert_close(norms, torch.tensor([2.0, 3.0, 4.0]).sqrt())
+
+
+def needs_extension():
+    if kernels.implementation().name != "extension":
+        pytest.skip(f"no extension: {kernels.implementation().why}")
+
+
+def test_opcheck(device):
+    needs_extension()
+    if device.type == "cuda" and not kernels.implementation().cuda:
+        pytest.skip("no CUDA kernels")
+    x = [torch.randn(5, device=device), torch.randn(3, 4, device=device).half()]
+    y = [torch.randn(5, device=device).bfloat16(), torch.randn(3, 4, device=device)]
+    out = [torch.empty_like(t) for t in y]
+    found_inf = torch.zeros(1, device=device)
+    ops = torch.ops.ampkit
+    for flag in (found_inf, None):
+        torch.library.opcheck(ops.multi_tensor_scale.default, (x, out, 0.5, flag))
+        torch.library.opcheck(ops.multi_tensor_axpby.default, (x, y, out, 0.5, 2.0, flag, -1))
+    for per_tensor in (False, True):
+        torch.library.opcheck(ops.multi_tensor_l2norm.default, (x, per_tensor))
+
+
+def test_face_traces_without_graph_breaks(ops, device):
+    def step(grads, masters, found_inf):
+        kernels.multi_tensor_scale(grads, masters, 0.5, found_inf)
+        kernels.multi_tensor_axpby(masters, masters, masters, 1.0, 1.0, found_inf)
+        return kernels.multi_tensor_l2norm(masters, True)
+
+    grads = [torch.ones(4, dtype=BF16, device=device), torch.ones(9, dtype=BF16, device=device)]
+    masters = [torch.zeros(4, device=device), torch.zeros(9, device=device)]
+    torch.compiler.reset()
+    try:
+        norm, norms = torch.compile(step, fullgraph=True, backend="aot_eager")(grads, masters, torch.zeros(1, device=device))
+    finally:
+        torch.compiler.reset()
+    assert norms.tolist() == [2.0, 3.0]
+    assert all(master.eq(1.0).all() for master in masters)
+
+
+@pytest.mark.parametrize("capability", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_gives_the_same_bits(capability):
+    """Each set runs in a process of its own, on all float16 and bfloat16 values and many float32 ones."""
+    needs_extension()
+    script = """
+import sys, hashlib, torch
+from ampkit import kernels
+torch.manual_seed(0)
+bits = torch.arange(-32768, 32768, dtype=torch.int16)
+sources = [bits.view(torch.float16), bits.view(torch.bfloat16), torch.randn(65537) * torch.exp2(torch.randn(65537) * 12)]
+digest = hashlib.sha256()
+for x in sources:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for scale in (1.0, 0.3):
+            out = torch.empty_like(x, dtype=dtype)
+            kernels.multi_tensor_scale([x], [out], scale)
+            expected = (x.float() * torch.tensor(scale)).to(dtype)
+            assert torch.equal(out.isnan(), expected.isnan())
+            assert torch.equal(out[~out.isnan()], expected[~out.isnan()]), (x.dtype, dtype, scale)
+clean = [x[x.isfinite()] for x in sources]
+print(kernels.multi_tensor_l2norm(clean)[0].item().hex())
+"""
+    environment = {**os.environ, "AMPKIT_CPU_CAPABILITY": capability, "AMPKIT_EXTENSION": "require"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    bits = torch.arange(-32768, 32768, dtype=torch.int16)
+    torch.manual_seed(0)
+    sources = [bits.view(F16), bits.view(BF16), torch.randn(65537) * torch.exp2(torch.randn(65537) * 12)]
+    here, _ = kernels.multi_tensor_l2norm([x[x.isfinite()] for x in sources])
+    assert result.stdout.strip() == here.item().hex()
+
+
+def plan(sizes, chunk=10, tensors=3, blocks=4):
+    needs_extension()
+    return torch.ops.ampkit.plan_launches(sizes, chunk, tensors, blocks).tolist()
+
+
+PLANS = {
+    "nothing": ([], []),
+    "only empty tensors": ([0, 0], []),
+    "an empty tensor last": ([10, 0], [[0, 0, 0, 0]]),
+    "empty tensors take no slot": ([5, 0, 0, 0, 0, 7], [[0, 0, 0, 0], [0, 5, 1, 0]]),
+    "slots run out": ([1, 1, 1, 1], [[0, 0, 0, 0], [0, 1, 1, 0], [0, 2, 2, 0], [1, 3, 0, 0]]),
+    "blocks run out within a tensor": (
+        [5, 45],
+        [[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 1, 2], [1, 1, 0, 3], [1, 1, 0, 4]],
+    ),
+    "blocks run out at a tensor's end": ([40, 1], [[0, 0, 0, c] for c in range(4)] + [[1, 1, 0, 0]]),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_launch_plan(case):
+    sizes, rows = PLANS[case]
+    assert plan(sizes) == rows
+
+
+def test_launch_plan_covers_every_chunk_once():
+    sizes = [(i * 7919) % 2000 for i in range(5000)] + [1 << 33]
+    chunk, tensors, blocks = 1 << 16, 72, 320
+    rows = plan(sizes, chunk, tensors, blocks)
+    assert [(t, c) for _, t, _, c in rows] == [(t, c) for t, size in enumerate(sizes) for c in range(-(-size // chunk))]
+    for _, launch in itertools.groupby(rows, key=lambda row: row[0]):
+        launch = list(launch)
+        assert len(launch) <= blocks and max(slot for _, _, slot, _ in launch) < tensors
+        assert len({(t, slot) for _, t, slot, _ in launch}) == len({slot for _, _, slot, _ in launch})
