@@ -11,6 +11,7 @@ forward: an exponential moving average of its parameters is then a float32 avera
 from __future__ import annotations
 
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from .weights import RECORD_KEY, follow_devices, forget_weights, lower_entries, 
 
 CASTS_KEY = "_ampkit_casts"
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
+COPY_CASTS_KEY = "_ampkit_casts_of_copy"
 
 watchers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
 """Initialized model -> what its session wants done before each forward."""
@@ -50,6 +52,11 @@ class ForwardCasts:
 
 class _Shell:
     """Mixed into the class of every initialized model, in front of the model's own class."""
+
+    def __init_subclass__(cls, **kwargs):
+        # A base that keeps a register of its subclasses, or wants arguments from them, must not hear of ours.
+        if "_ampkit_shell" not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
 
     def _apply(self, fn, *args, **kwargs):
         result = super()._apply(fn, *args, **kwargs)
@@ -75,17 +82,26 @@ class _Shell:
 
 
 def install(model: nn.Module, casts: ForwardCasts) -> None:
-    """Make ``model`` cast as ``casts`` says, whichever way its forward is called."""
+    """Make ``model`` cast as ``casts`` says, whichever way its forward is called.
+
+    A copy of an initialized model casts already: its own casts step aside until `uninstall`.
+    """
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
+    if CASTS_KEY in model.__dict__:
+        model.__dict__[COPY_CASTS_KEY] = model.__dict__[CASTS_KEY]
+    else:
+        model.__class__ = _shell_class(_own_class(model))
     model.__dict__[CASTS_KEY] = casts
-    model.__class__ = _shell_class(type(model))
 
 
 def uninstall(model: nn.Module) -> None:
     """Undo `install`. A class that somebody derived from ours since then stays, and casts nothing any more."""
     watchers.pop(model, None)
+    if COPY_CASTS_KEY in model.__dict__:
+        model.__dict__[CASTS_KEY] = model.__dict__.pop(COPY_CASTS_KEY)
+        return
     model.__dict__.pop(CASTS_KEY, None)
     if INNER_FORWARD_KEY in model.__dict__:
         model.__dict__["forward"] = model.__dict__.pop(INNER_FORWARD_KEY)
@@ -151,7 +167,10 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
     watcher = watchers.get(model)
     if watcher is not None:
         watcher(model)
+    outer = _running.inputs
     with ExitStack() as stack:
+        stack.callback(setattr, _running, "inputs", outer)
+        _running.inputs = casts.inputs
         casting = active_casting()
         if casting is not None:
             stack.enter_context(casting.forward_scope() if casts.patched else casting.suspended_in_thread())
@@ -160,7 +179,18 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
         if casts.inputs is not None:
             args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
         outputs = function(*args, **kwargs)
-    return outputs if casts.outputs is None else cast_floating(outputs, casts.outputs)
+    # Called from inside a forward that runs in the same dtype, the outputs go on to its next layer.
+    inside = casts.inputs is not None and outer is casts.inputs
+    return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
+
+
+class _Running(threading.local):
+    """The dtype to which the innermost running forward of this thread casts its inputs."""
+
+    inputs: torch.dtype | None = None
+
+
+_running = _Running()
 
 
 def _own_float32_weights(model: nn.Module) -> None:

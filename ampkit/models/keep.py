@@ -55,6 +55,7 @@ class Kept:
         for item in keep_fp32:
             if not self._keep(model, item):
                 self.unmatched.append(item)
+        self._keep_tied(model)
         self._inside = {inner for module in self.modules for inner in module.modules()}
 
     def covers(self, module: nn.Module) -> bool:
@@ -64,6 +65,19 @@ class Kept:
         """Kept modules that are not inside another kept one: these get the hooks."""
         nested = {inner for module in self.modules for inner in module.modules() if inner is not module}
         return [module for module in self.modules if module not in nested]
+
+    def _keep_tied(self, model: nn.Module) -> None:
+        """A tensor has one dtype: modules that share a weight with a kept one are kept as well."""
+        found = bool(self.modules)
+        while found:
+            inside = {inner for module in self.modules for inner in module.modules()}
+            tensors = {param for module in inside for param in module.parameters(recurse=False)}
+            found = {
+                module: name
+                for name, module in model.named_modules()
+                if module not in inside and any(param in tensors for param in module.parameters(recurse=False))
+            }
+            self.modules.update(found)
 
     def _keep(self, model: nn.Module, item: Any) -> bool:
         if isinstance(item, str):

@@ -19,7 +19,7 @@ from ..errors import ConfigurationError
 from .keep import Kept
 
 RECORD_KEY = "_ampkit_weights"
-_LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -75,10 +75,10 @@ def own_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own floating-point parameters and buffers (float64 and complex are never cast and not listed)."""
+    """The module's own parameters and buffers."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
-            if tensor is not None and tensor.dtype in (torch.float32, *_LOWER_PRECISIONS):
+            if tensor is not None:
                 yield name, tensor
 
 
@@ -99,22 +99,25 @@ def cast_weights(model: nn.Module, lower_precision: torch.dtype, kept: Kept, sha
     for module in model.modules():
         if RECORD_KEY in module.__dict__:
             continue
-        record = WeightRecord(lower_precision)
+        record = module.__dict__[RECORD_KEY] = WeightRecord(lower_precision)
         kept_names = []
         for name, tensor in own_tensors(module):
+            if tensor.dtype not in _CASTABLE:  # float64 and complex are never cast
+                continue
             if kept.covers(module) or tensor in kept.parameters:
                 kept_names.append(name)
                 continue
             if tensor not in shared:
                 # .data and not .detach(): the value needs a version counter of its own.
-                shared[tensor] = Float32Value(tensor.data, counted=name in module._parameters)
+                entry = Float32Value(tensor.data, counted=name in module._parameters)
+                lower = tensor.detach().to(lower_precision)
                 gradient, tensor.grad = tensor.grad, None
-                tensor.data = tensor.detach().to(lower_precision)
+                tensor.data = lower
                 tensor.grad = None if gradient is None else gradient.to(lower_precision)
-                shared[tensor].agree(tensor)
+                entry.agree(tensor)
+                shared[tensor] = entry
             record.lower[name] = shared[tensor]
         record.kept = frozenset(kept_names)
-        module.__dict__[RECORD_KEY] = record
         module.register_state_dict_post_hook(_put_float32_values)
         module.register_load_state_dict_pre_hook(_take_float32_values)
         if isinstance(module, nn.RNNBase):
@@ -150,9 +153,9 @@ def bring_into_agreement(model: nn.Module) -> None:
         for name, tensor in own_tensors(module):
             entry = record.lower.get(name) if record is not None else None
             if entry is None:
-                if name in module._parameters and (
-                    record is None or name not in record.kept or tensor.dtype is not torch.float32
-                ):
+                kept = record is not None and name in record.kept
+                foreign = tensor.dtype is not torch.float32 if kept else tensor.dtype in _CASTABLE
+                if foreign and name in module._parameters:
                     raise _foreign_weight(model, module, name, tensor)
                 continue
             replaced = id(tensor) != entry.lower_id and isinstance(tensor, nn.Parameter)
