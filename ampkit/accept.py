@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .errors import ConfigurationError
+from .models import Kept, refuse_unmatched
 from .plan import Plan
 
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
@@ -40,10 +41,12 @@ def models(value: Any) -> list[nn.Module]:
     for model in found:
         if not isinstance(model, nn.Module):
             raise TypeError(f"initialize() expects models (torch.nn.Module), found {_describe(model)}.")
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            raise ConfigurationError(
-                f"The model is wrapped in {type(model).__name__}. Call initialize() on the bare model and wrap what it returns."
-            )
+        for name, module in model.named_modules():
+            if isinstance(module, (DataParallel, DistributedDataParallel)):
+                raise ConfigurationError(
+                    f"The {f'module {name!r} of the model' if name else 'model'} is wrapped in {type(module).__name__}. Call "
+                    "initialize() on the bare model, before wrapping, and wrap what it returns."
+                )
         if isinstance(model, torch.jit.ScriptModule):
             raise ConfigurationError(
                 "The model is a TorchScript module, whose operations are fixed. Call initialize() on the module before scripting."
@@ -89,6 +92,11 @@ def weights(model_list: list[nn.Module], recast: set[nn.Module], optimizer_list:
                         f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
                         "models. Build the optimizer from float32 parameters of the models passed with it."
                     )
+
+
+def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
+    """Refuse items of ``keep_fp32=`` that name nothing in any of the models."""
+    refuse_unmatched([Kept(model, False, plan.keep_fp32) for model in model_list])
 
 
 def _refuse_lower_precision(model: nn.Module) -> None:

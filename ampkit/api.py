@@ -75,9 +75,12 @@ def initialize(
     first). Raises `ConfigurationError` or TypeError for what cannot be right, and then changes nothing.
     """
     if not enabled:
-        plan = Plan(enabled=False)
-        things = ([item for item in accept.flatten(value) if accept.can_be_tracked(item)] for value in (models, optimizers))
-        Session(plan).prepare(*things)
+        things = [[item for item in accept.flatten(value) if accept.can_be_tracked(item)] for value in (models, optimizers)]
+        for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):
+            session.close()
+        for session in [one for one in live_sessions if one.owns_nothing]:
+            session.close()
+        Session(Plan(enabled=False)).prepare(*things)
         return models if optimizers is None else (models, optimizers)
 
     model_list, optimizer_list = accept.models(models), accept.optimizers(optimizers)
@@ -103,12 +106,13 @@ def initialize(
         ),
     )
     earlier = _unique(session_of(thing) for thing in (*model_list, *optimizer_list))
-    recast = {model for session in earlier if session.plan.enabled for model in session.models}
+    recast = {model for session in earlier if session.plan.casts_weights for model in session.models}
     accept.weights(model_list, recast, optimizer_list, plan)
+    accept.kept_modules(model_list, plan)
+    collect_orphans()
+    refuse_second_lower_precision(plan, closing=earlier)
     for session in earlier:
         session.close()
-    collect_orphans()
-    refuse_second_lower_precision(plan)
     Session(plan).prepare(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 
@@ -182,7 +186,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"load_state_dict expects the dict that ampkit.state_dict() returned, found {type(state).__name__}.")
-    unexpected = [key for key in state if "loss_scaler" not in key]
+    unexpected = [key for key in state if "loss_scaler" not in str(key)]
     if unexpected:
         raise CheckpointError(
             f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
@@ -190,6 +194,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         )
     for entry in state.values():
         validate_scaler_state(entry)
+    if live_sessions and not any(one.plan.enabled for one in live_sessions):
+        return
     scalers = _all_scalers()
     if len(state) != len(scalers):
         logger.warning(

@@ -50,6 +50,7 @@ class Session:
         self._undo = ExitStack()
         self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Any]] = []
+        self._left_as: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref, torch.dtype]]] = weakref.WeakKeyDictionary()
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._runs_without_sync = False
 
@@ -65,17 +66,21 @@ class Session:
     def is_live(self) -> bool:
         return self in live_sessions
 
+    @property
+    def owns_nothing(self) -> bool:
+        return not self.models and not self.optimizers
+
     # Preparing and closing
 
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Touch models, optimizers and torch as the plan says. Whatever fails, nothing stays half-changed."""
         live_sessions.append(self)
         self._undo.callback(live_sessions.remove, self)
-        for owned, refs in ((models, self._models), (optimizers, self._optimizers)):
-            refs.extend(weakref.ref(thing, functools.partial(_close_if_orphaned, weakref.ref(self))) for thing in owned)
-        if not self.plan.enabled:
-            return
         try:
+            for owned, refs in ((models, self._models), (optimizers, self._optimizers)):
+                refs.extend(weakref.ref(thing, functools.partial(_close_if_orphaned, weakref.ref(self))) for thing in owned)
+            if not self.plan.enabled:
+                return
             if self.plan.verbosity >= 1:
                 stdout_lines.attach()
                 self._undo.callback(stdout_lines.detach)
@@ -110,7 +115,6 @@ class Session:
         )
         values: dict[torch.Tensor, Float32Value] = {}
         kept = [Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32) for model in models] if plan.casts_weights else []
-        model_casts.refuse_unmatched(kept)
         for model in models:
             self._undo.callback(_when_alive(model_casts.uninstall), weakref.ref(model))
             if plan.casts_weights:
@@ -123,6 +127,8 @@ class Session:
             logger.info("Kept in float32: %d modules.", sum(len(choice.modules) for choice in kept))
             logger.debug("Kept in float32: %s", ", ".join(name for choice in kept for name in choice.modules.values()))
         for model in models:
+            if not plan.casts_weights:
+                self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
             model_casts.install(model, casts)
             model_casts.watchers[model] = self._before_forward
         return values
@@ -156,12 +162,23 @@ class Session:
             casting.install()
         self.casting = casting
         self._undo.callback(self._stop_casting)
-        casting.device_types.update(device_types(models))
+        self._restart_device_types()
 
     def _stop_casting(self) -> None:
         casting, self.casting = self.casting, None
-        if not any(session.casting is casting for session in live_sessions):
+        if any(session.casting is casting for session in live_sessions):
+            self._restart_device_types()
+        else:
             casting.close()
+
+    @staticmethod
+    def _restart_device_types() -> None:
+        """The engine casts where the models of its sessions live, and of those only."""
+        casting = active_casting()
+        casting.device_types.clear()
+        for session in live_sessions:
+            if session.casting is casting:
+                casting.device_types.update(device_types(session.models))
 
     # The iteration
 
@@ -299,7 +316,7 @@ class Session:
         if self.plan.casts_weights:
             model_casts.bring_into_agreement(model)
         else:
-            _refuse_changed_dtype(model)
+            _refuse_changed_dtype(model, self._left_as[model])
         if self.casting is not None:
             self.casting.device_types.update(device_types([model], at_most=1))
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
@@ -350,10 +367,14 @@ def not_initialized(optimizer: Any) -> NotInitializedError:
     )
 
 
-def refuse_second_lower_precision(plan: Plan) -> None:
-    """O1's patches are process-wide: two sessions can share them only with the same tables and the same precision."""
+def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:
+    """O1's patches are process-wide: two sessions can share them only with the same tables and the same precision.
+
+    Sessions in ``closing`` will be gone by then.
+    """
     casting = active_casting()
-    if casting is not None and plan.patch_torch_functions:
+    stays = any(session.casting is casting for session in live_sessions if session not in closing)
+    if casting is not None and stays and plan.patch_torch_functions:
         for name, wanted, active in (
             ("patch_torch_functions_type", plan.patch_torch_functions_type, casting.lower_precision),
             ("policy", plan.policy, casting.policy),
@@ -385,7 +406,7 @@ def _make_scaler(plan: Plan) -> LossScaler:
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:
     orphan = session()
-    if orphan is not None and not orphan.models and not orphan.optimizers:
+    if orphan is not None and orphan.owns_nothing:
         orphan.close()
 
 
@@ -412,12 +433,15 @@ def _detach_optimizer(optimizer: Any) -> None:
         adapter.detach()
 
 
-def _refuse_changed_dtype(model: nn.Module) -> None:
-    first = next(model.parameters(), None)
-    if first is None or first.dtype not in (torch.float16, torch.bfloat16):
+def _refuse_changed_dtype(model: nn.Module, left_as: list[tuple[weakref.ref, torch.dtype]]) -> None:
+    changed = ((param, dtype) for ref, dtype in left_as if (param := ref()) is not None and param.dtype is not dtype)
+    found, dtype = next(changed, (None, None))
+    if found is None:
         return
-    name = next(name for name, param in model.named_parameters() if param is first)
+    name = next((name for name, param in model.named_parameters() if param is found), None)
+    if name is None:  # it was taken out of the model
+        return
     raise ConfigurationError(
-        f"{name!r} is {first.dtype}, initialize() left it torch.float32. Do not change the dtype of an initialized model "
+        f"{name!r} is {found.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
         "(.half(), .to(dtype)): call ampkit.close() first, or initialize again with O2, O3 or O5, which cast it."
     )

@@ -170,6 +170,9 @@ class OptimizerAdapter:
     def _settle_gradients(self) -> None:
         gradients = self.gradients
         gradients.drop_cleared()
+        for slot in gradients.slots:
+            if slot.master is not None:
+                slot.entry.settle(slot.param)  # else the step would undo what was written to the model since its forward
         if gradients.delayed:
             self.owner.finish_delayed(self)
         elif gradients.uncollected():
@@ -188,7 +191,8 @@ class OptimizerAdapter:
         self.gradients.drop_masters()
         _drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
-        self.optimizer._opt_called = True
+        if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
+            self.optimizer._opt_called = True
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
