@@ -1,0 +1,62 @@
+# Every target sets up what it needs in .venv, and may be repeated.
+#
+#   make test         the whole suite, with the compiled kernels and without
+#   make demo         trains on real images at O0 and at O1, and compares
+#   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
+#
+# TORCH=2.13.0 builds and tests with another torch, in an environment of its own; PYTHON= names the interpreter.
+
+PYTHON ?= python3
+TORCH ?=
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+# For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
+CONSTRAINTS := $(VENV)/constraints.txt
+PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest ruff
+
+.PHONY: venv test cuda-build demo lint clean
+
+venv: $(VENV)/.extension
+
+$(VENV)/.packages: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	grep -v $(if $(TORCH),'^torch',' ') constraints.txt | grep -v '^#' > $(CONSTRAINTS)
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) $(PACKAGES)
+	touch $@
+
+# An editable install: changes to Python files need no second one, changes to csrc/ do.
+$(VENV)/.extension: $(VENV)/.packages $(SOURCES)
+	PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_BUILD_EXT=1 AMPKIT_CUDA=0 \
+	  $(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	$(BIN)/python -m ampkit info
+	touch $@
+
+# A silent fallback would hide a broken extension: the first run refuses it, the second does without on purpose.
+test: venv
+	AMPKIT_EXTENSION=require $(BIN)/python -m pytest -q tests
+	AMPKIT_EXTENSION=off $(BIN)/python -m pytest -q tests
+
+# Asks nvcc itself where its toolkit lies: the one on PATH may be a script or a link to it.
+CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p')
+# Headers of CUDA that come with torch's wheels, for toolkits installed without them.
+WHEEL_HEADERS := $(wildcard $(VENV)/lib/python3*/site-packages/nvidia/cu*/include)
+
+cuda-build: venv
+	@command -v nvcc > /dev/null || { echo "make cuda-build: nvcc is not on PATH; install a CUDA toolkit" >&2; exit 1; }
+	@test -n "$(CUDA_HOME)" || { echo "make cuda-build: nvcc does not tell its toolkit; set CUDA_HOME" >&2; exit 1; }
+	PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_CUDA=1 CUDA_HOME="$(realpath $(CUDA_HOME))" TORCH_CUDA_ARCH_LIST="8.0;9.0" \
+	  CPATH="$(subst $(eval ) ,:,$(abspath $(WHEEL_HEADERS)))$${CPATH:+:$$CPATH}" \
+	  $(BIN)/python setup.py --quiet build --build-base build/cuda
+	@$(BIN)/python -c "import torch, glob, sys; (path,) = glob.glob('build/cuda/lib*/ampkit/_cuda*.so'); print('linked', path)"
+
+demo: venv
+	$(BIN)/python examples/imagenet/demo.py
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf build *.egg-info ampkit/*.so .venv .venv-torch-*
