@@ -1,0 +1,178 @@
+"""How closely the opt levels follow float32: ResNet-18 on handwritten digits, on the CPU or one GPU.
+
+$ python benchmarks/convergence.py            # about 15 minutes on two cores; --seeds 1 for a third of it
+
+It prints, for each seed and level (torch.autocast beside them as a yardstick): how far the first 5 losses and the mean of losses 20
+to 50 are from O0's, and the validation top-1 after the demo's number of steps. Then it checks, bit for bit: O0 against plain
+torch, O2's masters against model.state_dict(), and for every level that saving at step 50 and resuming equals not having
+stopped at step 100. It exits with an error when a bound does not hold.
+"""
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from sklearn.datasets import load_digits
+
+import ampkit
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LOWER_PRECISION = torch.float16 if DEVICE.type == "cuda" else torch.bfloat16
+BATCH, STEPS = 64, 110  # five epochs of the demo
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+BOUNDS = {"first 5 losses": 0.01, "mean of losses 20 to 50": 0.10, "top-1": 1.0}
+
+
+def load(size):
+    """Digits as images of ``size`` pixels, every fifth of a class for validation: ((x, y) to learn, (x, y) to judge)."""
+    digits = load_digits()
+    images = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1).expand(-1, 3, -1, -1)
+    images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False).sub(0.45).div(0.225)
+    labels = torch.tensor(digits.target)
+    seen, judged = [0] * 10, []
+    for label in digits.target:
+        judged.append(seen[label] % 5 == 0)
+        seen[label] += 1
+    judged = torch.tensor(judged)
+    return [(images[mask].to(DEVICE), labels[mask].to(DEVICE)) for mask in (~judged, judged)]
+
+
+class Run:
+    """A model, its optimizer and the order of its data: all that depends on the seed."""
+
+    def __init__(self, level, data, seed, batch=BATCH):
+        torch.manual_seed(seed)
+        self.level, self.data, self.batch = level, data, batch
+        self.model = torchvision.models.resnet18(num_classes=10).to(DEVICE)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.025, momentum=0.9, weight_decay=1e-4)
+        if level in LEVELS:
+            self.model, self.optimizer = ampkit.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)
+        generator = torch.Generator().manual_seed(seed)
+        count = len(data[0])
+        epochs = -(-STEPS * batch // count) + 1
+        self.order = torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])
+        self.step = 0
+
+    def train(self, steps):
+        """The next ``steps`` losses."""
+        losses = []
+        self.model.train()
+        for _ in range(steps):
+            chosen = self.order[self.step * self.batch : (self.step + 1) * self.batch].to(DEVICE)
+            x, y = self.data[0][chosen], self.data[1][chosen]
+            self.optimizer.zero_grad()
+            with torch.autocast(DEVICE.type, LOWER_PRECISION) if self.level == "autocast" else contextlib.nullcontext():
+                loss = F.cross_entropy(self.model(x), y)
+            if self.level in LEVELS:
+                with ampkit.scale_loss(loss, self.optimizer) as scaled:
+                    scaled.backward()
+            else:
+                loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+            self.step += 1
+        return losses
+
+    @torch.no_grad()
+    def top1(self, data):
+        self.model.eval()
+        with torch.autocast(DEVICE.type, LOWER_PRECISION) if self.level == "autocast" else contextlib.nullcontext():
+            outputs = torch.cat([self.model(x) for x in data[0].split(128)])
+        return 100.0 * (outputs.argmax(1) == data[1]).float().mean().item()
+
+    def save(self):
+        file = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "amp": ampkit.state_dict()}, file)
+        file.seek(0)
+        return file
+
+    def load(self, file, step):
+        saved = torch.load(file, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        ampkit.load_state_dict(saved["amp"])
+        self.step = step
+
+
+def follow_float32(seeds):
+    """The table of distances from O0; the list of bounds that do not hold."""
+    learn, judge = load(64)
+    broken = []
+    print(f"| seed | level | {' | '.join(BOUNDS)} |\n|---|---|---|---|---|")
+    for seed in range(seeds):
+        losses, accuracy = {}, {}
+        for level in ("O0", "O1", "O2", "autocast"):
+            run = Run(level, learn, seed)
+            losses[level], accuracy[level] = run.train(STEPS), run.top1(judge)
+            if level == "O2" and not masters_are_the_state_dict(run):
+                broken.append(f"seed {seed}: O2's masters differ from model.state_dict()")
+            del run
+            ampkit.close()
+        for level in ("O1", "O2", "autocast"):
+            first = max(abs(a / b - 1) for a, b in zip(losses[level][:5], losses["O0"][:5]))
+            means = [statistics.mean(losses[one][19:50]) for one in (level, "O0")]
+            found = dict(zip(BOUNDS, (first, abs(means[0] / means[1] - 1), abs(accuracy[level] - accuracy["O0"]))))
+            print(f"| {seed} | {level} | {first:.2%} | {found['mean of losses 20 to 50']:.2%} | "
+                  f"{accuracy[level]:.2f}% (O0 {accuracy['O0']:.2f}%) |", flush=True)  # fmt: skip
+            if level != "autocast":
+                broken += [f"seed {seed}, {level}: {name} {value:.4f}" for name, value in found.items() if value > BOUNDS[name]]
+    return broken
+
+
+def masters_are_the_state_dict(run):
+    state = run.model.state_dict()
+    names = [name for name, _ in run.model.named_parameters()]
+    masters = list(ampkit.master_params(run.optimizer))
+    return all(m.dtype is torch.float32 and torch.equal(state[name], m) for name, m in zip(names, masters, strict=True))
+
+
+def resume_bit_for_bit():
+    """Levels whose losses 51 to 100 after a save and a load differ from those of a run that did not stop."""
+    learn, _ = load(32)
+    broken = []
+    for level in LEVELS:
+        whole = Run(level, learn, seed=0, batch=16)
+        losses = whole.train(50)
+        saved = whole.save()
+        losses += whole.train(50)
+        del whole
+        ampkit.close()
+        resumed = Run(level, learn, seed=0, batch=16)
+        resumed.load(saved, step=50)
+        same = resumed.train(50) == losses[50:]
+        print(f"{level}: losses 51 to 100 after save and load {'are equal bit for bit' if same else 'DIFFER'}", flush=True)
+        if not same:
+            broken.append(f"{level}: resumed losses differ")
+        del resumed
+        ampkit.close()
+    return broken
+
+
+def O0_is_plain_torch():
+    learn, _ = load(32)
+    found = Run("O0", learn, seed=0, batch=16).train(50)
+    ampkit.close()
+    expected = Run("plain torch", learn, seed=0, batch=16).train(50)
+    print(f"O0: 50 losses {'equal' if found == expected else 'DIFFER FROM'} plain torch's bit for bit", flush=True)
+    return [] if found == expected else ["O0 differs from plain torch"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {DEVICE.type}, lower precision {LOWER_PRECISION}\n")
+    broken = O0_is_plain_torch() + resume_bit_for_bit()
+    print()
+    broken += follow_float32(args.seeds)
+    print("\n" + ("\n".join(["These bounds do not hold:", *broken]) if broken else "Every bound holds."))
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()
