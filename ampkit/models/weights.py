@@ -28,7 +28,8 @@ class Float32Value:
 
     ``value`` is None where nothing is kept (O3's trained weights, ``keep_originals=False``): the lower-precision tensor is
     then the value. Writes to parameters are told by their version counter; ``counted`` is False for buffers, because
-    torch's batch norm updates running statistics without counting.
+    torch's batch norm updates running statistics without counting. ``gradient`` is the float32 gradient that stood in the
+    tensor when it was cast, until the master takes it.
     """
 
     value: torch.Tensor | None
@@ -36,6 +37,7 @@ class Float32Value:
     value_version: int = 0
     lower_version: int = 0
     lower_id: int = 0
+    gradient: torch.Tensor | None = None
 
     def agree(self, lower: torch.Tensor) -> None:
         """Note that both hold the same value now."""
@@ -114,6 +116,7 @@ def cast_weights(model: nn.Module, lower_precision: torch.dtype, kept: Kept, sha
                 gradient, tensor.grad = tensor.grad, None
                 tensor.data = lower
                 tensor.grad = None if gradient is None else gradient.to(lower_precision)
+                entry.gradient = gradient
                 entry.agree(tensor)
                 shared[tensor] = entry
             record.lower[name] = shared[tensor]
@@ -131,6 +134,7 @@ def settle_originals(entries: dict[torch.Tensor, Float32Value], keep: bool, trai
     buffers) keep their originals, on the host where they cost no accelerator memory, unless ``keep`` is False.
     """
     for tensor, entry in entries.items():
+        entry.gradient = None
         if isinstance(entry.value, nn.Parameter):
             continue
         if tensor in trains_without_master or not keep:
@@ -212,7 +216,7 @@ def restore_weights(model: nn.Module) -> None:
             value = entry.current(tensor)
             gradient, tensor.grad = tensor.grad, None
             tensor.data = value
-            tensor.grad = None if gradient is None else gradient.float()
+            tensor.grad = entry.gradient if gradient is None or entry.gradient is not None else gradient.float()
     forget_weights(model)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):

@@ -46,7 +46,10 @@ def make_slots(group: dict[str, Any], state: dict, values: dict[torch.Tensor, Fl
         group["params"][index] = master
         if param in state:
             state[master] = state.pop(param)
-        yield Slot(param, master, entry)
+        slot = Slot(param, master, entry)
+        if master.grad is not None and param.grad is not None:  # from before initialize
+            slot.collected = (id(param.grad), param.grad._version)
+        yield slot
 
 
 def make_master(entry: Float32Value, param: torch.Tensor) -> nn.Parameter:
@@ -54,6 +57,7 @@ def make_master(entry: Float32Value, param: torch.Tensor) -> nn.Parameter:
     if not isinstance(entry.value, nn.Parameter):
         value = param.detach().float() if entry.value is None else entry.value.to(param.device)
         entry.value = nn.Parameter(value, requires_grad=param.requires_grad)
+        entry.value.grad, entry.gradient = entry.gradient, None
         entry.agree(param)
     return entry.value
 

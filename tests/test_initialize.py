@@ -1,0 +1,330 @@
+"""initialize: the forms in which things come and return, enabled=False, bad input, and a failure halfway."""
+
+import copy
+import functools
+import importlib
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import ampkit
+
+session = importlib.import_module("ampkit.session")  # the name ampkit.session is the function
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+
+
+def make_pair():
+    model = make_model()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def snapshot(*things):
+    """Everything about models and optimizers that an initialize could touch."""
+    taken = []
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            for module in thing.modules():
+                hooks = [dict(hooks) for key, hooks in vars(module).items() if key.endswith("_hooks")]
+                taken.append((module, type(module), set(vars(module)), hooks))
+            made = [p for p in thing.parameters() if not isinstance(p, nn.UninitializedParameter)]
+            taken += [(p, p.dtype, p.data_ptr(), p.requires_grad) for p in made]
+        elif hasattr(thing, "param_groups"):
+            taken.append((thing, type(thing), set(vars(thing)), [list(map(id, g["params"])) for g in thing.param_groups]))
+            taken.append({id(key) for key in thing.state})
+    return taken
+
+
+def process():
+    """What an initialize changes beside models and optimizers."""
+    return [*session.live_sessions, torch.mm, torch.compile]
+
+
+def same(before, after):
+    """Whether two snapshots are equal, tensors compared by identity."""
+    if isinstance(before, (list, tuple)):
+        return len(before) == len(after) and all(same(x, y) for x, y in zip(before, after))
+    return before is after if isinstance(before, (torch.Tensor, nn.Module)) else before == after
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_forms_return_as_they_came(level):
+    model, optimizer = make_pair()
+    assert ampkit.initialize(model, opt_level=level, verbosity=0) is model
+    assert ampkit.initialize(model, optimizer, opt_level=level, verbosity=0) == (model, optimizer)
+    assert ampkit.initialize(model, [], opt_level=level, verbosity=0) == (model, [])
+    models, optimizers = [model], [optimizer]
+    returned = ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
+    assert returned[0] is models and returned[1] is optimizers
+    assert models == [model] and optimizers == [optimizer]
+    assert ampkit.initialize((model,), (optimizer,), opt_level=level, verbosity=0) == ((model,), (optimizer,))
+    assert ampkit.initialize([model], optimizer, opt_level=level, verbosity=0) == ([model], optimizer)
+    assert ampkit.current_session().models == [model]
+
+
+def test_positional_arguments_are_in_the_order_of_apex():
+    model, optimizer = make_pair()
+    ampkit.initialize(
+        model, optimizer, True, "O2", torch.float16, False, True, True, 128.0, torch.bfloat16, 3, 0, 0.5, 256.0
+    )
+    plan = ampkit.current_session().plan
+    assert (plan.opt_level, plan.cast_model_type, plan.patch_torch_functions) == ("O2", torch.float16, False)
+    assert (plan.keep_batchnorm_fp32, plan.master_weights, plan.loss_scale) == (True, True, 128.0)
+    assert (plan.cast_model_outputs, plan.num_losses, plan.verbosity) == (torch.bfloat16, 3, 0)
+    assert (plan.min_loss_scale, plan.max_loss_scale) == (0.5, 256.0)
+
+
+def test_disabled_changes_nothing_anywhere():
+    model, optimizer = make_pair()
+    twin = copy.deepcopy(model)
+    before = snapshot(model, optimizer)
+    things = [model], (optimizer,)
+    returned = ampkit.initialize(*things, enabled=False, opt_level="O2", loss_scale=0)
+    assert returned[0] is things[0] and returned[1] is things[1]
+    x = torch.randn(2, 4)
+    loss = model(x).sum()
+    with ampkit.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    assert same(before, snapshot(model, optimizer))
+    twin(x).sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters()))
+    assert list(ampkit.master_params(optimizer)) == list(model.parameters())
+    assert ampkit.state_dict() == {}
+    ampkit.load_state_dict({})
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer) is False
+    with ampkit.disable_casts():
+        assert model(x).dtype is torch.float32
+
+
+def test_disabled_loads_a_checkpoint_of_an_enabled_run_without_a_word(caplog):
+    model = make_model()
+    ampkit.initialize(model, enabled=False)
+    ampkit.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}})
+    assert not caplog.records and ampkit.state_dict() == {}
+
+
+def test_disabled_takes_anything_and_does_not_pile_up():
+    for _ in range(5):
+        assert ampkit.initialize("no model", 3, enabled=False) == ("no model", 3)
+        with ampkit.scale_loss("loss", 3) as scaled:
+            assert scaled == "loss"
+    model, optimizer = make_pair()
+    for _ in range(5):
+        ampkit.initialize(model, optimizer, enabled=False)
+    assert len(session.live_sessions) == 1
+
+
+def test_disabled_ends_the_earlier_session_of_the_model():
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    ampkit.initialize(model, optimizer, enabled=False)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert "_ampkit" not in vars(optimizer)
+
+
+def half_buffer():
+    model = make_model()
+    model.register_buffer("mask", torch.ones(2, dtype=torch.float16))
+    return model
+
+
+def lazy():
+    return nn.LazyLinear(2)
+
+
+WRONG_MODELS = {
+    "in DataParallel": (lambda: nn.DataParallel(make_model()), ("DataParallel", "before wrapping")),
+    "with a part in DataParallel": (
+        lambda: nn.Sequential(nn.DataParallel(make_model())),
+        ("'0'", "DataParallel", "before wrapping"),
+    ),
+    "half": (lambda: make_model().half(), ("'0.weight'", "torch.float16", "expects float32", "Remove the .half()")),
+    "bfloat16 norm": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2).bfloat16()),
+        ("'1.weight'", "torch.bfloat16", "expects float32"),
+    ),
+    "half buffer": (half_buffer, ("Buffer 'mask'", "torch.float16", "expects float32")),
+    "float64": (lambda: make_model().double(), ("float64", "model.float()", "O0")),
+    "lazy": (lazy, ("'weight'", "not initialized yet", "forward pass before")),
+    "scripted": (lambda: torch.jit.script(make_model()), ("TorchScript", "before scripting")),
+    "no module": (lambda: "resnet", ("torch.nn.Module", "'resnet'")),
+    "an optimizer": (lambda: make_pair()[1], ("torch.nn.Module", "a SGD")),
+    "none": (lambda: None, ("a model or a list", "found none")),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Lazy modules")
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+@pytest.mark.parametrize("case", WRONG_MODELS)
+def test_model_is_refused(case, level):
+    make, words = WRONG_MODELS[case]
+    model = make()
+    good, optimizer = make_pair()
+    before, around = snapshot(model, good, optimizer), process()
+    with pytest.raises((ampkit.ConfigurationError, TypeError)) as caught:
+        ampkit.initialize([good, model], optimizer, opt_level=level, verbosity=0)
+    if case != "none":
+        assert all(word in str(caught.value) for word in words), caught.value
+    with pytest.raises((ampkit.ConfigurationError, TypeError)) as caught:
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert same(before, snapshot(model, good, optimizer)) and around == process()
+
+
+def test_model_in_distributed_data_parallel_is_refused():
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)  # no process group here
+    nn.Module.__init__(wrapper)
+    wrapper.module = make_model()
+    with pytest.raises(ampkit.ConfigurationError, match=r"wrapped in DistributedDataParallel.*before wrapping"):
+        ampkit.initialize(wrapper, verbosity=0)
+
+
+def foreign_half_optimizer(model):
+    return torch.optim.SGD([nn.Parameter(torch.ones(7, dtype=torch.float16))], lr=0.1)
+
+
+WRONG_OPTIMIZERS = {
+    "twice": (lambda m, o: [o, o], ("optimizer (SGD)", "twice", "Pass it once")),
+    "no optimizer": (lambda m, o: [o, "adam"], ("'adam' has no param_groups", "second argument")),
+    "parameters": (lambda m, o: m.parameters(), ("a generator has no param_groups", "second argument")),
+    "half of a stranger": (
+        lambda m, o: foreign_half_optimizer(m),
+        ("torch.float16", "shape (7,)", "none of the models", "float32 parameters"),
+    ),
+}
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O5"))
+@pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
+def test_optimizer_is_refused(case, level):
+    make, words = WRONG_OPTIMIZERS[case]
+    model, optimizer = make_pair()
+    before, around = snapshot(model, optimizer), process()
+    with pytest.raises((ampkit.ConfigurationError, TypeError)) as caught:
+        ampkit.initialize(model, make(model, optimizer), opt_level=level, verbosity=0)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert same(before, snapshot(model, optimizer)) and around == process()
+
+
+def test_model_passed_twice_is_refused():
+    model, optimizer = make_pair()
+    with pytest.raises(ampkit.ConfigurationError, match=r"same model \(Sequential\) was passed twice.*Pass it once"):
+        ampkit.initialize([model, model], optimizer, verbosity=0)
+
+
+WRONG_SETTINGS = {
+    "digits for a letter": (dict(opt_level="01"), ("'01'", "'O0'", "'O5'", "letter O")),
+    "zero scale": (dict(loss_scale=0), ("loss_scale=0", "positive number", "1.0 means")),
+    "contradiction": (dict(opt_level="O1", master_weights=True), ("master_weights=True", "None at O1")),
+    "keeping what is not there": (dict(opt_level="O5", keep_fp32=["hed*"]), ("'hed*'", "no module", "named_modules")),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SETTINGS)
+def test_setting_is_refused_and_an_earlier_session_lives_on(case):
+    settings, words = WRONG_SETTINGS[case]
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    before, around = snapshot(model, optimizer), process()
+    with pytest.raises(ampkit.ConfigurationError) as caught:
+        ampkit.initialize(model, optimizer, verbosity=0, **settings)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert same(before, snapshot(model, optimizer)) and around == process()
+    with ampkit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+
+
+def test_scale_loss_is_refused_before_initialize():
+    model, optimizer = make_pair()
+    with pytest.raises(ampkit.NotInitializedError, match=r"before initialize.*Call model, optimizer"):
+        with ampkit.scale_loss(torch.ones(()), optimizer):
+            pass
+
+
+def test_scale_loss_is_refused_for_an_optimizer_never_passed():
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, verbosity=0)
+    with pytest.raises(ampkit.NotInitializedError, match=r"This Adam was not passed to initialize.*Pass every"):
+        with ampkit.scale_loss(torch.ones(()), [optimizer, torch.optim.Adam(model.parameters())]):
+            pass
+    with pytest.raises(ampkit.NotInitializedError, match="was given no optimizer"):
+        with ampkit.scale_loss(torch.ones(()), []):
+            pass
+    with pytest.raises(TypeError, match=r"found float\. Pass the tensor itself"):
+        with ampkit.scale_loss(1.0, optimizer):
+            pass
+
+
+def failing_at(number, function):
+    """A stand-in for ``function`` that fails when it is called for the ``number``-th time."""
+    calls = itertools.count(1)
+
+    @functools.wraps(function, updated=())
+    def stand_in(*args, **kwargs):
+        if next(calls) == number:
+            raise MemoryError("made to fail")
+        return function(*args, **kwargs)
+
+    return stand_in
+
+
+POINTS = (
+    ("O5", torch.Tensor, "detach", 2),  # in the midst of one module's weights
+    ("O5", session.model_casts, "cast_weights", 2),
+    ("O5", session.model_casts, "bridge", 1),
+    ("O5", session.model_casts, "install", 2),
+    ("O1", session.model_casts, "install", 2),
+    ("O5", session, "OptimizerAdapter", 2),
+    ("O5", session.OptimizerAdapter, "_replace", 2),
+    ("O5", session.OptimizerAdapter, "_replace", 5),
+    ("O5", session.model_casts, "settle_originals", 1),
+    ("O1", session, "Casting", 1),
+    ("O1", session.Casting, "_patch", 40),
+    ("O4", session.Casting, "_patch_fetchers", 1),
+    ("O1", session, "device_types", 2),
+    ("O2", session.compile_warning, "acquire", 1),
+    ("O1", session.compile_warning, "acquire", 1),
+)
+
+
+@pytest.mark.parametrize("level, owner, name, number", POINTS, ids=lambda value: getattr(value, "__name__", None))
+def test_failure_halfway_undoes_everything(monkeypatch, level, owner, name, number):
+    pairs = [make_pair(), make_pair()]
+    for model, optimizer in pairs:
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    models, optimizers = map(list, zip(*pairs))
+    before, around = snapshot(*models, *optimizers), process()
+    gradients = [p.grad.clone() for model in models for p in model.parameters()]
+    values = [p.detach().clone() for model in models for p in model.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing_at(number, getattr(owner, name)))
+        with pytest.raises(MemoryError, match="made to fail"):
+            ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
+    assert same(before, snapshot(*models, *optimizers)) and around == process()
+    parameters = [p for model in models for p in model.parameters()]
+    assert all(torch.equal(p, value) for p, value in zip(parameters, values))
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, gradients))
+
+
+def test_optimizer_without_weak_references_leaves_no_session():
+    class Rigid:
+        __slots__ = ("param_groups", "state")
+
+        def step(self):
+            """Nothing."""
+
+        zero_grad = step
+
+    optimizer = Rigid()
+    optimizer.param_groups, optimizer.state = [{"params": []}], {}
+    with pytest.raises(TypeError):
+        ampkit.initialize(make_model(), optimizer, verbosity=0)
+    assert session.live_sessions == []
