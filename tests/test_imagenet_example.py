@@ -195,7 +195,6 @@ def test_resume_in_mid_epoch_equals_not_having_stopped(train, tmp_path, level):
     assert [row[:2] for row in losses(whole)] == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5)]
     assert losses(parts) == losses(whole)
     assert [row["loss"] for row in parts][-1] == [row["loss"] for row in whole][-1]
-    load = load_checkpoint
     found, expected = load_checkpoint(tmp_path / "parts"), load_checkpoint(tmp_path / "whole")
     assert found.pop("best_top1") >= 0 <= expected.pop("best_top1")  # validated at other moments
     assert_same(found, expected)
