@@ -1,0 +1,226 @@
+"""How ``import apex`` finds the drop-in: a finder on ``sys.meta_path``, from `install` to `uninstall`.
+
+`PROVIDED` is the table of what the drop-in answers to; submodules of a provided package are found by their own names.
+Each module exists once: ``apex.amp`` and ``ampkit.apex.amp`` are the same object. Nothing named apex is ever written to disk.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from ..logs import logger
+
+VERSION = "0.1"
+"""The version that Apex's last releases with amp called themselves."""
+
+PROVIDED = {
+    "apex.amp": "ampkit.apex.amp",
+    "apex.parallel": "ampkit.apex.parallel",
+    "apex.optimizers": "ampkit.apex.optimizers",
+    "apex.contrib": "ampkit.apex.contrib",
+    "apex.fp16_utils": "ampkit.apex.fp16_utils",
+    "apex.normalization": "ampkit.apex.normalization",
+    "apex.multi_tensor_apply": "ampkit.apex.multi_tensor_apply",
+    "amp_C": "ampkit.apex.amp_C",
+    "apex_C": "ampkit.apex.apex_C",
+}
+"""Apex's name of a module or package -> ours. ``apex`` itself is made by the finder."""
+
+IMPORTED_BY_APEX = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+"""Submodules that are attributes of ``apex`` after ``import apex`` alone."""
+
+_ROOTS = ("apex", *(name for name in PROVIDED if "." not in name))
+
+
+def install(replace: bool = False) -> bool:
+    """Make ``apex`` importable as the drop-in. True if it is in place afterwards.
+
+    An apex that is installed without ``apex.amp`` is hidden until `uninstall`, and a log line says so; one that has it is
+    kept unless ``replace=True``. Install before importing libraries that look for apex when they are imported.
+    """
+    if is_installed():
+        return True
+    found = _installed_apex()
+    if found is not None:
+        where, has_amp = found
+        if has_amp and not replace:
+            logger.warning("apex with apex.amp is installed at %s and stays in use. replace=True puts ampkit's in its place.", where)
+            return False
+        logger.warning("ampkit's apex takes the place of the one installed at %s%s.", where, "" if has_amp else ", which has no amp")
+    _finder.hidden = _take_modules()
+    sys.meta_path.insert(0, _finder)
+    importlib.invalidate_caches()
+    return True
+
+
+def uninstall() -> None:
+    """Undo `install`: whatever apex there was is found again. Objects that scripts hold go on working."""
+    if not is_installed():
+        return
+    sys.meta_path.remove(_finder)
+    _take_modules()
+    sys.modules.update(_finder.hidden)
+    _finder.hidden = {}
+
+
+def is_installed() -> bool:
+    """Whether ``import apex`` finds the drop-in."""
+    return _finder in sys.meta_path
+
+
+def our_name(name: str) -> str | None:
+    """Our module for one of Apex's names, or None when the drop-in has no such module."""
+    root, _, _ = name.partition(".")
+    if root not in _ROOTS:
+        return None
+    longest = max((known for known in PROVIDED if name == known or name.startswith(known + ".")), key=len, default=None)
+    if longest is None:
+        return None
+    ours = PROVIDED[longest] + name.removeprefix(longest)
+    try:
+        return ours if importlib.util.find_spec(ours) is not None else None
+    except ModuleNotFoundError:  # its parent is no package of ours
+        return None
+
+
+class _Finder:
+    """Finds the modules of the drop-in, and a distribution called apex for those who ask for its version."""
+
+    def __init__(self) -> None:
+        self.hidden: dict[str, types.ModuleType] = {}
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name == "apex":
+            spec = ModuleSpec(name, _ApexLoader(), origin=__file__, is_package=True)
+            spec.submodule_search_locations = []
+            return spec
+        ours = our_name(name)
+        if ours is not None:
+            spec = ModuleSpec(name, _AliasLoader(ours), origin=importlib.util.find_spec(ours).origin)
+            return spec
+        if name.partition(".")[0] in _ROOTS and not _only_looking():
+            raise _not_provided(name)
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        if getattr(context, "name", None) in (None, "apex"):
+            yield _Distribution()
+
+
+class _ApexLoader:
+    """Makes the module ``apex``."""
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Apex(spec.name, "ampkit's drop-in for Apex: docs/migrating.md says what it provides.")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__version__ = VERSION
+        module.DeprecatedFeatureWarning = DeprecatedFeatureWarning
+
+
+class _AliasLoader:
+    """Loads a module of ours and gives that very object out under Apex's name."""
+
+    def __init__(self, ours: str) -> None:
+        self._ours = ours
+        self._own_spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        module = importlib.import_module(self._ours)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._own_spec  # the import system has put its own in, and relative imports need ours
+
+    def get_code(self, name: str) -> Any:
+        """For ``python -m`` on one of Apex's names."""
+        return importlib.util.find_spec(self._ours).loader.get_code(self._ours)
+
+
+class _Apex(types.ModuleType):
+    """``apex``: its submodules are imported when first touched."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in IMPORTED_BY_APEX and our_name(f"apex.{name}") is not None:
+            return importlib.import_module(f"apex.{name}")
+        raise AttributeError(f"module 'apex' has no attribute {name!r}. {_what_is_provided()}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *IMPORTED_BY_APEX})
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """Apex's own category, for scripts that filter it. The drop-in never warns with it."""
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What ``importlib.metadata.version("apex")`` finds."""
+
+    _FILES = {
+        "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {VERSION}\nSummary: ampkit's drop-in for Apex\n",
+        "top_level.txt": "\n".join(_ROOTS) + "\n",
+    }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._FILES.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return path
+
+
+_finder = _Finder()
+
+
+def _not_provided(name: str) -> ModuleNotFoundError:
+    # Without name=, or "from apex import x" would swallow the error and report a poorer one.
+    return ModuleNotFoundError(f"ampkit's drop-in has no {name!r}. {_what_is_provided()}")
+
+
+def _what_is_provided() -> str:
+    return (
+        f"It provides {', '.join(sorted(name for name in PROVIDED if our_name(name) is not None))} and their submodules; the rest of "
+        "Apex (apex.transformer, apex.contrib beyond the optimizers, apex.mlp, apex.RNN, ...) has to come from NVIDIA's package, "
+        "with this drop-in not installed."
+    )
+
+
+def _only_looking() -> bool:
+    """Whether ``importlib.util.find_spec`` asks, which expects None, and not an import, which should say what is wrong."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_find_and_load_unlocked":
+        if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _take_modules() -> dict[str, types.ModuleType]:
+    """Remove every loaded module under Apex's names, and return them."""
+    names = [name for name in sys.modules if name.partition(".")[0] in _ROOTS]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _installed_apex() -> tuple[str, bool] | None:
+    """Where the apex is that would be imported, and whether it has amp; None without one. It is not imported for that."""
+    try:
+        spec = importlib.util.find_spec("apex")
+    except ValueError:  # a module that somebody put into sys.modules by hand, without a spec
+        spec = None
+    loaded = sys.modules.get("apex")
+    if spec is None and loaded is None:
+        return None
+    has_amp = hasattr(loaded, "amp") or "apex.amp" in sys.modules
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    for finder in sys.meta_path if locations and not has_amp else ():
+        find = getattr(finder, "find_spec", None)
+        has_amp = has_amp or (find is not None and find("apex.amp", locations) is not None)
+    where = next(iter(locations), None) or getattr(spec, "origin", None) or getattr(loaded, "__file__", None) or "(unknown)"
+    return where, has_amp
