@@ -69,6 +69,7 @@ class WeightRecord:
     lower_precision: torch.dtype
     lower: dict[str, Float32Value] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
+    buffers: tuple[str, ...] = ()
 
 
 def own_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -121,6 +122,7 @@ def cast_weights(model: nn.Module, lower_precision: torch.dtype, kept: Kept, sha
                 shared[tensor] = entry
             record.lower[name] = shared[tensor]
         record.kept = frozenset(kept_names)
+        record.buffers = tuple(name for name in record.lower if name in module._buffers)
         module.register_state_dict_post_hook(_put_float32_values)
         module.register_load_state_dict_pre_hook(_take_float32_values)
         if isinstance(module, nn.RNNBase):
@@ -151,32 +153,54 @@ def bring_into_agreement(model: nn.Module) -> None:
     to the model's weights reach the float32 values. Raises `ConfigurationError` for weights whose dtype was changed and
     for parameters that are new since ``initialize``, by name.
     """
-    values, lowers, stale = [], [], []
-    for module in model.modules():
+    stale: list[tuple[Float32Value, torch.Tensor]] = []
+    for module in _walk(model):
         record = module.__dict__.get(RECORD_KEY)
-        for name, tensor in own_tensors(module):
-            entry = record.lower.get(name) if record is not None else None
+        if record is None:
+            _refuse_new_weights(model, module)
+            continue
+        for name, tensor in module._parameters.items():
+            entry = record.lower.get(name)
+            if tensor is None:
+                continue
             if entry is None:
-                kept = record is not None and name in record.kept
-                foreign = tensor.dtype is not torch.float32 if kept else tensor.dtype in _CASTABLE
-                if foreign and name in module._parameters:
+                if tensor.dtype is not torch.float32 if name in record.kept else tensor.dtype in _CASTABLE:
                     raise _foreign_weight(model, module, name, tensor)
                 continue
-            replaced = id(tensor) != entry.lower_id and isinstance(tensor, nn.Parameter)
-            if replaced or tensor.dtype is not record.lower_precision:
+            is_ours = id(tensor) == entry.lower_id
+            if tensor.dtype is not record.lower_precision or not (is_ours or type(tensor) is torch.Tensor):
                 raise _foreign_weight(model, module, name, tensor)
-            if entry.value is None:
+            if entry.value is None or not is_ours:  # torch.func.functional_call lends tensors of its own
                 continue
             if entry.value._version != entry.value_version:
-                values.append(entry.value)
-                lowers.append(tensor)
-                stale.append(entry)
-            elif entry.counted and entry.lower_id == id(tensor) and tensor._version != entry.lower_version:
+                stale.append((entry, tensor))
+            elif tensor._version != entry.lower_version:
                 entry.settle(tensor)
+        for name in record.buffers:
+            entry, tensor = record.lower[name], module._buffers.get(name)
+            if tensor is not None and entry.value is not None and entry.value._version != entry.value_version:
+                stale.append((entry, tensor))
     if stale:
-        write_lower(values, lowers)
-        for entry, tensor in zip(stale, lowers):
+        write_lower([entry.value for entry, _ in stale], [tensor for _, tensor in stale])
+        for entry, tensor in stale:
             entry.agree(tensor)
+
+
+def _walk(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of ``model``, as ``model.modules()`` gives them, at a fraction of its cost: this runs in every forward."""
+    seen, pending = {model}, [model]
+    for module in pending:
+        yield module
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                pending.append(child)
+
+
+def _refuse_new_weights(model: nn.Module, module: nn.Module) -> None:
+    for name, tensor in module._parameters.items():
+        if tensor is not None and tensor.dtype in _CASTABLE:
+            raise _foreign_weight(model, module, name, tensor)
 
 
 @torch.no_grad()
