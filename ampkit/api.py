@@ -109,7 +109,7 @@ def initialize(
     recast = {model for session in earlier if session.plan.casts_weights for model in session.models}
     accept.weights(model_list, recast, optimizer_list, plan)
     accept.kept_modules(model_list, plan)
-    collect_orphans()
+    collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
     for session in earlier:
         session.close()
@@ -208,6 +208,28 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         scaler.load_state_dict(entry)
 
 
+def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
+    """The newest session's loss scale as the state of a ``torch.amp.GradScaler``: ``scaler.load_state_dict(to_grad_scaler())``.
+
+    Scale, growth and back-off factors, interval and counter are exact. A GradScaler knows neither bounds nor a static scale:
+    a static one becomes a dynamic one that does not grow.
+    """
+    return _newest_scaler(loss_id).grad_scaler_state()
+
+
+def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
+    """Go on with the loss scale of a ``torch.amp.GradScaler``: ``from_grad_scaler(scaler.state_dict())`` after `initialize`.
+
+    The newest session's loss scaler takes over scale, factors, interval and counter exactly. The state of a disabled
+    GradScaler is empty and changes nothing.
+    """
+    scaler = _newest_scaler(loss_id)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"from_grad_scaler expects the dict of GradScaler.state_dict(), found {type(state).__name__}.")
+    if state:
+        scaler.load_grad_scaler_state(state)
+
+
 def disable_casts() -> Any:
     """``with disable_casts():`` switches O1's casts off, for all threads; nests, and survives exceptions."""
     casting = active_casting()
@@ -253,6 +275,13 @@ def _session_for(optimizers: Sequence[Any]) -> Session | None:
             "to one initialize call as a list, or use one scale_loss block for each."
         )
     return sessions[0]
+
+
+def _newest_scaler(loss_id: int) -> LossScaler:
+    newest = current_session()
+    if newest is None:
+        raise NotInitializedError("There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first.")
+    return newest.scaler(loss_id)
 
 
 def _all_scalers() -> list[LossScaler]:

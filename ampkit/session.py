@@ -348,9 +348,12 @@ def current_session() -> Session | None:
     return live_sessions[-1] if live_sessions else None
 
 
-def collect_orphans() -> None:
-    """Let sessions of models and optimizers that only reference cycles keep alive close before a new one starts."""
-    if live_sessions:
+def collect_orphans(closing: Sequence[Session]) -> None:
+    """Let sessions of models and optimizers that only reference cycles keep alive close before a new one starts.
+
+    Sessions in ``closing`` are about to be closed and no reason to collect.
+    """
+    if any(session not in closing for session in live_sessions):
         gc.collect()
 
 

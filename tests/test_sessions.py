@@ -1,0 +1,371 @@
+"""Sessions: several at once, again and again, and what ends them (by close, by garbage collection, by the next initialize)."""
+
+import copy
+import gc
+import importlib
+import tracemalloc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+
+session = importlib.import_module("ampkit.session")  # the name ampkit.session is the function
+
+
+def make_pair():
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model, optimizer, steps=1, **settings):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().square().mean()
+        with ampkit.scale_loss(loss, optimizer, **settings) as scaled:
+            scaled.backward()
+        optimizer.step()
+    return loss.item()
+
+
+# Several sessions at once
+
+
+def test_scalers_are_numbered_across_sessions():
+    first, second = make_pair(), make_pair()
+    ampkit.initialize(*first, opt_level="O1", num_losses=2, loss_scale=128.0, verbosity=0)
+    assert ampkit.state_dict() == {f"loss_scaler{i}": {"loss_scale": 128.0, "unskipped": 0} for i in range(2)}
+    ampkit.initialize(*second, opt_level="O2", verbosity=0)
+    train(*first, loss_id=1)
+    train(*second, steps=2)
+    assert ampkit.state_dict() == {
+        "loss_scaler0": {"loss_scale": 128.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 128.0, "unskipped": 1},
+        "loss_scaler2": {"loss_scale": 65536.0, "unskipped": 2},
+    }
+    ampkit.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": 10 + i} for i in range(3)})
+    assert ampkit.state_dict()["loss_scaler2"] == {"loss_scale": 4.0, "unskipped": 12}
+    session.live_sessions[0].close()
+    assert list(ampkit.state_dict()) == ["loss_scaler0"]
+
+
+@pytest.mark.parametrize("loss_id", (-1, 1, 2, "0", True, 0.0, None))
+def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
+    first, second = make_pair(), make_pair()
+    ampkit.initialize(*first, num_losses=1, verbosity=0)
+    ampkit.initialize(*second, num_losses=4, verbosity=0)
+    with pytest.raises(ampkit.LossIdError) as caught:
+        train(*first, loss_id=loss_id)
+    for word in (f"loss_id={loss_id!r}", "num_losses=1", "from 0 to 0", "Pass num_losses="):
+        assert word in str(caught.value)
+    train(*second, loss_id=3)
+
+
+def test_optimizers_of_two_sessions_in_one_block_are_refused():
+    first, second = make_pair(), make_pair()
+    ampkit.initialize(*first, verbosity=0)
+    ampkit.initialize(*second, verbosity=0)
+    with pytest.raises(ampkit.ConfigurationError, match="different initialize"):
+        with ampkit.scale_loss(torch.ones(()), [first[1], second[1]]):
+            pass
+
+
+def test_o1_and_o2_train_side_by_side_as_alone():
+    start = make_pair()[0].state_dict()
+
+    def fresh(level):
+        model, optimizer = make_pair()
+        model.load_state_dict(copy.deepcopy(start))
+        return ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    alone = {}
+    for level in ("O1", "O2"):
+        pair = fresh(level)
+        alone[level] = [train(*pair) for _ in range(5)]
+        ampkit.close()
+    o1, o2 = fresh("O1"), fresh("O2")
+    together = [(train(*o1), train(*o2)) for _ in range(5)]
+    assert [pair[0] for pair in together] == alone["O1"]
+    assert [pair[1] for pair in together] == alone["O2"]
+
+
+def test_forward_of_another_level_runs_uncast():
+    seen = []
+
+    class Probe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x):
+            seen.append(torch.mm(x, x.float()).dtype if x.dtype is torch.float32 else x.dtype)
+            return F.linear(x, self.weight)
+
+    plain, lower, patched = Probe(), Probe(), Probe()
+    ampkit.initialize(plain, opt_level="O0", verbosity=0)
+    ampkit.initialize(lower, opt_level="O5", verbosity=0)
+    ampkit.initialize(patched, opt_level="O1", verbosity=0)
+    for model in (plain, lower, patched):
+        model(torch.ones(2, 2))
+    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+def test_second_lower_precision_at_o1_is_refused_and_touches_nothing():
+    first, second = make_pair(), make_pair()
+    ampkit.initialize(*first, opt_level="O1", verbosity=0)
+    ampkit.initialize(*second, opt_level="O5", verbosity=0)
+    with pytest.raises(ampkit.ConfigurationError, match=r"torch\.float16.*torch\.bfloat16.*ampkit\.close\(\)"):
+        ampkit.initialize(*second, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
+    assert second[0][0].weight.dtype is torch.bfloat16 and len(session.live_sessions) == 2
+    train(*second)
+    # The session that holds the patches may change its own mind.
+    ampkit.initialize(*first, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+
+
+def test_patches_stay_until_the_last_session_at_o1_closes():
+    first, second = make_pair(), make_pair()
+    plain = torch.mm
+    ampkit.initialize(*first, opt_level="O1", verbosity=0)
+    ampkit.initialize(*second, opt_level="O4", verbosity=0)
+    session.live_sessions[0].close()
+    assert torch.mm is not plain and second[0](torch.ones(1, 4)).dtype is torch.bfloat16
+    session.live_sessions[0].close()
+    assert torch.mm is plain
+
+
+# Again and again
+
+
+def everything():
+    """Live tensors, objects of ours, hooks of torch.nn, torch's patches: counts that must not grow."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = sum(issubclass(type(thing), torch.Tensor) for thing in objects)
+    ours = sum(str(type(thing).__module__).startswith("ampkit") for thing in objects)
+    classes = sum(issubclass(type(thing), type) and "_ampkit_shell" in vars(thing) for thing in objects)
+    patched = sum(hasattr(value, "__wrapped__") for value in (*vars(torch).values(), *vars(F).values()))
+    return tensors, ours, classes, patched, len(session.live_sessions), len(vars(torch.Tensor))
+
+
+def shape_of(model, optimizer):
+    """Hooks and attributes of a model and an optimizer, by number."""
+    modules = [(len(vars(m)), *(len(v) for k, v in vars(m).items() if k.endswith("_hooks"))) for m in model.modules()]
+    return modules, sorted(vars(optimizer)), len(type(model).__mro__)
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3"))
+@pytest.mark.parametrize("same_model", (True, False), ids=("same model", "new models"))
+def test_fifty_times_leaves_what_two_left(level, same_model):
+    pair = make_pair() if same_model else None
+    counts, shapes, memory = {}, {}, {}
+    gc.collect()
+    gc.freeze()  # what was there before is none of ours, and dear to walk
+    tracemalloc.start()
+    try:
+        for time in range(1, 51):
+            model, optimizer = pair or make_pair()
+            ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+            train(model, optimizer)
+            if time in (2, 50):
+                shapes[time] = shape_of(model, optimizer)
+                counts[time] = everything()
+                memory[time] = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+        gc.unfreeze()
+    assert counts[50] == counts[2] and shapes[50] == shapes[2]
+    # Torch's own classes come and go by some hundred bytes a round; a session that stays takes some thousand.
+    assert memory[50] - memory[2] < 48 * 1024, memory
+
+
+def test_second_initialize_of_a_model_starts_from_the_masters():
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(model, optimizer, steps=3)
+    masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in ampkit.master_params(optimizer)]
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    assert len(session.live_sessions) == 1 and ampkit.current_session().plan.opt_level == "O5"
+    again = list(ampkit.master_params(optimizer))
+    assert all(torch.equal(x, y) for x, y in zip(masters, again))
+    assert all(torch.equal(x, optimizer.state[p]["momentum_buffer"]) for x, p in zip(momenta, again))
+    assert model[0].weight.dtype is torch.bfloat16
+
+
+def test_second_initialize_of_half_the_things_closes_the_whole_session():
+    first, second = make_pair(), make_pair()
+    ampkit.initialize([first[0], second[0]], [first[1], second[1]], opt_level="O5", verbosity=0)
+    ampkit.initialize(*first, opt_level="O1", verbosity=0)
+    assert {p.dtype for p in second[0].parameters()} == {torch.float32}
+    with pytest.raises(ampkit.NotInitializedError):
+        train(*second)
+
+
+def test_half_after_initialize_at_o1_is_refused_again():
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model.half()
+    with pytest.raises(ampkit.ConfigurationError, match=r"'0\.weight' is torch\.float16; initialize\(\) expects float32"):
+        ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+
+# Dying
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3"))
+def test_session_dies_with_its_models_and_optimizers(level):
+    plain = torch.mm
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer)
+    del model
+    gc.collect()
+    assert len(session.live_sessions) == 1
+    del optimizer
+    gc.collect()
+    assert session.live_sessions == [] and torch.mm is plain
+
+
+def test_session_of_a_dead_model_is_no_obstacle_to_the_next():
+    for dtype in (torch.bfloat16, torch.float16):
+        model, optimizer = make_pair()
+        model.itself = [model]  # a cycle: only the collector can free it
+        ampkit.initialize(model, optimizer, patch_torch_functions_type=dtype, verbosity=0)
+        del model, optimizer
+
+
+# with ampkit.session
+
+
+def test_session_closes_at_the_end_of_its_block():
+    outside, inside = make_pair(), make_pair()
+    ampkit.initialize(*outside, opt_level="O5", verbosity=0)
+    with ampkit.session(*inside, "O1", verbosity=0) as (model, optimizer):
+        assert (model, optimizer) == inside
+        assert ampkit.current_session().models == [model]
+        train(model, optimizer)
+        assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
+    assert ampkit.current_session().models == [outside[0]]
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+
+
+def test_session_closes_when_its_block_raises():
+    model, optimizer = make_pair()
+    with pytest.raises(KeyError):
+        with ampkit.session(model, optimizer, "O2", verbosity=0):
+            train(model, optimizer)
+            raise KeyError
+    assert ampkit.current_session() is None
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_session_of_a_model_alone_yields_it():
+    model, _ = make_pair()
+    with ampkit.session(model, opt_level="O3", verbosity=0) as yielded:
+        assert yielded is model
+
+
+def test_session_closed_inside_its_block_is_closed_once():
+    model, optimizer = make_pair()
+    with ampkit.session(model, optimizer, "O1", verbosity=0):
+        ampkit.current_session().close()
+        ampkit.close()
+    assert ampkit.current_session() is None
+
+
+# What stands on the optimizer, and dtypes and devices that others change
+
+
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_step_is_a_bound_method_of_the_optimizer(level):
+    model, optimizer = make_pair()
+    plain = optimizer.step
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert optimizer.step.__self__ is optimizer and optimizer.step.__func__ is not plain.__func__
+    assert optimizer.step.__name__ == "step"
+
+
+def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    ours, calls = optimizer.step, []
+
+    def on_top(*args, **kwargs):
+        calls.append(args)
+        return ours(*args, **kwargs)
+
+    optimizer.step = on_top
+    train(model, optimizer)
+    ampkit.close()
+    assert optimizer.step is on_top and "zero_grad" not in vars(optimizer)
+    before = model[0].weight.detach().clone()
+    momentum = optimizer.state[model[0].weight]["momentum_buffer"].clone()
+    gradient = torch.full_like(before, 0.5)
+    model.zero_grad()
+    model[0].weight.grad = gradient.clone()
+    optimizer.step()
+    assert len(calls) == 2
+    # SGD by hand: momentum 0.9, lr 0.1
+    assert torch.allclose(model[0].weight, before - 0.1 * (0.9 * momentum + gradient), atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3", "O5"))
+@pytest.mark.parametrize("change", ("half", "double"))
+@pytest.mark.parametrize("part, name", (("", "0.weight"), ("3", "3.weight"), ("1", "1.weight")))
+def test_changed_dtype_raises_at_the_next_forward_by_name(level, change, part, name):
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer)
+    getattr(model.get_submodule(part), change)()
+    found = {"half": torch.float16, "double": torch.float64}[change]
+    with pytest.raises(ampkit.ConfigurationError) as caught:
+        model(torch.ones(1, 4))
+    assert f"{name!r} is {found}" in str(caught.value) and "Do not change the dtype" in str(caught.value)
+
+
+@pytest.mark.parametrize("level", ("O2", "O5"))
+def test_new_parameter_raises_at_the_next_forward_by_name(level):
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model[3] = nn.Linear(8, 2)
+    with pytest.raises(ampkit.ConfigurationError, match=r"'3\.weight' \(torch\.float32\) is new since.*initialize\(\) again"):
+        model(torch.ones(1, 4))
+    ampkit.close()
+    optimizer.add_param_group({"params": model[3].parameters()})
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer)
+
+
+def test_to_the_same_device_keeps_masters_and_casts():
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    masters = list(ampkit.master_params(optimizer))
+    assert model.to("cpu") is model
+    train(model, optimizer)
+    assert all(x is y for x, y in zip(masters, ampkit.master_params(optimizer)))
+    assert {p.device.type for p in masters} == {"cpu"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_to_another_device_takes_masters_along():
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    train(model, optimizer)
+    model.cuda()
+    assert {p.device.type for p in ampkit.master_params(optimizer)} == {"cuda"}
+
+
+def test_scheduler_made_after_each_initialize_warns_of_nothing():
+    model, optimizer = make_pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            train(model, optimizer)
+            scheduler.step()
