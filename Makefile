@@ -49,7 +49,9 @@ cuda-build: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_CUDA=1 CUDA_HOME="$(realpath $(CUDA_HOME))" TORCH_CUDA_ARCH_LIST="8.0;9.0" \
 	  CPATH="$(subst $(eval ) ,:,$(abspath $(WHEEL_HEADERS)))$${CPATH:+:$$CPATH}" \
 	  $(BIN)/python setup.py --quiet build --build-base build/cuda
-	@$(BIN)/python -c "import torch, glob, sys; (path,) = glob.glob('build/cuda/lib*/ampkit/_cuda*.so'); print('linked', path)"
+	@# Loading resolves every symbol: proof that it links, on a machine without a GPU too.
+	@$(BIN)/python -c "import glob, torch; load = lambda name: [torch.ops.load_library(p) or p for p in \
+	  glob.glob(f'build/cuda/lib*/ampkit/{name}*.so')]; load('_C'); print('loaded', *load('_cuda'))"
 
 demo: venv
 	$(BIN)/python examples/imagenet/demo.py

@@ -36,15 +36,6 @@ std::vector<Block<kDepth>> blocks_of(const std::vector<FlatTensor<kDepth>>& tens
   return blocks;
 }
 
-// Whether a list is too long for its elements to be in a cache still when somebody reads them again.
-template <int kDepth>
-bool exceeds_cache(const std::vector<FlatTensor<kDepth>>& tensors, int list) {
-  constexpr int64_t kCacheBytes = 32 << 20;
-  int64_t bytes = 0;
-  for (const FlatTensor<kDepth>& tensor : tensors) bytes += tensor.numel * (tensor.dtype[list] == DType::kFloat ? 4 : 2);
-  return bytes > kCacheBytes;
-}
-
 // Calls body(index) for every block, from several threads at once where that pays.
 template <int kDepth, class Body>
 void for_each_block(const std::vector<Block<kDepth>>& blocks, const Body& body) {

@@ -5,9 +5,8 @@ namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
 // Returns whether the checked inputs of the block are finite.
-static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_x, bool check_y, bool large) {
+static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_x, bool check_y) {
   const FlatTensor<3>& tensor = *block.tensor;
-  const bool stream = large && tensor.data[2] != tensor.data[0] && tensor.data[2] != tensor.data[1];
   TileBuffer x_buffer, y_buffer, out_buffer;
   int32_t highest = 0;
   for (int64_t start = 0; start < block.size; start += kTile) {
@@ -15,14 +14,14 @@ static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
     const float* x = load(tensor.data[0], tensor.dtype[0], offset, n, x_buffer);
     const float* y = load(tensor.data[1], tensor.dtype[1], offset, n, y_buffer);
-    float* out = target(tensor.data[2], tensor.dtype[2], offset, stream, out_buffer);
+    float* out = target(tensor.data[2], tensor.dtype[2], offset, out_buffer);
     const int32_t of_x = check_x ? highest_magnitude(x, n) : 0;
     const int32_t of_y = check_y ? highest_magnitude(y, n) : 0;
     highest = of_x > highest ? of_x : highest;
     highest = of_y > highest ? of_y : highest;
 #pragma GCC ivdep  // out may be x or y itself, element for element
     for (int64_t i = 0; i < n; ++i) out[i] = functor(x[i], y[i]);
-    store(out, tensor.data[2], tensor.dtype[2], offset, n, stream);
+    store(out, tensor.data[2], tensor.dtype[2], offset, n);
   }
   return highest < kInfinityBits;
 }
@@ -51,10 +50,9 @@ void multi_tensor_axpby_cpu(const TensorList& xs, const TensorList& ys, const Te
   const auto blocks = blocks_of(lists.flat());
   const AxpbyFunctor functor{static_cast<float>(a), static_cast<float>(b)};
   const auto axpby_block = AMPKIT_VARIANT(axpby_block);
-  const bool large = exceeds_cache(lists.flat(), 2);
   std::atomic<bool> all_finite{true};
   for_each_block(blocks, [&](int64_t i) {
-    if (!axpby_block(blocks[i], functor, arg_to_check != 1, arg_to_check != 0, large)) all_finite = false;
+    if (!axpby_block(blocks[i], functor, arg_to_check != 1, arg_to_check != 0)) all_finite = false;
   });
   lists.finish();
   if (flag != nullptr && !all_finite) *flag = 1.0f;

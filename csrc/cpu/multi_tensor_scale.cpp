@@ -5,21 +5,20 @@ namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
 // Returns whether all inputs of the block are finite.
-static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool large) {
+static bool scale_block(const Block<2>& block, ScaleFunctor functor) {
   const FlatTensor<2>& tensor = *block.tensor;
-  const bool stream = large && tensor.data[1] != tensor.data[0];
   TileBuffer in_buffer, out_buffer;
   int32_t highest = 0;
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
     const float* x = load(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
-    float* out = target(tensor.data[1], tensor.dtype[1], offset, stream, out_buffer);
+    float* out = target(tensor.data[1], tensor.dtype[1], offset, out_buffer);
     const int32_t magnitude = highest_magnitude(x, n);
     highest = magnitude > highest ? magnitude : highest;
 #pragma GCC ivdep  // out may be x itself, element for element
     for (int64_t i = 0; i < n; ++i) out[i] = functor(x[i]);
-    store(out, tensor.data[1], tensor.dtype[1], offset, n, stream);
+    store(out, tensor.data[1], tensor.dtype[1], offset, n);
   }
   return highest < kInfinityBits;
 }
@@ -46,10 +45,9 @@ void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs,
   const auto blocks = blocks_of(lists.flat());
   const ScaleFunctor functor{static_cast<float>(scale)};
   const auto scale_block = AMPKIT_VARIANT(scale_block);
-  const bool large = exceeds_cache(lists.flat(), 1);
   std::atomic<bool> all_finite{true};
   for_each_block(blocks, [&](int64_t i) {
-    if (!scale_block(blocks[i], functor, large)) all_finite = false;
+    if (!scale_block(blocks[i], functor)) all_finite = false;
   });
   lists.finish();
   if (flag != nullptr && !all_finite) *flag = 1.0f;

@@ -97,48 +97,18 @@ static inline const float* load(const void* data, DType dtype, int64_t offset, i
   return buffer.values;
 }
 
-// memcpy past the caches: a line that is written whole need not be read first, which saves a third of the traffic of a
-// large output. What it holds must not be wanted again soon.
-static inline void stream_bytes(const void* from, void* to, int64_t bytes) {
-  const char* source = static_cast<const char*>(from);
-  char* place = static_cast<char*>(to);
-#if AMPKIT_X86_VARIANTS
-  constexpr int64_t kVector = AMPKIT_LANES * 4;
-  int64_t head = -reinterpret_cast<intptr_t>(place) & (kVector - 1);
-  if (head > bytes) head = bytes;
-  __builtin_memcpy(place, source, head);
-  source += head, place += head, bytes -= head;
-  for (; bytes >= kVector; source += kVector, place += kVector, bytes -= kVector) {
-#if AMPKIT_LANES == 16
-    _mm512_stream_ps(reinterpret_cast<float*>(place), _mm512_loadu_ps(source));
-#elif AMPKIT_LANES == 8
-    _mm256_stream_ps(reinterpret_cast<float*>(place), _mm256_loadu_ps(reinterpret_cast<const float*>(source)));
-#else
-    _mm_stream_ps(reinterpret_cast<float*>(place), _mm_loadu_ps(reinterpret_cast<const float*>(source)));
-#endif
-  }
-#endif
-  __builtin_memcpy(place, source, bytes);
-}
-
 // Where to put float32 results that store() will bring to their place.
-static inline float* target(void* data, DType dtype, int64_t offset, bool stream, TileBuffer& buffer) {
-  return dtype == DType::kFloat && !stream ? static_cast<float*>(data) + offset : buffer.values;
+static inline float* target(void* data, DType dtype, int64_t offset, TileBuffer& buffer) {
+  return dtype == DType::kFloat ? static_cast<float*>(data) + offset : buffer.values;
 }
 
-static inline void store(const float* values, void* data, DType dtype, int64_t offset, int64_t n, bool stream) {
-  if (dtype == DType::kFloat) {
-    if (stream) stream_bytes(values, static_cast<float*>(data) + offset, n * 4);
-    return;
-  }
-  uint16_t* place = static_cast<uint16_t*>(data) + offset;
-  uint16_t narrowed[kTile];
-  uint16_t* to = stream ? narrowed : place;
+static inline void store(const float* values, void* data, DType dtype, int64_t offset, int64_t n) {
+  if (dtype == DType::kFloat) return;
+  uint16_t* to = static_cast<uint16_t*>(data) + offset;
   if (dtype == DType::kHalf)
     narrow_half(values, to, n);
   else
     narrow_bfloat16(values, to, n);
-  if (stream) stream_bytes(narrowed, place, n * 2);
 }
 
 static inline int32_t highest_magnitude(const float* values, int64_t n) {
