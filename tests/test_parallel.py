@@ -177,7 +177,7 @@ def test_convert_a_lazy_batch_norm_says_what_to_do():
 
 
 def test_syncbn_with_the_wrong_channels_names_both_numbers():
-    with pytest.raises(ValueError, match="got 5 channels .* num_features=3"):
+    with pytest.raises(ValueError, match=r"got 5 channels .* num_features=3"):
         SyncBatchNorm(CHANNELS)(torch.randn(2, 5))
 
 

@@ -56,7 +56,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def check_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
     """Refuse a checkpoint whose iterations would not continue in this run, naming each setting that differs."""
-    different = [f"{name} {found.get(name)} (this run: {here})" for name, here in expected.items() if found.get(name) != here]
+    names = [name for name in expected if found.get(name) != expected[name]]
+    different = [f"{name} {found.get(name)} (this run: {expected[name]})" for name in names]
     if different:
         raise CheckpointError(
             f"found '{path}' written with {', '.join(different)}; expected the settings of this run, or its iterations"

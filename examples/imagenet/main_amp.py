@@ -24,6 +24,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import checkpoint
+import data
+import metrics
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,15 +38,12 @@ from tqdm import tqdm
 import ampkit
 from ampkit.parallel import convert_syncbn_model
 
-import checkpoint
-import data
-import metrics
-
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # No abbreviations: a flag added later would change what they mean.
     parser = argparse.ArgumentParser(
-        description="Train a torchvision model on a folder of images, in mixed precision with ampkit.", allow_abbrev=False
+        description="Train a torchvision model on a folder of images, in mixed precision with ampkit.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("data", nargs="?", default=Path("."), type=Path, metavar="DIR", help="holds train/ and val/ (default: here)")
@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("model and data")
     add = group.add_argument
     names = torchvision.models.list_models(module=torchvision.models)
-    add("-a", "--arch", default="resnet18", choices=names, metavar="NAME", help="a torchvision classifier (default: resnet18)")
+    add("-a", "--arch", default="resnet18", choices=names, metavar="NAME", help="a classifier (default: resnet18)")
     add("--pretrained", action="store_true", help="begin with torchvision's ImageNet weights")
     add("--image-size", default=224, type=at_least(1), metavar="N", help="pixels of a side (default: 224)")
     add("--augment", default="imagenet", choices=["imagenet", "none"], help="random crops and flips, or whole images")
@@ -64,7 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-iters", type=at_least(1), metavar="N", help="stop after N iterations in all, resumed ones counted")
     add("--b", "-b", "--batch-size", dest="batch_size", default=256, type=at_least(1), metavar="N", help="per process")
     add("--lr", default=0.1, type=float, help="for a global batch of 256; grows and shrinks with it (default: 0.1)")
-    add("--schedule", default="step", choices=["step", "cosine"], help="lr / 10 at epochs 30, 60, 80, or to 0 in a cosine")
+    add("--schedule", default="step", choices=["step", "cosine"], help="lr / 10 at epochs 30, 60, 80, or a cosine to 0")
     add("--warmup-epochs", default=5.0, type=float, metavar="N", help="lr rises in a line for so long (default: 5)")
     add("--momentum", default=0.9, type=float)
     add("--weight-decay", default=1e-4, type=float)
@@ -80,16 +80,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     group = parser.add_argument_group("processes")
     add = group.add_argument
-    add("--local-rank", "--local_rank", default=int(os.environ.get("LOCAL_RANK", 0)), type=int, help="set by the launcher")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    add("--local-rank", "--local_rank", default=local_rank, type=int, help="set by the launcher")
     add("--sync_bn", "--sync-bn", action="store_true", help="batch norm over the batches of all processes")
 
     group = parser.add_argument_group("what it writes and reads")
     add = group.add_argument
-    add("--checkpoint-dir", default=Path("."), type=Path, metavar="DIR", help="gets checkpoint.pth.tar, model_best.pth.tar")
+    add("--checkpoint-dir", default=Path("."), type=Path, metavar="DIR", help="gets the latest and the best")
     add("--resume", type=Path, metavar="FILE", help="continue from this checkpoint, bit for bit")
     add("--evaluate", action="store_true", help="validate, and do not train")
     add("--metrics", type=Path, metavar="FILE.jsonl", help="a row per iteration and per validation; --resume appends")
-    add("--print-freq", default=10, type=at_least(1), metavar="N", help="iterations between updates of the progress bar")
+    add("--print-freq", default=10, type=at_least(1), metavar="N", help="iterations between numbers beside the bar")
     add("--prof", default=0, type=at_least(0), metavar="N", help="trace N iterations to CHECKPOINT_DIR/trace.json")
     return parser.parse_args(argv)
 
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         last = min(args.epochs * steps, args.max_iters or math.inf)
         if iteration >= last:
-            report(rank, f"nothing to train: {iteration} iterations are done, and --epochs or --max-iters asks for {last}")
+            report(rank, f"nothing to train: {iteration} iterations are done, --epochs or --max-iters ask for {last}")
 
     train_loader = data.make_loader(train_set, order, args.workers, pin_memory)
     with metrics.trace_iterations(args.prof if rank == 0 else 0, args.checkpoint_dir / "trace.json") as mark_iteration:
