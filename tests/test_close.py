@@ -1,0 +1,180 @@
+"""After close() torch, the model and the optimizer are what they were: the whole namespaces, by identity."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ampkit
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special, torch.Tensor.__base__, torch.nn.RNNBase)
+
+
+class Net(nn.Module):
+    """A bit of everything that initialize treats in its own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.norm = nn.LayerNorm(6)
+        self.rnn = nn.LSTM(6, 5, batch_first=True)
+        self.batch_norm = nn.BatchNorm1d(5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 7)
+        self.register_buffer("offset", torch.full((7,), 0.1))
+
+    def forward(self, tokens):
+        hidden, _ = self.rnn(self.norm(self.embed(tokens)))
+        return self.head(self.frozen(self.batch_norm(hidden[:, -1]))) + self.offset
+
+
+def make():
+    model = Net()
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def train(model, optimizer, steps=3):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(torch.arange(12).reshape(4, 3) % 7).float(), torch.arange(4))
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def attributes(model, optimizer):
+    """Keys of every module's __dict__ and of its hook dicts, and of the optimizer."""
+    modules = {
+        name: {key: sorted(value) if key.endswith(("_hooks", "_kwargs", "_called")) else None for key, value in vars(m).items()}
+        for name, m in model.named_modules()
+    }
+    return modules, [type(m) for m in model.modules()], set(vars(optimizer)), type(optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_namespaces_are_the_same_after_close(level):
+    before = [dict(vars(namespace)) for namespace in NAMESPACES]
+    model, optimizer = make()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    during = sum(vars(n).get(k) is not v for n, old in zip(NAMESPACES, before) for k, v in old.items())
+    assert during > 100 if level in ("O1", "O4") else during == 1  # torch.compile
+    train(model, optimizer)
+    ampkit.close()
+    for namespace, old in zip(NAMESPACES, before):
+        now = dict(vars(namespace))
+        assert now.keys() == old.keys(), namespace
+        assert [key for key in old if now[key] is not old[key]] == [], namespace
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_key_of_ours_stays_on_model_or_optimizer(level):
+    model, optimizer = make()
+    before = attributes(model, optimizer)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert attributes(model, optimizer) != before
+    train(model, optimizer)
+    ampkit.close()
+    assert attributes(model, optimizer) == before
+
+
+def test_no_key_of_ours_stays_after_a_skipped_step():
+    model, optimizer = make()
+    before = attributes(model, optimizer)
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with ampkit.scale_loss(model(torch.zeros(2, 3, dtype=torch.long)).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    ampkit.close()
+    assert attributes(model, optimizer) == before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
+    model, optimizer = make()
+    objects = list(model.parameters())
+    start = copy.deepcopy(model.state_dict())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer)
+    masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    saved = copy.deepcopy(model.state_dict())
+    ampkit.close()
+    assert all(x is y for x, y in zip(model.parameters(), objects))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    trained = [p for p in objects if p.requires_grad]
+    assert all(x is y for x, y in zip(optimizer.param_groups[0]["params"], trained))
+    assert all(torch.equal(p, master.float()) for p, master in zip(trained, masters))
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(model.head.weight, start["head.weight"])
+    for name in ("frozen.weight", "frozen.bias", "offset"):  # exact, though they were in lower precision
+        assert torch.equal(model.state_dict()[name], start[name])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizer_state_is_keyed_by_the_original_parameters_again(level):
+    model, optimizer = make()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer)
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in optimizer.param_groups[0]["params"]]
+    ampkit.close()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert set(optimizer.state) == set(trained)
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], moment) for p, moment in zip(trained, moments))
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
+def test_training_goes_on_in_plain_torch_after_close(level):
+    model, optimizer = make()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer)
+    ampkit.close()
+    twin = Net()
+    twin.load_state_dict(model.state_dict())
+    for p in twin.frozen.parameters():
+        p.requires_grad_(False)
+    other = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=0.01)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for net, opt in ((model, optimizer), (twin, other)):
+        opt.zero_grad()
+        net(torch.arange(12).reshape(4, 3) % 7).square().sum().backward()
+        opt.step()
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), twin.parameters()))
+
+
+def test_gradients_are_float32_after_close():
+    model, optimizer = make()
+    ampkit.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    with ampkit.scale_loss(model(torch.zeros(2, 3, dtype=torch.long)).sum(), optimizer) as scaled:
+        scaled.backward()
+    unscaled = [p.grad.clone() for p in ampkit.master_params(optimizer)]
+    ampkit.close()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(trained, unscaled))
+
+
+def test_close_twice_and_without_a_session_does_nothing():
+    ampkit.close()
+    model, optimizer = make()
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    session = ampkit.current_session()
+    session.close()
+    weight = model.head.weight.data_ptr()
+    session.close()
+    ampkit.close()
+    assert model.head.weight.data_ptr() == weight and not session.is_live
+
+
+def test_forward_put_on_the_instance_is_given_back():
+    model, optimizer = make()
+
+    def forward(tokens):
+        return Net.forward(model, tokens)
+
+    model.forward = forward
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(model, optimizer)
+    ampkit.close()
+    assert vars(model)["forward"] is forward and type(model) is Net
