@@ -36,12 +36,15 @@ def main():
 
     copy_rate = elements * 8 / medians["copy", "torch"] / 1e9
     print(f"{kernels.implementation()}")
-    print(f"{elements / 1e6:.0f} M elements in {len(shapes)} tensors on {args.device}; a copy runs at {copy_rate:.1f} GB/s")
+    print(
+        f"{elements / 1e6:.0f} M elements, {len(shapes)} tensors on {args.device}; a copy runs at {copy_rate:.1f} GB/s"
+    )
     print(f"{'operator':<28}{'ms':>9}{'GB/s':>9}{'of copy':>9}{'torch, ms':>11}{'ratio':>8}")
     for name, (_, _, bytes_per_element) in cases.items():
         ours, theirs = medians[name, "ampkit"], medians[name, "torch"]
         rate = elements * bytes_per_element / ours / 1e9
-        print(f"{name:<28}{ours * 1e3:>9.2f}{rate:>9.1f}{rate / copy_rate:>9.2f}{theirs * 1e3:>11.2f}{ours / theirs:>8.2f}")
+        print(f"{name:<28}{ours * 1e3:>9.2f}{rate:>9.1f}{rate / copy_rate:>9.2f}", end="")
+        print(f"{theirs * 1e3:>11.2f}{ours / theirs:>8.2f}")
 
 
 def model_like_shapes(elements):

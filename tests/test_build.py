@@ -33,19 +33,24 @@ def test_switch_with_another_value_is_refused_with_the_values_that_exist():
 
 
 @pytest.fixture
-def package_without_extension(tmp_path):
+def package_with_broken_extension(tmp_path):
+    """A copy of the package whose library cannot be loaded, as one that was built for another torch."""
     shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
+    # A file of that name, since an editable install would find the real library even from here.
+    (tmp_path / "ampkit" / "_C.py").write_text("raise ImportError('undefined symbol: torch_parallel_for')\n")
     return tmp_path
 
 
-def test_auto_falls_back_and_keeps_the_reason(package_without_extension):
+def test_auto_falls_back_and_keeps_the_reason(package_with_broken_extension):
     script = NAME + "; print(kernels.implementation().why)"
-    result = run("-c", script, cwd=package_without_extension, AMPKIT_EXTENSION="auto", PYTHONPATH="")
-    assert result.stdout.startswith("reference\nthe extension could not be loaded: No module named 'ampkit._C'"), result
+    result = run("-c", script, cwd=package_with_broken_extension, AMPKIT_EXTENSION="auto", PYTHONPATH="")
+    assert result.stdout.startswith(
+        "reference\nthe extension could not be loaded: undefined symbol: torch_parallel_for"
+    ), result
 
 
-def test_require_turns_the_fallback_into_an_error(package_without_extension):
-    result = run("-c", NAME, cwd=package_without_extension, AMPKIT_EXTENSION="require", PYTHONPATH="")
+def test_require_turns_the_fallback_into_an_error(package_with_broken_extension):
+    result = run("-c", NAME, cwd=package_with_broken_extension, AMPKIT_EXTENSION="require", PYTHONPATH="")
     assert result.returncode != 0
     assert "ExtensionError: AMPKIT_EXTENSION=require, but the extension could not be loaded" in result.stderr
     assert "pip install --no-build-isolation ." in result.stderr
@@ -88,8 +93,9 @@ def libraries(folder):
 def test_build_without_torch_is_pure_python_and_loud(tmp_path):
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "torch.py").write_text("raise ImportError('hidden for this test')\n")
-    hide = f"import sys, runpy; sys.path.insert(0, {str(tmp_path / 'hidden')!r}); sys.argv = ['setup.py', 'build']; " + (
-        "runpy.run_path('setup.py')"
+    hide = (
+        f"import sys, runpy; sys.path.insert(0, {str(tmp_path / 'hidden')!r}); "
+        "sys.argv = ['setup.py', 'build']; runpy.run_path('setup.py')"
     )
     result = build(tmp_path, python=("-c", hide))
     assert result.returncode == 0, result.stderr

@@ -338,7 +338,9 @@ def test_face_traces_without_graph_breaks(ops, device):
     masters = [torch.zeros(4, device=device), torch.zeros(9, device=device)]
     torch.compiler.reset()
     try:
-        norm, norms = torch.compile(step, fullgraph=True, backend="aot_eager")(grads, masters, torch.zeros(1, device=device))
+        _, norms = torch.compile(step, fullgraph=True, backend="aot_eager")(
+            grads, masters, torch.zeros(1, device=device)
+        )
     finally:
         torch.compiler.reset()
     assert norms.tolist() == [2.0, 3.0]
@@ -350,12 +352,12 @@ def test_every_instruction_set_gives_the_same_bits(capability):
     """Each set runs in a process of its own, on all float16 and bfloat16 values and many float32 ones."""
     needs_extension()
     script = """
-import sys, hashlib, torch
+import torch
 from ampkit import kernels
 torch.manual_seed(0)
 bits = torch.arange(-32768, 32768, dtype=torch.int16)
-sources = [bits.view(torch.float16), bits.view(torch.bfloat16), torch.randn(65537) * torch.exp2(torch.randn(65537) * 12)]
-digest = hashlib.sha256()
+wide = torch.randn(65537) * torch.exp2(torch.randn(65537) * 12)
+sources = [bits.view(torch.float16), bits.view(torch.bfloat16), wide]
 for x in sources:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for scale in (1.0, 0.3):

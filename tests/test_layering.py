@@ -65,7 +65,9 @@ def test_the_check_can_fail():
     assert violations("from ampkit.session import Session", "loss_scale") == ["line 1: loss_scale imports session"]
     assert violations("def f():\n    from ampkit import api", "session") == ["line 2: session imports api"]
     assert violations("import ampkit.casting.tensors", "models") == []
-    assert violations("from ..session import Session", "models", ("ampkit", "models")) == ["line 1: models imports session"]
+    assert violations("from ..session import Session", "models", ("ampkit", "models")) == [
+        "line 1: models imports session"
+    ]
     assert violations("from . import session", "plan") == ["line 1: plan imports session"]
     assert violations("from .keep import kept", "models", ("ampkit", "models")) == []
     assert violations("from ampkit.models import cast_model", "casting") == ["line 1: casting imports models"]

@@ -26,8 +26,9 @@ def multi_tensor_scale(inputs: Tensors, outputs: Tensors, scale: float, found_in
     ``found_inf`` (float32, shape [1]) becomes 1.0 if an input is not finite, and otherwise stays what it was; the
     outputs are written in any case. Inputs and outputs may be the same tensors.
     """
-    for kernels, (inputs, outputs), flag in _routes("multi_tensor_scale", {"inputs": inputs, "outputs": outputs}, found_inf):
-        kernels.multi_tensor_scale(inputs, outputs, scale, flag)
+    lists = {"inputs": inputs, "outputs": outputs}
+    for kernels, group, flag in _routes("multi_tensor_scale", lists, found_inf):
+        kernels.multi_tensor_scale(*group, scale, flag)
 
 
 @torch.no_grad()
@@ -45,8 +46,8 @@ def multi_tensor_axpby(
     ``found_inf`` and the lists are as in multi_tensor_scale.
     """
     lists = {"xs": xs, "ys": ys, "outputs": outputs}
-    for kernels, (xs, ys, outputs), flag in _routes("multi_tensor_axpby", lists, found_inf):
-        kernels.multi_tensor_axpby(xs, ys, outputs, a, b, flag, arg_to_check)
+    for kernels, group, flag in _routes("multi_tensor_axpby", lists, found_inf):
+        kernels.multi_tensor_axpby(*group, a, b, flag, arg_to_check)
 
 
 @torch.no_grad()

@@ -34,9 +34,7 @@ def multi_tensor_scale(inputs, outputs, scale, found_inf=None):
 def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1):
     """outputs[i] = a * xs[i] + b * ys[i]; arg_to_check says who is checked: -1 both, 0 xs, 1 ys."""
     if arg_to_check not in (-1, 0, 1):
-        raise RuntimeError(
-            f"multi_tensor_axpby: arg_to_check is {arg_to_check}; expected -1 (both), 0 (xs) or 1 (ys)"
-        )
+        raise RuntimeError(f"multi_tensor_axpby: arg_to_check is {arg_to_check}; expected -1 (both), 0 (xs) or 1 (ys)")
     check_lists("multi_tensor_axpby", xs=xs, ys=ys, outputs=outputs)
     report_non_finite([*(xs if arg_to_check != 1 else ()), *(ys if arg_to_check != 0 else ())], found_inf)
     for x, y, out in zip(xs, ys, outputs):
