@@ -2,6 +2,7 @@
 
 from .api import close as close
 from .api import disable_casts as disable_casts
+from .api import from_grad_scaler as from_grad_scaler
 from .api import initialize as initialize
 from .api import load_state_dict as load_state_dict
 from .api import master_params as master_params
@@ -9,6 +10,7 @@ from .api import scale_loss as scale_loss
 from .api import session as session
 from .api import state_dict as state_dict
 from .api import step_was_skipped as step_was_skipped
+from .api import to_grad_scaler as to_grad_scaler
 from .casting.decorators import bfloat16_function as bfloat16_function
 from .casting.decorators import float_function as float_function
 from .casting.decorators import half_function as half_function

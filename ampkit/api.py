@@ -50,6 +50,7 @@ def initialize(
     keep_originals: bool = True,
     policy: str = "default",
     on_floor: str = "raise",
+    accept_lower_precision: bool = False,
 ) -> Any:
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
 
@@ -68,6 +69,8 @@ def initialize(
       between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
     - ``cast_model_outputs``: the dtype of floating outputs of the models' forward.
     - ``keep_originals``: whether float32 originals of frozen weights and buffers are kept, on the host.
+    - ``accept_lower_precision``: whether models may hold float16 or bfloat16 weights already, which is an error otherwise. With
+      master weights these get masters too.
     - ``policy``: which tables O1 follows, ``"default"`` or ``"apex"``.
     - ``verbosity``: 0 is silent, 1 logs settings and overflows, 2 also every cast.
 
@@ -107,6 +110,8 @@ def initialize(
     )
     earlier = _unique(session_of(thing) for thing in (*model_list, *optimizer_list))
     recast = {model for session in earlier if session.plan.casts_weights for model in session.models}
+    if accept_lower_precision:
+        recast.update(model_list)
     accept.weights(model_list, recast, optimizer_list, plan)
     accept.kept_modules(model_list, plan)
     collect_orphans(closing=earlier)

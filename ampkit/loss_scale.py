@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +20,8 @@ from .logs import logger
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
 SKIPS_AT_FLOOR_BEFORE_GIVING_UP = 50
+
+_GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,38 @@ class LossScaler(ABC):
         self.unskipped = int(state["unskipped"])
         self.skips_in_a_row = 0
 
+    def grad_scaler_state(self) -> dict[str, float | int]:
+        """This loss scale as ``torch.amp.GradScaler.load_state_dict`` takes it."""
+        scale, rule = self.loss_scale, self._rule_for_grad_scaler()
+        return {
+            "scale": scale,
+            "growth_factor": rule.growth_factor,
+            "backoff_factor": rule.backoff_factor,
+            "growth_interval": rule.growth_interval,
+            "_growth_tracker": self.unskipped,
+        }
+
+    def load_grad_scaler_state(self, state: Mapping[str, float | int]) -> None:
+        """Take over what ``torch.amp.GradScaler.state_dict`` returned: scale, counter, and the rule by which it moves."""
+        missing = [name for name in _GRAD_SCALER_KEYS if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"A GradScaler's state must have {', '.join(map(repr, _GRAD_SCALER_KEYS))}; {', '.join(map(repr, missing))} is "
+                "missing. Pass what torch.amp.GradScaler.state_dict() returned."
+            )
+        entry = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
+        validate_scaler_state(entry)
+        self._take_grad_scaler_rule(state)
+        self.load_state_dict(entry)
+
+    @abstractmethod
+    def _rule_for_grad_scaler(self) -> DynamicLossScale:
+        """The rule by which a GradScaler would move as this loss scale does."""
+
+    @abstractmethod
+    def _take_grad_scaler_rule(self, state: Mapping[str, float | int]) -> None:
+        """Move from now on as that GradScaler did."""
+
     @abstractmethod
     def overflow_line(self) -> str:
         """The line that reports a skipped step."""
@@ -168,6 +203,12 @@ class StaticScaler(LossScaler):
             f"Gradient overflow at the static loss scale {self._loss_scale:g} (loss scaler {self.loss_id}): this step is "
             f"skipped and the scale stays. A lower loss_scale=, or 'dynamic', avoids it."
         )
+
+    def _rule_for_grad_scaler(self) -> DynamicLossScale:
+        return DynamicLossScale(init_scale=self._loss_scale, growth_interval=2**31 - 1)  # GradScaler knows no static scale
+
+    def _take_grad_scaler_rule(self, state: Mapping[str, float | int]) -> None:
+        """A static scale has no rule."""
 
     def _load_scale(self, value: float) -> None:
         if value != self._loss_scale:
@@ -214,6 +255,19 @@ class DynamicScaler(LossScaler):
         if on_floor == "raise":
             raise LossScaleError(message)
         logger.warning(message)
+
+    def _rule_for_grad_scaler(self) -> DynamicLossScale:
+        return self.rule
+
+    def _take_grad_scaler_rule(self, state: Mapping[str, float | int]) -> None:
+        self.rule = replace(
+            self.rule,
+            growth_factor=float(state["growth_factor"]),
+            backoff_factor=float(state["backoff_factor"]),
+            growth_interval=int(state["growth_interval"]),
+        )
+        # A GradScaler has no floor: its scale is taken over exactly, and is the floor then.
+        self.min_loss_scale = min(self.min_loss_scale, float(state["scale"]))
 
     def _load_scale(self, value: float) -> None:
         self._loss_scale = max(value, self.min_loss_scale)

@@ -11,7 +11,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from .logs import logger, stdout_lines
 from .loss_scale import DynamicScaler, LossScaler, StaticScaler, Verdict
 from .models import Float32Value, ForwardCasts, Kept
 from .optimizers import OptimizerAdapter, adapter_of
-from .plan import OPT_LEVELS, Plan, defaults_of
+from .plan import LOWER_PRECISIONS, OPT_LEVELS, Plan, defaults_of
 
 SKIPS_BEFORE_DIAGNOSIS = 25
 
@@ -106,6 +106,10 @@ class Session:
         self._models.clear()
         self._optimizers.clear()
 
+    def on_close(self, undo: Callable[..., Any], *args: Any) -> None:
+        """Have ``undo(*args)`` called when the session closes, before everything that `prepare` did is undone."""
+        self._undo.callback(undo, *args)
+
     def _prepare_models(self, models: Sequence[nn.Module]) -> dict[torch.Tensor, Float32Value]:
         plan = self.plan
         casts = ForwardCasts(
@@ -123,6 +127,11 @@ class Session:
             model_casts.cast_weights(model, plan.cast_model_type, choice, values)
             for module in choice.outermost():
                 model_casts.bridge(module, plan.cast_model_type)
+        if plan.master_weights and not plan.casts_weights:
+            for model in models:
+                if any(param.dtype in LOWER_PRECISIONS.values() for param in model.parameters()):
+                    self._undo.callback(_when_alive(model_casts.restore_weights), weakref.ref(model))
+                    model_casts.cast_weights(model, _lower_precision_in(model), model_casts.AsTheyAre(model), values)
         if kept:
             logger.info("Kept in float32: %d modules.", sum(len(choice.modules) for choice in kept))
             logger.debug("Kept in float32: %s", ", ".join(name for choice in kept for name in choice.modules.values()))
@@ -161,11 +170,14 @@ class Session:
             casting = Casting(plan.patch_torch_functions_type, policy=plan.policy, verbosity=plan.verbosity)
             casting.install()
         self.casting = casting
-        self._undo.callback(self._stop_casting)
+        self._undo.callback(self.stop_casting)
         self._restart_device_types()
 
-    def _stop_casting(self) -> None:
+    def stop_casting(self) -> None:
+        """End O1's casts for this session, and with the last session that has them, for torch. The rest of it goes on."""
         casting, self.casting = self.casting, None
+        if casting is None:
+            return
         if any(session.casting is casting for session in live_sessions):
             self._restart_device_types()
         else:
@@ -184,13 +196,18 @@ class Session:
 
     @contextmanager
     def scale_loss(
-        self, loss: torch.Tensor, optimizers: Sequence[Any], loss_id: int, delay_unscale: bool, delay_overflow_check: bool
+        self,
+        loss: torch.Tensor,
+        optimizers: Sequence[Any],
+        loss_id: int,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+        guests: Sequence[Any] = (),
     ) -> Iterator[torch.Tensor]:
-        """See `ampkit.scale_loss`."""
+        """See `ampkit.scale_loss`. ``guests`` are optimizers of other sessions, for which this session's loss scale holds here."""
         scaler = self.scaler(loss_id)
-        adapters = [self._adapter(optimizer) for optimizer in optimizers]
-        checks = self.plan.checks_gradients
-        if not checks and not self.plan.master_weights:
+        adapters = [self._adapter(optimizer) for optimizer in optimizers] + [adapter_of(guest) for guest in guests]
+        if not self._checks(scaler) and not self.plan.master_weights:
             try:
                 yield loss.float()
             finally:
@@ -223,6 +240,9 @@ class Session:
             )
         return self.scalers[loss_id]
 
+    def _checks(self, scaler: LossScaler) -> bool:
+        return self.plan.checks_gradients or scaler.loss_scale != 1.0  # it may have been set by hand
+
     def _adapter(self, optimizer: Any) -> OptimizerAdapter:
         adapter = adapter_of(optimizer)
         if adapter is None or adapter.owner is not self:
@@ -244,7 +264,7 @@ class Session:
     def _collect(
         self, adapters: list[OptimizerAdapter], scaler: LossScaler, scale: float, local: bool, delay_overflow_check: bool
     ) -> None:
-        found_inf = self._found_inf(adapters, scaler) if self.plan.checks_gradients else None
+        found_inf = self._found_inf(adapters, scaler) if self._checks(scaler) else None
         done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
         for adapter in adapters:
             adapter.gradients.collect(scale, found_inf, local=local, done=done)
@@ -405,6 +425,10 @@ def _make_scaler(plan: Plan) -> LossScaler:
     if plan.has_dynamic_loss_scale:
         return DynamicScaler(plan.loss_scale, plan.min_loss_scale, plan.max_loss_scale)
     return StaticScaler(plan.loss_scale)
+
+
+def _lower_precision_in(model: nn.Module) -> torch.dtype:
+    return next(param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISIONS.values())
 
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:

@@ -73,6 +73,20 @@ class CastCache:
                 return cast
         return self._cast_anew(weight, convert, entries)
 
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Every weight that has a cast here, with it."""
+        entries = [entry for kept in self._kept for entry in kept.values()]
+        return [(weight, entry.cast) for entry in entries if (weight := entry.weight()) is not None]
+
+    def forget(self, weight: Tensor) -> None:
+        """Forget the casts of one weight."""
+        for kept in self._kept:
+            kept.pop(id(weight), None)
+
+    @property
+    def _kept(self) -> tuple[dict[int, _Entry], ...]:
+        return self._with_grad, self._without_grad, self._in_inference
+
     def drop(self) -> None:
         """Forget every cast."""
         self._with_grad.clear()

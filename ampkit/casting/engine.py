@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data._utils import fetch as _fetch
 
 from ..errors import ConfigurationError
@@ -174,6 +175,15 @@ class Casting:
         for cache in self._caches.values():
             cache.drop()
 
+    def cached_casts(self) -> dict[Tensor, Tensor]:
+        """The casts of weights that are kept now, by weight."""
+        return {weight: cast for cache in self._caches.values() for weight, cast in cache.pairs()}
+
+    def forget_casts_of(self, weight: Tensor) -> None:
+        """Forget the casts of one weight."""
+        for cache in self._caches.values():
+            cache.forget(weight)
+
     @contextlib.contextmanager
     def forward_scope(self) -> Iterator[None]:
         """The forward pass of an initialised model: casts made without grad mode are kept until its outermost end."""
@@ -194,9 +204,11 @@ class Casting:
     # -- patches
 
     def _patch(self, rule: CastRule) -> None:
-        if rule.kind is CastKind.NATIVE:
-            return
         key = id(rule.owner), rule.name
+        if rule.kind is CastKind.NATIVE:
+            if key in self._originals:  # patched by an earlier rule
+                self._patches.set(rule.owner, rule.name, self._originals[key])
+            return
         if key not in self._originals:
             self._originals[key] = _stored(rule.owner, rule.name)
         stored = self._originals[key]

@@ -5,6 +5,7 @@ from .forward import cast_inputs as cast_inputs
 from .forward import install as install
 from .forward import uninstall as uninstall
 from .forward import watchers as watchers
+from .keep import AsTheyAre as AsTheyAre
 from .keep import Kept as Kept
 from .keep import bridge as bridge
 from .keep import refuse_unmatched as refuse_unmatched

@@ -41,6 +41,16 @@ def takes_lower_precision_natively(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and home.startswith(("torch.nn.", "ampkit."))
 
 
+class AsTheyAre:
+    """The choice that keeps every float32 tensor: only weights that came in lower precision get a float32 value behind them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype is torch.float32}
+
+    def covers(self, module: nn.Module) -> bool:
+        return False
+
+
 class Kept:
     """The choice for one model: ``modules`` (with everything inside them) and single ``parameters`` by identity."""
 

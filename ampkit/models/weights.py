@@ -107,12 +107,13 @@ def cast_weights(model: nn.Module, lower_precision: torch.dtype, kept: Kept, sha
         for name, tensor in own_tensors(module):
             if tensor.dtype not in _CASTABLE:  # float64 and complex are never cast
                 continue
-            if kept.covers(module) or tensor in kept.parameters:
+            if tensor.dtype is torch.float32 and (kept.covers(module) or tensor in kept.parameters):
                 kept_names.append(name)
                 continue
             if tensor not in shared:
-                # .data and not .detach(): the value needs a version counter of its own.
-                entry = Float32Value(tensor.data, counted=name in module._parameters)
+                # .data and not .detach(): the value needs a version counter of its own. float() for weights that came in
+                # lower precision.
+                entry = Float32Value(tensor.data.float(), counted=name in module._parameters)
                 lower = tensor.detach().to(lower_precision)
                 gradient, tensor.grad = tensor.grad, None
                 tensor.data = lower

@@ -91,12 +91,16 @@ class OptimizerAdapter:
             slot.param.grad = slot.master.grad
         self.gradients.slots.clear()
 
-    def write_masters_to_model(self) -> None:
-        """Round every master that was written to since it last agreed with the model's weight into that weight."""
+    def write_masters_to_model(self, everything: bool = False) -> None:
+        """Round every master that was written to since it last agreed with the model's weight into that weight.
+
+        ``everything`` is for masters that were written to without torch counting it, through ``.data``.
+        """
         stale = [
             slot
             for slot in self.gradients.slots
-            if slot.master is not None and (slot.master.grad is not None or slot.master._version != slot.entry.value_version)
+            if slot.master is not None
+            and (everything or slot.master.grad is not None or slot.master._version != slot.entry.value_version)
         ]
         if stale:
             write_lower([slot.master for slot in stale], [slot.param for slot in stale])
