@@ -36,7 +36,7 @@ def torch_left_as_found():
     for namespace, attributes in zip(NAMESPACES, before):
         now = vars(namespace)
         changed = [name for name, value in attributes.items() if name not in now or now[name] is not value]
-        # Modules that torch imports late become its attributes, and copying a tensor leaves copyreg's cache on its class.
+        # Modules that torch imports late become its attributes; copying a tensor leaves copyreg's cache on its class.
         new = now.keys() - attributes.keys() - {"__slotnames__"}
         added = [name for name in new if not isinstance(now[name], types.ModuleType)]
         assert not changed and not added, f"{namespace.__name__}: changed {changed}, added {added}"

@@ -167,6 +167,8 @@ def _load_cuda(extension) -> tuple[bool, str]:
         return False, "this torch was built without CUDA"
     try:
         return True, f"built with torch {extension.load_cuda_kernels()}"
+    except ModuleNotFoundError:
+        return False, "the CUDA library was not built: AMPKIT_CUDA=1 pip install --no-build-isolation ."
     except (ImportError, OSError) as error:
         return False, f"the CUDA library could not be loaded: {error}"
 
