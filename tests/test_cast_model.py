@@ -1,0 +1,421 @@
+"""Casting a model (O2, O3, O5): what stays float32, and what its forward takes and returns.
+
+Values are compared with the same model in plain float32; bfloat16 has 8 bits of significand.
+"""
+
+import copy
+import dataclasses
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import ampkit
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+NORMS = {
+    "batch1d": (lambda: nn.BatchNorm1d(4), (2, 4, 5)),
+    "batch2d": (lambda: nn.BatchNorm2d(4), (2, 4, 5, 5)),
+    "batch3d": (lambda: nn.BatchNorm3d(4), (2, 4, 3, 3, 3)),
+    "instance": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (2, 4, 5, 5)),
+    "group": (lambda: nn.GroupNorm(2, 4), (2, 4, 5)),
+    "layer": (lambda: nn.LayerNorm(4), (2, 5, 4)),
+    "rms": (lambda: nn.RMSNorm(4), (2, 5, 4)),
+    "local response": (lambda: nn.LocalResponseNorm(2), (2, 4, 5)),
+}
+
+
+class TinyRMSNorm(nn.Module):
+    """Named like a norm, and none of torch's."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        assert x.dtype is self.weight.dtype
+        return x / x.square().mean(-1, keepdim=True).sqrt() * self.weight
+
+
+class Recorder(nn.Module):
+    """Hands its input through a weight, and remembers what it was called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen = []
+
+    def forward(self, *args, **kwargs):
+        self.seen.append((args, kwargs))
+        return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+
+
+def dtypes(model):
+    return {name: p.dtype for name, p in model.named_parameters()}
+
+
+def cast(model, level="O5", **settings):
+    return ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
+
+
+def assert_like_float32(model, *inputs, level, tolerance=0.05, **settings):
+    """Outputs and gradients of the cast model in both modes against those of the model as it is."""
+    twin = copy.deepcopy(model)
+    cast(model, level, **settings)
+    for training in (True, False):
+        model.train(training), twin.train(training)
+        with torch.set_grad_enabled(training):
+            found, expected = model(*inputs), twin(*inputs)
+        found, expected = (y if isinstance(y, torch.Tensor) else y[0] for y in (found, expected))
+        assert found.dtype is F32
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        if training:
+            found.square().mean().backward()
+            expected.square().mean().backward()
+    gradients = [(p.grad.float(), q.grad) for p, q in zip(model.parameters(), twin.parameters()) if q.grad is not None]
+    found, expected = (torch.cat([pair[i].flatten() for pair in gradients]) for i in (0, 1))
+    assert (found - expected).norm() <= 2 * tolerance * expected.norm()
+
+
+# What stays float32
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("level, dtype", (("O2", F16), ("O2", BF16), ("O5", BF16)))
+def test_norm_keeps_float32_weights_and_trains_close_to_float32(norm, level, dtype):
+    make, shape = NORMS[norm]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), make(), Scale())
+    assert_like_float32(model, torch.randn(shape), level=level, cast_model_type=dtype)
+    kept = {name for name, tensor in model.state_dict(keep_vars=True).items() if name.startswith("1.")}
+    assert {t.dtype for t in (*model[1].parameters(), *model[1].buffers()) if t.is_floating_point()} <= {F32}
+    assert model[2].factor.dtype is dtype and len(kept) == len(list(make().state_dict()))
+
+
+class Scale(nn.Module):
+    """A weight in lower precision after the norm, which gets what the norm returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        assert x.dtype is self.factor.dtype
+        return x * self.factor
+
+
+@pytest.mark.parametrize("level, kept", (("O2", F32), ("O5", F32), ("O3", BF16)))
+def test_class_named_norm_is_kept_like_torchs(level, kept):
+    model = cast(nn.Sequential(nn.Linear(4, 4), TinyRMSNorm(4), nn.Linear(4, 2)), level)
+    assert dtypes(model)["1.weight"] is kept and model[0].weight.dtype is BF16
+    assert model(torch.randn(2, 4)).dtype is F32
+
+
+@pytest.mark.parametrize("level, switch, norm", (("O2", False, BF16), ("O3", True, F32), ("O5", False, BF16), ("O3", None, BF16)))
+def test_keep_batchnorm_fp32_is_the_switch_for_all_norms(level, switch, norm):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), TinyRMSNorm(4))
+    cast(model, level, keep_batchnorm_fp32=switch)
+    assert {p.dtype for layer in model[1:] for p in layer.parameters()} == {norm}
+    assert model[1].running_mean.dtype is norm and model[1].num_batches_tracked.dtype is torch.int64
+    assert model(torch.randn(3, 4)).dtype is F32
+
+
+class Head(nn.Linear):
+    """A type of its own, to be named in keep_fp32."""
+
+
+KEPT = {
+    "module": (lambda m: m[2], {"2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"}),
+    "type": (lambda m: Head, {"2.1.weight", "2.1.bias"}),
+    "list of types": (lambda m: [Head, nn.Embedding], {"0.weight", "2.1.weight", "2.1.bias"}),
+    "name": (lambda m: "2.1", {"2.1.weight", "2.1.bias"}),
+    "pattern": (lambda m: ("2.*",), {"2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"}),
+    "two items": (lambda m: ["0", m[1]], {"0.weight", "1.weight", "1.bias"}),
+}
+
+
+@pytest.mark.parametrize("level", ("O2", "O3"))
+@pytest.mark.parametrize("case", KEPT)
+def test_keep_fp32_keeps_what_it_names(case, level):
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Head(4, 3)))
+    choose, names = KEPT[case]
+    cast(model, level, keep_fp32=choose(model))
+    assert {name for name, dtype in dtypes(model).items() if dtype is F32} == names
+    assert model(torch.arange(3)).dtype is F32
+
+
+def test_keep_fp32_of_a_tied_weight_keeps_both_ends():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight
+    twin = copy.deepcopy(model)
+    cast(model, "O2", keep_fp32="2")
+    assert model[0].weight is model[2].weight and model[0].weight.dtype is F32 and model[1].weight.dtype is BF16
+    torch.testing.assert_close(model(torch.arange(3)), twin(torch.arange(3)), atol=0.03, rtol=0.03)
+
+
+def test_kept_module_gets_float32_and_gives_back_lower_precision():
+    kept = Recorder()
+    model = nn.Sequential(nn.Linear(2, 2), kept, nn.Linear(2, 2))
+    cast(model, "O5", keep_fp32=[kept])
+    model(torch.ones(1, 2))
+    assert kept.seen[0][0][0].dtype is F32
+
+
+# What forward takes and returns
+
+Pair = namedtuple("Pair", "x label")
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    label: torch.Tensor
+    name: str = "batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenBatch:
+    x: torch.Tensor
+    label: torch.Tensor
+
+
+class ModelOutput(OrderedDict):
+    """In the manner of Hugging Face: a dataclass and an OrderedDict, attributes and keys agree."""
+
+    def __init__(self, **values):
+        super().__init__(**values)
+        for name, value in values.items():
+            super().__setattr__(name, value)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+X, LABEL, WIDE = torch.ones(2, 3), torch.arange(2), torch.ones(1, dtype=torch.float64)
+CONTAINERS = {
+    "tensor": X,
+    "dict": {"x": X, "label": LABEL, "n": 1},
+    "OrderedDict": OrderedDict(x=X, label=LABEL),
+    "namedtuple": Pair(X, LABEL),
+    "dataclass": Batch(X, LABEL),
+    "frozen dataclass": FrozenBatch(X, LABEL),
+    "ModelOutput": ModelOutput(x=X, label=LABEL),
+    "nested": [{"a": (X, [Pair(X, "text")])}, LABEL, None],
+    "PackedSequence": pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 2]), batch_first=True),
+}
+
+
+def leaves(value):
+    """(type of the container, its items) all the way down."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, dict):
+        return type(value), {key: leaves(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):
+        return type(value), {key: leaves(item) for key, item in vars(value).items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [leaves(item) for item in value]
+    return value
+
+
+def expected(value, dtype):
+    """`leaves` with float32 replaced."""
+    if isinstance(value, torch.dtype):
+        return dtype if value is F32 else value
+    if isinstance(value, dict):
+        return {key: expected(item, dtype) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(expected(item, dtype) for item in value)
+    return value
+
+
+@pytest.mark.parametrize("call", ("model(x)", "model.forward(x)", "keyword"))
+@pytest.mark.parametrize("case", CONTAINERS)
+def test_containers_keep_their_types_in_and_out(case, call):
+    model, value = cast(Recorder()), CONTAINERS[case]
+    before = leaves(value)
+    if call == "keyword":
+        _, returned = model(value=value)
+        returned = returned["value"]
+        received = model.seen[0][1]["value"]
+    else:
+        returned = model(value) if call == "model(x)" else model.forward(value)
+        received = model.seen[0][0][0]
+    assert leaves(received) == expected(before, BF16)
+    assert leaves(returned) == before  # float32 again
+    assert leaves(value) == before  # and not edited in place
+    if case == "ModelOutput":
+        assert received.x is received["x"] and returned.x is returned["x"]
+
+
+def test_float64_integers_and_complex_inputs_are_left_alone():
+    model = cast(Recorder())
+    given = (WIDE, LABEL, torch.ones(1, dtype=torch.complex64), torch.ones(1, dtype=torch.bool), "text", None, 3.0)
+    model(*given)
+    assert all(received is value for received, value in zip(model.seen[0][0], given))
+
+
+@pytest.mark.parametrize("outputs", (F16, BF16, F32))
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3", "O5"))
+def test_cast_model_outputs_decides_the_dtype_of_outputs(level, outputs):
+    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, cast_model_outputs=outputs, verbosity=0)
+    assert model(torch.ones(1, 2)).dtype is outputs and model.forward(torch.ones(1, 2)).dtype is outputs
+
+
+class Encoder(nn.Module):
+    """Methods beside forward, decorated and not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    @ampkit.cast_inputs
+    def encode(self, x):
+        """What encode does."""
+        return self.first(x)
+
+    def bare(self, x):
+        return self.first(x)
+
+    def forward(self, x):
+        return self.second(self.encode(x))
+
+
+@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+def test_cast_inputs_makes_a_method_cast_like_forward(level):
+    model = Encoder()
+    plain = model.encode(X)
+    cast(model, level)
+    assert model.encode(X).dtype is F32 and torch.allclose(model.encode(X), plain, atol=0.03)
+    assert model(X).dtype is F32  # forward calls encode, and goes on in lower precision
+    assert Encoder.encode.__doc__ == "What encode does." and Encoder.encode.__name__ == "encode"
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.bare(X)
+
+
+@pytest.mark.parametrize("level", ("O0", "O1"))
+def test_cast_inputs_changes_nothing_where_the_model_is_not_cast(level):
+    model = Encoder()
+    with torch.no_grad():
+        plain = model.encode(X)
+        ampkit.initialize(model, opt_level=level, verbosity=0)
+        torch.testing.assert_close(model.encode(X).float(), plain, atol=0 if level == "O0" else 0.03, rtol=0)
+
+
+def test_model_inside_another_of_the_same_session_stays_in_lower_precision():
+    inner, outer = Encoder(), nn.Sequential()
+    outer.append(inner).append(nn.Linear(2, 2))
+    ampkit.initialize([inner, outer], opt_level="O5", verbosity=0)
+    assert outer(X).dtype is F32 and inner(X).dtype is F32
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+@pytest.mark.parametrize("kind", (nn.LSTM, nn.GRU, nn.RNN))
+def test_recurrent_layers_train_close_to_float32(kind, level):
+    assert_like_float32(kind(3, 4, num_layers=2, batch_first=True, bidirectional=True), torch.randn(2, 5, 3), level=level)
+
+
+@pytest.mark.parametrize("level", ("O2", "O5"))
+def test_packed_sequence_goes_through_an_lstm(level):
+    lstm = nn.LSTM(1, 2, batch_first=True)
+    packed = CONTAINERS["PackedSequence"]
+    plain, _ = lstm(packed)
+    found, (hidden, cell) = cast(lstm, level)(packed)
+    assert isinstance(found, PackedSequence) and found.data.dtype is hidden.dtype is cell.dtype is F32
+    torch.testing.assert_close(found.data, plain.data, atol=0.02, rtol=0)
+    assert torch.equal(found.batch_sizes, plain.batch_sizes)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm_first", (False, True))
+@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+def test_transformer_encoder_trains_and_evaluates_close_to_float32(level, norm_first):
+    # In eval without grad torch takes a fast path of its own, which wants one dtype throughout.
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=not norm_first)
+    assert_like_float32(copy.deepcopy(model), torch.randn(2, 3, 8), level=level, tolerance=0.08)
+    ampkit.close()
+    mask = torch.tensor([[False, False, False], [False, False, True]])
+    twin = copy.deepcopy(model).eval()
+    cast(model, level).eval()
+    with torch.no_grad():
+        x = torch.randn(2, 3, 8)
+        found, plain = (net(x, src_key_padding_mask=mask)[~mask] for net in (model, twin))
+    torch.testing.assert_close(found, plain, atol=0.08, rtol=0.08)
+
+
+@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+def test_multihead_attention_trains_and_evaluates_close_to_float32(level):
+    x = torch.randn(2, 3, 8)
+    assert_like_float32(nn.MultiheadAttention(8, 2, batch_first=True), x, x, x, level=level)
+
+
+class TinyViT(nn.Module):
+    """Patches, a class token and positions as bare parameters, blocks, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.positions = nn.Parameter(torch.randn(1, 5, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+def test_vision_transformer_trains_close_to_float32(level):
+    assert_like_float32(TinyViT(), torch.randn(2, 3, 8, 8), level=level, tolerance=0.08)
+
+
+def resnet():
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
+
+
+@pytest.mark.parametrize("level, dtype", (("O2", BF16), ("O3", BF16), ("O5", BF16), ("O2", F16)))
+def test_resnet_trains_close_to_float32(level, dtype):
+    pytest.importorskip("torchvision")
+    assert_like_float32(resnet(), torch.randn(8, 3, 48, 48), level=level, cast_model_type=dtype, tolerance=0.2)
+
+
+def test_batch_norm_statistics_are_those_of_float32():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    x = torch.randn(64, 3) * 3 + 100
+    cast(model, "O2", cast_model_type=F16)
+    model(x)
+    lower = x.to(F16).double()  # the input is rounded, the statistics are not
+    torch.testing.assert_close(model[0].running_mean.double(), 0.1 * lower.mean(0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(model[0].running_var.double(), 0.9 + 0.1 * lower.var(0), rtol=1e-4, atol=0)
+
+
+def test_base_class_that_wants_arguments_of_its_subclasses_is_no_obstacle():
+    registered = []
+
+    class Registry(nn.Module):
+        def __init_subclass__(cls, *, tag, **kwargs):
+            super().__init_subclass__(**kwargs)
+            registered.append((cls, tag))
+
+    class Tagged(Registry, tag="tagged"):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    assert cast(Tagged())(X).dtype is F32
+    assert registered == [(Tagged, "tagged")]
