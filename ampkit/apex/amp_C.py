@@ -1,0 +1,536 @@
+"""``amp_C``: Apex's multi-tensor functions, with its argument lists, over ``ampkit.kernels``.
+
+Every function takes a chunk size (which chose the launch, and is ignored), an int32 no-op flag of one element, and lists
+of tensors, on any device. A function that checks sets the flag to 1 and never back; those that heed the flag return
+at once when it is 1. Lists that do not fit together are a RuntimeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import kernels
+from ..kernels import updates
+from ..kernels.updates import update_scale_ as _update_scale
+
+Lists = Sequence[Sequence[torch.Tensor]]
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
+    """out = in * scale, for the lists (in, out). A non-finite input sets the flag; everything is written in any case."""
+    inputs, outputs = _lists("multi_tensor_scale", tensor_lists, 2, noop_flag)
+    found_inf = _found_inf(noop_flag)
+    kernels.multi_tensor_scale(inputs, outputs, float(scale), found_inf)
+    _raise_flag(noop_flag, found_inf)
+
+
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
+) -> None:
+    """out = a * x + b * y, for the lists (x, y, out). ``arg_to_check``: -1 both, 0 x, 1 y."""
+    xs, ys, outputs = _lists("multi_tensor_axpby", tensor_lists, 3, noop_flag)
+    found_inf = _found_inf(noop_flag)
+    kernels.multi_tensor_axpby(xs, ys, outputs, float(a), float(b), found_inf, int(arg_to_check))
+    _raise_flag(noop_flag, found_inf)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of all [1], norm of each [n], or [0] unless ``per_tensor``), float32. A non-finite norm sets the flag."""
+    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1, noop_flag)
+    norm, norms = kernels.multi_tensor_l2norm(tensors, bool(per_tensor))
+    _raise_flag(noop_flag, norm.isfinite().logical_not())
+    return norm, norms
+
+
+def multi_tensor_l2norm_mp(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As multi_tensor_l2norm; with the flag set, zeros without work."""
+    (tensors,) = _lists("multi_tensor_l2norm_mp", tensor_lists, 1, noop_flag)
+    if _is_noop(noop_flag):
+        device = tensors[0].device
+        return torch.zeros(1, device=device), torch.zeros(len(tensors) if per_tensor else 0, device=device)
+    return multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+
+
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = in * scale for the lists (in, out), and the norms of the scaled values."""
+    inputs, outputs = _lists("multi_tensor_l2norm_scale", tensor_lists, 2, noop_flag)
+    norm, norms = kernels.multi_tensor_l2norm(inputs, bool(per_tensor))  # first: outputs may be the inputs
+    kernels.multi_tensor_scale(inputs, outputs, float(scale))
+    _raise_flag(noop_flag, norm.isfinite().logical_not())
+    return norm * abs(float(scale)), norms * abs(float(scale))
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, inv_scale: torch.Tensor, per_tensor: bool | None = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms that the tensors would have after unscaling by ``inv_scale``; the tensors stay as they are."""
+    (tensors,) = _lists("multi_tensor_unscale_l2norm", tensor_lists, 1, noop_flag)
+    norm, norms = kernels.multi_tensor_l2norm(tensors, bool(per_tensor))
+    _raise_flag(noop_flag, norm.isfinite().logical_not())
+    factor = torch.as_tensor(inv_scale).reshape(()).to(norm).abs()
+    return norm * factor, norms * factor
+
+
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float = 1.0,
+) -> None:
+    """SGD on the lists (g, p, momentum[, copy of p in lower precision]), with gradients times ``scale``. Heeds the flag."""
+    grads, params, momenta, *lower = _lists("multi_tensor_sgd", tensor_lists, (3, 4), noop_flag)
+    if _is_noop(noop_flag):
+        return
+    updates.sgd(
+        grads,
+        params,
+        momenta,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=wd,
+        nesterov=bool(nesterov),
+        first_run=bool(first_run),
+        wd_after_momentum=bool(wd_after_momentum),
+        scale=float(scale),
+        lower=lower[0] if lower else None,
+    )
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Adam on the lists (g, p, m, v); ``mode`` 0 is L2 regularisation, 1 decoupled weight decay. Ignores the flag."""
+    grads, params, exp_avgs, exp_avg_sqs = _lists("multi_tensor_adam", tensor_lists, 4, noop_flag)
+    updates.adam(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        step=step,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        weight_decay=weight_decay,
+    )
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: torch.Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: torch.Tensor,
+) -> None:
+    """multi_tensor_adam with rate, step and 1 / scale in tensors; unscales the gradients. Heeds the flag."""
+    lists = _lists("multi_tensor_adam_capturable", tensor_lists, 4, noop_flag)
+    _adam_capturable(noop_flag, lists, lr, (beta1, beta2), eps, step, mode, bias_correction, weight_decay, inv_scale)
+
+
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: torch.Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: torch.Tensor,
+) -> None:
+    """multi_tensor_adam_capturable on the lists (g, p, m, v, master of p)."""
+    lists = _lists("multi_tensor_adam_capturable_master", tensor_lists, 5, noop_flag)
+    _adam_capturable(noop_flag, lists, lr, (beta1, beta2), eps, step, mode, bias_correction, weight_decay, inv_scale)
+
+
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    eps: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """Adagrad on the lists (g, p, sum); ``mode`` as in multi_tensor_adam."""
+    grads, params, sums = _lists("multi_tensor_adagrad", tensor_lists, 3, noop_flag)
+    updates.adagrad(grads, params, sums, lr=lr, eps=eps, decoupled=mode == 1, weight_decay=weight_decay)
+
+
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    grad_norms: torch.Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """NovoGrad on the lists (g, p, m); updates ``grad_norms``. ``mode`` 0 normalises inside the momentum."""
+    grads, params, exp_avgs = _lists("multi_tensor_novograd", tensor_lists, 3, noop_flag)
+    updates.novograd(
+        grads,
+        params,
+        exp_avgs,
+        grad_norms,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        step=step,
+        bias_correction=bool(bias_correction),
+        weight_decay=weight_decay,
+        grad_averaging=bool(grad_averaging),
+        reg_inside_moment=mode == 0,
+        norm_type=norm_type,
+    )
+
+
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: torch.Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """LAMB on the lists (g, p, m, v). The gradients are overwritten by the directions taken."""
+    grads, params, exp_avgs, exp_avg_sqs = _lists("multi_tensor_lamb", tensor_lists, 4, noop_flag)
+    directions = updates.lamb_direction(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        betas=(beta1, beta2),
+        eps=eps,
+        step=step,
+        decays=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        grad_averaging=bool(grad_averaging),
+        global_grad_norm=global_grad_norm,
+        max_grad_norm=max_grad_norm,
+    )
+    updates.lamb_move(params, directions, lr=lr, trusts=bool(use_nvlamb) or weight_decay != 0)
+    _copy(grads, directions)
+
+
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: torch.Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: torch.Tensor,
+    max_grad_norm: torch.Tensor,
+    use_nvlamb: bool | None,
+    found_inf: torch.Tensor,
+    inv_scale: torch.Tensor,
+) -> None:
+    """multi_tensor_lamb on (g, p, m, v[, copy of p in lower precision]), unscaling; does nothing after ``found_inf``.
+
+    ``global_grad_norm`` and ``max_grad_norm`` are compared as they are: both scaled, or both not.
+    """
+    grads, params, exp_avgs, exp_avg_sqs, *lower = _lists("multi_tensor_lamb_mp", tensor_lists, (4, 5), noop_flag)
+    if bool(found_inf.item()):
+        return
+    directions = updates.lamb_direction(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        betas=(beta1, beta2),
+        eps=eps,
+        step=step,
+        decays=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        grad_averaging=bool(grad_averaging),
+        global_grad_norm=global_grad_norm,
+        max_grad_norm=max_grad_norm,
+        inverse_scale=inv_scale,
+    )
+    trusts = bool(use_nvlamb) or weight_decay != 0
+    updates.lamb_move(params, directions, lr=lr, trusts=trusts, lower=lower[0] if lower else None)
+    _copy(grads, directions)
+
+
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    per_tensor_decay: torch.Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    global_grad_norm: torch.Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """The first half of LAMB on the lists (g, p, m, v, update), with a weight decay for each tensor."""
+    grads, params, exp_avgs, exp_avg_sqs, outputs = _lists("multi_tensor_lamb_stage1_cuda", tensor_lists, 5, noop_flag)
+    directions = updates.lamb_direction(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        betas=(beta1, beta2),
+        eps=eps,
+        step=step,
+        decays=torch.as_tensor(per_tensor_decay).tolist(),
+        global_grad_norm=global_grad_norm,
+        max_grad_norm=max_global_grad_norm,
+    )
+    _copy(outputs, directions)
+
+
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    per_tensor_param_norm: torch.Tensor,
+    per_tensor_update_norm: torch.Tensor,
+    lr: float,
+    weight_decay: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """The second half of LAMB on the lists (p, update)."""
+    params, directions = _lists("multi_tensor_lamb_stage2_cuda", tensor_lists, 2, noop_flag)
+    updates.lamb_move(
+        params,
+        directions,
+        lr=lr,
+        trusts=bool(use_nvlamb) or weight_decay != 0,
+        param_norms=per_tensor_param_norm,
+        direction_norms=per_tensor_update_norm,
+    )
+
+
+def multi_tensor_lars(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    grad_norms: torch.Tensor,
+    param_norms: torch.Tensor,
+    lr: float,
+    trust_coefficient: float,
+    eps: float,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+    is_skipped: bool = False,
+) -> None:
+    """LARS on the lists (g, p, momentum[, copy of p in lower precision]); ``is_skipped`` is plain SGD. Heeds the flag."""
+    grads, params, momenta, *lower = _lists("multi_tensor_lars", tensor_lists, (3, 4), noop_flag)
+    if _is_noop(noop_flag):
+        return
+    trust = None
+    if not is_skipped:
+        trust = updates.lars_trust(
+            grad_norms, param_norms, trust_coefficient=trust_coefficient, eps=eps, weight_decay=weight_decay
+        ).unbind()
+    updates.sgd(
+        grads,
+        params,
+        momenta,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=bool(nesterov),
+        first_run=bool(first_run),
+        wd_after_momentum=bool(wd_after_momentum),
+        scale=float(scale),
+        trust=trust,
+        lower=lower[0] if lower else None,
+    )
+
+
+def update_scale_hysteresis(
+    current_scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> torch.Tensor:
+    """Move a loss scale and its two counters, in place; returns the scale."""
+    return _update_scale(
+        current_scale,
+        growth_tracker,
+        hysteresis_tracker,
+        found_inf,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+    )
+
+
+def _adam_capturable(
+    noop_flag: torch.Tensor,
+    lists: list[list[torch.Tensor]],
+    lr: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    step: torch.Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: torch.Tensor,
+) -> None:
+    if _is_noop(noop_flag):
+        return
+    grads, params, exp_avgs, exp_avg_sqs, *masters = lists
+    with torch.no_grad():
+        torch._foreach_mul_(grads, [torch.as_tensor(inv_scale).reshape(()).to(g.device) for g in grads])
+    updates.adam(
+        grads,
+        masters[0] if masters else params,
+        exp_avgs,
+        exp_avg_sqs,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        step=step,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        weight_decay=weight_decay,
+    )
+    if masters:
+        _copy(params, masters[0])
+
+
+def _lists(op: str, tensor_lists: Lists, depth: int | tuple[int, ...], noop_flag: torch.Tensor) -> list[list[torch.Tensor]]:
+    """The lists, once they are known to fit together. Tensors of one size but different shapes are flattened."""
+    allowed = (depth,) if isinstance(depth, int) else depth
+    lists = [list(tensors) for tensors in tensor_lists]
+    if len(lists) not in allowed:
+        raise RuntimeError(f"{op}: expected {' or '.join(map(str, allowed))} lists of tensors, found {len(lists)}")
+    if noop_flag.dtype is not torch.int32 or noop_flag.numel() != 1:
+        raise RuntimeError(
+            f"{op}: the no-op flag must be an int32 tensor of one element, found {noop_flag.dtype} of shape "
+            f"{list(noop_flag.shape)}; use torch.zeros(1, dtype=torch.int)"
+        )
+    if not lists[0]:
+        raise RuntimeError(f"{op}: the first list of tensors is empty")
+    for i, tensors in enumerate(lists):
+        if len(tensors) != len(lists[0]):
+            raise RuntimeError(
+                f"{op}: list {i} has {len(tensors)} tensors, list 0 has {len(lists[0])}; pass lists of one length"
+            )
+        for j, (tensor, first) in enumerate(zip(tensors, lists[0])):
+            where = f"{op}: tensor {j} of list {i}"
+            if tensor.numel() != first.numel():
+                raise RuntimeError(f"{where} has {tensor.numel()} elements, its twin in list 0 has {first.numel()}")
+            if tensor.device != first.device:
+                raise RuntimeError(f"{where} is on {tensor.device}, its twin in list 0 is on {first.device}")
+            if not tensor.is_floating_point():
+                raise RuntimeError(f"{where} is {tensor.dtype}; expected a floating point dtype")
+            if not _is_dense(tensor):
+                raise RuntimeError(f"{where} is neither contiguous nor channels-last; call .contiguous() on it")
+    for j, first in enumerate(lists[0]):
+        if any(tensors[j].shape != first.shape for tensors in lists):
+            for tensors in lists:
+                tensors[j] = tensors[j].detach().view(-1)
+    return lists
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.is_contiguous()
+        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
+def _found_inf(noop_flag: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
+
+
+@torch.no_grad()
+def _raise_flag(noop_flag: torch.Tensor, found: torch.Tensor) -> None:
+    """Set the flag where something was found, without asking the host; never clear it."""
+    noop_flag.masked_fill_(found.to(noop_flag.device).reshape(noop_flag.shape) > 0, 1)
+
+
+def _is_noop(noop_flag: torch.Tensor) -> bool:
+    return bool(noop_flag.item())
+
+
+@torch.no_grad()
+def _copy(outputs: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(outputs, list(values))
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"amp_C has no {name!r} here: ampkit provides the functions of optimizers, norms and loss scaling "
+        f"({', '.join(sorted(one for one in globals() if one.startswith(('multi_tensor', 'update_'))))})."
+    )

@@ -1,0 +1,1 @@
+"""``apex.contrib``: of its many packages only ``optimizers``."""

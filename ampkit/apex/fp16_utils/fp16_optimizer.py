@@ -1,0 +1,344 @@
+"""``apex.fp16_utils.fp16_optimizer``: master weights and a loss scale around one optimizer, without ``initialize``.
+
+`FP16_Optimizer` is what scripts from before amp use: the model is float16 already, the wrapper makes the masters at once
+and takes over ``backward``. Its checkpoints hold tensors and plain values only, and load under ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import kernels
+from ...errors import CheckpointError, LossScaleError
+from ...loss_scale import (
+    DEFAULT_MAX_LOSS_SCALE,
+    DEFAULT_MIN_LOSS_SCALE,
+    DynamicLossScale,
+    DynamicScaler,
+    LossScaler,
+    StaticScaler,
+)
+from ...optimizers import adapter_of
+
+_LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
+_DYNAMIC_ARGUMENTS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
+
+
+class FP16_Optimizer:
+    """Wraps ``init_optimizer``, whose float16 and bfloat16 parameters get float32 masters.
+
+    ``optimizer.backward(loss)`` in place of ``loss.backward()``, then ``optimizer.step()``. Gradients that are not finite
+    make the step a no-op, and a dynamic scale falls. ``dynamic_loss_args``: init_scale, scale_factor, scale_window,
+    min_loss_scale, max_loss_scale. New scripts are better served by ``ampkit.initialize(..., opt_level="O2")``.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        if adapter_of(init_optimizer) is not None:
+            raise RuntimeError(
+                "FP16_Optimizer was given an optimizer that initialize() has prepared already: it has its masters and its "
+                "loss scale. Use amp.scale_loss with it, without FP16_Optimizer."
+            )
+        self.verbose = verbose
+        self._say(
+            "Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon. amp.initialize is its successor."
+        )
+        self.optimizer = init_optimizer
+        self.fp16_groups: list[list[nn.Parameter]] = []
+        self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
+        self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
+        for group in init_optimizer.param_groups:
+            self._add_masters(group)
+        self.all_fp16_params = [param for group in self.fp16_groups for param in group]
+        self.all_fp32_from_fp16_params = [param for group in self.fp32_from_fp16_groups for param in group]
+        self.all_fp32_from_fp32_params = [param for group in self.fp32_from_fp32_groups for param in group]
+        self.loss_scaler: LossScaler = _make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args or {})
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self._scale_of_gradients: float | None = None
+        self._own_are_unscaled = False
+        self.clip_grad_norm = nn.utils.clip_grad_norm_
+
+    # What a script reads and writes
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.loss_scale = float(value)
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    def __repr__(self) -> str:
+        return f"FP16_Optimizer({self.optimizer!r})"
+
+    # The iteration
+
+    def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:
+        """Clear the gradients of the model and of the masters."""
+        to_none = set_grads_to_None if set_to_none is None else set_to_none
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                _clear(param, to_none)
+        for param in self.all_fp16_params:
+            _clear(param, to_none)
+        self._scale_of_gradients = None
+        self._own_are_unscaled = False
+
+    def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Back-propagate the scaled loss, and bring the gradients to the masters unless ``update_master_grads=False``.
+
+        Several calls add up; all but the last may leave the masters out, as with gradient accumulation.
+        """
+        scale = self.loss_scale
+        self._bring_gradients_to(scale)
+        (loss.float() * scale).backward(retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    @torch.no_grad()
+    def update_master_grads(self) -> None:
+        """Unscale the model's gradients into the masters', check them, and move a dynamic scale.
+
+        Gradients of float32 parameters are unscaled where they are.
+        """
+        scale = self._scale_of_gradients or self.loss_scale
+        sources, targets = [], []
+        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
+            if param.grad is None:
+                master.grad = None
+                continue
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            sources.append(param.grad)
+            targets.append(master.grad)
+        own = [] if self._own_are_unscaled else _gradients(self.all_fp32_from_fp32_params)
+        sources, targets = sources + own, targets + own
+        found_inf = torch.zeros(1, device=sources[0].device if sources else "cpu")
+        kernels.multi_tensor_scale(sources, targets, 1.0 / scale, found_inf)
+        self._own_are_unscaled = True
+        verdict = self.loss_scaler.judge(found_inf)
+        self.overflow = verdict.overflowed and (self.loss_scaler.dynamic or self.loss_scale != 1.0)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the masters' gradients by their joint norm, which is returned; -1 after an overflow."""
+        if self.overflow:
+            return -1
+        masters = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return nn.utils.clip_grad_norm_(masters, max_norm, norm_type)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step and round the masters into the model; after an overflow, neither.
+
+        A ``closure`` calls ``optimizer.backward(loss)`` and returns the loss. It is called again while its gradients overflow.
+        """
+        if closure is not None:
+            result = self._step_with_closure(closure)
+        elif self.overflow:
+            dynamic = f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}"
+            self._say(dynamic if self.loss_scaler.dynamic else self.loss_scaler.overflow_line())
+            return None
+        else:
+            result = self.optimizer.step()
+        self._masters_to_model()
+        return result
+
+    def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
+        """The masters' gradients, group by group; None after an overflow, when they mean nothing."""
+        if self.overflow:
+            print(
+                "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state. Gradients are currently "
+                "invalid (may be inf, nan, or stale). Returning None."
+            )
+            return None
+        return [
+            [None if param.grad is None else param.grad.data for param in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values: the scaler's state, the optimizer's, and the masters."""
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[param.detach() for param in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` wrote, or what Apex's wrote, where the scaler was pickled as an object.
+
+        Load the model's own checkpoint as well: only the masters are copied here. A file with a pickled scaler opens with
+        ``torch.load(path, weights_only=False)`` alone, which runs code from the file: for files from a source you trust.
+        """
+        saved = state_dict["fp32_from_fp16"]
+        ours, theirs = (
+            [[tuple(param.shape) for param in group] for group in groups] for groups in (self.fp32_from_fp16_groups, saved)
+        )
+        if ours != theirs:
+            raise CheckpointError(
+                f"FP16_Optimizer: the checkpoint holds masters of shapes {theirs}, this optimizer has {ours}. Build the model "
+                "and the optimizer as they were when it was saved."
+            )
+        self._load_scaler(state_dict["loss_scaler"])
+        self.dynamic_loss_scale = self.loss_scaler.dynamic
+        self.overflow = bool(state_dict["overflow"])
+        self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for group, values in zip(self.fp32_from_fp16_groups, saved):
+            for master, value in zip(group, values):
+                master.copy_(value)
+
+    # Helpers
+
+    def _add_masters(self, group: dict[str, Any]) -> None:
+        halves, masters, floats = [], [], []
+        for index, param in enumerate(group["params"]):
+            if not param.requires_grad:
+                continue
+            if param.dtype in _LOWER_PRECISIONS:
+                master = nn.Parameter(param.detach().clone().float())
+                group["params"][index] = master
+                state = self.optimizer.state
+                if param in state:
+                    state[master] = state.pop(param)
+                halves.append(param)
+                masters.append(master)
+            elif param.dtype is torch.float32:
+                floats.append(param)
+            else:
+                raise TypeError(f"FP16_Optimizer expects parameters of float16, bfloat16 or float32, found {param.dtype}.")
+        self.fp16_groups.append(halves)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(floats)
+        # State that an earlier step left in lower precision follows the masters.
+        for param in group["params"]:
+            for name, value in self.optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype in _LOWER_PRECISIONS:
+                    self.optimizer.state[param][name] = value.float()
+
+    @torch.no_grad()
+    def _bring_gradients_to(self, scale: float) -> None:
+        """Gradients of earlier backward passes, to which the next one adds: all of them at its scale."""
+        before = self._scale_of_gradients or scale
+        own = _gradients(self.all_fp32_from_fp32_params)
+        for found, factor in (
+            (_gradients(self.all_fp16_params), scale / before),
+            (own, scale if self._own_are_unscaled else scale / before),
+        ):
+            if factor != 1.0:
+                kernels.multi_tensor_scale(found, found, factor)
+        self._scale_of_gradients = scale
+        self._own_are_unscaled = False
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def evaluate() -> Any:
+            # The masters moved since the model last heard of them, except before the first evaluation.
+            if self.first_closure_call_this_step:
+                self.first_closure_call_this_step = False
+            else:
+                self._masters_to_model()
+            with torch.enable_grad():
+                loss = closure()
+                while self.overflow:
+                    if not self.loss_scaler.dynamic:
+                        raise LossScaleError(self.loss_scaler.overflow_line())
+                    self.loss_scaler.raise_if_hopeless("raise")
+                    self._say(f"OVERFLOW within closure! Skipping step, reducing loss scale to {self.loss_scale}")
+                    loss = closure()
+            return loss
+
+        try:
+            return self.optimizer.step(evaluate)
+        finally:
+            self.first_closure_call_this_step = True
+
+    @torch.no_grad()
+    def _masters_to_model(self) -> None:
+        if self.all_fp16_params:
+            torch._foreach_copy_(self.all_fp16_params, [master.detach() for master in self.all_fp32_from_fp16_params])
+
+    def _load_scaler(self, saved: Any) -> None:
+        if isinstance(saved, Mapping):
+            state = dict(saved)
+        else:
+            # Apex pickled the object: of amp's LossScaler, or of a still older one.
+            found = vars(saved)
+            scale = next((found[name] for name in ("_loss_scale", "cur_scale", "_amp_loss_scale") if name in found), None)
+            if scale is None:
+                raise CheckpointError(
+                    f"FP16_Optimizer: the checkpoint's 'loss_scaler' is a {type(saved).__name__} without a scale that is known "
+                    "here. Put {'loss_scale': 65536.0, 'unskipped': 0} in its place to go on from there."
+                )
+            state = {"loss_scale": float(scale), "unskipped": int(found.get("_unskipped", 0))}
+        if not self.loss_scaler.dynamic:
+            self.loss_scaler = StaticScaler(float(state["loss_scale"]))
+        self.loss_scaler.load_state_dict(state)
+
+    def _say(self, message: str) -> None:
+        if self.verbose:
+            print(message)
+
+
+def _make_scaler(static_loss_scale: float, dynamic: bool, arguments: Mapping[str, Any]) -> LossScaler:
+    if not dynamic:
+        return StaticScaler(float(static_loss_scale))
+    unknown = [name for name in arguments if name not in _DYNAMIC_ARGUMENTS]
+    if unknown:
+        raise TypeError(
+            f"FP16_Optimizer: dynamic_loss_args has unknown {', '.join(map(repr, unknown))}; it takes "
+            f"{', '.join(_DYNAMIC_ARGUMENTS)}."
+        )
+    maximum = float(arguments.get("max_loss_scale", DEFAULT_MAX_LOSS_SCALE))
+    rule = DynamicLossScale(
+        init_scale=min(maximum, float(arguments.get("init_scale", 2.0**16))),
+        growth_factor=float(arguments.get("scale_factor", 2.0)),
+        backoff_factor=1.0 / float(arguments.get("scale_factor", 2.0)),
+        growth_interval=int(arguments.get("scale_window", 2000)),
+    )
+    return DynamicScaler(rule, arguments.get("min_loss_scale") or DEFAULT_MIN_LOSS_SCALE, maximum)
+
+
+def _gradients(params: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _clear(param: torch.Tensor, to_none: bool) -> None:
+    if param.grad is None:
+        return
+    if to_none:
+        param.grad = None
+    else:
+        param.grad.detach_().zero_()

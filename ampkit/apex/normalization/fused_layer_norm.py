@@ -1,0 +1,218 @@
+"""``apex.normalization.fused_layer_norm``: layer norm and RMS norm over torch's kernels.
+
+The plain forms return the input's dtype, the mixed ones the parameters', whatever the two are; inside
+``torch.autocast`` the input counts as being in autocast's dtype. Statistics are float32 at least. Input and parameters
+of different dtypes meet in the wider one, so that half-precision activations and float32 weights (O1) go together.
+``memory_efficient`` is accepted everywhere: it changed what Apex's kernels kept for the backward pass, not their results.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Shape = int | Sequence[int]
+
+
+def fused_layer_norm(
+    input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> torch.Tensor:
+    """Layer norm without parameters."""
+    input = _in_autocast(input)
+    return _layer_norm(input, None, None, normalized_shape, eps, input.dtype)
+
+
+def fused_layer_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """Layer norm in the input's dtype."""
+    input = _in_autocast(input)
+    return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """Layer norm in the parameters' dtype."""
+    return _layer_norm(_in_autocast(input), weight, bias, normalized_shape, eps, weight.dtype)
+
+
+def fused_rms_norm(
+    input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> torch.Tensor:
+    """RMS norm without parameters."""
+    input = _in_autocast(input)
+    return _rms_norm(input, None, normalized_shape, eps, input.dtype)
+
+
+def fused_rms_norm_affine(
+    input: torch.Tensor, weight: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> torch.Tensor:
+    """RMS norm in the input's dtype."""
+    input = _in_autocast(input)
+    return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: torch.Tensor, weight: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> torch.Tensor:
+    """RMS norm in the weight's dtype."""
+    return _rms_norm(_in_autocast(input), weight, normalized_shape, eps, weight.dtype)
+
+
+def manual_rms_norm(input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMS norm; in the weight's dtype where that is a lower precision, else in the input's."""
+    low = weight is not None and weight.dtype in (torch.float16, torch.bfloat16)
+    return _rms_norm(input, weight, normalized_shape, eps, weight.dtype if low else input.dtype)
+
+
+class FusedLayerNorm(nn.Module):
+    """Layer norm with the output in the input's dtype."""
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = _as_shape(normalized_shape)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(self.normalized_shape))
+            self.bias = nn.Parameter(torch.empty(self.normalized_shape))
+        else:
+            self.register_parameter("weight", None)
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.elementwise_affine:
+            return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
+        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class FusedRMSNorm(nn.Module):
+    """RMS norm with the output in the input's dtype; it has a weight and no bias."""
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = _as_shape(normalized_shape)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(self.normalized_shape))
+        else:
+            self.register_parameter("weight", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            nn.init.ones_(self.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.elementwise_affine:
+            return fused_rms_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
+        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """Layer norm with the output in the parameters' dtype."""
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object) -> None:
+        _refuse_without_parameters(type(self).__name__, kwargs)
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=True, memory_efficient=memory_efficient)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return mixed_dtype_fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+        )
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """RMS norm with the output in the weight's dtype."""
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object) -> None:
+        _refuse_without_parameters(type(self).__name__, kwargs)
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=True, memory_efficient=memory_efficient)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
+
+
+def _layer_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    normalized_shape: Shape,
+    eps: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    input, weight, bias = _in_one_dtype(input, weight, bias)
+    return F.layer_norm(input, _as_shape(normalized_shape), weight, bias, eps).to(dtype)
+
+
+def _rms_norm(
+    input: torch.Tensor, weight: torch.Tensor | None, normalized_shape: Shape, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    input, weight = _in_one_dtype(input, weight)
+    return F.rms_norm(input, _as_shape(normalized_shape), weight, eps).to(dtype)
+
+
+def _in_one_dtype(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Tensors of one dtype as they are (torch accumulates in float32), others in the widest."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    if len(dtypes) == 1:
+        return list(tensors)
+    widest = torch.float32
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    return [None if tensor is None else tensor.to(widest) for tensor in tensors]
+
+
+def _in_autocast(input: torch.Tensor) -> torch.Tensor:
+    device_type = input.device.type
+    if input.dtype is torch.float64 or not torch.is_autocast_enabled(device_type):
+        return input
+    return input.to(torch.get_autocast_dtype(device_type))
+
+
+def _as_shape(normalized_shape: Shape) -> torch.Size:
+    return torch.Size((normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else normalized_shape)
+
+
+def _refuse_without_parameters(name: str, kwargs: dict[str, object]) -> None:
+    if not kwargs.pop("elementwise_affine", True):
+        raise RuntimeError(
+            f"{name} does not support elementwise_affine=False: its output takes the parameters' dtype. Use "
+            f"{name.removeprefix('Mixed')}."
+        )
+    if kwargs:
+        raise TypeError(f"{name} got an unexpected keyword argument {next(iter(kwargs))!r}")

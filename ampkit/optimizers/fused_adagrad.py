@@ -1,0 +1,43 @@
+"""Adagrad in multi-tensor calls: the twin of ``torch.optim.Adagrad``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels import updates
+from .fused import FusedOptimizer, gradients
+
+
+class FusedAdagrad(FusedOptimizer):
+    """``torch.optim.Adagrad`` over lists of tensors.
+
+    ``adagrad_w_mode=True`` decouples the weight decay from the gradient, as AdamW does.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        # lr_decay has no argument, as in Apex; it may come from a checkpoint of torch's, which also reads it.
+        super().__init__(params, dict(lr=lr, eps=eps, weight_decay=weight_decay, lr_decay=0.0))
+        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+        self.set_grad_none = set_grad_none
+
+    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        for step, part in self.advance(group, params):
+            updates.adagrad(
+                gradients(part),
+                part,
+                self.moments(part, "sum"),
+                lr=group["lr"] / (1.0 + (step - 1) * group["lr_decay"]),
+                eps=group["eps"],
+                decoupled=bool(self.adagrad_w_mode),
+                weight_decay=group["weight_decay"],
+            )

@@ -1,0 +1,128 @@
+"""Adam and AdamW in multi-tensor calls: the twin of ``torch.optim.Adam`` and ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..kernels import updates
+from .fused import FusedOptimizer, gradients, refuse_amsgrad
+
+_REMOVED = ("grads", "output_params", "scale", "grad_norms")
+
+
+class FusedAdam(FusedOptimizer):
+    """AdamW (``adam_w_mode``, the default) or Adam with L2 regularisation, over lists of tensors.
+
+    ``capturable=True`` keeps the learning rate in a tensor and works inside ``torch.amp.GradScaler.step``, which hands
+    its scale and its finding over instead of reading them. ``master_weights=True`` (with it) updates float32 copies of
+    lower-precision parameters; not needed under ``initialize``, which makes masters itself.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        refuse_amsgrad(self, amsgrad)
+        if master_weights and not capturable:
+            raise RuntimeError("FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2.")
+        if capturable and not isinstance(lr, torch.Tensor):
+            lr = torch.tensor(lr, dtype=torch.float32)
+        super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self.capturable = capturable
+        self.master_weights = master_weights
+        if capturable:
+            self._step_supports_amp_scaling = True
+            for group in self.param_groups:
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+        if master_weights:
+            self._make_masters()
+
+    @property
+    def param_groups_master(self) -> list[dict[str, Any]]:
+        """The float32 copies of lower-precision parameters, group by group."""
+        return [
+            {**group, "params": [self.state.get(p, {}).get("master_param", p) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        """One update. Of the arguments only ``closure`` and, if capturable, ``grad_scaler`` still mean anything."""
+        given = [name for name, value in zip(_REMOVED, (grads, output_params, scale, grad_norms)) if value is not None]
+        if given:
+            raise RuntimeError(
+                f"FusedAdam has been updated. Simply initialize it like torch.optim.AdamW and call step(); {', '.join(given)} "
+                "can no longer be passed to it. For mixed precision call initialize(model, optimizer, opt_level='O2')."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._inverse_scale, skip = None, False
+        if grad_scaler is not None:
+            self._inverse_scale, skip = read_grad_scaler(self, grad_scaler)
+        if not skip:
+            self.update_groups()
+        return loss
+
+    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        for step, part in self.advance(group, params):
+            targets = [self.state[param].get("master_param", param) for param in part]
+            updates.adam(
+                gradients(part),
+                targets,
+                self.moments(part, "exp_avg"),
+                self.moments(part, "exp_avg_sq"),
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                step=step,
+                decoupled=bool(self.adam_w_mode),
+                bias_correction=bool(group["bias_correction"]),
+                weight_decay=group["weight_decay"],
+                inverse_scale=self._inverse_scale,
+            )
+            for param, target in zip(part, targets):
+                if target is not param:
+                    param.copy_(target)
+
+    _inverse_scale: torch.Tensor | None = None
+
+    def _make_masters(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dtype in (torch.float16, torch.bfloat16):
+                    self.state[param]["master_param"] = param.detach().clone().float()
+
+
+def read_grad_scaler(optimizer: torch.optim.Optimizer, grad_scaler: Any) -> tuple[torch.Tensor | None, bool]:
+    """(1 / scale of the gradients, or None where they are unscaled already; whether one of them is not finite)."""
+    state = grad_scaler._per_optimizer_states[id(optimizer)]
+    unscaled = state["stage"].name == "UNSCALED"
+    found = state["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(optimizer)
+    skip = any(bool(flag.item()) for flag in found.values())
+    if unscaled:
+        return None, skip
+    return grad_scaler._get_scale_async().double().reciprocal().float(), skip

@@ -1,0 +1,195 @@
+"""LAMB in multi-tensor calls (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import kernels
+from ..kernels import updates
+from .fused import FusedOptimizer, gradients, refuse_amsgrad
+from .fused_adam import read_grad_scaler
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB: Adam's direction, with a step as long as the weights' norm times the learning rate.
+
+    Gradients of all groups together are clipped to ``max_grad_norm`` first. Parameters of groups without weight decay
+    move as in Adam, unless ``use_nvlamb``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        refuse_amsgrad(self, amsgrad)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                bias_correction=bias_correction,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                grad_averaging=grad_averaging,
+                max_grad_norm=max_grad_norm,
+            ),
+        )
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self.use_nvlamb = use_nvlamb
+
+    def update_groups(self) -> None:
+        self._global_grad_norm = _norm_of_all(self)
+        super().update_groups()
+
+    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        for step, part in self.advance(group, params):
+            _lamb(self, group, part, part, step, self._global_grad_norm)
+
+    _global_grad_norm: torch.Tensor | None = None
+
+
+class FusedMixedPrecisionLamb(FusedOptimizer):
+    """`FusedLAMB` that owns float32 copies of lower-precision parameters, with rate and step count in tensors.
+
+    ``reduced_precision_dtype`` names the parameters' lower precision; by default every float16 or bfloat16 parameter gets
+    a copy. Works inside ``torch.amp.GradScaler.step``.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        step: int | torch.Tensor = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        refuse_amsgrad(self, amsgrad)
+        super().__init__(
+            params,
+            dict(
+                lr=torch.as_tensor(lr, dtype=torch.float32),
+                step=torch.as_tensor(step, dtype=torch.int),
+                bias_correction=bias_correction,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                grad_averaging=grad_averaging,
+                max_grad_norm=max_grad_norm,
+            ),
+        )
+        for group in self.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
+            group["step"] = torch.as_tensor(group["step"], dtype=torch.int).clone()
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        self.reduced_precision_dtype = reduced_precision_dtype
+
+    @property
+    def param_groups_full_precision(self) -> list[dict[str, Any]]:
+        """The float32 copies of lower-precision parameters, None for the others, group by group."""
+        return [
+            {**group, "params": [self.state.get(p, {}).get("master_param") for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._inverse_scale, skip = None, False
+        if grad_scaler is not None:
+            self._inverse_scale, skip = read_grad_scaler(self, grad_scaler)
+        if not skip:
+            self.update_groups()
+        return loss
+
+    def update_groups(self) -> None:
+        norm = _norm_of_all(self)
+        self._global_grad_norm = norm if self._inverse_scale is None else norm * self._inverse_scale.to(norm)
+        super().update_groups()
+
+    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        group["step"] += 1
+        targets = [self._target(param) for param in params]
+        lower = [(param, target) for param, target in zip(params, targets) if target is not param]
+        _lamb(self, group, params, targets, group["step"], self._global_grad_norm, self._inverse_scale)
+        for param, target in lower:
+            param.copy_(target)
+
+    def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # The step stands in the group here, as in Apex.
+        return self.with_our_groups(state_dict)
+
+    def _target(self, param: torch.Tensor) -> torch.Tensor:
+        reduced = self.reduced_precision_dtype
+        if param.dtype is not reduced and (reduced is not None or param.dtype not in (torch.float16, torch.bfloat16)):
+            return param
+        state = self.state[param]
+        if "master_param" not in state:
+            state["master_param"] = param.detach().clone().float()
+        return state["master_param"]
+
+    _global_grad_norm: torch.Tensor | None = None
+    _inverse_scale: torch.Tensor | None = None
+
+
+def _norm_of_all(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    found = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    found = [gradient for gradient in found if not gradient.is_sparse]  # refused by the update, by name
+    return kernels.multi_tensor_l2norm(found)[0] if found else None
+
+
+def _lamb(
+    optimizer: Any,
+    group: dict[str, Any],
+    params: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    step: Any,
+    global_grad_norm: torch.Tensor | None,
+    inverse_scale: torch.Tensor | None = None,
+) -> None:
+    directions = updates.lamb_direction(
+        gradients(params),
+        targets,
+        optimizer.moments(params, "exp_avg"),
+        optimizer.moments(params, "exp_avg_sq"),
+        betas=group["betas"],
+        eps=group["eps"],
+        step=step,
+        decays=group["weight_decay"],
+        decoupled=bool(optimizer.adam_w_mode),
+        bias_correction=bool(group["bias_correction"]),
+        grad_averaging=bool(group["grad_averaging"]),
+        global_grad_norm=global_grad_norm,
+        max_grad_norm=group["max_grad_norm"],
+        inverse_scale=inverse_scale,
+    )
+    trusts = bool(optimizer.use_nvlamb or group["weight_decay"])
+    updates.lamb_move(targets, directions, lr=group["lr"], trusts=trusts)

@@ -1,0 +1,79 @@
+"""LARS in multi-tensor calls (You et al., "Large Batch Training of Convolutional Networks", 2017)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import required
+
+from ..kernels import updates
+from .fused import FusedOptimizer, gradients
+from .fused_sgd import refuse_negative, refuse_odd_nesterov, split_by_buffer
+
+
+class FusedLARS(FusedOptimizer):
+    """SGD with a learning rate for each tensor: ``lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``.
+
+    Groups with ``is_skipped=True`` move as in plain SGD; norms and biases are usually among them.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = required,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        refuse_negative(lr=0.0 if lr is required else lr, momentum=momentum, weight_decay=weight_decay)
+        refuse_odd_nesterov(nesterov, momentum, dampening)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                momentum=momentum,
+                dampening=dampening,
+                weight_decay=weight_decay,
+                trust_coefficient=trust_coefficient,
+                eps=eps,
+                nesterov=nesterov,
+                is_skipped=False,
+            ),
+        )
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.set_grad_none = set_grad_none
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+
+    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        for first_run, part in split_by_buffer(self, params):
+            trust = None
+            if not group["is_skipped"]:
+                trust = updates.lars_trust(
+                    updates.gradient_norms(gradients(part)),
+                    updates.gradient_norms(part),
+                    trust_coefficient=group["trust_coefficient"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                ).unbind()
+            updates.sgd(
+                gradients(part),
+                part,
+                self.moments(part, "momentum_buffer") if group["momentum"] else [],
+                lr=group["lr"],
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+                first_run=first_run,
+                wd_after_momentum=self.wd_after_momentum,
+                trust=trust,
+            )

@@ -1,0 +1,98 @@
+"""NovoGrad in multi-tensor calls (Ginsburg et al., "Training Deep Networks with Stochastic Normalized Gradients", 2019)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..kernels import updates
+from .fused import FusedOptimizer, gradients, refuse_amsgrad
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """Adam whose second moment is one number for each tensor: the running norm of its gradient.
+
+    ``norm_type`` is 2, or 0 for the maximum norm. The running norm starts from the first gradient's, or from 0 with
+    ``init_zero``. ``reg_inside_moment`` normalises and decays before the momentum, as the paper does, instead of after.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse_amsgrad(self, amsgrad)
+        if norm_type not in (0, 2):
+            raise RuntimeError(f"FusedNovoGrad supports norm_type 2 and 0 (the maximum norm), found {norm_type}.")
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                bias_correction=bias_correction,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                grad_averaging=grad_averaging,
+                norm_type=norm_type,
+                init_zero=init_zero,
+            ),
+        )
+        self.moment_mode = 0 if reg_inside_moment else 1
+        self.set_grad_none = set_grad_none
+
+    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        for step, part in self.advance(group, params):
+            norms = self._running_norms(group, part)
+            updates.novograd(
+                gradients(part),
+                part,
+                self.moments(part, "exp_avg"),
+                norms,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                step=step,
+                bias_correction=bool(group["bias_correction"]),
+                weight_decay=group["weight_decay"],
+                grad_averaging=bool(group["grad_averaging"]),
+                reg_inside_moment=self.moment_mode == 0,
+                norm_type=group["norm_type"],
+            )
+            for param, norm in zip(part, norms.unbind()):
+                self.state[param]["exp_avg_sq"] = norm.clone()
+
+    def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Apex keeps the norms in the group: one tensor for its float16 parameters, and one for the others."""
+        for group, ours in zip(state_dict["param_groups"], self.param_groups):
+            norms = group.pop("exp_avg_sq", None) or ()
+            is_half = {key: param.dtype is torch.float16 for key, param in zip(group["params"], ours["params"])}
+            for wants_half, values in zip((True, False), norms):
+                keys = [key for key in group["params"] if is_half[key] is wants_half and key in state_dict["state"]]
+                if values is not None and len(values) == len(keys):
+                    for key, value in zip(keys, values.unbind()):
+                        state_dict["state"][key]["exp_avg_sq"] = value.clone()
+                elif values is not None and len(values):
+                    raise CheckpointError(
+                        f"The checkpoint holds the norms of {len(values)} tensors and the moments of {len(keys)}; NovoGrad "
+                        "needs both of each. Was it saved with parameters of another dtype?"
+                    )
+        return super().translated(state_dict)
+
+    def _running_norms(self, group: dict[str, Any], params: list[torch.Tensor]) -> torch.Tensor:
+        fresh = [param for param in params if "exp_avg_sq" not in self.state[param]]
+        for param, norm in zip(fresh, updates.gradient_norms(gradients(fresh), group["norm_type"])):
+            self.state[param]["exp_avg_sq"] = torch.zeros_like(norm) if group["init_zero"] else norm
+        norms = [self.state[param]["exp_avg_sq"] for param in params]
+        return torch.stack([norm.to(norms[0]) for norm in norms])
