@@ -1,0 +1,83 @@
+"""The state that scripts read and write: ``amp._amp_state`` and what hangs on it.
+
+Every attribute exists from import on. ``opt_properties``, ``handle`` and ``loss_scalers`` are those of the newest
+``amp.initialize``, as in Apex; what they say is asked of its session, and what is written to them reaches it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ... import api
+from ...errors import ConfigurationError
+
+
+class AmpState:
+    """One per process. See `ampkit.apex.amp.frontend.initialize`, which fills it."""
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale = 2.0**24
+        self.loss_scalers: list[Any] = []
+        self._opt_properties: Any = None
+        self._handle: Any = None
+        self._opened_by_init: list[Any] = []  # until their _deactivate(): a script need not keep the handle of amp.init()
+
+    @property
+    def opt_properties(self) -> Any:
+        if self._opt_properties is None:
+            from .frontend import Properties  # it imports this module
+
+            self._opt_properties = Properties()
+        return self._opt_properties
+
+    @opt_properties.setter
+    def opt_properties(self, value: Any) -> None:
+        self._opt_properties = value
+
+    @property
+    def handle(self) -> Any:
+        if self._handle is None:
+            from .handle import NoOpHandle
+
+            self._handle = NoOpHandle()
+        return self._handle
+
+    @handle.setter
+    def handle(self, value: Any) -> None:
+        self._handle = value
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(message: str) -> None:
+    """An error, or with ``_amp_state.hard_override`` a printed warning."""
+    if not _amp_state.hard_override:
+        raise ConfigurationError(message)
+    print("Warning:  " + message)
+
+
+def maybe_print(message: str, rank0: bool = False) -> None:
+    """Print unless ``_amp_state.verbosity`` is 0; with ``rank0`` on rank 0 only."""
+    if _amp_state.verbosity > 0 and (not rank0 or _rank() == 0):
+        print(message)
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The parameters that ``optimizer`` updates: float32 masters where there are any, with unscaled gradients."""
+    return api.master_params(optimizer)
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,186 @@
+"""What scripts expect on an optimizer after ``amp.initialize``: ``_amp_stash``, and the underscored methods.
+
+`dress` puts them there until the session closes. They look at and act on the optimizer's adapter in the core; masters
+exist from ``initialize`` on, so what Apex made lazily is there already.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import NotInitializedError
+from ...optimizers import Slot, adapter_of
+from ...session import Session, session_of
+from .scaler import LossScaler
+
+_LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
+
+
+def dress(optimizer: Any, session: Session) -> None:
+    """Give ``optimizer`` its stash and methods, until ``session`` closes."""
+    vars(optimizer)["_amp_stash"] = AmpOptimizerState(optimizer)
+    for method in _METHODS:
+        vars(optimizer)[method.__name__] = types.MethodType(method, optimizer)
+    # Weakly: what the session held would never be collected.
+    session.on_close(_undress, weakref.ref(optimizer))
+
+
+def _undress(ref: weakref.ref) -> None:
+    attributes = getattr(ref(), "__dict__", {})
+    for name in ("_amp_stash", *(method.__name__ for method in _METHODS)):
+        attributes.pop(name, None)
+
+
+def _lazy_init_maybe_master_weights(optimizer: Any) -> None:
+    """Masters are made by ``initialize``: there is nothing left to do."""
+
+
+def _amp_lazy_init(optimizer: Any) -> None:
+    """As `_lazy_init_maybe_master_weights`, which Apex called from here."""
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+
+
+def _prepare_amp_backward(optimizer: Any) -> None:
+    """Before a backward pass: set the gradients aside that are there, so that fresh ones arrive unmixed."""
+    gradients = _adapter(optimizer).gradients
+    gradients.drop_cleared()
+    gradients.open(gradients.waiting_scale if gradients.delayed else 1.0, copy_aside=False)
+
+
+def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
+    """After it: unscale the fresh gradients by ``scaler``, which notes what is not finite, and add those set aside."""
+    adapter = _adapter(optimizer)
+    slot = next(iter(adapter.gradients.slots), None)
+    scale = scaler.loss_scale()
+    needs_check = scaler.dynamic or scale != 1.0
+    adapter.gradients.collect(scale, scaler.flag_on(slot.param.device) if slot is not None and needs_check else None)
+
+
+def _master_params_to_model_params(optimizer: Any) -> None:
+    """Round every master into the model, whoever wrote to it and however."""
+    _adapter(optimizer).write_masters_to_model(everything=True)
+
+
+_METHODS = (
+    _lazy_init_maybe_master_weights,
+    _amp_lazy_init,
+    _prepare_amp_backward,
+    _post_amp_backward,
+    _master_params_to_model_params,
+)
+
+
+class AmpOptimizerState:
+    """``optimizer._amp_stash``: the optimizer's parameters by kind, as they are at the moment, and Apex's flags.
+
+    With master weights: ``fp16_groups``, ``fp32_from_fp16_groups``, ``fp32_from_fp32_groups`` and the same flat as
+    ``all_fp16_params``, ``all_fp32_from_fp16_params``, ``all_fp32_from_fp32_params``; without: ``all_fp16_params`` and
+    ``all_fp32_params``. fp16 stands for any lower precision.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.lazy_init_called = True
+        self.already_patched = False
+        self.multi_tensor_scale = LossScaler.multi_tensor_scale_cuda
+        self.multi_tensor_l2norm = None
+        self.dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether scaled gradients wait in ``.grad`` (``delay_unscale=True``). May be set by those who write their own loop."""
+        return self._gradients.delayed
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        gradients = self._gradients
+        if value and not gradients.delayed:
+            gradients.keep_scaled(session_of(self._optimizer()).scalers[0].loss_scale)
+        elif not value:
+            gradients.delayed = False
+
+    def __getattr__(self, name: str) -> Any:
+        views = {} if name.startswith("__") or "_optimizer" not in self.__dict__ else _views(self._has_masters)
+        if name not in views:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return views[name](self)
+
+    @property
+    def _gradients(self) -> Any:
+        return _adapter(self._optimizer()).gradients
+
+    @property
+    def _has_masters(self) -> bool:
+        return session_of(self._optimizer()).plan.master_weights
+
+    def _flat(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[Any]:
+        return [what(slot) for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)]
+
+    def _grouped(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[list[Any]]:
+        slots = {slot.target: slot for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)}
+        groups = self._optimizer().param_groups
+        return [[what(slots[param]) for param in group["params"] if param in slots] for group in groups]
+
+
+def _views(has_masters: bool) -> dict[str, Callable[[AmpOptimizerState], list]]:
+    """The lists of a stash by name."""
+    if has_masters:
+        return {
+            "fp16_groups": lambda stash: stash._grouped(_has_master, _param),
+            "fp32_from_fp16_groups": lambda stash: stash._grouped(_has_master, _target),
+            "fp32_from_fp32_groups": lambda stash: stash._grouped(_has_no_master, _target),
+            "all_fp16_params": lambda stash: stash._flat(_has_master, _param),
+            "all_fp32_from_fp16_params": lambda stash: stash._flat(_has_master, _target),
+            "all_fp32_from_fp32_params": lambda stash: stash._flat(_has_no_master, _target),
+            "all_fp16_grad_stash": lambda stash: stash._flat(_has_master, _aside),
+            "all_fp32_from_fp32_grad_stash": lambda stash: stash._flat(_has_no_master, _aside),
+        }
+    return {
+        "all_fp16_params": lambda stash: stash._flat(_is_lower, _param),
+        "all_fp32_params": lambda stash: stash._flat(_is_not_lower, _param),
+        "all_fp16_grad_stash": lambda stash: stash._flat(_is_lower, _aside),
+        "all_fp32_grad_stash": lambda stash: stash._flat(_is_not_lower, _aside),
+    }
+
+
+def _has_master(slot: Slot) -> bool:
+    return slot.master is not None
+
+
+def _has_no_master(slot: Slot) -> bool:
+    return slot.master is None
+
+
+def _is_lower(slot: Slot) -> bool:
+    return slot.param.dtype in _LOWER_PRECISIONS
+
+
+def _is_not_lower(slot: Slot) -> bool:
+    return not _is_lower(slot)
+
+
+def _param(slot: Slot) -> torch.Tensor:
+    return slot.param
+
+
+def _target(slot: Slot) -> torch.Tensor:
+    return slot.target
+
+
+def _aside(slot: Slot) -> torch.Tensor | None:
+    return slot.aside
+
+
+def _adapter(optimizer: Any) -> Any:
+    adapter = adapter_of(optimizer)
+    if adapter is None:
+        raise NotInitializedError(
+            f"This {type(optimizer).__name__} was not passed to amp.initialize, or its session was closed. Pass every optimizer there."
+        )
+    return adapter

@@ -1,0 +1,215 @@
+"""``apex.amp.frontend``: `initialize` with Apex's signature, its options object and its printed banner.
+
+The settings are checked by the core (`ampkit.plan`); here stand Apex's names for them, and Apex's defaults where they
+differ: float16 everywhere unless ``AMPKIT_LOWER_PRECISION`` says otherwise, and Apex's tables at O1.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ... import api
+from ...errors import ConfigurationError
+from ...loss_scale import DynamicLossScale
+from ...plan import OPT_LEVELS, defaults_of, resolve
+from ._amp_state import _amp_state, maybe_print, warn_or_err
+from ._initialize import open_session
+
+_PATCH_TYPE = "patch_torch_functions_type"
+
+
+class Properties:
+    """The options of an ``initialize``: a dict, ``options``, whose entries are attributes too, checked when they are set."""
+
+    def __init__(self) -> None:
+        self.__dict__["options"] = {
+            "enabled": False,
+            "opt_level": None,
+            "cast_model_type": None,
+            "patch_torch_functions": False,
+            _PATCH_TYPE: None,
+            "keep_batchnorm_fp32": None,
+            "master_weights": None,
+            "loss_scale": 1.0,
+        }
+
+    def _update_options_dict(self, new_options: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        for name, value in dict(new_options).items():
+            if name not in self.options:
+                raise ValueError(f"Tried to set unexpected option {name}; known are {', '.join(self.options)}.")
+            self.options[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options", {})
+        if name in options:
+            return options[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; its options are {', '.join(options)}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.options:
+            super().__setattr__(name, value)
+            return
+        try:
+            self.options[name] = _checked(self.options["opt_level"], name, value)
+        except ConfigurationError as error:
+            warn_or_err(str(error))
+            self.options[name] = value
+
+
+class _Level:
+    """An opt level as Apex had it: called on a `Properties`, it fills in the defaults."""
+
+    name = ""
+
+    @property
+    def brief(self) -> str:
+        return OPT_LEVELS[self.name].brief
+
+    @property
+    def more(self) -> str:
+        return f"See the table of opt levels in ampkit's documentation for {self.name}."
+
+    def __call__(self, properties: Properties) -> Properties:
+        defaults = defaults_of(self.name, "cuda")
+        patches = defaults.patch_torch_functions
+        properties._update_options_dict(
+            {
+                "enabled": True,
+                "opt_level": self.name,
+                "cast_model_type": defaults.cast_model_type,
+                "patch_torch_functions": patches,
+                _PATCH_TYPE: defaults.patch_torch_functions_type,
+                "keep_batchnorm_fp32": defaults.keep_batchnorm_fp32,
+                "master_weights": None if patches else defaults.master_weights,
+                "loss_scale": defaults.loss_scale if isinstance(defaults.loss_scale, float) else "dynamic",
+            }
+        )
+        return properties
+
+
+class O0(_Level):
+    name = "O0"
+
+
+class O1(_Level):
+    name = "O1"
+
+
+class O2(_Level):
+    name = "O2"
+
+
+class O3(_Level):
+    name = "O3"
+
+
+class O4(_Level):
+    name = "O4"
+
+
+class O5(_Level):
+    name = "O5"
+
+
+opt_levels = {level.name: level() for level in (O0, O1, O2, O3, O4, O5)}
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+) -> Any:
+    """Apex's ``amp.initialize``, over `ampkit.initialize`: see there for what the settings mean.
+
+    It may be called again, for other models or for the same. ``_amp_state`` then shows the newest call; each call keeps
+    loss scalers of its own, and `scale_loss` finds those of its optimizer.
+    """
+    _amp_state.verbosity = verbosity
+    properties = Properties()
+    if not enabled:
+        _amp_state.opt_properties = properties
+        return open_session(models, optimizers, properties, num_losses=num_losses)
+    if opt_level not in opt_levels:
+        resolve(opt_level, "cuda", {})  # raises
+    properties = opt_levels[opt_level](properties)
+    shows_type = opt_level in ("O4", "O5") or patch_torch_functions_type is not None
+    maybe_print(f"Selected optimization level {opt_levels[opt_level].brief}", True)
+    maybe_print("Defaults for this optimization level are:", True)
+    _print_options(properties, shows_type)
+
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        _PATCH_TYPE: patch_torch_functions_type,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    maybe_print("Processing user overrides (additional kwargs that are not None)...", True)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    refused = {name for name, value in given.items() if not _accepts(opt_level, name, value)}
+    for name, value in given.items():
+        setattr(properties, name, value)
+    maybe_print("After processing overrides, optimization options are:", True)
+    _print_options(properties, shows_type)
+
+    return open_session(
+        models,
+        optimizers,
+        properties,
+        num_losses=num_losses,
+        cast_model_outputs=cast_model_outputs,
+        ignoring=refused,  # only with hard_override
+    )
+
+
+def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | int]]:
+    """``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, for every loss scaler in use."""
+    return api.state_dict(OrderedDict() if destination is None else destination)
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load what `state_dict` returned, here or in Apex."""
+    api.load_state_dict(state_dict)
+
+
+def _checked(level: str | None, name: str, value: Any) -> Any:
+    """The value as Apex's options hold it; raises what the core thinks of it."""
+    if name == "loss_scale":
+        value = value if value == "dynamic" or isinstance(value, DynamicLossScale) else float(value)
+    if level is None or name in ("enabled", "opt_level") or value is None:
+        return value
+    plan = resolve(level, "cuda", {name: value})
+    return value if name == "loss_scale" else getattr(plan, name)
+
+
+def _accepts(level: str, name: str, value: Any) -> bool:
+    try:
+        _checked(level, name, value)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _print_options(properties: Properties, shows_type: bool) -> None:
+    for name, value in properties.options.items():
+        if name != _PATCH_TYPE or shows_type:
+            maybe_print(f"{name:22} : {value}", True)

@@ -1,0 +1,220 @@
+"""``apex.amp.handle``: `scale_loss`, `disable_casts`, and the handle on O1's casts that scripts switch and clear."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ... import accept, api
+from ...casting.engine import Casting
+from ...session import Session, current_session, live_sessions, session_of
+from . import utils
+from ._amp_state import _amp_state
+
+
+@contextmanager
+def scale_loss(
+    loss: Any,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Any]:
+    """Apex's ``amp.scale_loss``: see `ampkit.scale_loss`.
+
+    ``optimizers`` may come from several ``initialize`` calls, and may be wrapped (``.optim`` or ``.optimizer``) since. The
+    loss scaler is the one of their session, or the newest session's where that has no such ``loss_id``.
+    """
+    if _switched_off_by_hand():
+        yield loss
+        return
+    found = [_initialized(optimizer) for optimizer in accept.flatten(optimizers)]
+    sessions = list(dict.fromkeys(session for optimizer in found if (session := session_of(optimizer)) is not None))
+    loss_id = operator.index(loss_id)
+    for scaler in _amp_state.loss_scalers:
+        scaler.forget_iteration()
+    session = _session_with(loss_id, sessions)
+    if session is None or not session.plan.enabled:  # the core says what is wrong, or yields the loss
+        with api.scale_loss(loss, found, loss_id, model, delay_unscale, delay_overflow_check) as scaled:
+            yield scaled
+        return
+    own = [optimizer for optimizer in found if session_of(optimizer) is session]
+    guests = [optimizer for optimizer in found if session_of(optimizer) not in (session, None)]
+    if len(own) + len(guests) < len(found) or not isinstance(loss, torch.Tensor):
+        with api.scale_loss(loss, found, loss_id, model, delay_unscale, delay_overflow_check) as scaled:  # raises
+            yield scaled
+        return
+    loss_id = loss_id + len(session.scalers) if -len(session.scalers) <= loss_id < 0 else loss_id
+    with session.scale_loss(loss, own, loss_id, delay_unscale, delay_overflow_check, guests=guests) as scaled:
+        yield scaled
+
+
+def disable_casts() -> AbstractContextManager[None]:
+    """O1's casts off inside; nests, and survives exceptions."""
+    return api.disable_casts()
+
+
+class AmpHandle:
+    """The casts of O1: whether they are on, their cache, and their end."""
+
+    def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._default_scaler: Any = loss_scale
+        self._all_wrappers: list[Any] = []
+        self._saved_functions: list[tuple[Any, str, Callable]] = []
+        self._casting: Casting | None = None
+        self._switched_off = ExitStack()
+        self._anchor: Any = None
+
+    @classmethod
+    def of(cls, session: Session, **settings: Any) -> AmpHandle:
+        """The handle on a session's casts."""
+        handle = cls(**settings)
+        handle._casting = session.casting
+        return handle
+
+    def is_active(self) -> bool:
+        return self._is_active
+
+    @property
+    def _is_active(self) -> bool:
+        return self._casting is not None and self._casting.enabled
+
+    @_is_active.setter
+    def _is_active(self, active: bool) -> None:
+        self._switched_off.close()
+        if not active and self._casting is not None:
+            self._switched_off.enter_context(self._casting.disabled(retrace=True))
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return self._casting.disabled(retrace=True) if self._casting is not None else nullcontext()
+
+    def _deactivate(self) -> None:
+        """Give torch its functions back. Loss scaling goes on."""
+        self._switched_off.close()
+        while self._saved_functions:
+            utils.set_func(*self._saved_functions.pop())
+        casting, self._casting = self._casting, None
+        if casting is None:
+            return
+        for session in [one for one in live_sessions if one.casting is casting]:
+            session.stop_casting()
+        self._anchor = None
+        if self in _amp_state._opened_by_init:
+            _amp_state._opened_by_init.remove(self)
+
+    def _clear_cache(self) -> None:
+        if self._casting is not None:
+            self._casting.drop_cache()
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        if self._casting is not None:
+            self._casting.forget_casts_of(param)
+
+    @property
+    def has_cache(self) -> bool:
+        return self._enable_caching
+
+    @property
+    def cache(self) -> dict[torch.Tensor, torch.Tensor]:
+        return self._casting.cached_casts() if self._casting is not None else {}
+
+    @property
+    def verbose(self) -> bool:
+        return self._verbose
+
+    def _save_func(self, mod: Any, fn: str, func: Callable) -> None:
+        """Have ``_deactivate`` write ``func`` back to ``mod.fn``."""
+        self._saved_functions.append((mod, fn, func))
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """An `OptimWrapper`, whose ``scale_loss`` has one loss scaler for each of ``num_loss`` losses."""
+        from .opt import OptimWrapper  # it imports this module
+
+        self._default_scaler = None
+        wrapper = OptimWrapper(optimizer, self, num_loss)
+        self._all_wrappers.append(wrapper)
+        return wrapper
+
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
+        raise RuntimeError(
+            "handle.scale_loss is of an API that Apex gave up. Call model, optimizer = amp.initialize(model, optimizer, ...) and use "
+            "'with amp.scale_loss(loss, optimizer) as scaled_loss:', or wrap the optimizer with handle.wrap_optimizer(optimizer)."
+        )
+
+
+class NoOpHandle:
+    """The handle where nothing is cast."""
+
+    _is_active = False
+    _all_wrappers: tuple = ()
+
+    def is_active(self) -> bool:
+        return False
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        from .opt import OptimWrapper  # it imports this module
+
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextmanager
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+        yield loss
+
+    @property
+    def has_cache(self) -> bool:
+        return False
+
+    @property
+    def cache(self) -> dict:
+        return {}
+
+    @property
+    def verbose(self) -> bool:
+        return False
+
+    def _clear_cache(self) -> None:
+        """There is none."""
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """There is none."""
+
+    def _deactivate(self) -> None:
+        """Nothing is active."""
+
+
+def _switched_off_by_hand() -> bool:
+    """Whether a script set ``_amp_state.opt_properties.enabled = False`` after ``initialize``."""
+    properties = _amp_state.opt_properties
+    return properties.opt_level is not None and not properties.enabled
+
+
+def _initialized(optimizer: Any) -> Any:
+    """The optimizer, or the one inside it that went through ``initialize``: schedulers, LARC and trainers wrap them."""
+    inner, depth = optimizer, 0
+    while inner is not None and session_of(inner) is None and depth < 5:
+        attributes = getattr(inner, "__dict__", {})
+        inner = next((attributes[name] for name in ("optim", "optimizer", "_optimizer") if name in attributes), None)
+        depth += 1
+    return optimizer if inner is None or session_of(inner) is None else inner
+
+
+def _session_with(loss_id: int, sessions: list[Session]) -> Session | None:
+    """The session whose loss scaler ``loss_id`` names: one that owns an optimizer, or the newest."""
+    for session in sessions:
+        if -len(session.scalers) <= loss_id < len(session.scalers):
+            return session
+    newest = current_session()
+    if sessions and newest is not None and -len(newest.scalers) <= loss_id < len(newest.scalers):
+        return newest
+    return sessions[0] if sessions else None

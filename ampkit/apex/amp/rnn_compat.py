@@ -1,0 +1,14 @@
+"""``apex.amp.rnn_compat``: the core's tables cast recurrent layers, and torch is left with the functions it has."""
+
+from typing import Any
+
+RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
+
+
+def has_old_rnns() -> bool:
+    """Whether torch still has the recurrent layers of before 1.0."""
+    return False
+
+
+def whitelist_rnn_cells(handle: Any, verbose: bool) -> None:
+    """The core has cast them already."""

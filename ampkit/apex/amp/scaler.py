@@ -1,0 +1,219 @@
+"""``LossScaler``: Apex's class, constructor and methods, over a loss scaler of the core.
+
+Those in ``_amp_state.loss_scalers`` stand for the scalers of a session: what is written to ``_loss_scale`` is used from the
+next iteration on. One that a script makes for itself has a core scaler of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ... import kernels
+from ...loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale, DynamicScaler, StaticScaler
+from ...loss_scale import LossScaler as CoreScaler
+
+
+class LossScaler:
+    """A loss scale, static or ``"dynamic"``, with the gradients' flag of overflow.
+
+    Reading ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the device where a verdict is still out.
+    """
+
+    warned_no_fused_kernel = True
+    warned_unscaling_non_fp32_grad = False
+    has_fused_kernel = True
+    multi_tensor_scale_cuda = staticmethod(kernels.multi_tensor_scale)
+    multi_tensor_axpby_cuda = staticmethod(kernels.multi_tensor_axpby)
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        if loss_scale == "dynamic":
+            rule = DynamicLossScale(
+                init_scale=min(max_loss_scale, init_scale),
+                growth_factor=float(scale_factor),
+                backoff_factor=1.0 / scale_factor,
+                growth_interval=scale_window,
+            )
+            self._reset(DynamicScaler(rule, min_loss_scale or DEFAULT_MIN_LOSS_SCALE, max_loss_scale))
+        else:
+            self._reset(StaticScaler(float(loss_scale)))
+
+    @classmethod
+    def of(cls, scaler: CoreScaler) -> LossScaler:
+        """The face of a session's loss scaler."""
+        face = cls.__new__(cls)
+        face._reset(scaler)
+        return face
+
+    def _reset(self, scaler: CoreScaler) -> None:
+        self._core = scaler
+        self.forget_iteration()
+
+    def forget_iteration(self) -> None:
+        """``amp.scale_loss`` runs the iterations again: nothing of one that was run by hand is left."""
+        self._runs_by_hand = False
+        self._flag: torch.Tensor | None = None
+        self._noop_buffer: torch.Tensor | None = None
+
+    # What scripts read and write
+
+    def loss_scale(self) -> float:
+        return self._core.loss_scale
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._core.loss_scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._core.loss_scale = float(value)
+
+    @property
+    def _unskipped(self) -> int:
+        self._core.settle()
+        return self._core.unskipped
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._core.settle()
+        self._core.unskipped = int(value)
+
+    @property
+    def dynamic(self) -> bool:
+        return self._core.dynamic
+
+    @property
+    def _has_overflow(self) -> bool:
+        if self._runs_by_hand:
+            return any(bool(flag.item()) for flag in (self._flag, self._noop_buffer) if flag is not None)
+        self._core.settle()
+        return self._core.skips_in_a_row > 0
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self.clear_overflow_state()
+        self._flag = torch.tensor([float(value)])
+
+    @property
+    def _overflow_buf(self) -> torch.Tensor:
+        """The flag as an int tensor, for those who hand it to ``multi_tensor_applier``."""
+        self._runs_by_hand = True
+        if self._noop_buffer is None:
+            default = "cuda" if torch.cuda.is_initialized() else "cpu"
+            device = default if self._flag is None else self._flag.device
+            self._noop_buffer = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._noop_buffer
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return getattr(self._core, "max_loss_scale", DEFAULT_MAX_LOSS_SCALE)
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self._core.max_loss_scale = float(value)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return getattr(self._core, "min_loss_scale", None)
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        self._core.min_loss_scale = float(value or DEFAULT_MIN_LOSS_SCALE)
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._rule().growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        if self.dynamic:
+            self._core.rule = replace(self._core.rule, growth_interval=int(value))
+
+    # What those call who write their own scale_loss
+
+    def clear_overflow_state(self) -> None:
+        """Before gradients are unscaled: an iteration begins, without overflow so far."""
+        self._core.settle()
+        self._runs_by_hand = True
+        self._flag = None
+        if self._noop_buffer is not None:
+            self._noop_buffer.zero_()
+
+    def unscale(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """``master_grads = model_grads / scale``, noting what is not finite."""
+        scale = self.loss_scale() if scale_override is None else scale_override
+        if scale == 1.0 and models_are_masters and not self.dynamic:
+            return
+        if model_grads:
+            flag = self.flag_on(model_grads[0].device)
+            kernels.multi_tensor_scale(list(model_grads), list(master_grads), 1.0 / scale, flag)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        stashed_master_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """``master_grads = model_grads / scale + stashed_master_grads``, noting what is not finite in ``model_grads``."""
+        have, stashed_have, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
+        if model_grads:
+            lists = list(model_grads), list(stashed_master_grads), list(master_grads)
+            flag = self.flag_on(model_grads[0].device)
+            kernels.multi_tensor_axpby(*lists, wanted / have, wanted / stashed_have, flag, arg_to_check=0)
+
+    unscale_python = unscale
+    unscale_with_stashed_python = unscale_with_stashed
+
+    def update_scale(self) -> bool:
+        """End an iteration: move the scale, and say whether the step has to be skipped.
+
+        After ``amp.scale_loss``, which has ended the iteration itself, it only says what was found.
+        """
+        overflowed, by_hand = self._has_overflow, self._runs_by_hand
+        self.forget_iteration()
+        return self._core.judge(torch.tensor([float(overflowed)])).overflowed if by_hand else overflowed
+
+    def flag_on(self, device: torch.device) -> torch.Tensor:
+        """The flag that kernels write, made on ``device`` if there is none yet in this iteration."""
+        self._runs_by_hand = True
+        if self._flag is None:
+            self._flag = torch.zeros(1, dtype=torch.float32, device=device)
+        return self._flag
+
+    def _rule(self) -> DynamicLossScale:
+        return getattr(self._core, "rule", None) or DynamicLossScale()
+
+    # Checkpoints that hold the object itself, as those of FP16_Optimizer do
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("dynamic", "_loss_scale", "_max_loss_scale", "_min_loss_scale", "_scale_seq_len", "_unskipped", "_has_overflow")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(
+            "dynamic" if state.get("dynamic") else state["_loss_scale"],
+            scale_window=state.get("_scale_seq_len", 2000),
+            min_loss_scale=state.get("_min_loss_scale"),
+            max_loss_scale=state.get("_max_loss_scale", DEFAULT_MAX_LOSS_SCALE),
+        )
+        self._loss_scale = state["_loss_scale"]
+        self._unskipped = state.get("_unskipped", 0)
