@@ -91,6 +91,7 @@ class Session:
                 self._start_casting(models)
             compile_warning.acquire()
             self._undo.callback(compile_warning.release)
+            self._settle(optimizers, values)
         except BaseException:
             self.close()
             raise
@@ -144,13 +145,6 @@ class Session:
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         plan = self.plan
-        trained = {
-            param
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.requires_grad
-        }
         for optimizer in optimizers:
             self._undo.callback(_when_alive(_detach_optimizer), weakref.ref(optimizer))
             OptimizerAdapter(
@@ -159,7 +153,19 @@ class Session:
                 values=values if plan.master_weights else {},
                 refuse_closures=plan.has_dynamic_loss_scale,
             )
-        model_casts.settle_originals(values, plan.keep_originals, set() if plan.master_weights else trained)
+
+    def _settle(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
+        """Let go of float32 values that nobody needs. Last of all: what failed before could still be undone exactly."""
+        trained = {
+            param
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        }
+        for optimizer in optimizers:
+            adapter_of(optimizer).match_state()
+        model_casts.settle_originals(values, self.plan.keep_originals, set() if self.plan.master_weights else trained)
 
     def _start_casting(self, models: Sequence[nn.Module]) -> None:
         plan = self.plan

@@ -290,6 +290,8 @@ POINTS = (
     ("O4", session.Casting, "_patch_fetchers", 1),
     ("O1", session, "device_types", 2),
     ("O2", session.compile_warning, "acquire", 1),
+    ("O3", session.compile_warning, "acquire", 1),
+    ("O3", session.OptimizerAdapter, "match_state", 1),
     ("O1", session.compile_warning, "acquire", 1),
 )
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ..casting.engine import active_casting
+from ..casting.tensors import LOWER_PRECISION, cast_floating
 from ..errors import ClosureError, ConfigurationError
 from ..loss_scale import LossScaler, Verdict
 from ..models.weights import Float32Value, write_lower
@@ -84,12 +85,27 @@ class OptimizerAdapter:
         param_of = {slot.master: slot.param for slot in masters}
         for group in optimizer.param_groups if optimizer is not None else ():
             put_params_back(group, optimizer.state, param_of)
+        self._cast_state(lambda param: torch.float32)
         for slot in masters:
             slot.entry.settle(slot.param)
             slot.param.grad = None
             slot.param.data = slot.master.data
             slot.param.grad = slot.master.grad
         self.gradients.slots.clear()
+
+    def match_state(self) -> None:
+        """State that came with a parameter which now trains in lower precision takes its dtype, as fresh state would have."""
+        if not getattr(self.optimizer, "keeps_float32_state", False):
+            self._cast_state(lambda param: param.dtype)
+
+    def _cast_state(self, dtype_for: Callable[[torch.Tensor], torch.dtype]) -> None:
+        state = self.optimizer.state if self.optimizer is not None else {}
+        for slot in self.gradients.slots:
+            if slot.master is None and slot.param.dtype in LOWER_PRECISION and slot.param in state:
+                own = state[slot.param]
+                dtype = dtype_for(slot.param)
+                # torch keeps "step" as it is too, when it loads a state_dict.
+                own.update({key: cast_floating(value, dtype) for key, value in own.items() if key != "step"})
 
     def write_masters_to_model(self, everything: bool = False) -> None:
         """Round every master that was written to since it last agreed with the model's weight into that weight.

@@ -20,6 +20,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step runs over lists of tensors."""
 
     set_grad_none = True
+    keeps_float32_state = True  # an adapter leaves it alone where the parameters train in lower precision
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by None or zeros; by default as the optimizer was constructed (``set_grad_none``)."""

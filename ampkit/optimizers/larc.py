@@ -44,6 +44,10 @@ class LARC:
         self.optim.param_groups = value
 
     @property
+    def keeps_float32_state(self) -> bool:
+        return getattr(self.optim, "keeps_float32_state", False)
+
+    @property
     def defaults(self) -> dict[str, Any]:
         return self.optim.defaults
 

@@ -1,0 +1,406 @@
+"""Master weights: state_dict() hands out the live ones, every way of writing reaches them, and resuming is bit for bit."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+class Net(nn.Module):
+    """Cast weights, a kept norm, a frozen layer, a floating buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.last = nn.Linear(8, 1)
+        self.register_buffer("shift", torch.tensor([0.1]))
+
+    def forward(self, x):
+        return self.last(F.relu(self.frozen(self.norm(self.first(x))))) + self.shift
+
+
+def prepared(level="O5", make=OPTIMIZERS["SGD"], seed=0, **settings):
+    torch.manual_seed(seed)
+    model = Net()
+    return ampkit.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **settings)
+
+
+def step(model, optimizer, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x).float(), y)
+    with ampkit.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def master_of(model, optimizer, name):
+    """The optimizer's parameter that stands for the model's parameter ``name``."""
+    index = [n for n, _ in model.named_parameters()].index(name)
+    return list(ampkit.master_params(optimizer))[index]
+
+
+def assert_equal_states(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) and found[name].dtype is value.dtype, name
+
+
+# state_dict() is the masters
+
+
+@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_state_dict_is_the_masters_bit_for_bit(level, optimizer_name):
+    model, optimizer = prepared(level, OPTIMIZERS[optimizer_name])
+    for seed in range(3):
+        step(model, optimizer, seed)
+    state = model.state_dict()
+    for name, param in model.named_parameters():
+        master = master_of(model, optimizer, name)
+        assert torch.equal(state[name], master) and state[name].dtype is torch.float32
+        assert state[name].data_ptr() == master.data_ptr()  # live, not a copy
+        assert torch.equal(param, master.to(param.dtype))
+    assert not torch.equal(state["first.weight"], state["first.weight"].bfloat16().float())
+
+
+@pytest.mark.parametrize("part", ("first", "norm", "frozen"))
+def test_state_dict_of_a_submodule_is_float32_too(part):
+    model, optimizer = prepared()
+    step(model, optimizer)
+    whole = model.state_dict()
+    for name, value in model.get_submodule(part).state_dict().items():
+        assert torch.equal(value, whole[f"{part}.{name}"]) and value.dtype is whole[f"{part}.{name}"].dtype
+
+
+@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+def test_frozen_parameters_and_buffers_are_exact(level):
+    torch.manual_seed(0)
+    original = Net()
+    start = copy.deepcopy(original.state_dict())
+    trained = [p for p in original.parameters() if p.requires_grad]
+    model, optimizer = ampkit.initialize(original, OPTIMIZERS["SGD"](trained), opt_level=level, verbosity=0)
+    step(model, optimizer)
+    state = model.state_dict()
+    for name in ("frozen.weight", "frozen.bias", "shift"):
+        assert torch.equal(state[name], start[name])
+    assert model.frozen.weight.dtype is model.shift.dtype is torch.bfloat16
+    ampkit.close()
+    assert torch.equal(model.frozen.weight, start["frozen.weight"]) and torch.equal(model.shift, start["shift"])
+
+
+def test_originals_are_given_up_on_request():
+    start = (torch.manual_seed(0), Net())[1].state_dict()
+    torch.manual_seed(0)
+    model = ampkit.initialize(Net(), opt_level="O5", keep_originals=False, verbosity=0)
+    expected = {k: v.bfloat16().float() if v.is_floating_point() and "norm" not in k else v for k, v in start.items()}
+    assert_equal_states(model.state_dict(), expected)
+
+
+# Writing
+
+
+WRITES = {
+    "state_dict in place": lambda model, optimizer: model.state_dict()["first.weight"].fill_(0.1),
+    "load_state_dict": lambda model, optimizer: model.load_state_dict(
+        {**model.state_dict(), "first.weight": torch.full((8, 4), 0.1)}
+    ),
+    "load_state_dict, partial": lambda model, optimizer: model.load_state_dict(
+        {"first.weight": torch.full((8, 4), 0.1)}, strict=False
+    ),
+    "load_state_dict of a submodule": lambda model, optimizer: model.first.load_state_dict(
+        {"weight": torch.full((8, 4), 0.1), "bias": model.first.state_dict()["bias"]}
+    ),
+    "master in place": lambda model, optimizer: torch.nn.init.constant_(master_of(model, optimizer, "first.weight"), 0.1),
+    "double state": lambda model, optimizer: model.load_state_dict(
+        {k: v.double() if k != "first.weight" else torch.full((8, 4), 0.1) for k, v in model.state_dict().items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("way", WRITES)
+def test_write_reaches_masters_and_model(level, way):
+    model, optimizer = prepared(level)
+    step(model, optimizer)
+    others = {k: v.clone() for k, v in model.state_dict().items() if k != "first.weight"}
+    WRITES[way](model, optimizer)
+    tenth = torch.full((8, 4), 0.1)
+    assert torch.equal(master_of(model, optimizer, "first.weight"), tenth)
+    assert torch.equal(model.state_dict()["first.weight"], tenth)
+    model.eval()(torch.ones(2, 4))
+    assert torch.equal(model.first.weight, tenth.bfloat16())
+    assert_equal_states({k: v for k, v in model.state_dict().items() if k != "first.weight"}, others)
+
+
+@pytest.mark.parametrize("when", ("after step", "between backward and step"))
+def test_write_to_the_models_weight_reaches_the_master(when):
+    model, optimizer = prepared(make=lambda params: torch.optim.SGD(params, lr=0.5))
+    step(model, optimizer)
+    if when == "between backward and step":
+        optimizer.zero_grad()
+        with ampkit.scale_loss(model(torch.ones(2, 4)).sum() * 0, optimizer) as scaled:
+            scaled.backward()
+    before = master_of(model, optimizer, "first.weight").detach().clone()
+    with torch.no_grad():
+        model.first.weight.clamp_(-0.1, 0.1)
+    optimizer.step() if when != "after step" else model.eval()(torch.ones(2, 4))
+    # What was not clamped keeps all its float32 bits.
+    edge = torch.tensor(0.1).bfloat16().float()
+    expected = torch.where(before.bfloat16().abs() > 0.1, edge * before.sign(), before)
+    assert torch.equal(master_of(model, optimizer, "first.weight"), expected)
+
+
+def test_write_to_state_dict_between_backward_and_step_is_updated_from():
+    model, optimizer = prepared(make=lambda params: torch.optim.SGD(params, lr=1.0))
+    with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    gradient = master_of(model, optimizer, "last.weight").grad.clone()
+    model.state_dict()["last.weight"].fill_(3.0)
+    optimizer.step()
+    assert torch.equal(model.state_dict()["last.weight"], 3.0 - gradient)
+
+
+def test_load_state_dict_of_another_shape_raises_as_torch_does():
+    model, _ = prepared()
+    with pytest.raises(RuntimeError, match="size mismatch for first.weight"):
+        model.load_state_dict({**model.state_dict(), "first.weight": torch.ones(3, 3)})
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ("O2", "O5"))
+def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimizer_name):
+    torch.manual_seed(0)
+    plain = Net()
+    plain_optimizer = OPTIMIZERS[optimizer_name](plain.parameters())
+    for p in plain.parameters():
+        p.grad = torch.full_like(p, 0.3)
+    plain_optimizer.step()
+    saved = copy.deepcopy(plain_optimizer.state_dict())
+    model, optimizer = prepared(level, OPTIMIZERS[optimizer_name])
+    optimizer.load_state_dict(saved)
+    assert all(p.dtype is torch.float32 for p in optimizer.state)
+    found = optimizer.state_dict()
+    assert found["param_groups"] == saved["param_groups"]
+    for index, state in saved["state"].items():
+        for key, value in state.items():
+            assert torch.equal(found["state"][index][key], value) and found["state"][index][key].dtype is value.dtype
+    step(model, optimizer)
+
+
+# Freezing and unfreezing
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_unfrozen_parameter_of_the_optimizer_trains_on_its_master(optimizer_name):
+    model, optimizer = prepared(make=OPTIMIZERS[optimizer_name])
+    before = master_of(model, optimizer, "frozen.weight").detach().clone()
+    step(model, optimizer)
+    assert torch.equal(master_of(model, optimizer, "frozen.weight"), before)
+    model.frozen.requires_grad_(True)
+    step(model, optimizer)
+    after = master_of(model, optimizer, "frozen.weight")
+    assert not torch.equal(after, before) and not torch.equal(after, after.bfloat16().float())
+    assert torch.equal(model.state_dict()["frozen.weight"], after)
+
+
+@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("keep_originals", (True, False))
+def test_unfrozen_parameter_added_to_the_optimizer_gets_a_master(level, keep_originals):
+    torch.manual_seed(0)
+    model = Net()
+    original = model.frozen.weight.detach().clone()
+    optimizer = OPTIMIZERS["SGD"]([p for p in model.parameters() if p.requires_grad])
+    ampkit.initialize(model, optimizer, opt_level=level, keep_originals=keep_originals, verbosity=0)
+    step(model, optimizer)
+    model.frozen.requires_grad_(True)
+    optimizer.add_param_group({"params": model.frozen.parameters(), "lr": 0.01})
+    master = optimizer.param_groups[1]["params"][0]
+    assert torch.equal(master, original if keep_originals else original.bfloat16().float())
+    assert master.dtype is torch.float32 and master is not model.frozen.weight
+    step(model, optimizer)
+    assert not torch.equal(master, original) and torch.equal(model.frozen.weight, master.bfloat16())
+
+
+# Gradients
+
+
+def test_clearing_gradients_in_every_form_clears_the_masters_too():
+    forms = (
+        lambda m, o: o.zero_grad(),
+        lambda m, o: o.zero_grad(set_to_none=True),
+        lambda m, o: o.zero_grad(set_to_none=False),
+        lambda m, o: o.zero_grad(False),
+        lambda m, o: m.zero_grad(),
+        lambda m, o: m.zero_grad(set_to_none=False),
+        lambda m, o: [setattr(p, "grad", None) for p in m.parameters()],
+        lambda m, o: [p.grad.zero_() for p in m.parameters() if p.grad is not None],
+    )
+    for clear in forms:
+        model, optimizer = prepared(make=lambda params: torch.optim.SGD(params, lr=0.1))
+        with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+        assert any(p.grad is not None and p.grad.any() for p in ampkit.master_params(optimizer))
+        clear(model, optimizer)
+        assert not any(p.grad is not None and p.grad.any() for p in ampkit.master_params(optimizer))
+        before = copy.deepcopy(model.state_dict())
+        optimizer.step()
+        assert_equal_states(model.state_dict(), before)
+        # ... and what comes next is not added to what was cleared
+        with ampkit.scale_loss(model.eval()(torch.ones(2, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+        assert torch.equal(master_of(model, optimizer, "last.bias").grad, torch.tensor([2.0]))
+        ampkit.close()
+
+
+def test_clearing_one_parameter_clears_its_master_alone():
+    model, optimizer = prepared()
+    with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    model.last.weight.grad = None
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    assert torch.equal(model.state_dict()["last.weight"], before["last.weight"])
+    assert not torch.equal(model.state_dict()["last.bias"], before["last.bias"])
+
+
+def test_gradients_from_before_initialize_are_kept():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.randn(3, 4)).sum().backward()
+    expected = {n: p - p.grad if p.grad is not None else p for n, p in model.named_parameters()}
+    expected = {name: value.detach().clone() for name, value in expected.items()}
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    optimizer.step()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected.items())
+
+
+def test_two_optimizers_that_share_parameters_share_masters():
+    torch.manual_seed(0)
+    model = Net()
+    slow = torch.optim.SGD(model.parameters(), lr=0.5)
+    fast = torch.optim.SGD(model.last.parameters(), lr=2.0)
+    ampkit.initialize(model, [slow, fast], opt_level="O5", verbosity=0)
+    assert fast.param_groups[0]["params"][0] is slow.param_groups[0]["params"][-2]
+    before = model.state_dict()["last.bias"].clone()
+    with ampkit.scale_loss(model(torch.ones(3, 4)).sum(), [slow, fast]) as scaled:
+        scaled.backward()
+    slow.step()
+    fast.step()
+    # The gradient of a sum over 3 rows with respect to the bias is 3.
+    assert torch.equal(model.state_dict()["last.bias"], before - 0.5 * 3 - 2.0 * 3)
+    assert torch.equal(model.last.bias, model.state_dict()["last.bias"].bfloat16())
+    ampkit.close()
+    assert fast.param_groups[0]["params"][0] is model.last.weight is slow.param_groups[0]["params"][-2]
+
+
+@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+def test_tied_weights_stay_tied(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with ampkit.scale_loss(model(torch.arange(5)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    state = model.state_dict()
+    assert model[0].weight is model[2].weight and torch.equal(state["0.weight"], state["2.weight"])
+    assert len(optimizer.param_groups[0]["params"]) == 3
+    if level != "O3":
+        assert state["0.weight"].data_ptr() == state["2.weight"].data_ptr()
+        assert torch.equal(state["0.weight"], optimizer.param_groups[0]["params"][0])
+
+
+# Resuming, and the baseline
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_save_load_continue_equals_not_having_stopped(level, optimizer_name):
+    make = OPTIMIZERS[optimizer_name]
+    model, optimizer = prepared(level, make)
+    for seed in range(4):
+        step(model, optimizer, seed)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}, file)
+    on = [step(model, optimizer, seed) for seed in range(4, 8)]
+    final, scalers = copy.deepcopy(model.state_dict()), ampkit.state_dict()
+    ampkit.close()
+
+    model, optimizer = prepared(level, make, seed=9)
+    step(model, optimizer, 9)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    ampkit.load_state_dict(saved["amp"])
+    assert [step(model, optimizer, seed) for seed in range(4, 8)] == on
+    assert_equal_states(model.state_dict(), final)
+    assert ampkit.state_dict() == scalers
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_loading_before_initialize_is_the_same_as_after(level):
+    model, optimizer = prepared(level)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), ampkit.state_dict()))
+    on = [step(model, optimizer, seed) for seed in range(3, 6)]
+    ampkit.close()
+    model = Net()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ampkit.load_state_dict(saved[2])
+    assert [step(model, optimizer, seed) for seed in range(3, 6)] == on
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_o0_equals_plain_torch_bit_for_bit(optimizer_name):
+    torch.manual_seed(0)
+    plain = Net()
+    plain_optimizer = OPTIMIZERS[optimizer_name](plain.parameters())
+    model, optimizer = prepared("O0", OPTIMIZERS[optimizer_name])
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        x, y = torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)
+        plain_optimizer.zero_grad()
+        loss = F.mse_loss(plain(x), y)
+        loss.backward()
+        plain_optimizer.step()
+        assert step(model, optimizer, seed) == loss.item()
+    assert_equal_states(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_optimizer_state_follows_the_level_through_all_of_them(optimizer_name):
+    model, optimizer = prepared("O0", OPTIMIZERS[optimizer_name])
+    for level in ("O3", "O2", "O3", "O1", "O3"):
+        step(model, optimizer)
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    step(model, optimizer)
+    lower = [state for p, state in optimizer.state.items() if p.dtype is torch.bfloat16]
+    assert lower and {v.dtype for state in lower for k, v in state.items() if k != "step"} == {torch.bfloat16}
+    ampkit.close()
+    assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
