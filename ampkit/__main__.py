@@ -1,6 +1,7 @@
 """The command line: ``python -m ampkit COMMAND``. Each command is a function here, or in the room whose work it does.
 
-``info`` tells which kernels are loaded and why, which is the first thing to look at when something is slow.
+``info`` tells which kernels are loaded and why, which is the first thing to look at when something is slow. ``run`` runs a
+script of Apex's with the drop-in in place.
 """
 
 import argparse
@@ -9,13 +10,17 @@ import sys
 
 import torch
 
+from ampkit.apex import running
 from ampkit.kernels import implementation
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ampkit", description="Mixed precision for PyTorch scripts.")
+    # torch.distributed.launch puts this in front of everything that it was given.
+    parser.add_argument("--local-rank", "--local_rank", dest="local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_info(commands)
+    add_run(commands)
     chosen = parser.parse_args(arguments)
     return chosen.run(chosen)
 
@@ -23,6 +28,18 @@ def main(arguments: list[str] | None = None) -> int:
 def add_info(commands) -> None:
     parser = commands.add_parser("info", help="which kernels are loaded, and why")
     parser.set_defaults(run=info)
+
+
+def add_run(commands) -> None:
+    parser = commands.add_parser("run", help="run a script that says 'from apex import amp'")
+    running.add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.local_rank is not None:
+        arguments.arguments.insert(0, f"--local-rank={arguments.local_rank}")
+    return running.from_command_line(arguments)
 
 
 def info(_arguments: argparse.Namespace) -> int:

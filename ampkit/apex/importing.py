@@ -66,6 +66,9 @@ def uninstall() -> None:
         return
     sys.meta_path.remove(_finder)
     _take_modules()
+    printing = sys.modules.get("ampkit.apex.amp._printing")
+    if printing is not None:
+        printing.detach()
     sys.modules.update(_finder.hidden)
     _finder.hidden = {}
 

@@ -1,0 +1,323 @@
+"""``run --device cpu``: CUDA calls of a script land on the CPU, for a check on a machine without a GPU.
+
+`in_place_of_cuda` patches what names CUDA: the functions of ``torch.cuda``, the ``.cuda()`` methods, the tensor types, the
+wrappers and process groups that want GPUs. Devices given as arguments are seen by a mode around torch's functions, since
+``torch.device`` cannot be patched. Tensors call themselves by the names that CUDA's types have (``torch.cuda.FloatTensor``),
+which old scripts compare; ``is_cuda`` and ``device`` say the truth.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..logs import is_rank_zero
+from ..patching import PatchSet
+from ..plan import LOWER_PRECISION_VARIABLE
+
+_TYPES = (
+    "FloatTensor",
+    "DoubleTensor",
+    "HalfTensor",
+    "BFloat16Tensor",
+    "ByteTensor",
+    "CharTensor",
+    "ShortTensor",
+    "IntTensor",
+    "LongTensor",
+    "BoolTensor",
+)
+
+
+@contextmanager
+def in_place_of_cuda() -> Iterator[None]:
+    """Inside, CUDA is the CPU; one line on standard error says so. bfloat16 is the lower precision unless one is chosen."""
+    chosen = os.environ.get(LOWER_PRECISION_VARIABLE)
+    os.environ[LOWER_PRECISION_VARIABLE] = chosen or "bfloat16"
+    if is_rank_zero():
+        print(
+            f"ampkit: --device cpu: CUDA calls of this script run on the CPU, in {os.environ[LOWER_PRECISION_VARIABLE]}. This checks that "
+            "it works; it says nothing about speed on a GPU.",
+            file=sys.stderr,
+        )
+    importlib.import_module("torch._dynamo")  # it makes tables of torch's functions; every optimizer imports it anyway
+    patches = PatchSet()
+    default_dtype = torch.get_default_dtype()
+    try:
+        for owner, name, value in _replacements():
+            patches.set(owner, name, value)
+        with _DevicesToCPU():
+            yield
+    finally:
+        patches.restore()
+        torch.set_default_dtype(default_dtype)
+        if chosen is None:
+            os.environ.pop(LOWER_PRECISION_VARIABLE, None)
+
+
+class _DevicesToCPU(TorchFunctionMode):
+    """Every torch function and tensor method is called with the CPU where it was given a CUDA device."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = {key: _named(key, value) for key, value in kwargs.items()} if kwargs else {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _cuda_name(func(*args))
+        first_index = func is torch.Tensor.to
+        args = tuple(_to_cpu(value, index_is_device=first_index and place == 1) for place, value in enumerate(args))
+        return func(*args, **kwargs)
+
+
+def _to_cpu(value: Any, index_is_device: bool = False) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, str):
+        if value == "cuda" or value.startswith("cuda:"):
+            return "cpu"
+        return value.replace("torch.cuda.", "torch.") if value.startswith("torch.cuda.") else value
+    if index_is_device and type(value) is int:
+        return "cpu"
+    return value
+
+
+def _named(key: str, value: Any) -> Any:
+    return _to_cpu(value, index_is_device=key == "device")
+
+
+def _cuda_name(name: Any) -> Any:
+    if isinstance(name, str) and name.startswith("torch.") and name.split(".")[-1] in _TYPES and name.count(".") == 1:
+        return name.replace("torch.", "torch.cuda.")
+    return name
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    """(object, attribute, what stands there instead), for everything."""
+    for name, value in {**_cuda_functions(), **{name: getattr(torch, name) for name in _TYPES}}.items():
+        yield torch.cuda, name, value
+    yield torch.Tensor, "cuda", _returns_self
+    yield nn.Module, "cuda", _returns_self
+    yield nn.Module, "to", _module_to(nn.Module.to)
+    yield nn.utils.rnn.PackedSequence, "cuda", _returns_self
+    yield torch.UntypedStorage, "cuda", _returns_self
+    yield torch.storage.TypedStorage, "cuda", _returns_self
+    yield torch.Tensor, "pin_memory", _returns_self
+    yield torch, "load", _load(torch.load)
+    for name in ("set_default_device", "set_default_tensor_type"):
+        yield torch, name, _mapped(getattr(torch, name))
+    yield torch, "Generator", _Generator
+    yield torch.autocast, "__init__", _autocast_init(torch.autocast.__init__)
+    yield nn.parallel.DistributedDataParallel, "__init__", _ddp_init(nn.parallel.DistributedDataParallel.__init__)
+    yield nn.parallel.data_parallel, "_get_available_device_type", lambda: None
+    yield torch.utils.data.DataLoader, "__init__", _unpinned(torch.utils.data.DataLoader.__init__)
+    if torch.distributed.is_available():
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            for name in ("init_process_group", "new_group"):
+                yield module, name, _on_gloo(getattr(torch.distributed, name))
+            yield module, "is_nccl_available", lambda: True
+
+
+def _returns_self(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _mapped(function: Callable) -> Callable:
+    """``function`` with CUDA devices and types among its arguments mapped."""
+
+    @functools.wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(_to_cpu, args), **{key: _named(key, value) for key, value in kwargs.items()})
+
+    return mapped
+
+
+def _module_to(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        args = tuple(_to_cpu(value, index_is_device=place == 0) for place, value in enumerate(args))
+        return original(self, *args, **{key: _named(key, value) for key, value in kwargs.items()})
+
+    return to
+
+
+def _load(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not callable(map_location):  # what was saved on a GPU is wanted here, wherever it shall go
+            map_location = "cpu"
+        return original(f, map_location, *args, **kwargs)
+
+    return load
+
+
+def _autocast_init(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        original(self, _to_cpu(device_type), dtype, *args, **kwargs)
+
+    return init
+
+
+def _ddp_init(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+        original(self, module, None, None, *args, **kwargs)
+
+    return init
+
+
+def _unpinned(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("pin_memory_device", None)
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _on_gloo(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def on_gloo(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        if isinstance(kwargs.get("backend"), str) and "nccl" in kwargs["backend"].lower():
+            kwargs["backend"] = "gloo"
+        args = tuple("gloo" if isinstance(value, str) and "nccl" in value.lower() else value for value in args)
+        return original(*args, **kwargs)
+
+    return on_gloo
+
+
+class _Generator(torch.Generator):
+    """``torch.Generator`` of any device, on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, _to_cpu(device, index_is_device=True))
+
+
+class _Context:
+    """``torch.cuda.device`` and ``torch.cuda.stream``: entered and left without effect."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever device or stream is named."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exception: Any) -> None:
+        """Nothing to leave."""
+
+
+class _Event:
+    """``torch.cuda.Event`` by the clock: work on the CPU is done when the call returns."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._time = time.perf_counter()
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._time - self._time) * 1000.0
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Stream:
+    """``torch.cuda.Stream``: there is one, and it is done."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Nothing to leave."""
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+_PROPERTIES = types.SimpleNamespace(
+    name="CPU in place of CUDA", major=8, minor=0, total_memory=16 * 2**30, multi_processor_count=os.cpu_count() or 1
+)
+
+
+def _constant(value: Any) -> Callable:
+    def constant(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return constant
+
+
+def _cuda_functions() -> dict[str, Any]:
+    """The functions of torch.cuda that scripts call, by name."""
+    no_effect = (
+        "set_device synchronize empty_cache ipc_collect init reset_peak_memory_stats reset_max_memory_allocated "
+        "reset_max_memory_cached reset_accumulated_memory_stats set_per_process_memory_fraction manual_seed manual_seed_all "
+        "seed seed_all set_rng_state_all set_stream"
+    )
+    zero = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached utilization"
+    functions = {
+        **{name: _constant(None) for name in no_effect.split()},
+        **{name: _constant(0) for name in zero.split()},
+        "is_available": _constant(True),
+        "is_initialized": _constant(False),
+        "is_bf16_supported": _constant(True),
+        "is_current_stream_capturing": _constant(False),
+        "device_count": _constant(1),
+        "current_device": _constant(0),
+        "get_device_name": _constant(_PROPERTIES.name),
+        "get_device_capability": _constant((_PROPERTIES.major, _PROPERTIES.minor)),
+        "get_device_properties": _constant(_PROPERTIES),
+        "mem_get_info": _constant((_PROPERTIES.total_memory, _PROPERTIES.total_memory)),
+        "memory_stats": _constant({}),
+        "memory_summary": _constant("no memory of a GPU is in use"),
+        "get_rng_state": lambda device="cpu": torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "set_rng_state": lambda state, device="cpu": torch.set_rng_state(state),
+        "initial_seed": torch.initial_seed,
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": _Context,
+        "device": _Context,
+        "device_of": _Context,
+        "nvtx": types.SimpleNamespace(range_push=_constant(0), range_pop=_constant(0), mark=_constant(None), range=_Context),
+    }
+    return {name: value for name, value in functions.items() if hasattr(torch.cuda, name)}

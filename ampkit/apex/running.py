@@ -1,0 +1,161 @@
+"""``python -m ampkit run``: a script or module with the drop-in installed, and everything undone when it ends.
+
+What was asked for also stands in an environment variable, so that processes that the script spawns (``mp.spawn``, a
+DataLoader with ``spawn``) find the drop-in when they import the script again: see `ampkit.apex.spawned`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .. import api
+from . import cpu, importing
+
+VARIABLE = "AMPKIT_RUN"
+SPAWNED = "ampkit.apex.spawned"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to run, and how."""
+
+    target: str
+    is_module: bool = False
+    device: str | None = None
+    replace: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``run``, and the script with its arguments."""
+    parser.add_argument(
+        "--device",
+        choices=["cpu"],
+        help="run CUDA calls of the script on the CPU, in bfloat16 unless AMPKIT_LOWER_PRECISION says otherwise",
+    )
+    parser.add_argument("--replace", action="store_true", help="take the place of an installed apex that has amp, too")
+    parser.add_argument("-m", dest="module", action="store_true", help="the name that follows is a module, as for python -m")
+    parser.add_argument("target", metavar="SCRIPT", help="script.py, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+
+def from_command_line(arguments: argparse.Namespace) -> int:
+    """Run what the command line says, as Python would have run it. The script's exit is ours."""
+    run = Run(arguments.target, arguments.module, arguments.device, arguments.replace)
+    if not run.is_module and not os.path.exists(run.target):
+        print(f"ampkit run: there is no {run.target!r} here. For a module: python -m ampkit run -m NAME.", file=sys.stderr)
+        return 2
+    execute(run, arguments.arguments)
+    return 0
+
+
+def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run the script as ``__main__`` and return its names. torch, sys and the environment are left as they were."""
+    with ExitStack() as stack:
+        stack.enter_context(_interpreter_state())
+        stack.enter_context(installed(run))
+        path, code = _find(run)
+        absolute = run if run.is_module else replace(run, target=os.path.abspath(run.target))
+        os.environ[VARIABLE] = json.dumps(asdict(absolute))
+        sys.argv = [path, *arguments]
+        sys.path[0] = os.getcwd() if run.is_module else os.path.dirname(os.path.abspath(path))
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        stack.callback(api.close)
+        return fill(main.__dict__, path, code, _package_of(run))
+
+
+@contextmanager
+def installed(run: Run) -> Iterator[None]:
+    """The drop-in, and the CPU in place of CUDA where that is wanted, until the end of the block."""
+    with ExitStack() as stack:
+        if not importing.is_installed():
+            importing.install(replace=run.replace)
+            stack.callback(importing.uninstall)
+        if run.device == "cpu":
+            stack.enter_context(cpu.in_place_of_cuda())
+        yield
+
+
+def fill(names: dict[str, Any], path: str, code: types.CodeType, package: str | None) -> dict[str, Any]:
+    """Execute a script in ``names``, which are those of a module."""
+    names.update(
+        __file__=path,
+        __builtins__=__builtins__,
+        __package__=package,
+        __cached__=None,
+        __loader__=None,
+        __spec__=_MainSpec(path, package),
+    )
+    exec(code, names)
+    return names
+
+
+class _MainSpec(importlib.machinery.ModuleSpec):
+    """The spec of the main module: spawned processes import it by this name, and find the drop-in that way."""
+
+    def __init__(self, path: str, package: str | None) -> None:
+        super().__init__(SPAWNED, None, origin=path)
+        self._package = package or ""
+
+    @property
+    def parent(self) -> str:
+        return self._package
+
+
+def resume_in_child(names: dict[str, Any]) -> None:
+    """In a process that the script spawned: the drop-in again, for good, and the script's names."""
+    run = Run(**json.loads(os.environ[VARIABLE]))
+    installed(run).__enter__()
+    path, code = _find(run)
+    fill(names, path, code, _package_of(run))
+
+
+def _find(run: Run) -> tuple[str, types.CodeType]:
+    if not run.is_module:
+        if os.path.isdir(run.target):
+            run = replace(run, target=os.path.join(run.target, "__main__.py"))
+        with open(run.target, "rb") as file:
+            return run.target, compile(file.read(), run.target, "exec", dont_inherit=True)
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    spec = importlib.util.find_spec(run.target)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{run.target}.__main__")
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"No module named {run.target!r}, or it is a package without __main__.", name=run.target)
+    return spec.origin, spec.loader.get_code(spec.name)
+
+
+def _package_of(run: Run) -> str | None:
+    if not run.is_module:
+        return None
+    spec = importlib.util.find_spec(run.target)
+    name = importing.our_name(run.target) or run.target
+    return name if spec is not None and spec.submodule_search_locations is not None else name.rpartition(".")[0]
+
+
+@contextmanager
+def _interpreter_state() -> Iterator[None]:
+    """What a script changes by being run."""
+    argv, path, main = list(sys.argv), list(sys.path), sys.modules.get("__main__")
+    environment = os.environ.get(VARIABLE)
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = argv, path
+        if main is not None:
+            sys.modules["__main__"] = main
+        if environment is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = environment
