@@ -16,11 +16,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-__all__ = ["SyncBatchNorm", "convert_syncbn_model"]
+from .optimizers import LARC
+
+__all__ = ["LARC", "SyncBatchNorm", "convert_syncbn_model"]
 
 
 def convert_syncbn_model(
-    module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+    module: nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    channel_last: bool = False,
+    *,
+    layer_class: type[SyncBatchNorm] | None = None,
 ) -> nn.Module:
     """The model with every batch norm replaced by one that normalises over the processes' joined batch.
 
@@ -29,7 +35,8 @@ def convert_syncbn_model(
     return value. Move the model to its device first: the device chooses the class.
 
     ``channel_last=True`` is for models whose tensors have their channels in the last dimension (N, H, W, C). Tensors
-    in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it.
+    in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it. ``layer_class`` takes the place of
+    `SyncBatchNorm` where that would be made.
     """
     tensors = [*module.parameters(), *module.buffers()]
     on_cuda = any(tensor.is_cuda for tensor in tensors)
@@ -38,7 +45,7 @@ def convert_syncbn_model(
     def convert(child: nn.Module) -> nn.Module:
         if isinstance(child, _BatchNorm):
             if child not in replaced:
-                replaced[child] = _synchronised(child, process_group, channel_last, on_cuda)
+                replaced[child] = _synchronised(child, process_group, channel_last, on_cuda, layer_class)
             return replaced[child]
         for name, grandchild in list(child._modules.items()):  # named_children() would skip a second name
             if grandchild is not None:
@@ -186,7 +193,11 @@ class _JoinedBatchNorm(torch.autograd.Function):
 
 
 def _synchronised(
-    layer: _BatchNorm, process_group: dist.ProcessGroup | None, channel_last: bool, on_cuda: bool
+    layer: _BatchNorm,
+    process_group: dist.ProcessGroup | None,
+    channel_last: bool,
+    on_cuda: bool,
+    layer_class: type[SyncBatchNorm] | None,
 ) -> nn.Module:
     """The synchronised twin of one batch norm, sharing its tensors."""
     if is_lazy(layer.weight) or is_lazy(layer.running_mean):
@@ -204,7 +215,7 @@ def _synchronised(
     if on_cuda and not channel_last:
         twin: nn.Module = nn.SyncBatchNorm(layer.num_features, **settings)
     else:  # torch's class has no channels-last dimension; ours runs on any device
-        twin = SyncBatchNorm(layer.num_features, channel_last=channel_last, **settings)
+        twin = (layer_class or SyncBatchNorm)(layer.num_features, channel_last=channel_last, **settings)
     twin.affine, twin.track_running_stats = layer.affine, layer.track_running_stats
     for name, parameter in layer._parameters.items():
         twin.register_parameter(name, parameter)

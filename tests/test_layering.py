@@ -13,9 +13,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ampkit"
 # From the top down; within a line, from left to right.
 LAYERS = [
     ["__main__", "apex", "insight", "parallel"],
+    ["gradient_sync"],
     ["api"],
-    ["session"],
-    ["accept", "compiling", "optimizers", "models", "casting", "patching", "plan"],
+    ["session", "scaling"],
+    ["accept", "registry", "devices", "compiling", "optimizers", "models", "casting", "patching", "plan"],
     ["policy", "loss_scale", "kernels"],
     ["logs", "errors"],
 ]

@@ -1,0 +1,3 @@
+"""``apex.parallel.LARC``: the class of ``ampkit.parallel``."""
+
+from ...optimizers import LARC as LARC

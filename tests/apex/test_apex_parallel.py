@@ -1,0 +1,601 @@
+"""apex.parallel on two gloo processes: gradients judged by float64 arithmetic over both ranks' batches."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+from ampkit.apex import parallel
+from ampkit.apex.parallel import DistributedDataParallel as DDP
+from ampkit.apex.parallel import distributed, multiproc
+
+
+class TwoHeads(nn.Module):
+    """A trunk, two heads, and a layer that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.a, self.b, self.unused = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3), nn.Linear(2, 2)
+
+    def forward(self, x, heads="ab"):
+        hidden = torch.tanh(self.trunk(x))
+        outputs = {"a": self.a, "b": self.b}
+        return [outputs[head](hidden).square().mean() for head in heads]
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return TwoHeads()
+
+
+def batch(rank, index=0):
+    generator = torch.Generator().manual_seed(10 * rank + index)
+    return torch.randn(3, 4, generator=generator)
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def expected(steps, heads=("ab", "ab"), average=True):
+    """Sums over passes of the mean (or sum) over ranks; ``heads`` of each rank."""
+    model = make_model().double()
+    for index in range(steps):
+        for rank in range(2):
+            (sum(model(batch(rank, index).double(), heads[rank])) / (2 if average else 1)).backward()
+    return gradients(model)
+
+
+# name: arguments of DistributedDataParallel, with the parameters that trigger by name
+SETTINGS = {
+    "default": {},
+    "small_buckets": dict(message_size=1),
+    "delayed": dict(delay_allreduce=True),
+    "fp32": dict(allreduce_always_fp32=True),
+    "predivided": dict(gradient_predivide_factor=4.0),
+    "split_factor": dict(gradient_average_split_factor=2.0),
+    "summed": dict(gradient_average=False),
+    "triggers": dict(allreduce_trigger_params=["a.weight", "trunk.bias"]),
+    "kept_buffers": dict(retain_allreduce_buffers=True),
+    "streams": dict(num_allreduce_streams=2, prof=True),
+}
+
+
+def wrapped(model, settings):
+    settings = dict(settings)
+    if "allreduce_trigger_params" in settings:
+        settings["allreduce_trigger_params"] = [model.get_parameter(n) for n in settings["allreduce_trigger_params"]]
+    return DDP(model, **settings)
+
+
+def run_settings(rank, results):
+    for name, settings in SETTINGS.items():
+        ddp = wrapped(make_model(), settings)
+        sum(ddp(batch(rank))).backward()
+        results[f"one_pass/{name}"] = gradients(ddp.module)
+        if name == "kept_buffers":
+            results["kept"] = [buffer.clone() for buffer in ddp.allreduce_buffers]
+            results["kept_sizes"] = sum(buffer.numel() for buffer in ddp.allreduce_buffers)
+
+        ddp = wrapped(make_model(), settings)  # two losses of one forward pass, each through parts of the model
+        a, b = ddp(batch(rank))
+        a.backward(retain_graph=True)
+        b.backward()
+        results[f"two_losses/{name}"] = gradients(ddp.module)
+
+        ddp = wrapped(make_model(), settings)  # another part of the model on each rank
+        sum(ddp(batch(rank), "ab"[rank])).backward()
+        results[f"different_heads/{name}"] = gradients(ddp.module)
+
+        ddp = wrapped(make_model(), settings)
+        ddp.disable_allreduce()
+        sum(ddp(batch(rank, 0))).backward()
+        local = gradients(ddp.module)
+        ddp.enable_allreduce()
+        sum(ddp(batch(rank, 1))).backward()
+        results[f"accumulated/{name}"] = gradients(ddp.module)
+        results[f"local/{name}"] = local
+
+        ddp = wrapped(make_model(), settings)
+        with ddp.no_sync():
+            sum(ddp(batch(rank, 0), "a")).backward()  # head a has only local gradients ...
+        sum(ddp(batch(rank, 0), "b")).backward()  # ... when another pass is reduced
+        results[f"no_sync/{name}"] = gradients(ddp.module)
+
+
+def run_half(rank, results):
+    """Gradients of 60000 on both ranks: their sum leaves float16."""
+    for name, settings in {
+        "half": {},
+        "half_fp32": dict(allreduce_always_fp32=True),
+        "half_predivided": dict(gradient_predivide_factor=2.0),
+    }.items():
+        ddp = DDP(nn.Linear(1, 1, bias=False).half(), **settings)
+        (ddp(torch.ones(1, 1).half()) * 60000.0).sum().backward()
+        results[name] = ddp.module.weight.grad
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layer, self.head, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 1), reentrant
+
+    def forward(self, x):
+        for _ in range(2):  # the layer's weights are shared
+            x = checkpoint(lambda x: torch.tanh(self.layer(x)), x, use_reentrant=self.reentrant)
+        return self.head(x).sum()
+
+
+def run_checkpoints(rank, results):
+    for reentrant in (False, True):
+        torch.manual_seed(0)
+        ddp = DDP(Checkpointed(reentrant))
+        ddp(batch(rank).requires_grad_()).backward()
+        results[f"checkpoint_{reentrant}"] = gradients(ddp.module)
+
+
+def run_construction(rank, results):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(rank + 1)
+    ddp = DDP(model)
+    results["broadcast"] = {name: value.clone() for name, value in ddp.state_dict().items()}
+
+    model = make_model(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    ddp = DDP(model)
+    ddp(batch(rank))
+    results["masters"] = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    results["weights"] = [p.detach().float() for p in ddp.module.parameters()]
+    results["weights_are_masters"] = all(
+        torch.equal(p.detach(), m.detach().to(p.dtype)) for p, m in zip(model.parameters(), ampkit.master_params(optimizer))
+    )
+    ampkit.close()
+
+    errors = {}
+    for name, settings in {
+        "shared": dict(shared_param=True),
+        "streams": dict(delay_allreduce=True, num_allreduce_streams=2),
+        "triggers": dict(delay_allreduce=True, allreduce_trigger_params=[]),
+    }.items():
+        try:
+            DDP(make_model(), **settings)
+        except ValueError as error:
+            errors[name] = str(error)
+    try:
+        ampkit.initialize(DDP(make_model()), verbosity=0)
+    except ampkit.ConfigurationError as error:
+        errors["initialize"] = str(error)
+    results["errors"] = errors
+
+    twin = copy.deepcopy(DDP(make_model()))
+    sum(twin(batch(rank))).backward()
+    results["copied"] = gradients(twin.module)
+
+    ddp = DDP(make_model())
+    try:
+        x = ddp(batch(rank))[0]
+        x.register_hook(lambda gradient: 1 / 0)
+        x.backward()
+    except ZeroDivisionError:
+        pass
+    sum(ddp(batch(rank))).backward()
+    results["after_a_failure"] = gradients(ddp.module)
+
+    ddp = DDP(make_model())
+    ddp.module.trunk.requires_grad_(False)
+    sum(ddp(batch(rank))).backward()
+    frozen = gradients(ddp.module)
+    ddp.module.trunk.requires_grad_(True)
+    ddp.zero_grad()
+    sum(ddp(batch(rank))).backward()
+    results["frozen"], results["unfrozen"] = frozen, gradients(ddp.module)
+
+
+def run_reducer(rank, results):
+    model = make_model(seed=rank)
+    reducer = parallel.Reducer(model)
+    sum(model(batch(rank))).backward()
+    reducer.reduce()
+    results["reducer"] = gradients(model)
+    values = [torch.full((2,), float(rank)), torch.full((3,), float(rank)).half()]
+    parallel.Reducer(values).reduce()
+    results["reducer_list"] = values
+    values = [torch.full((2,), float(rank)), torch.full((1,), rank + 2.0)]
+    distributed.flat_dist_call(values, dist.all_reduce)
+    results["flat_call"] = values
+    values = [torch.full((2,), rank + 1.0)]
+    distributed.flat_dist_call(values, dist.broadcast, (0,))
+    results["flat_broadcast"] = values
+
+
+AMP = [(level, how) for level in ("O1", "O2", "O5") for how in ("plain", "no_sync", "disabled", "delay_unscale")]
+
+
+def run_amp(rank, results):
+    """Two micro-batches and a step of 1.0: the parameters move by the gradients of the joined batch."""
+    for level, how in AMP:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        ddp = DDP(model, delay_allreduce=level == "O5")
+        before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+        for index in range(2):
+            last = index == 1
+            if how == "no_sync" and not last:
+                with ddp.no_sync(), ampkit.scale_loss(sum(ddp(batch(rank, index))), optimizer) as scaled:
+                    scaled.backward()
+                continue
+            if how == "disabled":
+                ddp.enable_allreduce() if last else ddp.disable_allreduce()
+            loss = sum(ddp(batch(rank, index)))
+            if how == "toggled":  # after the forward pass, as Apex allowed
+                ddp.enable_allreduce() if last else ddp.disable_allreduce()
+            with ampkit.scale_loss(loss, optimizer, delay_unscale=how == "delay_unscale" and not last) as scaled:
+                scaled.backward()
+        optimizer.step()
+        names = [name for name, _ in model.named_parameters()]
+        moved = [a - b.detach() for a, b in zip(before, ampkit.master_params(optimizer))]
+        results[f"amp/{level}/{how}"] = dict(zip(names, moved))
+        ampkit.close()
+
+
+def run_gan(rank, results):
+    """Forward, forward, backward; then the other model through the first: two models, three losses."""
+    torch.manual_seed(0)
+    d, g = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), nn.Linear(2, 3)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (d, g)]
+    (d, g), (opt_d, opt_g) = ampkit.initialize([d, g], optimizers, opt_level="O1", num_losses=3, verbosity=0)
+    d, g = DDP(d), DDP(g)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        real, noise = torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
+        opt_d.zero_grad()
+        output = d(real)
+        fake = g(noise)
+        output_fake = d(fake.detach())
+        with ampkit.scale_loss(output.square().mean(), opt_d, loss_id=0) as scaled:
+            scaled.backward()
+        with ampkit.scale_loss((output_fake - 1).square().mean(), opt_d, loss_id=1) as scaled:
+            scaled.backward()
+        opt_d.step()
+        opt_g.zero_grad()
+        with ampkit.scale_loss(d(fake).square().mean(), opt_g, loss_id=2) as scaled:
+            scaled.backward()
+        opt_g.step()
+    results["gan"] = [p.detach().clone() for p in (*d.parameters(), *g.parameters())]
+    ampkit.close()
+
+
+SYNCBN = {"plain": {}, "relu": dict(fuse_relu=True), "relu_z": dict(fuse_relu=True), "z": {}, "last": dict(channel_last=True)}
+
+
+def run_syncbn(rank, results):
+    for case, settings in SYNCBN.items():
+        norm = parallel.SyncBatchNorm(3, **settings)
+        x, z = (t.chunk(2)[rank].clone().requires_grad_() for t in syncbn_inputs(case))
+        output = norm(x, z) if "z" in case else norm(x)
+        (output.double() * x.detach().double().cos()).sum().backward()
+        results[f"syncbn/{case}"] = [output.detach(), x.grad]
+    norm = parallel.SyncBatchNorm(3, process_group=parallel.create_syncbn_process_group(1))
+    x = syncbn_inputs("plain")[0].chunk(2)[rank]
+    results["syncbn_alone"] = norm(x).detach()
+    results["group_of_2"] = dist.get_world_size(parallel.create_syncbn_process_group(2))
+    results["group_of_0"] = parallel.create_syncbn_process_group(0)
+    try:
+        parallel.create_syncbn_process_group(4)
+    except AssertionError as error:
+        results["group_of_4"] = str(error)
+
+
+def syncbn_inputs(case):
+    generator = torch.Generator().manual_seed(1)
+    shape = (4, 5, 5, 3) if case == "last" else (4, 3, 5, 5)
+    return torch.randn(shape, generator=generator) * 2 + 5, torch.randn(shape, generator=generator)
+
+
+def worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    results = {}
+    for run in (run_settings, run_half, run_checkpoints, run_construction, run_reducer, run_amp, run_gan, run_syncbn):
+        run(rank, results)
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("apex_parallel")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    files = [folder / f"rank{rank}.pt" for rank in range(2)]
+    for _ in range(2):  # gloo may abort once a process is done: its file counts, and one retry is allowed
+        (folder / "rendezvous").unlink(missing_ok=True)
+        workers = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(folder), str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(2)
+        ]
+        try:
+            output = [one.communicate(timeout=240)[0].decode() for one in workers]
+        finally:
+            for one in workers:
+                one.kill()
+        if all(file.exists() for file in files):
+            return [torch.load(file, weights_only=True) for file in files]
+    pytest.fail("\n".join(output))
+
+
+def assert_gradients(found, wanted, tolerance=1e-5):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value is None:
+            assert found[name] is None, name
+        else:
+            difference = (found[name].double() - value).abs().max()
+            assert difference <= tolerance * max(1.0, value.abs().max()), (name, found[name], value)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ddp_averages_gradients_with_every_setting(results, name):
+    average = name != "summed"
+    for rank in range(2):
+        found = results[rank]
+        assert_gradients(found[f"one_pass/{name}"], expected(1, average=average))
+        assert_gradients(found[f"different_heads/{name}"], expected(1, ("a", "b"), average))
+        assert_gradients(found[f"accumulated/{name}"], expected(2, average=average))
+        assert_gradients(found[f"no_sync/{name}"], expected(1, average=average))
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "summed"])
+def test_ddp_two_losses_through_one_forward_pass(results, name):
+    for rank in range(2):
+        assert_gradients(results[rank][f"two_losses/{name}"], expected(1))
+
+
+def test_ddp_without_reduction_leaves_local_gradients(results):
+    for rank in range(2):
+        model = make_model().double()
+        sum(model(batch(rank).double())).backward()
+        assert_gradients(results[rank]["local/default"], gradients(model))
+
+
+def test_ddp_keeps_reduced_buffers_when_asked(results):
+    used = sum(p.numel() for p in make_model().parameters())
+    for rank in range(2):
+        assert results[rank]["kept_sizes"] == used
+    assert all(torch.equal(a, b) for a, b in zip(results[0]["kept"], results[1]["kept"]))
+
+
+def test_ddp_keeps_half_gradients_in_range_by_float32_or_predivision(results):
+    for rank in range(2):
+        assert results[rank]["half"].isinf().all()
+        for name in ("half_fp32", "half_predivided"):
+            found = results[rank][name]
+            assert found.dtype is torch.float16 and torch.equal(found, torch.full_like(found, 60000.0))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ddp_with_checkpoints_and_shared_weights(results, reentrant):
+    torch.manual_seed(0)
+    model = Checkpointed(False).double()
+    for rank in range(2):
+        (model(batch(rank).double().requires_grad_()) / 2).backward()
+    for rank in range(2):
+        assert_gradients(results[rank][f"checkpoint_{reentrant}"], gradients(model))
+
+
+def test_ddp_broadcasts_parameters_and_leaves_buffers(results):
+    for rank in range(2):
+        for name, value in results[rank]["broadcast"].items():
+            assert name.startswith("module.")
+            local = "running" in name or "batches" in name
+            assert torch.equal(value, torch.full_like(value, rank + 1 if local else 1)), name
+
+
+def test_ddp_broadcasts_masters_of_initialized_models(results):
+    for rank in range(2):
+        assert results[rank]["weights_are_masters"]
+        for found, wanted in zip(results[rank]["masters"], make_model(seed=0).parameters(), strict=True):
+            assert torch.equal(found, wanted.detach())  # float32, not rounded on the way
+
+
+def test_ddp_refuses_what_apex_refused(results):
+    for rank in range(2):
+        errors = results[rank]["errors"]
+        assert "shared_param" in errors["shared"]
+        assert "num_allreduce_streams" in errors["streams"]
+        assert "allreduce_trigger_params" in errors["triggers"]
+        assert "before wrapping" in errors["initialize"]
+
+
+def test_ddp_copies_survive_and_failures_are_forgotten(results):
+    for rank in range(2):
+        assert_gradients(results[rank]["copied"], expected(1))
+        failed = expected(1)
+        assert_gradients(results[rank]["after_a_failure"], failed)
+
+
+def test_ddp_follows_freezing_and_unfreezing(results):
+    for rank in range(2):
+        frozen = results[rank]["frozen"]
+        assert frozen["trunk.weight"] is None
+        wanted = expected(1)
+        assert_gradients(frozen, wanted | {"trunk.weight": None, "trunk.bias": None})
+        assert_gradients(results[rank]["unfrozen"], wanted)
+
+
+def test_ddp_without_a_process_group_says_what_to_do():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        DDP(nn.Linear(1, 1))
+
+
+def test_reducer_averages_gradients_of_a_module_or_a_list(results):
+    for rank in range(2):
+        assert_gradients(results[rank]["reducer"], expected(1))
+        one, two = results[rank]["reducer_list"]
+        assert torch.equal(one, torch.full((2,), 0.5)) and torch.equal(two, torch.full((3,), 0.5).half())
+        one, two = results[rank]["flat_call"]
+        assert torch.equal(one, torch.full((2,), 0.5)) and torch.equal(two, torch.full((1,), 2.5))
+        assert torch.equal(results[rank]["flat_broadcast"][0], torch.full((2,), 1.0))
+
+
+@pytest.mark.parametrize("level, how", AMP)
+def test_ddp_accumulates_under_initialize_like_one_large_batch(results, level, how):
+    wanted = {name: torch.zeros(()) if value is None else value for name, value in expected(2).items()}
+    for rank in range(2):
+        assert_gradients(results[rank][f"amp/{level}/{how}"], wanted, tolerance=3e-2)
+    for name, moved in results[0][f"amp/{level}/{how}"].items():
+        assert torch.equal(moved, results[1][f"amp/{level}/{how}"][name])
+
+
+def test_ddp_trains_two_models_with_three_losses(results):
+    assert all(torch.equal(a, b) for a, b in zip(results[0]["gan"], results[1]["gan"], strict=True))
+    assert all(p.isfinite().all() for p in results[0]["gan"])
+
+
+@pytest.mark.parametrize("case", SYNCBN)
+def test_syncbn_equals_float64_batch_norm_over_the_joined_batch(results, case):
+    x, z = (t.double() for t in syncbn_inputs(case))
+    x.requires_grad_()
+    norm = nn.BatchNorm2d(3).double()
+    output = norm(x.movedim(-1, 1)).movedim(1, -1) if case == "last" else norm(x)
+    output = output + z if "z" in case else output
+    output = output.relu() if "relu" in case else output
+    (output * x.detach().cos()).sum().backward()
+    for i, wanted in enumerate((output.detach(), x.grad)):
+        found = torch.cat([results[rank][f"syncbn/{case}"][i] for rank in range(2)])
+        assert torch.allclose(found.double(), wanted, atol=1e-4)
+
+
+def test_syncbn_groups(results):
+    for rank in range(2):
+        alone = nn.BatchNorm2d(3)(syncbn_inputs("plain")[0].chunk(2)[rank]).detach()
+        assert torch.allclose(results[rank]["syncbn_alone"], alone, atol=1e-5)
+        assert results[rank]["group_of_2"] == 2 and results[rank]["group_of_0"] is None
+        assert "world size 2" in results[rank]["group_of_4"]
+
+
+# In one process
+
+
+def test_convert_syncbn_model_gives_apexs_class_and_shares_tensors():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, eps=1e-3, momentum=0.2), nn.InstanceNorm2d(2))
+    before = model[1]
+    converted = parallel.convert_syncbn_model(model)
+    assert isinstance(converted[1], parallel.SyncBatchNorm) and type(converted[2]) is nn.InstanceNorm2d
+    assert converted[1].weight is before.weight and converted[1].running_mean is before.running_mean
+    assert (converted[1].eps, converted[1].momentum) == (1e-3, 0.2)
+    root = parallel.convert_syncbn_model(nn.BatchNorm1d(3), channel_last=True)
+    assert isinstance(root, parallel.SyncBatchNorm) and root.channel_last
+    assert converted(torch.randn(2, 1, 3, 3)).shape == (2, 2, 3, 3)
+
+
+def test_syncbn_of_two_dimensions_and_eval():
+    norm = parallel.SyncBatchNorm(3, momentum=None)
+    x = torch.randn(6, 3)
+    assert torch.allclose(norm(x), nn.BatchNorm1d(3)(x), atol=1e-6)
+    norm.eval()
+    assert torch.allclose(norm(x), (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt(), atol=1e-5)
+
+
+def test_multiproc_starts_one_process_for_each_rank(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nopen('seen' + sys.argv[-1], 'w').write(' '.join(sys.argv[1:]))\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("PYTHONPATH", str(Path(ampkit.__file__).parents[1]))
+    assert multiproc.main([str(script), "--world-size", "2", "-v"]) == 0
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in range(2)] == [
+        f"--world-size 2 -v --rank {rank}" for rank in range(2)
+    ]
+    assert (tmp_path / "GPU_1.log").exists()
+
+
+# LARC
+
+
+def larc(params, grads, lr, decay, tc, clip, eps):
+    """You et al. 2017, section 4, with the local rate clipped at the global one."""
+    moved = []
+    for w, g in zip(params, grads):
+        w, g = w.detach().double(), g.double()
+        rate = tc * w.norm() / (g.norm() + decay * w.norm() + eps)
+        rate = min(rate / lr, 1.0) if clip else rate
+        moved.append(w - lr * rate * (g + decay * w))
+    return moved
+
+
+@pytest.mark.parametrize("level", [None, "O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_larc_is_the_published_update_at_every_level(level, clip):
+    from ampkit.apex.parallel.LARC import LARC
+
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 2, bias=False))
+    with torch.no_grad():
+        model[2].weight.mul_(100)  # one tensor on either side of the clip
+    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01), trust_coefficient=0.02, clip=clip)
+    x = torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    twin(x).sum().backward()
+    wanted = larc(model.parameters(), [p.grad for p in twin.parameters()], 0.1, 0.01, 0.02, clip, 1e-8)
+    if level is not None:
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        optimizer.zero_grad()
+        with ampkit.scale_loss(model(x).sum(), optimizer) as scaled:
+            scaled.backward()
+    else:
+        model(x).sum().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["weight_decay"] == 0.01
+    tolerance = 1e-5 if level in (None, "O0") else 2e-2
+    for found, value in zip(model.state_dict().values(), wanted, strict=True):
+        assert (found.double() - value).abs().max() <= tolerance * value.abs().max()
+
+
+def test_larc_leaves_tensors_without_a_norm_to_the_optimizer():
+    from ampkit.apex.parallel.LARC import LARC
+
+    zero, still = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+    optimizer = LARC(torch.optim.SGD([zero, still], lr=0.5))
+    zero.grad, still.grad = torch.ones(2), torch.zeros(2)
+    optimizer.step()
+    assert torch.equal(zero.detach(), torch.full((2,), -0.5)) and torch.equal(still.detach(), torch.ones(2))
+
+
+def test_larc_passes_on_what_an_optimizer_has():
+    from ampkit.apex.parallel.LARC import LARC
+
+    p = nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([p], lr=0.5, momentum=0.9)
+    optimizer = LARC(inner)
+    assert optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+    p.grad = torch.ones(2)
+    optimizer.step()
+    other = LARC(torch.optim.SGD([p], lr=0.1, momentum=0.9))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.5
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(inner.param_groups) == 2
+    optimizer.zero_grad()
+    assert p.grad is None
+    assert repr(optimizer) == repr(inner)
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[2]), Path(sys.argv[1]))
+    os._exit(0)
