@@ -10,6 +10,7 @@ forward: an exponential moving average of its parameters is then a float32 avera
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import types
@@ -24,11 +25,11 @@ from torch import nn
 
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_floating
+from .keep import ACTIVATION_KEY, bridge, unbridge
 from .weights import RECORD_KEY, follow_devices, forget_weights, lower_entries, settle_weights
 
 CASTS_KEY = "_ampkit_casts"
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
-COPY_CASTS_KEY = "_ampkit_casts_of_copy"
 
 watchers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
 """Initialized model -> what its session wants done before each forward."""
@@ -69,6 +70,16 @@ class _Shell:
         twin.__dict__.update(self.__dict__)
         return twin
 
+    def __deepcopy__(self, memo):
+        settle_weights(self)
+        _copy_masters_and_weights_as_one(self, memo)
+        if hasattr(super(), "__deepcopy__"):
+            return super().__deepcopy__(memo)
+        function, arguments, state, *_ = self.__reduce_ex__(4)
+        twin = memo[id(self)] = function(*arguments)
+        twin.__setstate__(copy.deepcopy(state, memo))
+        return twin
+
     def __reduce_ex__(self, protocol):
         settle_weights(self)
         function, arguments, *rest = super().__reduce_ex__(protocol)
@@ -82,31 +93,47 @@ class _Shell:
 
 
 def install(model: nn.Module, casts: ForwardCasts) -> None:
-    """Make ``model`` cast as ``casts`` says, whichever way its forward is called.
-
-    A copy of an initialized model casts already: its own casts step aside until `uninstall`.
-    """
+    """Make ``model`` cast as ``casts`` says, whichever way its forward is called."""
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
-    if CASTS_KEY in model.__dict__:
-        model.__dict__[COPY_CASTS_KEY] = model.__dict__[CASTS_KEY]
-    else:
-        model.__class__ = _shell_class(_own_class(model))
     model.__dict__[CASTS_KEY] = casts
+    model.__class__ = _shell_class(_own_class(model))
 
 
 def uninstall(model: nn.Module) -> None:
     """Undo `install`. A class that somebody derived from ours since then stays, and casts nothing any more."""
     watchers.pop(model, None)
-    if COPY_CASTS_KEY in model.__dict__:
-        model.__dict__[CASTS_KEY] = model.__dict__.pop(COPY_CASTS_KEY)
-        return
     model.__dict__.pop(CASTS_KEY, None)
     if INNER_FORWARD_KEY in model.__dict__:
         model.__dict__["forward"] = model.__dict__.pop(INNER_FORWARD_KEY)
     if _shell_classes.get(_own_class(model)) is type(model):
         model.__class__ = _own_class(model)
+
+
+def take_off_copies(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Make every copy of an initialized model in ``model``, itself included, a plain module. Returns the undo."""
+    worn = {}
+    for name, copied in model.named_modules():
+        if CASTS_KEY in copied.__dict__ and copied not in watchers:
+            bridged = {n: m.__dict__[ACTIVATION_KEY] for n, m in copied.named_modules() if ACTIVATION_KEY in m.__dict__}
+            worn[name] = copied.__dict__[CASTS_KEY], bridged
+    modules = dict(model.named_modules())
+    for name in worn:
+        for module in modules[name].modules():
+            unbridge(module)
+        uninstall(modules[name])
+
+    def put_on(model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        for name, (casts, bridged) in worn.items():
+            if name in modules:
+                install(modules[name], casts)
+                inner = dict(modules[name].named_modules())
+                for path in bridged.keys() & inner.keys():
+                    bridge(inner[path], bridged[path])
+
+    return put_on
 
 
 def cast_inputs(function: Callable) -> Callable:
@@ -193,6 +220,16 @@ class _Running(threading.local):
 _running = _Running()
 
 
+def _copy_masters_and_weights_as_one(model: nn.Module, memo: dict[int, Any]) -> None:
+    """A copy has one float32 parameter for a weight and its master: an optimizer copied along then trains the copy."""
+    for _, _, tensor, entry in lower_entries(model):
+        if isinstance(entry.value, nn.Parameter) and tensor is not None and id(tensor) not in memo:
+            twin = memo.get(id(entry.value))
+            if twin is None:
+                twin = nn.Parameter(entry.value.detach().to(tensor.device, copy=True))
+            memo[id(tensor)] = memo[id(entry.value)] = twin.requires_grad_(tensor.requires_grad)
+
+
 def _own_float32_weights(model: nn.Module) -> None:
     """Turn a fresh copy of a cast model into one that owns float32 weights and casts them at each forward."""
     casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
@@ -200,9 +237,9 @@ def _own_float32_weights(model: nn.Module) -> None:
     if casts is None or not names:
         return
     lower = None
-    for _, _, tensor, entry in lower_entries(model):
-        if tensor.dtype is not torch.float32:
-            lower = tensor.dtype
+    for module, _, tensor, entry in lower_entries(model):
+        lower = module.__dict__[RECORD_KEY].lower_precision
+        if tensor.dtype is lower:
             # Not entry.current(): version counters start anew in a copy, and settle_weights came before it.
             tensor.data = tensor.float() if entry.value is None else entry.value.detach().to(tensor.device)
     forget_weights(model)

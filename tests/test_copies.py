@@ -1,0 +1,361 @@
+"""Copies of initialized models: deepcopy, pickle, copy.copy, replicas, and the averages that people keep of weights."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+import ampkit
+
+LEVELS = ("O0", "O1", "O2", "O3", "O5")
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Net(nn.Module):
+    """Cast and kept weights, a recurrent layer with its list of weights, a frozen part, a buffer that forward writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(6)
+        self.rnn = nn.LSTM(6, 5, batch_first=True)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.last = nn.Linear(5, 2)
+        self.register_buffer("average", torch.zeros(2))
+
+    def forward(self, x):
+        y = self.last(self.frozen(self.rnn(self.norm(self.first(x)).unsqueeze(1))[0][:, -1]))
+        if self.training:
+            self.average.mul_(0.5).add_(y.detach().mean(0), alpha=0.5)
+        return y
+
+
+def prepared(level):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer, 2)
+    return model, optimizer
+
+
+def train(model, optimizer, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with ampkit.scale_loss(F.cross_entropy(model(X).float(), torch.tensor([0, 1, 0])), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_values(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) and found[name].dtype is value.dtype, name
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_file}
+
+
+@pytest.fixture(params=COPIES)
+def copied(request):
+    return COPIES[request.param]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copy_has_the_same_values_and_answers_alike(copied, level):
+    model, _ = prepared(level)
+    twin = copied(model)
+    assert_same_values(twin.state_dict(), values(model))
+    model.eval(), twin.eval()
+    assert torch.equal(twin(X), model(X)) and torch.equal(twin.forward(X), model.forward(X))
+    assert twin(X).dtype is model(X).dtype
+    assert {p.dtype for p in twin.parameters()} == {torch.float32}
+    assert isinstance(twin, Net) and repr(twin) == repr(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copy_and_original_share_nothing(copied, level):
+    model, optimizer = prepared(level)
+    twin = copied(model)
+    before = values(twin)
+    train(model, optimizer, 2)
+    assert_same_values(twin.state_dict(), before)
+    original = values(model)
+    with torch.no_grad():
+        for tensor in (*twin.parameters(), twin.average):
+            tensor.fill_(0.25)
+    assert_same_values(model.state_dict(), original)
+    model.eval()(X)
+    assert_same_values(model.state_dict(), original)
+    assert set(twin.state_dict()["first.weight"].flatten().tolist()) == {0.25}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copy_outlives_close(copied, level):
+    model, _ = prepared(level)
+    twin = copied(model.eval())
+    expected = twin(X) if level in ("O2", "O3", "O5") else None
+    ampkit.close()
+    found = twin(X)
+    # Casts of the weights are the copy's own; O1's casts were torch's, and are gone.
+    torch.testing.assert_close(found, model(X), atol=0.02, rtol=0.02)
+    assert expected is None or torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copy_trains_with_a_plain_optimizer(copied, level):
+    model, _ = prepared(level)
+    twin = copied(model)
+    plain = Net()
+    plain.load_state_dict(twin.state_dict())
+    plain.frozen.requires_grad_(False)
+    original = values(model)
+    losses = []
+    for net in (twin, plain):
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.5)
+        losses.append([])
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(X).float(), torch.tensor([0, 1, 0]))
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert_same_values(model.state_dict(), original)
+    assert torch.allclose(twin.average, plain.average, atol=0.02) and twin.average.any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("second", LEVELS)
+def test_copy_can_be_initialized(level, second):
+    model, optimizer = prepared(level)
+    twin = copy.deepcopy(model)
+    start = values(twin)
+    twin_optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1)
+    ampkit.initialize(twin, twin_optimizer, opt_level=second, verbosity=0)
+    if second != "O3":  # whose weights are rounded
+        assert_same_values(values(twin), start)
+    train(twin, twin_optimizer)
+    train(model, optimizer)
+    lower = {"O2": torch.bfloat16, "O3": torch.bfloat16, "O5": torch.bfloat16}
+    assert twin.first.weight.dtype is lower.get(second, torch.float32)
+    trained = values(twin)
+    assert not torch.equal(trained["first.weight"], start["first.weight"])
+    ampkit.close()
+    assert_same_values(twin.state_dict(), trained)
+    assert {p.dtype for p in twin.parameters()} == {torch.float32}
+    assert twin.eval()(X).shape == (3, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copy_of_a_copy_is_a_copy(copied, level):
+    model, _ = prepared(level)
+    twin = copied(copied(model.eval()))
+    assert_same_values(twin.state_dict(), values(model))
+    assert torch.equal(twin(X), model(X))
+
+
+def test_copy_made_after_a_write_to_state_dict_has_it(copied):
+    model, _ = prepared("O2")
+    model.state_dict()["first.weight"].fill_(0.1)
+    with torch.no_grad():
+        model.last.weight.fill_(0.2)
+    twin = copied(model)
+    assert torch.equal(twin.first.weight, torch.full((6, 4), 0.1))
+    assert torch.equal(twin.last.weight, torch.full((2, 5), 0.2).bfloat16().float())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copy_inside_something_else_is_a_copy_too(level):
+    model, optimizer = prepared(level)
+    trainer = {"nets": [model], "wrapped": nn.Sequential(model)}
+    twin = copy.deepcopy(trainer)
+    assert twin["nets"][0] is twin["wrapped"][0]
+    before = values(twin["nets"][0])
+    train(model, optimizer)
+    assert_same_values(twin["nets"][0].state_dict(), before)
+    assert twin["wrapped"].eval()(X).shape == (3, 2)
+
+
+@pytest.mark.parametrize("order", ("model first", "optimizer first"))
+@pytest.mark.parametrize("level", LEVELS)
+def test_model_and_optimizer_copied_together_train_together(level, order):
+    model, optimizer = prepared(level)
+    if level == "O3":  # torch's Adam cannot mix dtypes: its state follows the lower-precision weights
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if order == "model first":
+        twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    else:
+        twin_optimizer, twin = copy.deepcopy((optimizer, model))
+    original, start = values(model), values(twin)
+    for _ in range(3):
+        twin_optimizer.zero_grad()
+        F.cross_entropy(twin(X).float(), torch.tensor([0, 1, 0])).backward()
+        twin_optimizer.step()
+    assert not torch.equal(twin.state_dict()["first.weight"], start["first.weight"])
+    assert_same_values(model.state_dict(), original)
+
+
+# torch.load in a process that has only imported torch
+
+
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_saved_model_loads_in_a_fresh_process(tmp_path, level):
+    model, _ = prepared(level)
+    torch.save(model.eval(), tmp_path / "model.pt")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    with ampkit.disable_casts():
+        torch.save(model(X), tmp_path / "answer.pt")
+    script = f"""
+        import torch
+        model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+        state = torch.load({str(tmp_path / "state.pt")!r}, weights_only=True)
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+        assert all(v.dtype is torch.float32 for v in state.values())
+        answer = model(torch.linspace(-1, 1, 12).reshape(3, 4))
+        torch.testing.assert_close(answer, torch.load({str(tmp_path / "answer.pt")!r}), atol=0.02, rtol=0.02)
+        print(type(model).__name__, "loaded")
+    """
+    here = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={"PYTHONPATH": f"{here}:{here.parent}", "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout == "Net loaded\n", run.stderr
+
+
+# copy.copy and replicas share the weights
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_shallow_copy_shares_weights_with_its_original(level):
+    model, optimizer = prepared(level)
+    twin = copy.copy(model)
+    assert twin.first is model.first and type(twin) is type(model)
+    train(model, optimizer)
+    model.eval()
+    twin.training = False
+    assert torch.equal(twin(X), model(X))
+    assert_same_values(twin.state_dict(), values(model))
+    assert model.first.weight.dtype is (torch.float32 if level in ("O0", "O1") else torch.bfloat16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_replica_casts_like_the_model(level):
+    model, _ = prepared(level)
+    model.eval()
+    replica = model._replicate_for_data_parallel()
+    replica._parameters = model._parameters  # what DataParallel would put there on another device
+    assert torch.equal(replica(X), model(X)) and torch.equal(replica.forward(X), model(X))
+    assert torch.equal(nn.DataParallel(model)(X), model(X))
+
+
+# Averages of weights
+
+
+class ExactEMA:
+    """The average in float64, of the float32 weights."""
+
+    def __init__(self, state):
+        self.state = {name: value.double() for name, value in state.items()}
+
+    def update(self, state, decay):
+        for name, value in state.items():
+            self.state[name] = self.state[name] * decay + value.double() * (1 - decay)
+
+
+def by_state_dict(average, model, decay):
+    with torch.no_grad():
+        for mine, its in zip(average.state_dict().values(), model.state_dict().values()):
+            mine.copy_(mine * decay + its * (1 - decay))
+
+
+def by_parameters(average, model, decay):
+    with torch.no_grad():
+        for mine, its in zip(average.parameters(), model.parameters()):
+            mine.mul_(decay).add_(its.detach(), alpha=1 - decay)
+
+
+# The model's parameters() are rounded to bfloat16 (8 bits) before they are averaged, its state_dict() is not.
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("update, tolerance", ((by_state_dict, 1e-6), (by_parameters, 2**-8)))
+def test_moving_average_is_the_float32_average(level, update, tolerance):
+    model, optimizer = prepared(level)
+    average = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters()]
+    exact = ExactEMA({name: model.state_dict()[name] for name in names})
+    for _ in range(20):
+        train(model, optimizer)
+        update(average, model, 0.99)
+        exact.update({name: model.state_dict()[name] for name in names}, 0.99)
+    found = average.state_dict()
+    for name in names:
+        torch.testing.assert_close(found[name].double(), exact.state[name], atol=tolerance * 0.5, rtol=tolerance)
+    # 1% of a small change is below bfloat16's resolution: an average kept in bfloat16 would have stood still.
+    assert not torch.equal(found["first.weight"], found["first.weight"].bfloat16().float())
+    assert average.eval()(X).dtype is model(X).dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_averaged_model_of_torch_works_with_an_average_of_one_tensor_at_a_time(level):
+    model, optimizer = prepared(level)
+    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9))
+    exact = None
+    for _ in range(5):
+        train(model, optimizer)
+        average.update_parameters(model)
+        weight = model.first.weight.detach().double()
+        exact = weight if exact is None else exact * 0.9 + weight * 0.1
+    # torch multiplies the model's weight by 0.1 in its own dtype.
+    torch.testing.assert_close(average.module.first.weight.detach().double(), exact, atol=0, rtol=2**-8)
+    assert average.module.first.weight.dtype is torch.float32
+    assert average.eval()(X).shape == (3, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_averaged_model_of_torch_works_on_copies(level):
+    model, optimizer = prepared(level)
+    average = AveragedModel(model)
+    weights = []
+    for _ in range(3):
+        train(model, optimizer)
+        average.update_parameters(copy.deepcopy(model))  # float32, as the average is
+        weights.append(model.state_dict()["first.weight"].double())
+    torch.testing.assert_close(average.module.first.weight.detach().double(), sum(weights) / 3, atol=1e-6, rtol=1e-6)
+
+
+def test_weights_of_an_average_load_into_the_model():
+    model, optimizer = prepared("O2")
+    average = copy.deepcopy(model)
+    train(model, optimizer, 3)
+    model.load_state_dict(average.state_dict())
+    assert_same_values(model.state_dict(), values(average))
+    assert torch.equal(model.eval()(X), average.eval()(X))
