@@ -8,25 +8,17 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from . import accept
 from .casting.engine import active_casting
+from .devices import device_type_of
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
 from .logs import logger
 from .loss_scale import DynamicLossScale, LossScaler, validate_scaler_state
 from .optimizers import adapter_of
 from .plan import Plan, resolve
-from .session import (
-    Session,
-    collect_orphans,
-    current_session,
-    device_type_of,
-    live_sessions,
-    not_initialized,
-    refuse_second_lower_precision,
-    session_of,
-)
+from .registry import collect_orphans, current_session, live_sessions, not_initialized, session_of
+from .session import Session, refuse_second_lower_precision
 
 
 def initialize(
@@ -78,7 +70,9 @@ def initialize(
     first). Raises `ConfigurationError` or TypeError for what cannot be right, and then changes nothing.
     """
     if not enabled:
-        things = [[item for item in accept.flatten(value) if accept.can_be_tracked(item)] for value in (models, optimizers)]
+        things = [
+            [item for item in accept.flatten(value) if accept.can_be_tracked(item)] for value in (models, optimizers)
+        ]
         for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):
             session.close()
         for session in [one for one in live_sessions if one.owns_nothing]:
@@ -148,7 +142,9 @@ def scale_loss(
         yield loss
         return
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself.")
+        raise TypeError(
+            f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself."
+        )
     with session.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check) as scaled:
         yield scaled
 
@@ -190,7 +186,9 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     values that are no loss scaler's, and loads nothing then.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"load_state_dict expects the dict that ampkit.state_dict() returned, found {type(state).__name__}.")
+        raise CheckpointError(
+            f"load_state_dict expects the dict that ampkit.state_dict() returned, found {type(state).__name__}."
+        )
     unexpected = [key for key in state if "loss_scaler" not in str(key)]
     if unexpected:
         raise CheckpointError(
@@ -230,7 +228,9 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
     """
     scaler = _newest_scaler(loss_id)
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"from_grad_scaler expects the dict of GradScaler.state_dict(), found {type(state).__name__}.")
+        raise CheckpointError(
+            f"from_grad_scaler expects the dict of GradScaler.state_dict(), found {type(state).__name__}."
+        )
     if state:
         scaler.load_grad_scaler_state(state)
 
@@ -285,7 +285,9 @@ def _session_for(optimizers: Sequence[Any]) -> Session | None:
 def _newest_scaler(loss_id: int) -> LossScaler:
     newest = current_session()
     if newest is None:
-        raise NotInitializedError("There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first.")
+        raise NotInitializedError(
+            "There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first."
+        )
     return newest.scaler(loss_id)
 
 

@@ -45,7 +45,11 @@ class DynamicLossScale:
         for name, accepted, holds in (
             ("init_scale", "a positive, finite number", _is_positive(self.init_scale)),
             ("growth_factor", "a finite number above 1", _is_positive(self.growth_factor) and self.growth_factor > 1),
-            ("backoff_factor", "a number between 0 and 1", _is_positive(self.backoff_factor) and self.backoff_factor < 1),
+            (
+                "backoff_factor",
+                "a number between 0 and 1",
+                _is_positive(self.backoff_factor) and self.backoff_factor < 1,
+            ),
             ("growth_interval", "an integer of at least 1", _is_count(self.growth_interval)),
             ("hysteresis", "an integer of at least 1", _is_count(self.hysteresis)),
         ):
@@ -205,7 +209,9 @@ class StaticScaler(LossScaler):
         )
 
     def _rule_for_grad_scaler(self) -> DynamicLossScale:
-        return DynamicLossScale(init_scale=self._loss_scale, growth_interval=2**31 - 1)  # GradScaler knows no static scale
+        return DynamicLossScale(
+            init_scale=self._loss_scale, growth_interval=2**31 - 1
+        )  # GradScaler knows no static scale
 
     def _take_grad_scaler_rule(self, state: Mapping[str, float | int]) -> None:
         """A static scale has no rule."""
@@ -213,7 +219,9 @@ class StaticScaler(LossScaler):
     def _load_scale(self, value: float) -> None:
         if value != self._loss_scale:
             logger.warning(
-                "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.", value, self._loss_scale
+                "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.",
+                value,
+                self._loss_scale,
             )
 
     def raise_if_hopeless(self, on_floor: str) -> None:
@@ -240,11 +248,16 @@ class DynamicScaler(LossScaler):
 
     def overflow_line(self) -> str:
         # Scripts search their logs for the start of this line, Apex's two spaces included.
-        return f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {self._loss_scale}"
+        return (
+            f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {self._loss_scale}"
+        )
 
     def raise_if_hopeless(self, on_floor: str) -> None:
         """Stop after 50 skips in a row at the floor: nothing is being learned and nothing will change by itself."""
-        if self._skips_at_floor < SKIPS_AT_FLOOR_BEFORE_GIVING_UP or self._skips_at_floor % SKIPS_AT_FLOOR_BEFORE_GIVING_UP:
+        if (
+            self._skips_at_floor < SKIPS_AT_FLOOR_BEFORE_GIVING_UP
+            or self._skips_at_floor % SKIPS_AT_FLOOR_BEFORE_GIVING_UP
+        ):
             return
         message = (
             f"Loss scaler {self.loss_id}: {self._skips_at_floor} steps in a row were skipped with the loss scale at its floor "

@@ -183,14 +183,18 @@ def _check_cast_model_type(value: Any, level: str) -> torch.dtype | None:
         level, (torch.float16, torch.bfloat16, torch.float32)
     )
     if value not in accepted:
-        raise _refuse("cast_model_type", value, f"one of {accepted} at {level}", "O2 and O3 take either lower precision.")
+        raise _refuse(
+            "cast_model_type", value, f"one of {accepted} at {level}", "O2 and O3 take either lower precision."
+        )
     return value
 
 
 def _check_patch_torch_functions(value: Any, level: str) -> bool:
     value = _check_bool("patch_torch_functions", value)
     if value and level not in ("O1", "O4"):
-        raise _refuse("patch_torch_functions", value, f"False at {level}", "Choose opt_level='O1' (or 'O4') to patch them.")
+        raise _refuse(
+            "patch_torch_functions", value, f"False at {level}", "Choose opt_level='O1' (or 'O4') to patch them."
+        )
     return value
 
 
@@ -203,7 +207,9 @@ def _check_patch_torch_functions_type(value: Any, level: str) -> torch.dtype:
 
 
 def _check_keep_batchnorm_fp32(value: Any, level: str) -> bool:
-    value = _check_bool("keep_batchnorm_fp32", {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value)
+    value = _check_bool(
+        "keep_batchnorm_fp32", {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+    )
     if level in ("O1", "O4"):
         advice = f"At {level} the weights, norms included, are float32 and the tables decide how norms compute."
         raise _refuse("keep_batchnorm_fp32", value, f"None at {level}", advice)
@@ -213,7 +219,9 @@ def _check_keep_batchnorm_fp32(value: Any, level: str) -> bool:
 def _check_master_weights(value: Any, level: str) -> bool:
     value = _check_bool("master_weights", value)
     if level in ("O1", "O4"):
-        raise _refuse("master_weights", value, f"None at {level}", "The weights are float32 there and are their own masters.")
+        raise _refuse(
+            "master_weights", value, f"None at {level}", "The weights are float32 there and are their own masters."
+        )
     return value
 
 
@@ -227,7 +235,9 @@ def _check_loss_scale(value: Any, level: str) -> float | DynamicLossScale:
     except (TypeError, ValueError):
         number = math.nan
     if not (math.isfinite(number) and number > 0):
-        raise _refuse("loss_scale", value, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling.")
+        raise _refuse(
+            "loss_scale", value, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling."
+        )
     return number
 
 
@@ -240,7 +250,9 @@ def _check_cast_model_outputs(value: Any, level: str) -> torch.dtype:
 def _check_bound(name: str):
     def check(value: Any, level: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise _refuse(name, value, "a positive, finite number", "Sums over a batch may need scales below 1; 0 is no scale.")
+            raise _refuse(
+                name, value, "a positive, finite number", "Sums over a batch may need scales below 1; 0 is no scale."
+            )
         return float(value)
 
     return check

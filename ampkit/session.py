@@ -2,37 +2,32 @@
 
 `Session.prepare` casts the models, gives the optimizers masters and methods, and patches torch, in that order; `Session.close`
 takes it all back in reverse. The session holds its models and optimizers weakly: when the last of them is gone, it
-closes itself. Live sessions stand in `live_sessions`, oldest first.
+closes itself. `LossScaling` holds the part of it that runs in every iteration.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from . import models as model_casts
 from .casting.engine import Casting, active_casting
 from .compiling import compile_warning
-from .errors import ConfigurationError, LossIdError, NotInitializedError
+from .devices import device_type_of, device_types
+from .errors import ConfigurationError
 from .logs import logger, stdout_lines
-from .loss_scale import DynamicScaler, LossScaler, StaticScaler, Verdict
+from .loss_scale import LossScaler, Verdict
 from .models import Float32Value, ForwardCasts, Kept
 from .optimizers import OptimizerAdapter, adapter_of
 from .plan import LOWER_PRECISIONS, OPT_LEVELS, Plan, defaults_of
-
-SKIPS_BEFORE_DIAGNOSIS = 25
-
-live_sessions: list[Session] = []
-"""Every session that is neither closed nor without models and optimizers, oldest first."""
+from .registry import live_sessions, not_initialized
+from .scaling import LossScaling
 
 
 class Session:
@@ -43,16 +38,18 @@ class Session:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.scalers: list[LossScaler] = [_make_scaler(plan) for _ in range(plan.num_losses if plan.enabled else 0)]
-        for loss_id, scaler in enumerate(self.scalers):
-            scaler.loss_id = loss_id
+        self._scaling = LossScaling(plan)
         self.casting: Casting | None = None
         self._undo = ExitStack()
         self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Any]] = []
-        self._left_as: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref, torch.dtype]]] = weakref.WeakKeyDictionary()
-        self._ddp: weakref.ref[DistributedDataParallel] | None = None
-        self._runs_without_sync = False
+        self._left_as: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref, torch.dtype]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @property
+    def scalers(self) -> list[LossScaler]:
+        return self._scaling.scalers
 
     @property
     def models(self) -> list[nn.Module]:
@@ -78,7 +75,9 @@ class Session:
         self._undo.callback(live_sessions.remove, self)
         try:
             for owned, refs in ((models, self._models), (optimizers, self._optimizers)):
-                refs.extend(weakref.ref(thing, functools.partial(_close_if_orphaned, weakref.ref(self))) for thing in owned)
+                refs.extend(
+                    weakref.ref(thing, functools.partial(_close_if_orphaned, weakref.ref(self))) for thing in owned
+                )
             if not self.plan.enabled:
                 return
             if self.plan.verbosity >= 1:
@@ -119,7 +118,13 @@ class Session:
             patched=plan.patch_torch_functions,
         )
         values: dict[torch.Tensor, Float32Value] = {}
-        kept = [Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32) for model in models] if plan.casts_weights else []
+        for model in models:
+            self._undo.callback(_when_alive(model_casts.take_off_copies(model)), weakref.ref(model))
+        kept = (
+            [Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32) for model in models]
+            if plan.casts_weights
+            else []
+        )
         for model in models:
             self._undo.callback(_when_alive(model_casts.uninstall), weakref.ref(model))
             if plan.casts_weights:
@@ -200,7 +205,6 @@ class Session:
 
     # The iteration
 
-    @contextmanager
     def scale_loss(
         self,
         loss: torch.Tensor,
@@ -209,124 +213,30 @@ class Session:
         delay_unscale: bool,
         delay_overflow_check: bool,
         guests: Sequence[Any] = (),
-    ) -> Iterator[torch.Tensor]:
+    ) -> AbstractContextManager[torch.Tensor]:
         """See `ampkit.scale_loss`. ``guests`` are optimizers of other sessions, for which this session's loss scale holds here."""
-        scaler = self.scaler(loss_id)
-        adapters = [self._adapter(optimizer) for optimizer in optimizers] + [adapter_of(guest) for guest in guests]
-        if not self._checks(scaler) and not self.plan.master_weights:
-            try:
-                yield loss.float()
-            finally:
-                self._end_of_casts(delay_unscale)
-            return
-        scale = scaler.loss_scale
-        self._open(adapters, scale)
-        try:
-            yield loss.float() * scale
-        except BaseException:
-            for adapter in adapters:
-                adapter.gradients.put_back()
-            self._end_of_casts(keep=False)
-            raise
-        local, self._runs_without_sync = self._runs_without_sync, False
-        if delay_unscale:
-            for adapter in adapters:
-                adapter.gradients.keep_scaled(scale)
-                adapter.delayed_with = scaler
-        else:
-            self._collect(adapters, scaler, scale, local, delay_overflow_check)
-        self._end_of_casts(delay_unscale)
-
-    def scaler(self, loss_id: int) -> LossScaler:
-        """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
-        if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
-            raise LossIdError(
-                f"loss_id={loss_id!r} is out of range: this session has num_losses={len(self.scalers)}, so loss_id goes from "
-                f"0 to {len(self.scalers) - 1}. Pass num_losses= to initialize for more."
-            )
-        return self.scalers[loss_id]
-
-    def _checks(self, scaler: LossScaler) -> bool:
-        return self.plan.checks_gradients or scaler.loss_scale != 1.0  # it may have been set by hand
-
-    def _adapter(self, optimizer: Any) -> OptimizerAdapter:
-        adapter = adapter_of(optimizer)
-        if adapter is None or adapter.owner is not self:
-            raise not_initialized(optimizer)
-        return adapter
-
-    def _open(self, adapters: list[OptimizerAdapter], scale: float) -> None:
-        if any(adapter.gradients.is_open for adapter in adapters):
-            raise ConfigurationError(
-                "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
-                "entering the second: gradients of several losses add up across blocks."
-            )
-        for adapter in adapters:
-            adapter.gradients.drop_cleared()
-        ddp = self._ddp() if self._ddp is not None else None
-        for adapter in adapters:
-            adapter.gradients.open(scale, copy_aside=ddp is not None and ddp.gradient_as_bucket_view)
-
-    def _collect(
-        self, adapters: list[OptimizerAdapter], scaler: LossScaler, scale: float, local: bool, delay_overflow_check: bool
-    ) -> None:
-        found_inf = self._found_inf(adapters, scaler) if self._checks(scaler) else None
-        done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
-        for adapter in adapters:
-            adapter.gradients.collect(scale, found_inf, local=local, done=done)
-        if found_inf is None:
-            return
-        if delay_overflow_check:
-            scaler.carried_found_inf = found_inf
-            return
-        verdict = scaler.judge(found_inf, moves_scale=not local)
-        for adapter in adapters:
-            adapter.verdicts.append(verdict)
-
-    @staticmethod
-    def _found_inf(adapters: list[OptimizerAdapter], scaler: LossScaler) -> torch.Tensor:
-        carried, scaler.carried_found_inf = scaler.carried_found_inf, None
-        if carried is not None:
-            return carried
-        slot = next((slot for adapter in adapters for slot in adapter.gradients.slots), None)
-        return torch.zeros(1, dtype=torch.float32, device=slot.param.device if slot is not None else "cpu")
-
-    def _end_of_casts(self, keep: bool) -> None:
-        casting = active_casting()
-        if casting is not None and not keep:
-            casting.drop_cache()
+        for optimizer in optimizers:
+            adapter = adapter_of(optimizer)
+            if adapter is None or adapter.owner is not self:
+                raise not_initialized(optimizer)
+        adapters = [adapter_of(optimizer) for optimizer in (*optimizers, *guests)]
+        return self._scaling.scale_loss(loss, adapters, loss_id, delay_unscale, delay_overflow_check)
 
     # What adapters and models ask of their session
+
+    def finish_delayed(self, adapter: OptimizerAdapter) -> None:
+        """Unscale gradients that still wait after ``delay_unscale=True``."""
+        self._scaling.finish_delayed(adapter)
+
+    def report_skip(self, adapter: OptimizerAdapter, verdict: Verdict) -> None:
+        """Log a skipped step; raises `LossScaleError` when it is hopeless."""
+        self._scaling.report_skip(verdict, culprit=lambda: self._name_of(adapter.gradients.first_non_finite()))
 
     def float32_values(self) -> dict[torch.Tensor, Float32Value]:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
         if not self.plan.master_weights:
             return {}
         return {tensor: entry for model in self.models for _, _, tensor, entry in model_casts.lower_entries(model)}
-
-    def finish_delayed(self, adapter: OptimizerAdapter) -> None:
-        """A step while gradients still wait after ``delay_unscale=True``: end the iteration as ``scale_loss`` would have."""
-        scaler = adapter.delayed_with or self.scalers[0]
-        self._collect([adapter], scaler, adapter.gradients.waiting_scale, local=False, delay_overflow_check=False)
-
-    def report_skip(self, adapter: OptimizerAdapter, verdict: Verdict) -> None:
-        """Log a skipped step once, name the culprit when there were many, give up when it is hopeless."""
-        if verdict.reported:
-            return
-        verdict.reported = True
-        scaler = verdict.scaler
-        if not verdict.moves_scale:
-            logger.info("Gradient overflow under no_sync(): this step is skipped; the loss scale moves at the next sync.")
-            return
-        logger.info(scaler.overflow_line())
-        if scaler.skips_in_a_row and scaler.skips_in_a_row % SKIPS_BEFORE_DIAGNOSIS == 0:
-            logger.warning(
-                "Loss scaler %d: %d steps in a row were skipped; the first parameter whose gradient is not finite is %s.",
-                scaler.loss_id,
-                scaler.skips_in_a_row,
-                self._name_of(adapter.gradients.first_non_finite()),
-            )
-        scaler.raise_if_hopeless(self.plan.on_floor)
 
     def _name_of(self, param: torch.Tensor | None) -> str:
         if param is None:
@@ -345,10 +255,7 @@ class Session:
             _refuse_changed_dtype(model, self._left_as[model])
         if self.casting is not None:
             self.casting.device_types.update(device_types([model], at_most=1))
-        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if ddp is not None and torch.is_grad_enabled():
-            self._ddp = weakref.ref(ddp)
-            self._runs_without_sync = not ddp.require_backward_grad_sync
+        self._scaling.note_forward()
 
     def _log_banner(self) -> None:
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))
@@ -359,41 +266,6 @@ class Session:
         logger.info("After processing overrides, optimization options are:")
         for name, value in plan.banner_rows():
             logger.info(f"{name:22} : {value}")
-
-
-def session_of(thing: Any) -> Session | None:
-    """The live session that owns a model or an optimizer."""
-    for session in reversed(live_sessions):
-        if any(owned is thing for owned in (*session.models, *session.optimizers)):
-            return session
-    return None
-
-
-def current_session() -> Session | None:
-    """The newest live session, or None."""
-    return live_sessions[-1] if live_sessions else None
-
-
-def collect_orphans(closing: Sequence[Session]) -> None:
-    """Let sessions of models and optimizers that only reference cycles keep alive close before a new one starts.
-
-    Sessions in ``closing`` are about to be closed and no reason to collect.
-    """
-    if any(session not in closing for session in live_sessions):
-        gc.collect()
-
-
-def not_initialized(optimizer: Any) -> NotInitializedError:
-    """The error for an optimizer that no live session owns."""
-    if not live_sessions:
-        return NotInitializedError(
-            "scale_loss was used before initialize. Call model, optimizer = ampkit.initialize(model, optimizer, opt_level=...) "
-            "first."
-        )
-    return NotInitializedError(
-        f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "
-        "that scale_loss will see: ampkit.initialize(model, [optimizer, ...])."
-    )
 
 
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:
@@ -413,24 +285,6 @@ def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -
                     f"{name}={wanted!r}: a live session patches torch functions with {active!r}, and the patches are "
                     "process-wide. Use the same value, or close that session first (ampkit.close())."
                 )
-
-
-def device_types(models: Sequence[nn.Module], at_most: int | None = None) -> set[str]:
-    """The device types that the models' (first ``at_most``) parameters live on; their buffers, where there are none."""
-    found = {param.device.type for model in models for param in itertools.islice(model.parameters(), at_most)}
-    found = found or {buffer.device.type for model in models for buffer in model.buffers()}
-    return found or {"cpu"}
-
-
-def device_type_of(models: Sequence[nn.Module]) -> str:
-    """The device type that decides the lower precision: an accelerator wherever there is one."""
-    return next(iter(sorted(device_types(models) - {"cpu", "meta"})), "cpu")
-
-
-def _make_scaler(plan: Plan) -> LossScaler:
-    if plan.has_dynamic_loss_scale:
-        return DynamicScaler(plan.loss_scale, plan.min_loss_scale, plan.max_loss_scale)
-    return StaticScaler(plan.loss_scale)
 
 
 def _lower_precision_in(model: nn.Module) -> torch.dtype:

@@ -2,8 +2,8 @@
 
 $ python benchmarks/accumulation_error.py
 
-A three-layer MLP and random data; the same micro-batches in each row, so that the error of one micro-batch (the first row) is the part
-that is due to computing in bfloat16 and the rest is due to adding up.
+A three-layer MLP and random data. The first row, a single micro-batch, has the error of computing in bfloat16 alone;
+what the others have beyond it comes from adding up.
 """
 
 import copy
@@ -23,9 +23,7 @@ def relative_error(level, micro_batches, delayed):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
     exact = copy.deepcopy(model).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = ampkit.initialize(
-        model, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0
-    )
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0)
     for index in range(micro_batches):
         x, y = torch.randn(BATCH, WIDTH), torch.randint(10, (BATCH,))
         F.cross_entropy(exact(x.double()), y).backward()

@@ -87,7 +87,10 @@ class Run:
 
     def save(self):
         file = io.BytesIO()
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "amp": ampkit.state_dict()}, file)
+        torch.save(
+            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "amp": ampkit.state_dict()},
+            file,
+        )
         file.seek(0)
         return file
 
@@ -120,7 +123,9 @@ def follow_float32(seeds):
             print(f"| {seed} | {level} | {first:.2%} | {found['mean of losses 20 to 50']:.2%} | "
                   f"{accuracy[level]:.2f}% (O0 {accuracy['O0']:.2f}%) |", flush=True)  # fmt: skip
             if level != "autocast":
-                broken += [f"seed {seed}, {level}: {name} {value:.4f}" for name, value in found.items() if value > BOUNDS[name]]
+                broken += [
+                    f"seed {seed}, {level}: {name} {value:.4f}" for name, value in found.items() if value > BOUNDS[name]
+                ]
     return broken
 
 
@@ -145,7 +150,9 @@ def resume_bit_for_bit():
         resumed = Run(level, learn, seed=0, batch=16)
         resumed.load(saved, step=50)
         same = resumed.train(50) == losses[50:]
-        print(f"{level}: losses 51 to 100 after save and load {'are equal bit for bit' if same else 'DIFFER'}", flush=True)
+        print(
+            f"{level}: losses 51 to 100 after save and load {'are equal bit for bit' if same else 'DIFFER'}", flush=True
+        )
         if not same:
             broken.append(f"{level}: resumed losses differ")
         del resumed

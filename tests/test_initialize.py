@@ -288,7 +288,7 @@ POINTS = (
     ("O1", session, "Casting", 1),
     ("O1", session.Casting, "_patch", 40),
     ("O4", session.Casting, "_patch_fetchers", 1),
-    ("O1", session, "device_types", 2),
+    ("O1", session, "device_types", 1),
     ("O2", session.compile_warning, "acquire", 1),
     ("O3", session.compile_warning, "acquire", 1),
     ("O3", session.OptimizerAdapter, "match_state", 1),

@@ -152,7 +152,13 @@ def test_loading_into_a_static_scale_keeps_it_and_warns(caplog):
 
 @pytest.mark.parametrize(
     "state",
-    [{}, {"loss_scale": 0.0, "unskipped": 0}, {"loss_scale": math.inf, "unskipped": 0}, {"loss_scale": 2.0, "unskipped": -1}, [1]],
+    [
+        {},
+        {"loss_scale": 0.0, "unskipped": 0},
+        {"loss_scale": math.inf, "unskipped": 0},
+        {"loss_scale": 2.0, "unskipped": -1},
+        [1],
+    ],
 )
 def test_loading_something_else_changes_nothing(state):
     scaler = DynamicScaler()

@@ -92,7 +92,9 @@ def test_micro_batches_add_up(level, delayed):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, False, True, True, False), (False, True, False)])
+@pytest.mark.parametrize(
+    "flags", [(True, False), (False, True), (True, False, True, True, False), (False, True, False)]
+)
 def test_micro_batches_add_up_when_delays_are_mixed_and_the_scale_changes(level, flags):
     rule = DynamicLossScale(init_scale=4.0, growth_interval=1, growth_factor=8.0)
     before, model, optimizer = prepared(level, loss_scale=rule)
@@ -137,7 +139,9 @@ def test_several_losses_with_their_own_scales_add_up(level):
     data = batches(3)
     for loss_id, (x, y) in enumerate(data):
         with ampkit.scale_loss((loss_id + 1) * F.mse_loss(model(x), y), optimizer, loss_id=loss_id) as scaled:
-            assert math.isclose(scaled.item(), 2.0 ** (6 + 3 * loss_id) * (loss_id + 1) * F.mse_loss(model(x), y).item(), rel_tol=1e-5)
+            assert math.isclose(
+                scaled.item(), 2.0 ** (6 + 3 * loss_id) * (loss_id + 1) * F.mse_loss(model(x), y).item(), rel_tol=1e-5
+            )
             scaled.backward()
     assert_close(gradients(optimizer), reference_gradients(before, data, [1.0, 2.0, 3.0]), TOLERANCE[level])
 
@@ -148,7 +152,9 @@ def test_two_models_two_optimizers_and_a_loss_over_both(level):
     first, second = nn.Linear(6, 4), nn.Linear(4, 3)
     twins = copy.deepcopy(first).double(), copy.deepcopy(second).double()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
-    (first, second), optimizers = ampkit.initialize([first, second], optimizers, opt_level=level, verbosity=0, num_losses=2)
+    (first, second), optimizers = ampkit.initialize(
+        [first, second], optimizers, opt_level=level, verbosity=0, num_losses=2
+    )
     data = batches(2)
     for (x, y), which, loss_id in zip(data, (optimizers, optimizers[1]), (0, 1)):
         hidden = first(x) if which is optimizers else first(x).detach()
@@ -194,7 +200,9 @@ def overflow(model, optimizer, **flags):
 
 def everything(model, optimizer):
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    return [t.detach().clone() for t in (*model.parameters(), *model.buffers(), *ampkit.master_params(optimizer), *state)]
+    return [
+        t.detach().clone() for t in (*model.parameters(), *model.buffers(), *ampkit.master_params(optimizer), *state)
+    ]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -304,7 +312,10 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
 def test_nested_blocks_for_one_optimizer_are_refused():
     _, model, optimizer = prepared("O1")
     x, y = batches(1)[0]
-    with pytest.raises(ampkit.ConfigurationError, match="entered twice"), ampkit.scale_loss(F.mse_loss(model(x), y), optimizer):
+    with (
+        pytest.raises(ampkit.ConfigurationError, match="entered twice"),
+        ampkit.scale_loss(F.mse_loss(model(x), y), optimizer),
+    ):
         with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
             scaled.backward()
 

@@ -45,7 +45,9 @@ class AsTheyAre:
     """The choice that keeps every float32 tensor: only weights that came in lower precision get a float32 value behind them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = {tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype is torch.float32}
+        self.parameters = {
+            tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype is torch.float32
+        }
 
     def covers(self, module: nn.Module) -> bool:
         return False

@@ -94,7 +94,9 @@ def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tens
                 yield module, name, own_tensor(module, name), entry
 
 
-def cast_weights(model: nn.Module, lower_precision: torch.dtype, kept: Kept, shared: dict[torch.Tensor, Float32Value]) -> None:
+def cast_weights(
+    model: nn.Module, lower_precision: torch.dtype, kept: Kept, shared: dict[torch.Tensor, Float32Value]
+) -> None:
     """Cast everything that is not kept, in place: parameters stay the same objects and their old storage stays theirs.
 
     ``shared`` carries the float32 values from model to model of one ``initialize``, so that tied weights share one.
@@ -130,7 +132,9 @@ def cast_weights(model: nn.Module, lower_precision: torch.dtype, kept: Kept, sha
             module.flatten_parameters()
 
 
-def settle_originals(entries: dict[torch.Tensor, Float32Value], keep: bool, trains_without_master: set[torch.Tensor]) -> None:
+def settle_originals(
+    entries: dict[torch.Tensor, Float32Value], keep: bool, trains_without_master: set[torch.Tensor]
+) -> None:
     """After the masters were made: free the float32 values that nobody needs, and move the rest to the host.
 
     Weights that an optimizer trains without masters (O3) are their own value. The others (frozen or unowned parameters,
@@ -259,7 +263,9 @@ def _remove_hooks(module: nn.Module) -> None:
     for key in [k for k, hook in module._state_dict_hooks.items() if hook is _put_float32_values]:
         del module._state_dict_hooks[key]
     for key in [
-        k for k, hook in module._load_state_dict_pre_hooks.items() if getattr(hook, "hook", hook) is _take_float32_values
+        k
+        for k, hook in module._load_state_dict_pre_hooks.items()
+        if getattr(hook, "hook", hook) is _take_float32_values
     ]:
         del module._load_state_dict_pre_hooks[key]
 
@@ -289,7 +295,9 @@ def _foreign_weight(model: nn.Module, module: nn.Module, name: str, tensor: torc
     prefix = next((prefix for prefix, inner in model.named_modules() if inner is module), "")
     full_name = f"{prefix}.{name}" if prefix else name
     record = module.__dict__.get(RECORD_KEY)
-    same = record is not None and (name in record.kept or (name in record.lower and record.lower[name].lower_id == id(tensor)))
+    same = record is not None and (
+        name in record.kept or (name in record.lower and record.lower[name].lower_id == id(tensor))
+    )
     if same:
         was = record.lower_precision if name in record.lower else torch.float32
         return ConfigurationError(

@@ -48,7 +48,9 @@ class _SkippedInClosure(Exception):
 class OptimizerAdapter:
     """One optimizer of a session: its slots, its gradients, its verdicts, and the methods that replace its own."""
 
-    def __init__(self, optimizer: Any, owner: Owner, values: Mapping[torch.Tensor, Float32Value], *, refuse_closures: bool) -> None:
+    def __init__(
+        self, optimizer: Any, owner: Owner, values: Mapping[torch.Tensor, Float32Value], *, refuse_closures: bool
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.owner = owner
         self._refuses_closures = refuse_closures
@@ -156,7 +158,9 @@ class OptimizerAdapter:
         self._end_step()
         return result
 
-    def _step_with_closure(self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    def _step_with_closure(
+        self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if self._refuses_closures:
             raise ClosureError(
                 "optimizer.step(closure) cannot be combined with a dynamic loss scale: an overflow inside the closure would "
@@ -192,7 +196,9 @@ class OptimizerAdapter:
         gradients.drop_cleared()
         for slot in gradients.slots:
             if slot.master is not None:
-                slot.entry.settle(slot.param)  # else the step would undo what was written to the model since its forward
+                slot.entry.settle(
+                    slot.param
+                )  # else the step would undo what was written to the model since its forward
         if gradients.delayed:
             self.owner.finish_delayed(self)
         elif gradients.uncollected():

@@ -73,7 +73,12 @@ class Gradients:
         self._own_scale = self._low_scale = scale
 
     def collect(
-        self, scale: float, found_inf: torch.Tensor | None, *, local: bool = False, done: set[torch.Tensor] | None = None
+        self,
+        scale: float,
+        found_inf: torch.Tensor | None,
+        *,
+        local: bool = False,
+        done: set[torch.Tensor] | None = None,
     ) -> None:
         """After a backward pass at ``scale``: unscale fresh gradients into their targets, adding to what was there.
 
@@ -120,7 +125,10 @@ class Gradients:
     def uncollected(self) -> bool:
         """Whether the model holds gradients that never went through ``scale_loss``, and so never reached a master."""
         return any(
-            slot.master is not None and slot.master.grad is None and slot.param.grad is not None and slot.collected is None
+            slot.master is not None
+            and slot.master.grad is None
+            and slot.param.grad is not None
+            and slot.collected is None
             for slot in self.slots
         )
 

@@ -16,7 +16,8 @@ from ...casting.engine import active_casting
 from ...casting.tensors import CASTABLE, cast_floating, map_tensors
 from ...errors import ConfigurationError
 from ...logs import logger
-from ...session import Session, current_session, live_sessions
+from ...registry import current_session, live_sessions
+from ...session import Session
 from . import _printing
 from ._amp_state import _amp_state
 from ._process_optimizer import dress

@@ -15,7 +15,8 @@ import torch
 
 from ...errors import NotInitializedError
 from ...optimizers import Slot, adapter_of
-from ...session import Session, session_of
+from ...registry import session_of
+from ...session import Session
 from .scaler import LossScaler
 
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)

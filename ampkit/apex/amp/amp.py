@@ -18,7 +18,7 @@ from ...casting.decorators import register_half_function as register_half_functi
 from ...casting.decorators import register_promote_function as register_promote_function
 from ...policy.rules import CastKind
 from ...plan import default_lower_precision
-from ...session import session_of
+from ...registry import session_of
 from . import _printing
 from ._amp_state import _amp_state
 from ._initialize import _end_casts_of_other_kinds

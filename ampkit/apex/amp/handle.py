@@ -11,7 +11,8 @@ import torch
 
 from ... import accept, api
 from ...casting.engine import Casting
-from ...session import Session, current_session, live_sessions, session_of
+from ...registry import current_session, live_sessions, session_of
+from ...session import Session
 from . import utils
 from ._amp_state import _amp_state
 

@@ -1,0 +1,20 @@
+"""The device types that models live on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def device_types(models: Sequence[nn.Module], at_most: int | None = None) -> set[str]:
+    """The device types that the models' (first ``at_most``) parameters live on; their buffers, where there are none."""
+    found = {param.device.type for model in models for param in itertools.islice(model.parameters(), at_most)}
+    found = found or {buffer.device.type for model in models for buffer in model.buffers()}
+    return found or {"cpu"}
+
+
+def device_type_of(models: Sequence[nn.Module]) -> str:
+    """The device type that decides the lower precision: an accelerator wherever there is one."""
+    return next(iter(sorted(device_types(models) - {"cpu", "meta"})), "cpu")

@@ -1,0 +1,169 @@
+"""The loss scaling of one session: its scalers, and what happens around every backward pass.
+
+On entry to `LossScaling.scale_loss` gradients are set aside; on exit they are collected in one pass, and the verdict
+on them is handed to the optimizers, which read it at their next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from .casting.engine import active_casting
+from .errors import ConfigurationError, LossIdError
+from .logs import logger
+from .loss_scale import DynamicScaler, LossScaler, StaticScaler, Verdict
+from .optimizers import OptimizerAdapter
+from .plan import Plan
+
+SKIPS_BEFORE_DIAGNOSIS = 25
+
+
+class LossScaling:
+    """One loss scaler per loss, and the steps of an iteration that they take part in."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.scalers: list[LossScaler] = [_make_scaler(plan) for _ in range(plan.num_losses if plan.enabled else 0)]
+        for loss_id, scaler in enumerate(self.scalers):
+            scaler.loss_id = loss_id
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._runs_without_sync = False
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise LossIdError(
+                f"loss_id={loss_id!r} is out of range: this session has num_losses={len(self.scalers)}, so loss_id goes from "
+                f"0 to {len(self.scalers) - 1}. Pass num_losses= to initialize for more."
+            )
+        return self.scalers[loss_id]
+
+    def note_forward(self) -> None:
+        """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""
+        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if ddp is not None and torch.is_grad_enabled():
+            self._ddp = weakref.ref(ddp)
+            self._runs_without_sync = not ddp.require_backward_grad_sync
+
+    @contextmanager
+    def scale_loss(
+        self,
+        loss: torch.Tensor,
+        adapters: list[OptimizerAdapter],
+        loss_id: int,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> Iterator[torch.Tensor]:
+        """See `ampkit.scale_loss`."""
+        scaler = self.scaler(loss_id)
+        if not self._checks(scaler) and not self._plan.master_weights:
+            try:
+                yield loss.float()
+            finally:
+                _end_of_casts(delay_unscale)
+            return
+        scale = scaler.loss_scale
+        self._open(adapters, scale)
+        try:
+            yield loss.float() * scale
+        except BaseException:
+            for adapter in adapters:
+                adapter.gradients.put_back()
+            _end_of_casts(keep=False)
+            raise
+        local, self._runs_without_sync = self._runs_without_sync, False
+        if delay_unscale:
+            for adapter in adapters:
+                adapter.gradients.keep_scaled(scale)
+                adapter.delayed_with = scaler
+        else:
+            self._collect(adapters, scaler, scale, local, delay_overflow_check)
+        _end_of_casts(delay_unscale)
+
+    def finish_delayed(self, adapter: OptimizerAdapter) -> None:
+        """A step while gradients still wait after ``delay_unscale=True``: end the iteration as ``scale_loss`` would have."""
+        scaler = adapter.delayed_with or self.scalers[0]
+        self._collect([adapter], scaler, adapter.gradients.waiting_scale, local=False, delay_overflow_check=False)
+
+    def report_skip(self, verdict: Verdict, culprit: Callable[[], str]) -> None:
+        """Log a skipped step once, name the ``culprit`` when there were many, give up when it is hopeless."""
+        if verdict.reported:
+            return
+        verdict.reported = True
+        scaler = verdict.scaler
+        if not verdict.moves_scale:
+            logger.info(
+                "Gradient overflow under no_sync(): this step is skipped; the loss scale moves at the next sync."
+            )
+            return
+        logger.info(scaler.overflow_line())
+        if scaler.skips_in_a_row and scaler.skips_in_a_row % SKIPS_BEFORE_DIAGNOSIS == 0:
+            logger.warning(
+                "Loss scaler %d: %d steps in a row were skipped; the first parameter whose gradient is not finite is %s.",
+                scaler.loss_id,
+                scaler.skips_in_a_row,
+                culprit(),
+            )
+        scaler.raise_if_hopeless(self._plan.on_floor)
+
+    def _checks(self, scaler: LossScaler) -> bool:
+        return self._plan.checks_gradients or scaler.loss_scale != 1.0  # it may have been set by hand
+
+    def _open(self, adapters: list[OptimizerAdapter], scale: float) -> None:
+        if any(adapter.gradients.is_open for adapter in adapters):
+            raise ConfigurationError(
+                "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
+                "entering the second: gradients of several losses add up across blocks."
+            )
+        for adapter in adapters:
+            adapter.gradients.drop_cleared()
+        ddp = self._ddp() if self._ddp is not None else None
+        for adapter in adapters:
+            adapter.gradients.open(scale, copy_aside=ddp is not None and ddp.gradient_as_bucket_view)
+
+    def _collect(
+        self,
+        adapters: list[OptimizerAdapter],
+        scaler: LossScaler,
+        scale: float,
+        local: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        found_inf = _found_inf(adapters, scaler) if self._checks(scaler) else None
+        done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
+        for adapter in adapters:
+            adapter.gradients.collect(scale, found_inf, local=local, done=done)
+        if found_inf is None:
+            return
+        if delay_overflow_check:
+            scaler.carried_found_inf = found_inf
+            return
+        verdict = scaler.judge(found_inf, moves_scale=not local)
+        for adapter in adapters:
+            adapter.verdicts.append(verdict)
+
+
+def _make_scaler(plan: Plan) -> LossScaler:
+    if plan.has_dynamic_loss_scale:
+        return DynamicScaler(plan.loss_scale, plan.min_loss_scale, plan.max_loss_scale)
+    return StaticScaler(plan.loss_scale)
+
+
+def _found_inf(adapters: list[OptimizerAdapter], scaler: LossScaler) -> torch.Tensor:
+    """The flag for one collection; what ``delay_overflow_check=True`` passed on is in it already."""
+    carried, scaler.carried_found_inf = scaler.carried_found_inf, None
+    if carried is not None:
+        return carried
+    slot = next((slot for adapter in adapters for slot in adapter.gradients.slots), None)
+    return torch.zeros(1, dtype=torch.float32, device=slot.param.device if slot is not None else "cpu")
+
+
+def _end_of_casts(keep: bool) -> None:
+    casting = active_casting()
+    if casting is not None and not keep:
+        casting.drop_cache()
