@@ -63,7 +63,7 @@ class GradientSync:
     rank's backward pass has reached are left alone. Every rank must hold the same parameters in the same order.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], settings: SyncSettings = SyncSettings()) -> None:  # noqa: B008  (frozen)
+    def __init__(self, params: Iterable[torch.Tensor], settings: SyncSettings = SyncSettings()) -> None:
         self.settings = settings
         self.enabled = True
         self.last_pass_was_local: bool | None = None
@@ -123,8 +123,8 @@ class GradientSync:
     def _on_gradient(self, param: torch.Tensor) -> None:
         if param.grad.layout is not torch.strided:
             raise RuntimeError(
-                f"DistributedDataParallel does not support sparse gradients; a parameter of shape {tuple(param.shape)} has one. "
-                "Use sparse=False in the embedding."
+                f"DistributedDataParallel does not support sparse gradients; a parameter of shape {tuple(param.shape)} has one."
+                " Use sparse=False in the embedding."
             )
         with self._lock:
             if not self._running:

@@ -1,0 +1,350 @@
+"""amp_C, apex_C and multi_tensor_applier: argument lists of Apex, results of float64 arithmetic, the flag to the letter."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from ampkit.apex import amp_C, apex_C
+from ampkit.apex.multi_tensor_apply import multi_tensor_applier
+from ampkit.apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
+
+HALF, FULL = torch.float16, torch.float32
+SIZES = ((555, 111), (2048, 33), (1, 1))
+POSITIONS = [(i, where) for i in range(2) for where in (0, -1)]
+
+
+def zeros(device):
+    return torch.zeros(1, dtype=torch.int, device=device)
+
+
+def random(shapes, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def assert_close(found, wanted, rtol):
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(mine.double().cpu(), theirs.double().cpu(), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("source, target", list(itertools.product((HALF, FULL, torch.bfloat16), repeat=2)))
+def test_scale_writes_and_leaves_the_flag(sizes, source, target, device):
+    inputs = random(sizes, source, device)
+    outputs = [torch.empty_like(x, dtype=target) for x in inputs]
+    flag = zeros(device)
+    assert multi_tensor_applier(amp_C.multi_tensor_scale, flag, [inputs, outputs], 0.25) is None
+    assert flag.item() == 0
+    for x, y in zip(inputs, outputs):
+        assert torch.equal(y, (x.float() * 0.25).to(target))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("index, where", POSITIONS)
+def test_scale_sets_the_flag_for_any_element_and_still_writes(value, index, where, device):
+    inputs = [torch.full((size,), 2.0, device=device) for size in (2048, 33)]
+    inputs[index][where] = value
+    outputs = [torch.zeros_like(x) for x in inputs]
+    flag = zeros(device)
+    amp_C.multi_tensor_scale(65536, flag, [inputs, outputs], 0.5)
+    assert flag.tolist() == [1] and flag.dtype is torch.int32
+    assert outputs[1 - index].eq(1.0).all()
+    finite = inputs[index].isfinite()
+    assert outputs[index][finite].eq(1.0).all()
+
+
+def test_scale_never_clears_the_flag_and_never_stops_for_it(device):
+    flag = zeros(device).fill_(1)
+    x, y = torch.ones(3, device=device), torch.zeros(3, device=device)
+    amp_C.multi_tensor_scale(65536, flag, [[x], [y]], 2.0)
+    assert flag.item() == 1 and y.eq(2.0).all()
+
+
+@pytest.mark.parametrize("x_type, y_type, out_type", list(itertools.product((HALF, FULL), repeat=3)))
+def test_axpby_is_a_x_plus_b_y(x_type, y_type, out_type, device):
+    xs, ys = random((5, 7), x_type, device, 1), random((5, 7), y_type, device, 2)
+    outputs = [torch.empty_like(x, dtype=out_type) for x in xs]
+    flag = zeros(device)
+    amp_C.multi_tensor_axpby(65536, flag, [xs, ys, outputs], 2.0, -3.0, -1)
+    assert flag.item() == 0
+    assert_close(outputs, [2.0 * x.double() - 3.0 * y.double() for x, y in zip(xs, ys)], 1e-2 if out_type is HALF else 1e-5)
+
+
+@pytest.mark.parametrize("checked, bad, wanted", [(-1, 0, 1), (-1, 1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)])
+def test_axpby_checks_the_argument_it_is_told_to(checked, bad, wanted, device):
+    lists = [[torch.ones(4, device=device)] for _ in range(3)]
+    lists[bad][0][2] = float("nan")
+    flag = zeros(device)
+    amp_C.multi_tensor_axpby(65536, flag, lists, 1.0, 1.0, checked)
+    assert flag.item() == wanted
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("per_tensor", [False, True, None])
+@pytest.mark.parametrize("op", ["multi_tensor_l2norm", "multi_tensor_l2norm_mp"])
+def test_l2norm_of_all_and_of_each(op, dtype, per_tensor, device):
+    tensors = random(((33, 5), (700,)), dtype, device)
+    flag = zeros(device)
+    norm, norms = multi_tensor_applier(getattr(amp_C, op), flag, [tensors], per_tensor)
+    each = torch.stack([t.double().cpu().norm() for t in tensors])
+    assert norm.shape == (1,) and norm.dtype is FULL and flag.item() == 0
+    assert_close([norm[0]], [each.norm()], 1e-5)
+    if per_tensor:
+        assert_close([norms], [each], 1e-5)
+    else:
+        assert norms.numel() == 0
+
+
+def test_l2norm_sets_the_flag_and_its_mp_form_heeds_it(device):
+    flag = zeros(device)
+    tensors = [torch.ones(3, device=device), torch.full((1,), float("inf"), device=device)]
+    amp_C.multi_tensor_l2norm(65536, flag, [tensors])
+    assert flag.item() == 1
+    norm, norms = amp_C.multi_tensor_l2norm_mp(65536, flag, [tensors], True)
+    assert norm.tolist() == [0.0] and norms.tolist() == [0.0, 0.0]
+
+
+def test_l2norm_with_scaling(device):
+    inputs = random((5, 8), HALF, device)
+    outputs = [torch.empty_like(x, dtype=FULL) for x in inputs]
+    flag = zeros(device)
+    norm, norms = amp_C.multi_tensor_l2norm_scale(65536, flag, [inputs, outputs], 0.5, True)
+    assert_close(outputs, [x.double() * 0.5 for x in inputs], 1e-5)
+    assert_close([norms], [torch.stack([x.double().cpu().norm() * 0.5 for x in inputs])], 1e-5)
+    inverse = torch.full((1,), 0.25, device=device)
+    before = [x.clone() for x in inputs]
+    norm, norms = amp_C.multi_tensor_unscale_l2norm(65536, flag, [inputs], inverse, True)
+    assert_close([norms], [torch.stack([x.double().cpu().norm() * 0.25 for x in inputs])], 1e-5)
+    assert_close([norm[0]], [norms.norm()], 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs))
+
+
+@pytest.mark.parametrize(
+    "g_type, p_type, copies", [(HALF, HALF, False), (FULL, FULL, False), (HALF, FULL, True), (FULL, FULL, True)]
+)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_over_its_lists(g_type, p_type, copies, nesterov, device):
+    params = random((5, 7), p_type, device)
+    momenta = [torch.zeros_like(p) for p in params]
+    lower = [p.to(HALF) for p in params]
+    twins = [nn.Parameter(p.double().cpu()) for p in params]
+    reference = torch.optim.SGD(twins, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=nesterov)
+    for step in range(3):
+        grads = random((5, 7), g_type, device, seed=step + 1)
+        for twin, gradient in zip(twins, grads):
+            twin.grad = gradient.double().cpu() * 0.5
+        lists = [grads, params, momenta] + ([lower] if copies else [])
+        multi_tensor_applier(amp_C.multi_tensor_sgd, zeros(device), lists, 0.1, 0.9, 0.0, 0.1, nesterov, step == 0, False, 0.5)
+        reference.step()
+    assert_close(params, [t.detach() for t in twins], 1e-2 if p_type is HALF else 1e-5)
+    if copies:
+        assert all(torch.equal(low, p.to(HALF)) for low, p in zip(lower, params))
+
+
+def test_sgd_does_nothing_when_the_flag_is_set(device):
+    lists = [[torch.ones(3, device=device)] for _ in range(3)]
+    amp_C.multi_tensor_sgd(65536, zeros(device).fill_(1), lists, 0.1, 0.9, 0.0, 0.1, False, True, False, 1.0)
+    assert all(one[0].eq(1.0).all() for one in lists)
+
+
+def adam_reference(params, grads, mode, steps=3):
+    twins = [nn.Parameter(p.double().cpu()) for p in params]
+    cls = torch.optim.AdamW if mode else torch.optim.Adam
+    reference = cls(twins, lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for _ in range(steps):
+        for twin, gradient in zip(twins, grads):
+            twin.grad = gradient.double().cpu()
+        reference.step()
+    return [t.detach() for t in twins]
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam_over_its_lists_ignores_the_flag(mode, device):
+    params, grads = random((5, 7), FULL, device), random((5, 7), HALF, device, 1)
+    wanted = adam_reference(params, grads, mode)
+    m, v = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    for step in range(1, 4):
+        amp_C.multi_tensor_adam(65536, zeros(device).fill_(1), [grads, params, m, v], 0.1, 0.8, 0.9, 1e-6, step, mode, 1, 0.1)
+    assert_close(params, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("mode", [0, 1])
+def test_capturable_adam_unscales_and_heeds_the_flag(masters, mode, device):
+    full, grads = random((5, 7), FULL, device), random((5, 7), HALF, device, 1)
+    wanted = adam_reference(full, grads, mode, steps=1)
+    params = [p.half() for p in full] if masters else full
+    m, v = ([torch.zeros_like(p) for p in full] for _ in range(2))
+    scaled = [g * 8 for g in grads]
+    lists = [scaled, params, m, v] + ([full] if masters else [])
+    op = amp_C.multi_tensor_adam_capturable_master if masters else amp_C.multi_tensor_adam_capturable
+    lr, step = torch.tensor(0.1, device=device), torch.tensor([1], dtype=torch.int, device=device)
+    rest = (lr, 0.8, 0.9, 1e-6, step, mode, 1, 0.1, torch.tensor([1 / 8], device=device))
+    before = [p.clone() for p in full]
+    op(65536, zeros(device).fill_(1), lists, *rest)
+    assert all(torch.equal(a, b) for a, b in zip(before, full))
+    op(65536, zeros(device), lists, *rest)
+    assert_close(full, wanted, 1e-4)
+    assert all(torch.equal(g, s) for g, s in zip(grads, scaled))
+    if masters:
+        assert all(torch.equal(p, f.half()) for p, f in zip(params, full))
+
+
+def test_adagrad_over_its_lists(device):
+    params, grads = random((5, 7), FULL, device), random((5, 7), FULL, device, 1)
+    twins = [nn.Parameter(p.double().cpu()) for p in params]
+    reference = torch.optim.Adagrad(twins, lr=0.1, eps=1e-8, weight_decay=0.1)
+    sums = [torch.zeros_like(p) for p in params]
+    for _ in range(2):
+        amp_C.multi_tensor_adagrad(65536, zeros(device), [grads, params, sums], 0.1, 1e-8, 0, 0.1)
+        for twin, gradient in zip(twins, grads):
+            twin.grad = gradient.double().cpu()
+        reference.step()
+    assert_close(params, [t.detach() for t in twins], 1e-5)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_novograd_over_its_lists_updates_the_norms(mode, device):
+    p, g, m = torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0], device=device), torch.zeros(2, device=device)
+    norms = torch.tensor([5.0], device=device)
+    multi_tensor_applier(
+        amp_C.multi_tensor_novograd, zeros(device), [[g], [p], [m]], norms, 0.5, 0.9, 0.5, 0.0, 1, 0, 0.1, 0, mode, 2
+    )
+    # The norm stays 5, the gradient becomes (0.6, 0.8); plus the decay of 0.1 w.
+    assert torch.allclose(norms.cpu(), torch.tensor([5.0]))
+    assert torch.allclose(p.cpu(), torch.tensor([1.0 - 0.5 * (0.6 + 0.1), 2.0 - 0.5 * (0.8 + 0.2)]))
+    inside = torch.tensor([0.7, 1.0])
+    assert torch.allclose(m.cpu(), inside if mode == 0 else torch.tensor([3.0, 4.0]))
+
+
+def test_lamb_in_one_call_and_in_two_halves(device):
+    params, grads = random((5, 7), FULL, device), random((5, 7), FULL, device, 1)
+    w = [p.double().cpu() for p in params]
+    g = [x.double().cpu() for x in grads]
+    norm = torch.stack([x.norm() for x in g]).norm()
+    g = [x * min(1.0, 1.0 / norm) for x in g]
+    r = [(x / (x.abs() + 1e-6)) + 0.1 * p for x, p in zip(g, w)]  # the first step: both corrections cancel
+    wanted = [p - 0.05 * p.norm() / d.norm() * d for p, d in zip(w, r)]
+    global_norm = norm.float().reshape(1).to(device)
+
+    def fresh():
+        return [[t.clone() for t in ts] for ts in (grads, params)] + [[torch.zeros_like(p) for p in params] for _ in range(2)]
+
+    lists = fresh()
+    amp_C.multi_tensor_lamb(65536, zeros(device), lists, 0.05, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, global_norm, 1.0, False)
+    assert_close(lists[1], wanted, 1e-4)
+    assert_close(lists[0], r, 1e-3)  # gradients become the directions
+
+    lists = fresh()
+    updates = [torch.empty_like(p) for p in params]
+    decay = torch.full((2,), 0.1, device=device)
+    amp_C.multi_tensor_lamb_stage1_cuda(65536, zeros(device), [*lists, updates], decay, 1, 0.9, 0.99, 1e-6, global_norm, 1.0)
+    assert_close(updates, r, 1e-3)
+    norms = [torch.stack([t.norm() for t in ts]) for ts in (lists[1], updates)]
+    amp_C.multi_tensor_lamb_stage2_cuda(65536, zeros(device), [lists[1], updates], *norms, 0.05, 0.1, False)
+    assert_close(lists[1], wanted, 1e-4)
+
+    for found_inf in (1.0, 0.0):
+        lists = fresh()
+        lower = [p.half() for p in params]
+        for gradient in lists[0]:
+            gradient.mul_(4.0)
+        tensors = [torch.tensor([x], device=device) for x in (0.05, 1.0, found_inf, 0.25)]
+        step = torch.tensor([1], dtype=torch.int, device=device)
+        amp_C.multi_tensor_lamb_mp(
+            65536, zeros(device), [*lists, lower], tensors[0], 0.9, 0.99, 1e-6, step, 1, 0.1, 1, 1,
+            global_norm, tensors[1], False, tensors[2], tensors[3],
+        )  # fmt: skip
+        assert_close(lists[1], params if found_inf else wanted, 1e-4)
+    assert all(torch.equal(low, p.half()) for low, p in zip(lower, lists[1]))
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_lars_over_its_lists(is_skipped, device):
+    p, g, m = torch.tensor([3.0, 4.0], device=device), torch.tensor([0.6, 0.8], device=device), torch.zeros(2, device=device)
+    norms = torch.tensor([1.0], device=device), torch.tensor([5.0], device=device)
+    args = (*norms, 0.5, 0.1, 0.0, 0.2, 0.9, 0.0, False, True, False, 1.0, is_skipped)
+    amp_C.multi_tensor_lars(65536, zeros(device).fill_(1), [[g], [p], [m]], *args)
+    assert p.tolist() == [3.0, 4.0]
+    amp_C.multi_tensor_lars(65536, zeros(device), [[g], [p], [m]], *args)
+    local = 1.0 if is_skipped else 0.1 * 5.0 / (1.0 + 0.2 * 5.0)
+    wanted = torch.tensor([3.0, 4.0]) - 0.5 * local * (torch.tensor([0.6, 0.8]) + 0.2 * torch.tensor([3.0, 4.0]))
+    assert torch.allclose(p.cpu(), wanted)
+
+
+def test_update_scale_hysteresis_follows_its_counters(device):
+    scale = torch.tensor([4.0], device=device)
+    growth, hysteresis = (torch.tensor([n], dtype=torch.int, device=device) for n in (0, 2))
+
+    def update(inf):
+        found = torch.tensor([inf], device=device)
+        returned = amp_C.update_scale_hysteresis(scale, growth, hysteresis, found, 2.0, 0.5, 3, 2)
+        assert returned is scale
+        return scale.item(), growth.item(), hysteresis.item()
+
+    assert update(0.0) == (4.0, 1, 2)
+    assert update(1.0) == (4.0, 0, 1)  # the first overflow is forgiven
+    assert update(1.0) == (2.0, 0, 0)
+    assert update(1.0) == (1.0, 0, -1)
+    assert update(0.0) == (1.0, 1, 2)  # a clean iteration gives the chances back
+    assert update(0.0) == (1.0, 2, 2)
+    assert update(0.0) == (2.0, 0, 2)
+    scale.fill_(3e38)
+    growth.fill_(2)
+    assert update(0.0)[0] == pytest.approx(3e38)  # growth never makes it infinite
+
+
+@pytest.mark.parametrize(
+    "lists, message",
+    [
+        ([[torch.ones(2)]], "expected 2 lists"),
+        ([[], []], "first list of tensors is empty"),
+        ([[torch.ones(2)], []], "list 1 has 0 tensors"),
+        ([[torch.ones(2)], [torch.ones(3)]], "has 3 elements"),
+        ([[torch.ones(2, 3).t()], [torch.ones(3, 2)]], "neither contiguous nor channels-last"),
+        ([[torch.ones(2, dtype=torch.int)], [torch.ones(2)]], "floating point"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)
+def test_lists_that_do_not_fit_together_are_runtime_errors(lists, message):
+    with pytest.raises(RuntimeError, match=message):
+        amp_C.multi_tensor_scale(65536, zeros("cpu"), lists, 1.0)
+
+
+def test_a_flag_of_another_dtype_is_a_runtime_error():
+    with pytest.raises(RuntimeError, match="int32"):
+        amp_C.multi_tensor_scale(65536, torch.zeros(1), [[torch.ones(1)]] * 2, 1.0)
+
+
+def test_channels_last_tensors_and_other_shapes_of_one_size_are_taken():
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    y = torch.empty_like(x)
+    amp_C.multi_tensor_scale(65536, zeros("cpu"), [[x], [y]], 2.0)
+    assert torch.equal(y, x * 2)
+    flat = torch.empty(6)
+    amp_C.multi_tensor_scale(65536, zeros("cpu"), [[torch.arange(6.0).view(2, 3)], [flat]], 2.0)
+    assert flat.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+def test_unknown_functions_are_attribute_errors_that_list_the_known():
+    assert not hasattr(amp_C, "multi_tensor_nothing")
+    with pytest.raises(AttributeError, match="multi_tensor_scale"):
+        amp_C.multi_tensor_nothing  # noqa: B018
+
+
+def test_applier_passes_its_chunk_size_and_is_available():
+    seen = []
+    MultiTensorApply(7)(lambda *args: seen.append(args), "flag", "lists", 1, 2)
+    assert seen == [(7, "flag", "lists", 1, 2)]
+    assert multi_tensor_applier.chunk_size == 65536 and multi_tensor_applier.available
+    assert multi_tensor_applier.import_err is None
+    multi_tensor_applier.check_avail()
+
+
+def test_apex_c_flattens_and_unflattens():
+    tensors = [torch.randn(2, 3), torch.randn(4)]
+    flat = apex_C.flatten(tensors)
+    assert flat.shape == (10,)
+    assert all(torch.equal(a, b) for a, b in zip(apex_C.unflatten(flat, tensors), tensors, strict=True))

@@ -1,0 +1,348 @@
+"""apex.fp16_utils: conversions, the loss scalers, and FP16_Optimizer with its checkpoints."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ampkit
+from ampkit.apex import fp16_utils
+from ampkit.apex.fp16_utils import FP16_Optimizer, fp16_optimizer, fp16util, loss_scaler
+
+HALF = torch.float16
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 1)
+        self.bn, self.plain_bn = nn.BatchNorm2d(3), nn.BatchNorm2d(3, affine=False)
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.long))
+
+    def forward(self, x):
+        return self.plain_bn(self.bn(self.conv(x)))
+
+
+def dtypes(module):
+    return {name.removeprefix("1."): value.dtype for name, value in module.state_dict().items()}
+
+
+KEPT = {
+    "conv.weight": HALF,
+    "bn.weight": torch.float32,
+    "bn.running_mean": torch.float32,
+    "plain_bn.running_mean": HALF,
+    "counts": torch.long,
+}
+
+
+def test_network_to_half_keeps_affine_batch_norms():
+    net = fp16_utils.network_to_half(Net())
+    assert isinstance(net[0], fp16_utils.tofp16) and "1.conv.weight" in net.state_dict()
+    assert dtypes(net).items() >= KEPT.items()
+    assert net(torch.randn(2, 2, 3, 3)).dtype is HALF
+
+
+def test_convert_network_and_fp16model_keep_affine_batch_norms():
+    net = Net()
+    net.conv.weight.grad = torch.ones_like(net.conv.weight)
+    assert fp16_utils.convert_network(net, HALF) is net
+    assert dtypes(net).items() >= KEPT.items() and net.conv.weight.grad.dtype is HALF
+    model = fp16_utils.FP16Model(Net())
+    assert {n.removeprefix("network."): d for n, d in dtypes(model).items()}.items() >= KEPT.items()
+    assert model(torch.randn(2, 2, 3, 3)).dtype is HALF
+    lstm = fp16_utils.convert_network(nn.LSTM(2, 2), HALF)
+    assert lstm(torch.randn(1, 1, 2).half())[0].dtype is HALF
+
+
+def test_convert_module_leaves_children_alone():
+    net = nn.Sequential(nn.Linear(1, 1))
+    net.own = nn.Parameter(torch.ones(1))
+    fp16_utils.convert_module(net, HALF)
+    assert net.own.dtype is HALF and net[0].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_parameters_and_gradients_go_to_masters_and_back(flat):
+    model = nn.Linear(3, 2).half()
+    model_params, masters = fp16_utils.prep_param_lists(model, flat_master=flat)
+    assert all(m.dtype is torch.float32 and m.requires_grad for m in masters)
+    assert len(masters) == (1 if flat else 2)
+    model(torch.ones(1, 3).half()).sum().backward()
+    fp16_utils.model_grads_to_master_grads(model_params, masters, flat_master=flat)
+    wanted = torch.cat([p.grad.float().reshape(-1) for p in model_params])
+    assert torch.equal(torch.cat([m.grad.reshape(-1) for m in masters]), wanted)
+    with torch.no_grad():
+        for master in masters:
+            master.fill_(0.1)
+    fp16_utils.master_params_to_model_params(model_params, masters, flat_master=flat)
+    assert all(torch.equal(p, torch.full_like(p, 0.1)) for p in model_params)
+
+
+def test_flat_masters_of_two_dtypes_are_refused():
+    with pytest.raises(RuntimeError, match="one dtype"):
+        fp16_utils.prep_param_lists(nn.Sequential(nn.Linear(1, 1).half(), nn.Linear(1, 1)), flat_master=True)
+
+
+def test_small_things():
+    assert fp16_utils.clip_grad_norm is nn.utils.clip_grad_norm_
+    assert fp16_utils.to_python_float(torch.tensor([2.5])) == 2.5 and fp16_utils.to_python_float([3.0]) == 3.0
+    assert fp16util.tofp16()(torch.ones(1)).dtype is HALF
+    assert fp16_optimizer.FP16_Optimizer is FP16_Optimizer and loss_scaler.LossScaler is fp16_utils.LossScaler
+
+
+def test_static_scaler():
+    scaler = fp16_utils.LossScaler(scale=8)
+    p = nn.Parameter(torch.ones(1))
+    scaler.backward(p.sum())
+    assert p.grad.item() == 8 and scaler.loss_scale == 8
+    p.grad.fill_(float("inf"))
+    assert scaler.has_overflow([p]) is False
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 8
+    assert scaler.scale_gradient(None, (torch.ones(1), None), None) == (torch.tensor([8.0]), None)
+
+
+def test_dynamic_scaler_falls_to_1_and_grows_a_window_after_the_last_overflow():
+    scaler = fp16_utils.DynamicLossScaler(init_scale=4.0, scale_factor=2.0, scale_window=3)
+    seen = []
+    for overflow in (False, False, False, True, True, True, False, False, False):
+        scaler.update_scale(overflow)
+        seen.append(scaler.loss_scale)
+    # Iterations 0 to 8; the last overflow before the first counts as iteration -1.
+    assert seen == [4.0, 4.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0, 2.0]
+    scaler.update_scale(True)
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 1.0
+    assert (scaler.cur_iter, scaler.last_overflow_iter) == (11, 10)
+    assert fp16_utils.DynamicLossScaler().loss_scale == 2.0**32
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_dynamic_scaler_finds_what_is_not_finite(value):
+    p, q = nn.Parameter(torch.ones(3).half()), nn.Parameter(torch.ones(1))
+    scaler = fp16_utils.DynamicLossScaler()
+    assert not scaler.has_overflow([p, q])
+    p.grad = torch.full((3,), 60000.0).half()  # their sum is not finite, they are
+    assert not scaler.has_overflow([p, q])
+    p.grad[1] = value
+    assert scaler.has_overflow([p, q])
+
+
+# FP16_Optimizer
+
+DYNAMIC = dict(dynamic_loss_scale=True, dynamic_loss_args=dict(init_scale=1024.0))
+
+
+def make(dtype=HALF, norm=True, **settings):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8).to(dtype), *([nn.BatchNorm1d(8)] if norm else []), nn.Linear(8, 1).to(dtype)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, FP16_Optimizer(optimizer, verbose=False, **settings)
+
+
+def loss_of(model, seed=0):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+    return (model(x.to(model[0].weight.dtype)).float() - 1.0).square().mean()
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", [{}, dict(static_loss_scale=128.0), DYNAMIC], ids=str)
+def test_fp16_optimizer_follows_float32(settings, dtype):
+    model, optimizer = make(dtype, **settings)
+    twin = make(torch.float32)[0]
+    reference = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
+    for step in range(4):
+        reference.zero_grad()
+        loss_of(twin, step).backward()
+        reference.step()
+    train(model, optimizer, range(4))
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine.float(), theirs, atol=4e-2)
+    masters = optimizer.fp32_from_fp16_groups[0]
+    assert all(m.dtype is torch.float32 for m in masters) and len(masters) == 4
+    assert all(torch.equal(p.detach(), m.detach().to(dtype)) for p, m in zip(optimizer.all_fp16_params, masters))
+
+
+@pytest.mark.parametrize("settings", [dict(static_loss_scale=64.0), DYNAMIC], ids=str)
+@pytest.mark.parametrize("update_each_time", [False, True])
+def test_backward_passes_add_up(settings, update_each_time):
+    model, optimizer = make(**settings)
+    model.eval()  # fixed statistics: the sum of two losses is then the same as two passes
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, 0), update_master_grads=update_each_time)
+    if settings.get("dynamic_loss_scale"):
+        optimizer.loss_scale = optimizer.loss_scale / 4  # a scale that moves in between
+    optimizer.backward(loss_of(model, 1), update_master_grads=False)
+    optimizer.update_master_grads()
+    found = [g for group in optimizer.inspect_master_grad_data() for g in group]
+    twin = copy.deepcopy(model).float()
+    (loss_of(twin, 0) + loss_of(twin, 1)).backward()
+    for mine, theirs in zip(found, [p.grad for p in twin.parameters()], strict=True):
+        assert torch.allclose(mine, theirs, rtol=2e-2, atol=2e-3)
+
+
+def test_an_overflow_skips_the_step_and_says_so(capsys):
+    model, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args=dict(init_scale=1024.0, scale_window=2))
+    optimizer.verbose = True
+    before = copy.deepcopy(model.state_dict())
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model.eval()) * float("inf"))
+    assert optimizer.overflow and optimizer.loss_scale == 512.0
+    assert optimizer.clip_master_grads(1.0) == -1
+    assert optimizer.inspect_master_grad_data() is None
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    assert "Gradient overflow.  Skipping step, reducing loss scale to 512.0" in capsys.readouterr().out
+    train(model, optimizer, range(2))
+    assert optimizer.loss_scale == 1024.0 and not optimizer.overflow
+
+
+def test_masters_are_clipped():
+    model, optimizer = make(static_loss_scale=32.0)
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    grads = torch.cat([g.reshape(-1) for group in optimizer.inspect_master_grad_data() for g in group])
+    norm = optimizer.clip_master_grads(0.01)
+    assert torch.allclose(norm, grads.norm())
+    clipped = torch.cat([g.reshape(-1) for group in optimizer.inspect_master_grad_data() for g in group])
+    assert torch.allclose(clipped.norm(), torch.tensor(0.01), rtol=1e-3)
+
+
+def saved(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@pytest.mark.parametrize("settings", [{}, dict(static_loss_scale=64.0), DYNAMIC], ids=str)
+def test_checkpoints_load_under_weights_only_and_go_on_bit_for_bit(settings):
+    model, optimizer = make(**settings)
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    assert set(state) == {
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        "first_closure_call_this_step",
+        "optimizer_state_dict",
+        "fp32_from_fp16",
+    }
+    file = saved({"model": model.state_dict(), "optimizer": state})
+    again, resumed = make(**settings)
+    loaded = torch.load(file, weights_only=True)
+    again.load_state_dict(loaded["model"])
+    resumed.load_state_dict(loaded["optimizer"])
+    train(model, optimizer, range(3, 6))
+    train(again, resumed, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert resumed.loss_scale == optimizer.loss_scale
+
+
+class OldScaler:
+    """What a checkpoint of Apex holds: the scaler itself, as an object."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize(
+    "scaler, scale", [(OldScaler(_loss_scale=512.0, _unskipped=7, dynamic=True), 512.0), (OldScaler(cur_scale=256.0), 256.0)]
+)
+def test_checkpoints_with_a_pickled_scaler_load(scaler, scale):
+    _, optimizer = make(dynamic_loss_scale=True)
+    state = optimizer.state_dict() | {"loss_scaler": scaler}
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(saved(state), weights_only=True)
+    optimizer.load_state_dict(torch.load(saved(state), weights_only=False))
+    assert optimizer.loss_scale == scale
+
+
+def test_checkpoints_that_cannot_be_right_say_so():
+    _, optimizer = make()
+    state = optimizer.state_dict()
+    with pytest.raises(ampkit.CheckpointError, match="without a scale that is known"):
+        optimizer.load_state_dict(state | {"loss_scaler": OldScaler(other=1)})
+    with pytest.raises(ampkit.CheckpointError, match="masters of shapes"):
+        optimizer.load_state_dict(state | {"fp32_from_fp16": [[torch.ones(1)]]})
+
+
+def test_closures_run_again_while_they_overflow():
+    model, optimizer = make(dynamic_loss_scale=True, norm=False)
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        optimizer.backward(loss * (float("inf") if len(calls) < 2 else 1.0))
+        calls.append(optimizer.loss_scale)
+        return loss
+
+    before = model[0].weight.detach().clone()
+    assert optimizer.step(closure).isfinite()
+    assert calls == [2.0**15, 2.0**14, 2.0**14]
+    assert not torch.equal(before, model[0].weight)
+    assert optimizer.first_closure_call_this_step
+
+
+def test_a_closure_of_lbfgs_sees_the_masters_in_the_model():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False).half()
+    optimizer = FP16_Optimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=10), verbose=False)
+    x, y = torch.randn(8, 2).half(), torch.randn(8, 1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x).float() - y).square().mean()
+        optimizer.backward(loss)
+        return loss
+
+    first = closure().item()
+    optimizer.step(closure)
+    assert closure().item() < first
+
+
+def test_a_closure_that_overflows_at_a_static_scale_ends():
+    model, optimizer = make(static_loss_scale=2.0, norm=False)
+
+    def closure():
+        optimizer.backward(loss_of(model) * float("inf"))
+        return torch.ones(())
+
+    with pytest.raises(ampkit.LossScaleError):
+        optimizer.step(closure)
+
+
+def test_fp16_optimizer_passes_on_what_an_optimizer_has(capsys):
+    model = nn.Linear(2, 1).half()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = FP16_Optimizer(inner)
+    assert "FP16_Optimizer is deprecated" in capsys.readouterr().out
+    assert optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+    torch.optim.lr_scheduler.StepLR(inner, 1)
+    optimizer.loss_scale = 4
+    assert optimizer.loss_scale == 4.0
+    model(torch.ones(1, 2).half()).sum().backward()
+    optimizer.zero_grad(set_grads_to_None=True)
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(TypeError, match="init_scales"):
+        FP16_Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args={"init_scales": 2.0}, verbose=False)
+
+
+def test_an_optimizer_of_initialize_is_refused():
+    model = nn.Linear(2, 1)
+    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="scale_loss"):
+        FP16_Optimizer(optimizer, verbose=False)

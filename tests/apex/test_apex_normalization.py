@@ -1,0 +1,115 @@
+"""apex.normalization: values of float64 arithmetic, dtypes as Apex had them, and O1."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import ampkit
+from ampkit.apex import normalization
+from ampkit.apex.normalization import fused_layer_norm as functional
+
+SHAPES = [(6,), (3, 6)]
+LOW = (torch.float16, torch.bfloat16)
+# Mixed norms have parameters always.
+NAMES = [
+    (name, dtype)
+    for name in ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm")
+    for dtype in (torch.float32, *LOW, *(() if name.startswith("Mixed") else (None,)))
+]
+
+
+def by_hand(x, weight, bias, dims, eps, rms):
+    x = x.double()
+    if not rms:
+        x = x - x.mean(dims, keepdim=True)
+    x = x / (x.square().mean(dims, keepdim=True) + eps).sqrt()
+    x = x if weight is None else x * weight.double()
+    return x if bias is None else x + bias.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name, parameters", NAMES)
+def test_norms_by_hand_in_every_mix_of_dtypes(name, shape, parameters, dtype, device):
+    mixed, rms = name.startswith("Mixed"), "RMS" in name
+    norm = getattr(normalization, name)(shape, **({} if mixed else dict(elementwise_affine=parameters is not None))).to(device)
+    if parameters is not None:
+        norm.to(parameters)
+        with torch.no_grad():
+            for p in norm.parameters():
+                p.normal_()
+    x = torch.randn(4, 3, 6, device=device).to(dtype).requires_grad_()
+    output = norm(x)
+    assert output.dtype is (parameters if mixed else dtype)
+    twin = x.detach().double().requires_grad_()
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    wanted = by_hand(twin, weight, bias, tuple(range(-len(shape), 0)), norm.eps, rms)
+    tolerance = 2e-2 if torch.bfloat16 in (dtype, parameters) else 3e-3 if torch.float16 in (dtype, parameters) else 1e-5
+    assert torch.allclose(output.double(), wanted, atol=tolerance * 4, rtol=tolerance)
+    output.double().sin().sum().backward()
+    wanted.sin().sum().backward()
+    assert x.grad.dtype is dtype
+    assert torch.allclose(x.grad.double(), twin.grad, atol=tolerance * 8, rtol=tolerance * 2)
+
+
+def test_functional_forms_are_the_modules_with_an_eps_of_1e_6():
+    x, weight, bias = torch.randn(2, 4).half(), torch.randn(4), torch.randn(4)
+    wanted = by_hand(x, weight, bias, (-1,), 1e-6, False)
+    for output, dtype, value in (
+        (functional.fused_layer_norm_affine(x, weight, bias, (4,)), torch.float16, wanted),
+        (functional.mixed_dtype_fused_layer_norm_affine(x, weight, bias, (4,)), torch.float32, wanted),
+        (functional.fused_layer_norm(x, 4), torch.float16, by_hand(x, None, None, (-1,), 1e-6, False)),
+        (functional.fused_rms_norm_affine(x, weight, (4,)), torch.float16, by_hand(x, weight, None, (-1,), 1e-6, True)),
+        (
+            functional.mixed_dtype_fused_rms_norm_affine(x, weight, 4),
+            torch.float32,
+            by_hand(x, weight, None, (-1,), 1e-6, True),
+        ),
+        (functional.fused_rms_norm(x, (4,)), torch.float16, by_hand(x, None, None, (-1,), 1e-6, True)),
+        (functional.manual_rms_norm(x, (4,), weight.half(), 1e-6), torch.float16, by_hand(x, weight, None, (-1,), 1e-6, True)),
+    ):
+        assert output.dtype is dtype
+        assert torch.allclose(output.double(), value, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["MixedFusedLayerNorm", "MixedFusedRMSNorm"])
+def test_mixed_norms_need_parameters(name):
+    with pytest.raises(RuntimeError, match="elementwise_affine=False"):
+        getattr(normalization, name)(4, elementwise_affine=False)
+    assert getattr(normalization, name)(4, elementwise_affine=True, memory_efficient=True).memory_efficient
+
+
+def test_state_dict_has_torchs_names():
+    assert list(normalization.FusedLayerNorm(4).state_dict()) == ["weight", "bias"]
+    assert list(normalization.FusedRMSNorm(4).state_dict()) == ["weight"]
+    assert "eps=1e-05" in repr(normalization.FusedLayerNorm(4))
+
+
+def test_autocast_decides_the_output():
+    norm, mixed, x = normalization.FusedLayerNorm(4), normalization.MixedFusedLayerNorm(4), torch.randn(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert norm(x).dtype is torch.bfloat16
+        assert mixed(x).dtype is torch.float32
+    assert torch.allclose(norm(x), mixed(x))
+
+
+@pytest.mark.parametrize(
+    "level, name",
+    list(itertools.product(["O0", "O1", "O2", "O3", "O4", "O5"], ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm"])),
+)
+@pytest.mark.parametrize("policy", ["default", "apex"])
+def test_norms_train_at_every_level(level, name, policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), getattr(normalization, name)(8), nn.Linear(8, 1))
+    twin = nn.Sequential(nn.Linear(4, 8), getattr(normalization, name)(8), nn.Linear(8, 1))
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, policy=policy, verbosity=0)
+    x = torch.randn(5, 4)
+    wanted = twin(x)
+    with ampkit.scale_loss(model(x).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert torch.allclose(model(x).float(), wanted, atol=5e-2)
+    optimizer.step()
