@@ -141,7 +141,13 @@ class _AliasLoader:
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
+        alias = module.__spec__.name
         module.__spec__ = self._own_spec  # the import system has put its own in, and relative imports need ours
+        # Submodules are there already. Imported anew, they would be set on the package, over what it has under their names:
+        # apex.amp._amp_state is an object.
+        for name, loaded in list(sys.modules.items()):
+            if name.startswith(self._ours + "."):
+                sys.modules[alias + name.removeprefix(self._ours)] = loaded
 
     def get_code(self, name: str) -> Any:
         """For ``python -m`` on one of Apex's names."""
@@ -220,6 +226,8 @@ def _installed_apex() -> tuple[str, bool] | None:
     loaded = sys.modules.get("apex")
     if spec is None and loaded is None:
         return None
+    if spec is not None and spec.origin is None and not hasattr(loaded, "__file__"):
+        return None  # a folder that happens to have the name, such as a checkout of Apex's sources
     has_amp = hasattr(loaded, "amp") or "apex.amp" in sys.modules
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     for finder in sys.meta_path if locations and not has_amp else ():

@@ -22,7 +22,7 @@ from torch.utils.data._utils import fetch as _fetch
 
 from ..errors import ConfigurationError
 from ..patching import PatchSet
-from ..policy.rules import CastKind, CastRule, expand
+from ..policy.rules import CastKind, CastRule, expand, namesakes
 from ..policy.tables import tables_for
 from . import rnn
 from .cache import CastCache
@@ -103,7 +103,11 @@ class Casting:
 
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
         """Put a rule of the user's in place at once; it replaces a rule of the tables for the same function."""
-        self._patch(CastRule(kind, owner, name))
+        rule = CastRule(kind, owner, name)
+        for namesake in namesakes(rule):
+            if (id(namesake), name) not in _registered:
+                self._patch(CastRule(CastKind.NATIVE, namesake, name))
+        self._patch(rule)
         forget_traces()
 
     # -- on and off

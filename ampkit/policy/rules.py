@@ -59,7 +59,8 @@ class CastRule:
 def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) -> tuple[list[CastRule], list[str]]:
     """The rules that hold for the installed torch, and the names of the tables that it lacks.
 
-    One rule is left for each attribute. A later group wins over an earlier one, and ``extra_rules`` win over both.
+    One rule is left for each attribute. A later group wins over an earlier one, and ``extra_rules`` win over both: a rule
+    for a function of torch.nn.functional also over the tables' rules for `namesakes`.
     """
     rules: dict[tuple[int, str], CastRule] = {}
     dropped = []
@@ -71,9 +72,24 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
                 rules[id(owner), name] = CastRule(group.kind, owner, name, group.reason)
             if not found:
                 dropped.extend(f"{path}.{name}" for path, _ in owners)
+    extra_rules = list(extra_rules)
+    for rule in extra_rules:
+        for owner in namesakes(rule):
+            rules.pop((id(owner), rule.name), None)
     for rule in extra_rules:
         rules[id(rule.owner), rule.name] = rule
     return list(rules.values()), dropped
+
+
+def namesakes(rule: CastRule) -> list[Any]:
+    """Where torch.nn.functional's functions find what they are made of: ``F.softmax`` calls ``Tensor.softmax``.
+
+    A user who registers the one means what it computes in, which a rule for the other would overrule.
+    """
+    if rule.owner is not resolve_owner("torch.nn.functional"):
+        return []
+    owners = [resolve_owner(path) for path in ("torch", "torch.Tensor")]
+    return [owner for owner in owners if hasattr(owner, rule.name)]
 
 
 @functools.cache

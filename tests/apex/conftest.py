@@ -1,0 +1,26 @@
+"""Tests of the drop-in run with it installed, and take it away again."""
+
+import pytest
+
+import ampkit
+import ampkit.apex
+
+
+@pytest.fixture(autouse=True)
+def apex_installed():
+    ampkit.apex.install()
+    from apex.amp import _amp_state
+
+    yield
+    ampkit.close()
+    for handle in list(_amp_state._opened_by_init):
+        handle._deactivate()
+    _amp_state.__init__()
+    ampkit.apex.uninstall()
+
+
+@pytest.fixture
+def amp(apex_installed):
+    from apex import amp
+
+    return amp
