@@ -92,6 +92,7 @@ class GradientSync:
         if not same or any(bucket.params[0].dtype is not param.dtype for param, bucket in self._bucket_of.items()):
             self.watch(trainable)
         self._running = False
+        self.last_pass_was_local = None
 
     def close(self) -> None:
         """Let go of the parameters."""

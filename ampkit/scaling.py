@@ -76,7 +76,7 @@ class LossScaling:
                 adapter.gradients.put_back()
             _end_of_casts(keep=False)
             raise
-        local, self._runs_without_sync = self._runs_without_sync, False
+        local = self._backward_was_local()
         if delay_unscale:
             for adapter in adapters:
                 adapter.gradients.keep_scaled(scale)
@@ -84,6 +84,15 @@ class LossScaling:
         else:
             self._collect(adapters, scaler, scale, local, delay_overflow_check)
         _end_of_casts(delay_unscale)
+
+    def _backward_was_local(self) -> bool:
+        """Whether the gradients of the backward pass that just ran were left unreduced.
+
+        torch's DDP decides that in its forward pass; one that decides in each backward pass says so afterwards.
+        """
+        local, self._runs_without_sync = self._runs_without_sync, False
+        told = getattr(self._ddp() if self._ddp is not None else None, "last_backward_was_local", None)
+        return local if told is None else told
 
     def finish_delayed(self, adapter: OptimizerAdapter) -> None:
         """A step while gradients still wait after ``delay_unscale=True``: end the iteration as ``scale_loss`` would have."""

@@ -219,7 +219,11 @@ def run_reducer(rank, results):
     results["flat_broadcast"] = values
 
 
-AMP = [(level, how) for level in ("O1", "O2", "O5") for how in ("plain", "no_sync", "disabled", "delay_unscale")]
+AMP = [
+    (level, how)
+    for level in ("O1", "O2", "O5")
+    for how in ("plain", "no_sync", "disabled", "delay_unscale", "toggled", "two_losses")
+]
 
 
 def run_amp(rank, results):
@@ -232,6 +236,12 @@ def run_amp(rank, results):
         before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
         for index in range(2):
             last = index == 1
+            if how == "two_losses" and not last:
+                with ddp.no_sync():
+                    for loss in ddp(batch(rank, index)):
+                        with ampkit.scale_loss(loss, optimizer) as scaled:
+                            scaled.backward(retain_graph=True)
+                continue
             if how == "no_sync" and not last:
                 with ddp.no_sync(), ampkit.scale_loss(sum(ddp(batch(rank, index))), optimizer) as scaled:
                     scaled.backward()

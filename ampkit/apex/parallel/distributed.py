@@ -110,7 +110,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def last_backward_was_local(self) -> bool | None:
-        """Whether the last backward pass reduced nothing; None before the first."""
+        """Whether the last backward pass reduced nothing; None before the first one after a forward pass."""
         return self.sync.last_pass_was_local
 
     @property
