@@ -147,9 +147,10 @@ class OptimizerAdapter:
         self._patches.set(optimizer, name, types.MethodType(replacement, optimizer))
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        closure = args[0] if args else kwargs.get("closure")
-        if closure is not None:
-            return self._step_with_closure(original, closure, *args[1:], **kwargs)
+        closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
+        if callable(closure):
+            kwargs.pop("closure", None)
+            return self._step_with_closure(original, closure, *rest, **kwargs)
         self._settle_gradients()
         if self._must_skip():
             return self._skip()
@@ -167,7 +168,6 @@ class OptimizerAdapter:
                 "have to skip a step that has begun. Use a static scale (loss_scale=128.0), or bfloat16 without one "
                 "(opt_level='O4' or 'O5'), or call the closure yourself and step() without it."
             )
-        kwargs.pop("closure", None)
         self.skipped = False
 
         def evaluate() -> Any:

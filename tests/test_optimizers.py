@@ -1,0 +1,531 @@
+"""What optimizers, and the things that people put around them, do after initialize: groups, schedulers, closures, odd tensors."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 1))
+
+
+def sgd(params, **settings):
+    return torch.optim.SGD(params, **{"lr": 0.1, **settings})
+
+
+def loss_of(model):
+    return model(X).float().square().mean()
+
+
+def backward(model, optimizer, factor=1.0):
+    with ampkit.scale_loss(loss_of(model) * factor, optimizer) as scaled:
+        scaled.backward()
+
+
+def step(model, optimizer, factor=1.0):
+    optimizer.zero_grad()
+    backward(model, optimizer, factor)
+    optimizer.step()
+
+
+def plain_weights(make_optimizer=sgd, steps=3):
+    """The same training in float32."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def assert_close_to_plain(model, expected, tolerance=0.02):
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.float(), expected[name], atol=tolerance, rtol=tolerance)
+
+
+# Parameter groups
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("form", ("list", "generator", "tensors one by one", "named"))
+def test_added_group_trains(level, form):
+    model = make_model()
+    optimizer = sgd(model[:3].named_parameters() if form == "named" else model[:3].parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    step(model, optimizer)
+    added = {
+        "list": [{"params": list(model[3].parameters()), "lr": 0.05}],
+        "generator": [{"params": model[3].parameters(), "lr": 0.05}],
+        "tensors one by one": [{"params": p, "lr": 0.05} for p in model[3].parameters()],
+        "named": [{"params": model[3].named_parameters(), "lr": 0.05}],
+    }[form]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for group in added:
+        optimizer.add_param_group(group)
+    assert torch.equal(model.state_dict()["3.weight"], before["3.weight"])
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    gradient = optimizer.param_groups[1]["params"][0].grad.float().clone()
+    optimizer.step()
+    if level == "O3":
+        assert not torch.equal(model.state_dict()["3.weight"], before["3.weight"])
+    else:
+        torch.testing.assert_close(model.state_dict()["3.weight"], before["3.weight"] - 0.05 * gradient)
+    if level in ("O2", "O5"):
+        assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
+    ampkit.close()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(x is y for x, y in zip(held, model.parameters()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_added_group_with_a_parameter_that_is_there_already_is_refused(level):
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(ampkit.ConfigurationError, match=r"shape \(6, 4\) is in this optimizer already\. Leave it out"):
+        optimizer.add_param_group({"params": [model[0].weight]})
+    with pytest.raises(TypeError):  # torch's own check
+        optimizer.add_param_group("no group")
+    assert len(optimizer.param_groups) == 1
+    step(model, optimizer)
+
+
+def test_settings_of_groups_may_change_at_any_time():
+    model = make_model()
+    optimizer = sgd([{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters()}])
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step(model, optimizer)
+    assert torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+    assert not torch.equal(model.state_dict()["3.weight"], before["3.weight"])
+    optimizer.param_groups[0]["lr"] = 0.1
+    step(model, optimizer)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+# Schedulers
+
+
+SCHEDULERS = {
+    "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    "Sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)], [10]
+    ),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("first_step", ("taken", "skipped"))
+@pytest.mark.parametrize("made", ("before", "after"))
+@pytest.mark.parametrize("scheduler_name", SCHEDULERS)
+def test_scheduler_steps_without_warnings(level, made, first_step, scheduler_name):
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if made == "before":
+            scheduler = SCHEDULERS[scheduler_name](optimizer)
+        ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        if made == "after":
+            scheduler = SCHEDULERS[scheduler_name](optimizer)
+        for factor in (float("inf") if first_step == "skipped" else 1.0, 1.0):
+            step(model, optimizer, factor)
+            assert ampkit.step_was_skipped(optimizer) is (factor != 1.0)
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+def test_scheduler_may_be_held_back_for_a_skipped_step():
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    scheduler = SCHEDULERS["StepLR"](optimizer)
+    for factor in (float("nan"), 1.0, float("inf")):
+        step(model, optimizer, factor)
+        if not ampkit.step_was_skipped(optimizer):
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_hooks_of_the_optimizer_run_at_steps_that_are_taken(level):
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    step(model, optimizer, float("inf"))
+    assert calls == []
+    step(model, optimizer)
+    assert calls == ["before", "after"]
+
+
+# Closures
+
+
+class Quadratic(nn.Module):
+    """Distance to a target that bfloat16 can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("target", torch.tensor([1.0, -2.0, 0.5]))
+
+    def forward(self):
+        return (self.weight - self.target).square().sum()
+
+
+SETTINGS = {
+    "O0": {},
+    "O4": {},
+    "O5": {},
+    "O1": {"loss_scale": 128.0},
+    "O2": {"loss_scale": 128.0},
+    "O3": {"loss_scale": 8.0},
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("by_keyword", (False, True))
+def test_lbfgs_converges_on_a_quadratic(level, by_keyword):
+    model = Quadratic()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=10, line_search_fn="strong_wolfe")
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **SETTINGS[level])
+    evaluations = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model()
+        evaluations.append(loss.item())
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    for _ in range(3):
+        first = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+    assert evaluations[0] == 5.25 and first.item() < 1e-3 and len(evaluations) > 3
+    torch.testing.assert_close(model.state_dict()["weight"], torch.tensor([1.0, -2.0, 0.5]), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_closure_of_sgd_is_a_step(level):
+    expected = plain_weights(steps=1)
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **SETTINGS[level])
+
+    def closure():
+        backward(model, optimizer)
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+    assert_close_to_plain(model, expected)
+
+
+def test_closure_sees_the_masters_of_the_moment():
+    model = Quadratic()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model()
+        assert torch.equal(model.weight, optimizer.param_groups[0]["params"][0].bfloat16())
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_closure_with_a_dynamic_scale_is_refused(level):
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ampkit.ClosureError) as caught:
+        optimizer.step(lambda: pytest.fail("the closure was called"))
+    for word in ("dynamic loss scale", "have to skip", "loss_scale=128.0", "'O4' or 'O5'", "step() without it"):
+        assert word in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step(model, optimizer)
+
+
+def test_overflow_in_a_closure_with_a_static_scale_skips_the_step():
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level="O2", loss_scale=2.0, verbosity=0)
+    before = copy.deepcopy(model.state_dict())
+
+    def closure():
+        backward(model, optimizer, float("inf"))
+        return loss_of(model)
+
+    assert optimizer.step(closure) is None and ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step(model, optimizer)
+    assert not ampkit.step_was_skipped(optimizer)
+
+
+# Optimizers that are none of torch's
+
+
+class Bare:
+    """Plain gradient descent with the four attributes that initialize asks for."""
+
+    def __init__(self, params, lr=0.1):
+        self.param_groups = [{"params": list(params), "lr": lr}]
+        self.state = {}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state.setdefault(p, {"steps": 0})["steps"] += 1
+                    p -= group["lr"] * p.grad
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+class Wrapping:
+    """In the manner of LARC: no Optimizer, everything is the inner one's."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self):
+        self.inner.step()
+
+    def zero_grad(self, *args, **kwargs):
+        self.inner.zero_grad(*args, **kwargs)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Shares the groups of a fast optimizer and pulls its weights back to slow ones every second step."""
+
+    def __init__(self, fast):
+        self.fast = fast
+        super().__init__(fast.param_groups, {})
+        self.param_groups = fast.param_groups
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        slow = [self.state[p].setdefault("slow", p.clone()) for group in self.param_groups for p in group["params"]]
+        self.fast.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for s, p in zip(slow, (p for group in self.param_groups for p in group["params"])):
+                s.lerp_(p, 0.5)
+                p.copy_(s)
+
+
+class SAM(torch.optim.Optimizer):
+    """Climbs along the gradient, takes the gradient there, and steps from where it was."""
+
+    def __init__(self, params, base, rho=0.05):
+        super().__init__(params, {"rho": rho})
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.float().norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=float(self.param_groups[0]["rho"] / norm))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, state in self.state.items():
+            p.copy_(state["old"])
+        self.base.step()
+
+
+UNUSUAL = {"bare": Bare, "wrapping": lambda params: Wrapping(sgd(params)), "lookahead": lambda params: Lookahead(sgd(params))}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_optimizer_trains_like_in_float32(kind, level):
+    expected = plain_weights(UNUSUAL[kind], steps=4)
+    model = make_model()
+    optimizer = UNUSUAL[kind](model.parameters())
+    returned = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert returned == (model, optimizer)
+    for _ in range(4):
+        step(model, optimizer)
+    assert_close_to_plain(model, expected)
+    before = copy.deepcopy(model.state_dict())
+    if level in ("O1", "O2"):
+        step(model, optimizer, float("inf"))
+        assert ampkit.step_was_skipped(optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    keys = set(optimizer.state)
+    assert keys <= set(ampkit.master_params(optimizer))
+    ampkit.close()
+    assert set(optimizer.state) <= set(model.parameters()) and len(optimizer.state) == len(keys)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sam_climbs_on_the_masters_and_trains_like_in_float32(level):
+    def train(model, optimizer, scaled):
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, optimizer) if scaled else loss_of(model).backward()
+            optimizer.climb()
+            optimizer.zero_grad()
+            backward(model, optimizer) if scaled else loss_of(model).backward()
+            optimizer.step()
+
+    plain, model = make_model(), make_model()
+    train(plain, SAM(plain.parameters(), sgd), scaled=False)
+    optimizer = SAM(model.parameters(), sgd)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    train(model, optimizer, scaled=True)
+    assert_close_to_plain(model, plain.state_dict())
+
+
+def test_base_optimizer_that_was_wrapped_and_passed_too_steps_once():
+    model = make_model()
+    inner = sgd(model.parameters())
+    outer = Wrapping(inner)
+    ampkit.initialize(model, [outer, inner], opt_level="O5", verbosity=0)
+    before = model.state_dict()["3.bias"].clone()
+    outer.zero_grad()
+    backward(model, [outer])
+    gradient = outer.param_groups[0]["params"][-1].grad.clone()
+    outer.step()
+    torch.testing.assert_close(model.state_dict()["3.bias"], before - 0.1 * gradient)
+
+
+# Unusual tensors
+
+
+@pytest.mark.parametrize("optimizer_kind", (torch.optim.SparseAdam, lambda params: sgd(params)))
+@pytest.mark.parametrize("level", LEVELS)
+def test_sparse_gradients_train_like_in_float32(level, optimizer_kind):
+    def make():
+        torch.manual_seed(0)
+        return nn.Embedding(6, 3, sparse=True)
+
+    def loss_of(model):
+        return (model(torch.tensor([1, 1, 4])).float() * torch.tensor([1.0, 2.0, 3.0])).sum()
+
+    plain, model = make(), make()
+    start = plain.weight.detach().clone()
+    plain_optimizer, optimizer = optimizer_kind(plain.parameters()), optimizer_kind(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
+    for _ in range(2):
+        plain_optimizer.zero_grad()
+        loss_of(plain).backward()
+        plain_optimizer.step()
+        optimizer.zero_grad()
+        with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+        assert optimizer.param_groups[0]["params"][0].grad.is_sparse
+        optimizer.step()
+    found = model.state_dict()["weight"]
+    torch.testing.assert_close(found, plain.weight.detach(), atol=0.02, rtol=0.01)
+    rounded = start.bfloat16().float() if level == "O3" else start
+    assert torch.equal(found[[0, 2, 3, 5]], rounded[[0, 2, 3, 5]])  # rows that were not looked up
+
+
+class Mixed(nn.Module):
+    """Parameters that no level casts, beside one that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.turning = nn.Parameter(torch.tensor([1.0 + 2.0j, -0.5j]))
+        self.wide = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.tensor([0.5, 0.25]))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self):
+        return (self.turning.abs().square() + self.wide + self.narrow).sum() + self.empty.sum()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scale", (1.0, 64.0, "dynamic"))
+def test_complex_double_unused_and_empty_parameters(level, scale):
+    model = Mixed()
+    optimizer = sgd(model.parameters(), lr=0.25)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    optimizer.zero_grad()
+    with ampkit.scale_loss(model(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    state = model.state_dict()
+    # d|z|^2/dz is 2z in torch's convention; a quarter of it is half of z.
+    assert torch.equal(state["turning"], torch.tensor([0.5 + 1.0j, -0.25j]))
+    assert torch.equal(state["wide"], torch.tensor([0.75, 1.75], dtype=torch.float64))
+    assert torch.equal(state["narrow"], torch.tensor([0.25, 0.0]))
+    assert torch.equal(state["unused"], torch.ones(2)) and state["empty"].shape == (0,)
+    assert model.turning.dtype is torch.complex64 and model.wide.dtype is torch.float64
+    assert next(p for p in ampkit.master_params(optimizer) if p.dtype is torch.float64) is model.wide
+
+
+@pytest.mark.parametrize("name", ("turning", "wide", "narrow"))
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_overflow_in_any_of_them_skips_the_step(level, name):
+    model = Mixed()
+    optimizer = sgd(model.parameters(), lr=0.25)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.zero_grad()
+    with ampkit.scale_loss((getattr(model, name).abs() * float("inf")).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_of_none_are_no_gradients(level):
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()  # nothing was computed
+    with ampkit.scale_loss(F.relu(torch.ones(2, requires_grad=True)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in ampkit.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_step_without_scale_loss_trains_all_the_same(level):
+    expected = plain_weights(steps=2)
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    assert_close_to_plain(model, expected)
