@@ -1,0 +1,452 @@
+"""What scripts read, write and call inside ``apex.amp``, and what it prints."""
+
+import inspect
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+HALF = torch.float16
+
+
+def prepared(amp, level="O2", make=lambda p: torch.optim.Adam(p, lr=0.1), **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    return amp.initialize(model, make(model.parameters()), opt_level=level, **{"verbosity": 0, **settings})
+
+
+def step(amp, model, optimizer, factor=1.0, loss_id=0):
+    with amp.scale_loss(model(torch.ones(2, 4)).float().pow(2).mean() * factor, optimizer, loss_id=loss_id) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_initialize_has_the_parameters_of_apex(amp):
+    parameters = inspect.signature(amp.initialize).parameters
+    expected = {
+        "models": inspect.Parameter.empty,
+        "optimizers": None,
+        "enabled": True,
+        "opt_level": "O1",
+        "cast_model_type": None,
+        "patch_torch_functions": None,
+        "keep_batchnorm_fp32": None,
+        "master_weights": None,
+        "loss_scale": None,
+        "cast_model_outputs": None,
+        "num_losses": 1,
+        "verbosity": 1,
+        "min_loss_scale": None,
+        "max_loss_scale": 2.0**24,
+    }
+    positional = {name: p.default for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert list(positional.items()) == list(expected.items())
+    assert list(inspect.signature(amp.scale_loss).parameters) == [
+        "loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check",
+    ]  # fmt: skip
+
+
+def test_everything_exists_before_initialize(amp):
+    state = amp._amp_state
+    assert (state.hard_override, state.allow_incoming_model_not_fp32, state.verbosity) == (False, False, 1)
+    assert state.min_loss_scale is None and state.max_loss_scale == 2.0**24
+    assert state.loss_scalers == [] and not state.opt_properties.enabled and not state.handle.is_active()
+    state.handle._deactivate()
+    state.handle._clear_cache()
+    assert amp.state_dict() == {}
+    with amp.disable_casts():
+        pass
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="initialize"):
+        with amp.scale_loss(torch.ones(1), torch.optim.SGD(model.parameters(), lr=0.1)):
+            pass
+
+
+def test_return_forms_and_lists_are_the_callers(amp):
+    def make():
+        model = nn.Linear(2, 2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    assert amp.initialize(model, verbosity=0) is model
+    models = [model]
+    assert amp.initialize(models, verbosity=0) is models
+    assert amp.initialize(model, optimizer, verbosity=0) == (model, optimizer)
+    optimizers = [optimizer]
+    returned = amp.initialize(models, optimizers, verbosity=0)
+    assert returned[0] is models and returned[1] is optimizers
+    assert amp.initialize(model, [], verbosity=0) == (model, [])
+    assert amp.initialize(model, optimizer, False) == (model, optimizer)
+    assert amp.initialize("anything", enabled=False) == "anything"
+
+
+def test_disabled_does_nothing_and_says_so(amp, capsys):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, enabled=False, opt_level="O2")
+    loss = model(torch.ones(1, 2)).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+    assert amp.state_dict() == {} and amp._amp_state.loss_scalers[0].loss_scale() == 1.0
+    assert not amp._amp_state.opt_properties.enabled and capsys.readouterr().out == ""
+
+
+BANNER = """\
+Selected optimization level O2: lower-precision model with float32 norms and master weights
+Defaults for this optimization level are:
+enabled                : True
+opt_level              : O2
+cast_model_type        : torch.float16
+patch_torch_functions  : False
+keep_batchnorm_fp32    : True
+master_weights         : True
+loss_scale             : dynamic
+Processing user overrides (additional kwargs that are not None)...
+After processing overrides, optimization options are:
+enabled                : True
+opt_level              : O2
+cast_model_type        : torch.float16
+patch_torch_functions  : False
+keep_batchnorm_fp32    : False
+master_weights         : True
+loss_scale             : 128.0
+"""
+
+
+def test_the_banner(amp, capsys):
+    prepared(amp, verbosity=1, keep_batchnorm_fp32="False", loss_scale="128.0")
+    assert capsys.readouterr().out == BANNER
+    prepared(amp, verbosity=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_overflow_line_is_printed_at_the_step(amp, capsys):
+    model, optimizer = prepared(amp, "O1", verbosity=1, num_losses=2)
+    capsys.readouterr()
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum() * float("inf"), optimizer, loss_id=1) as scaled:
+        scaled.backward()
+    assert capsys.readouterr().out == ""
+    optimizer.step()
+    assert capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to 32768.0\n"
+    amp._amp_state.verbosity = 0
+    step(amp, model, optimizer, float("inf"), loss_id=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_verbosity_2_prints_casts(amp, capsys):
+    model, _ = prepared(amp, "O1", verbosity=2)
+    capsys.readouterr()
+    model(torch.ones(2, 4))
+    assert "Float->Half (linear)" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"opt_level": "01"},
+        {"opt_level": None},
+        {"opt_level": "O1", "master_weights": False},
+        {"opt_level": "O1", "keep_batchnorm_fp32": True},
+        {"opt_level": "O1", "cast_model_type": HALF},
+        {"opt_level": "O2", "patch_torch_functions": True},
+        {"opt_level": "O2", "loss_scale": "dynmic"},
+    ],
+)
+def test_settings_that_cannot_be_are_errors(amp, settings):
+    with pytest.raises((RuntimeError, ValueError)):
+        amp.initialize(nn.Linear(2, 2), verbosity=0, **settings)
+
+
+def test_hard_override_turns_errors_into_printed_warnings(amp, capsys):
+    amp._amp_state.hard_override = True
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", master_weights=True, verbosity=0)
+    amp.initialize(nn.Linear(2, 2).half(), opt_level="O2", verbosity=0)
+    amp._amp_state.hard_override = False
+    assert capsys.readouterr().out.startswith("Warning:  ")
+    with pytest.raises(RuntimeError, match="float16"):
+        amp.initialize(nn.Linear(2, 2).half(), opt_level="O2", verbosity=0)
+
+
+def test_wrong_types_are_type_errors(amp):
+    with pytest.raises(TypeError):
+        amp.initialize("model", verbosity=0)
+    with pytest.raises(TypeError):
+        amp.initialize(nn.Linear(2, 2), "optimizer", verbosity=0)
+    with pytest.raises(RuntimeError, match="wrap"):
+        amp.initialize(nn.DataParallel(nn.Linear(2, 2)), verbosity=0)
+
+
+def test_properties_are_a_checked_dict(amp):
+    from apex.amp.frontend import O1, Properties, opt_levels
+
+    properties = Properties()
+    assert properties.options["enabled"] is False and properties.loss_scale == 1.0
+    properties = opt_levels["O2"](properties)
+    assert properties.cast_model_type is HALF and properties.options["master_weights"] is True
+    properties.loss_scale = "64"
+    assert properties.loss_scale == 64.0
+    with pytest.raises(RuntimeError):
+        O1()(Properties()).keep_batchnorm_fp32 = True
+    with pytest.raises(ValueError, match="unexpected option"):
+        properties._update_options_dict({"speed": 11})
+    with pytest.raises(AttributeError):
+        _ = properties.speed
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_loss_scale_set_by_hand_is_used_next(amp, level):
+    model, optimizer = prepared(amp, level)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 2**10
+    loss = model(torch.ones(2, 4)).float().mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert torch.equal(scaled, loss * 1024)
+        scaled.backward()
+    assert scaler.loss_scale() == scaler._loss_scale == 1024.0 and amp.state_dict()["loss_scaler0"]["loss_scale"] == 1024.0
+    gradient = next(iter(amp.master_params(optimizer))).grad
+    assert gradient.abs().max() < 10  # unscaled
+
+
+def test_what_loggers_read(amp):
+    model, optimizer = prepared(amp, "O1", min_loss_scale=4.0, max_loss_scale=2.0**15)
+    state = amp._amp_state
+    scaler = state.loss_scalers[0]
+    assert scaler.loss_scale() == 2.0**15 and scaler.dynamic and not scaler._has_overflow
+    assert (scaler._min_loss_scale, scaler._max_loss_scale, scaler._scale_seq_len) == (4.0, 2.0**15, 2000)
+    assert (state.min_loss_scale, state.max_loss_scale) == (4.0, 2.0**15)
+    step(amp, model, optimizer)
+    assert scaler._unskipped == 1 and not scaler._has_overflow
+    step(amp, model, optimizer, float("nan"))
+    assert scaler._unskipped == 0 and scaler._has_overflow and scaler.loss_scale() == 2.0**14
+    scaler._unskipped, scaler._scale_seq_len = 1, 2
+    step(amp, model, optimizer)
+    assert scaler.loss_scale() == 2.0**15 and scaler._unskipped == 0
+    properties = state.opt_properties
+    assert properties.enabled and properties.opt_level == "O1" and properties.patch_torch_functions
+    assert properties.options["loss_scale"] == "dynamic" and state.handle.is_active() and state.handle._is_active
+
+
+def test_the_bert_resume_idiom(amp, tmp_path):
+    model, optimizer = prepared(amp)
+    for _ in range(3):
+        step(amp, model, optimizer)
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "master params": list(amp.master_params(optimizer)),
+        },
+        tmp_path / "ckpt.pt",
+    )
+    for _ in range(2):
+        step(amp, model, optimizer)
+    expected = [p.detach().clone() for p in amp.master_params(optimizer)]
+
+    checkpoint = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model.load_state_dict(checkpoint["model"], strict=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = 2**16
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for param, saved_param in zip(amp.master_params(optimizer), checkpoint["master params"]):
+        param.data.copy_(saved_param.data)
+    for _ in range(2):
+        step(amp, model, optimizer)
+    for found, reference in zip(amp.master_params(optimizer), expected):
+        assert torch.equal(found, reference)
+
+
+def test_masters_written_by_hand_are_copied_to_the_model_on_demand(amp):
+    model, optimizer = prepared(amp)
+    for master in amp.master_params(optimizer):
+        master.data.fill_(0.5)
+    optimizer._master_params_to_model_params()
+    assert all(param.eq(0.5).all() for param in model.parameters())
+
+
+def test_the_stash_with_masters(amp):
+    model, optimizer = prepared(amp)
+    optimizer._amp_lazy_init()
+    stash = optimizer._amp_stash
+    assert stash.lazy_init_called and not stash.already_patched and not stash.params_have_scaled_gradients
+    assert [p.dtype for p in stash.all_fp16_params] == [HALF] * 4
+    assert all(m.dtype is torch.float32 and m.shape == p.shape for p, m in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params))
+    assert [p is q for p, q in zip(stash.all_fp32_from_fp32_params, model[1].parameters())] == [True, True]
+    assert len(stash.fp16_groups) == len(stash.fp32_from_fp16_groups) == len(stash.fp32_from_fp32_groups) == 1
+    assert not hasattr(stash, "all_fp32_params")
+    assert stash.all_fp32_from_fp16_params[0] is optimizer.param_groups[0]["params"][0]
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    assert stash.params_have_scaled_gradients
+
+
+def test_the_stash_without_masters_and_its_end(amp):
+    import ampkit
+
+    model, optimizer = prepared(amp, "O1")
+    stash = optimizer._amp_stash
+    assert len(stash.all_fp32_params) == 6 and stash.all_fp16_params == [] and not hasattr(stash, "fp16_groups")
+    ampkit.close()
+    assert not hasattr(optimizer, "_amp_stash") and not hasattr(optimizer, "_prepare_amp_backward")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_scale_loss_written_out_by_the_script(amp, level, micro_batches):
+    """Frameworks that had a scale_loss of their own called these; the result is that of amp.scale_loss."""
+
+    def gradients(by_hand):
+        model, optimizer = prepared(amp, level, loss_scale="dynamic")
+        scaler = amp._amp_state.loss_scalers[0]
+        for index in range(micro_batches):
+            loss = model(torch.full((2, 4), 1.0 + index)).float().pow(2).mean()
+            if not by_hand:
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                continue
+            optimizer._prepare_amp_backward()
+            (loss * scaler.loss_scale()).backward()
+            scaler.clear_overflow_state()
+            optimizer._post_amp_backward(scaler)
+            optimizer._amp_stash.params_have_scaled_gradients = False
+            assert scaler.update_scale() is False
+        assert scaler._unskipped == micro_batches
+        return [p.grad.clone() for p in amp.master_params(optimizer)]
+
+    for found, expected in zip(gradients(True), gradients(False)):
+        assert torch.equal(found, expected)
+
+
+def test_an_overflow_in_a_loop_written_out(amp):
+    model, optimizer = prepared(amp)
+    scaler = amp._amp_state.loss_scalers[0]
+    optimizer._prepare_amp_backward()
+    (model(torch.ones(2, 4)).float().sum() * float("inf")).backward()
+    scaler.clear_overflow_state()
+    optimizer._post_amp_backward(scaler)
+    assert scaler._has_overflow and scaler.update_scale() is True
+    assert scaler.loss_scale() == 32768.0
+    assert scaler.update_scale() is True and scaler.loss_scale() == 32768.0  # asking again moves nothing
+
+
+def test_a_loss_scaler_of_ones_own(amp):
+    from apex.amp.scaler import LossScaler
+
+    scaler = LossScaler("dynamic", init_scale=8.0, scale_window=2, min_loss_scale=2.0, max_loss_scale=16.0)
+    grads, out = [torch.tensor([8.0, 16.0]).half()], [torch.zeros(2)]
+
+    def iterate(value=1.0):
+        scaler.clear_overflow_state()
+        scaler.unscale([grads[0] * value], out, scaler.loss_scale())
+        return scaler.update_scale()
+
+    assert not iterate() and torch.equal(out[0], torch.tensor([1.0, 2.0])) and scaler._unskipped == 1
+    assert not iterate() and scaler.loss_scale() == 16.0
+    assert [iterate(float("inf")) for _ in range(5)] == [True] * 5 and scaler.loss_scale() == 2.0
+    stashed = [torch.ones(2)]
+    scaler.unscale_with_stashed(grads, stashed, stashed)
+    assert torch.equal(stashed[0], torch.tensor([5.0, 9.0]))
+    assert LossScaler(128.0).loss_scale() == 128.0 and not LossScaler("64").dynamic
+    again = _through_pickle(scaler)
+    assert again.loss_scale() == 2.0 and again._scale_seq_len == 2
+
+
+def _through_pickle(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_state_dicts_have_the_format_of_apex(amp):
+    prepared(amp, "O1", num_losses=2)
+    assert amp.state_dict() == {
+        "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 0},
+    }
+    outer = {"epoch": 3}
+    assert amp.state_dict(outer) is outer and list(outer) == ["epoch", "loss_scaler0", "loss_scaler1"]
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0}})
+    assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [8.0, 2.0] and amp._amp_state.loss_scalers[0]._unskipped == 7
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}, "epoch": 3})
+
+
+def test_another_number_of_scalers_is_a_printed_warning(amp, capsys):
+    prepared(amp, "O1", num_losses=2, verbosity=1)
+    capsys.readouterr()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}})
+    assert "num_losses" in capsys.readouterr().out and amp._amp_state.loss_scalers[0].loss_scale() == 8.0
+
+
+def test_the_environment_chooses_the_lower_precision(amp, monkeypatch):
+    monkeypatch.setenv("AMPKIT_LOWER_PRECISION", "bfloat16")
+    model, _ = prepared(amp)
+    assert model[0].weight.dtype is torch.bfloat16
+    assert amp._amp_state.opt_properties.cast_model_type is torch.bfloat16
+
+
+def test_levels_and_names_of_rocm(amp):
+    assert callable(amp.bfloat16_function) and callable(amp.register_bfloat16_function)
+    model, optimizer = prepared(amp, "O4")
+    assert model(torch.ones(1, 4)).dtype is torch.bfloat16
+    model, optimizer = prepared(amp, "O5")
+    assert model[0].weight.dtype is torch.bfloat16 and amp._amp_state.loss_scalers[0].loss_scale() == 1.0
+    model, optimizer = prepared(amp, "O1", patch_torch_functions_type=torch.bfloat16)
+    assert model(torch.ones(1, 4)).dtype is torch.bfloat16
+
+
+def test_fp16_optimizers_are_refused(amp):
+    class FP16_Optimizer(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="FP16_Optimizer"):
+        amp.initialize(model, FP16_Optimizer(model.parameters(), lr=0.1), verbosity=0)
+
+
+def test_schedulers_made_before_and_after_do_not_warn(amp):
+    model, optimizer = prepared(amp, "O1")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(amp, model, optimizer, float("inf"))
+        scheduler.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_nothing_is_left_alive(amp, level):
+    import gc
+    import weakref
+
+    model, optimizer = prepared(amp, level)
+    step(amp, model, optimizer)
+    gone = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None] and amp.state_dict() == {}
+
+
+def test_helpers_under_their_old_names(amp):
+    from apex.amp import compat, rnn_compat, utils, wrap
+    from apex.amp._initialize import applier, to_type
+
+    half = torch.ones(1).half()
+    assert utils.maybe_float(half).dtype is torch.float32 and utils.maybe_half([half.float()])[0].dtype is HALF
+    assert utils.type_string(half) == "HalfTensor" and utils.is_fp_tensor([half]) and not utils.is_fp_tensor([1])
+    assert to_type(HALF, torch.ones(1)).dtype is HALF
+    assert applier({"a": torch.ones(1)}, lambda x: x.half())["a"].dtype is HALF
+    assert compat.is_tensor_like(half) and "lstm" in rnn_compat.RNN_NAMES
+    handle = amp.init()
+    namespace = type("Namespace", (), {"same": staticmethod(lambda x: x)})
+    wrap.cached_cast(namespace, "same", utils.maybe_half, handle)
+    assert namespace.same(torch.ones(1)).dtype is HALF
+    handle._deactivate()
+    assert namespace.same(torch.ones(1)).dtype is torch.float32

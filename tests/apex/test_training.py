@@ -1,0 +1,389 @@
+"""Training through ``apex.amp``: gradients and weights against plain float32 torch, over levels, losses and overflows."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampkit
+
+HALF, FLOAT = torch.float16, torch.float32
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+class Mixed(nn.Module):
+    """A float32 and a float16 parameter, on small integers: all arithmetic is exact in either."""
+
+    def __init__(self, unique):
+        super().__init__()
+        self.weight0 = nn.Parameter(unique + torch.arange(2, dtype=FLOAT))
+        self.weight1 = nn.Parameter(1.0 + unique + torch.arange(2, dtype=HALF))
+
+    def forward(self, x):
+        return ((x * self.weight0.float()) * self.weight1.float()).sum()
+
+
+def initialize_mixed(amp, *args, **settings):
+    state = amp._amp_state
+    state.allow_incoming_model_not_fp32 = True
+    try:
+        return amp.initialize(*args, verbosity=0, cast_model_type=False, **settings)
+    finally:
+        state.allow_incoming_model_not_fp32 = False
+
+
+def zero(how, models, optimizers):
+    if how == "none":
+        for param in itertools.chain(*(model.parameters() for model in models)):
+            param.grad = None
+    for thing in {"none": (), "model": models, "optimizer": optimizers}[how]:
+        thing.zero_grad()
+
+
+def weights_of(models):
+    return [param.detach().float().clone() for model in models for param in model.parameters()]
+
+
+class Run:
+    """Two models, two losses, one or two optimizers, with or without amp."""
+
+    def __init__(self, two_optimizers):
+        self.models = [Mixed(1), Mixed(2)]
+        groups = [{"params": list(model.parameters()), "lr": lr} for model, lr in zip(self.models, (0.25, 0.5))]
+        make = lambda groups: torch.optim.SGD(groups, momentum=0.125)  # noqa: E731
+        self.optimizers = [make([group]) for group in groups] if two_optimizers else [make(groups)]
+        self.x = torch.ones(2)
+
+    def losses(self):
+        return [model(self.x) for model in self.models]
+
+
+@pytest.fixture(params=[False, True], ids=["one optimizer", "two optimizers"])
+def two_optimizers(request):
+    return request.param
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["none", "model", "optimizer"])
+@pytest.mark.parametrize("scalers", [1, 2])
+@pytest.mark.parametrize("overflow", [None, (0, 0, "weight1"), (1, 1, "weight1"), (1, 0, "weight0")])
+def test_two_models_and_two_losses(amp, level, how, scalers, overflow, two_optimizers):
+    if overflow is not None and level in ("O0", "O3"):
+        pytest.skip("a static scale of 1 checks nothing")
+    plain = Run(two_optimizers)
+    expected = []
+    for _ in range(2):
+        zero("optimizer", plain.models, plain.optimizers)
+        for loss in plain.losses():
+            loss.backward()
+        expected.append([param.grad.float().clone() for model in plain.models for param in model.parameters()])
+        for optimizer in plain.optimizers:
+            optimizer.step()
+
+    run = Run(two_optimizers)
+    run.models, run.optimizers = initialize_mixed(amp, run.models, run.optimizers, opt_level=level, num_losses=scalers)
+    for index, scale in zip(range(scalers), (4.0, 16.0)):
+        amp._amp_state.loss_scalers[index]._loss_scale = scale
+    clean = 0
+    for iteration in range(2 if overflow is None else 3):
+        zero(how, run.models, run.optimizers)
+        for index, loss in enumerate(run.losses()):
+            with amp.scale_loss(loss, run.optimizers, loss_id=index % scalers) as scaled:
+                scaled.backward()
+                if overflow is not None and overflow[:2] == (iteration, index):
+                    getattr(run.models[index], overflow[2]).grad[0] = float("inf")
+        if overflow is None or iteration != overflow[0]:
+            found = [param.grad for optimizer in run.optimizers for param in amp.master_params(optimizer)]
+            for gradient, reference in zip(found, expected[clean]):
+                assert torch.equal(gradient.float(), reference)
+            clean += 1
+        for optimizer in run.optimizers:
+            optimizer.step()
+    for found, reference in zip(weights_of(run.models), weights_of(plain.models)):
+        assert torch.equal(found, reference)
+    masters = [param for optimizer in run.optimizers for param in amp.master_params(optimizer)]
+    for param, master in zip((p for model in run.models for p in model.parameters()), masters):
+        assert torch.equal(param, master.to(param.dtype))
+        assert master.dtype is (FLOAT if level == "O2" else param.dtype)
+    if overflow is not None:
+        hit = overflow[1] % scalers
+        assert amp._amp_state.loss_scalers[hit].loss_scale() == (4.0, 16.0)[hit] / 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["none", "model", "optimizer"])
+@pytest.mark.parametrize("zero_before_add", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_add_param_group(amp, level, how, zero_before_add, accumulate):
+    def train(with_amp):
+        first, second = Mixed(1), Mixed(2)
+        optimizer = torch.optim.SGD([{"params": first.parameters(), "lr": 0.25}], momentum=0.125)
+        if with_amp:
+            (first, second), optimizer = initialize_mixed(amp, [first, second], optimizer, opt_level=level)
+            amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+
+        def backward(loss, **kwargs):
+            if not with_amp:
+                return loss.backward(**kwargs)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward(**kwargs)
+
+        x = torch.ones(2)
+        zero(how, (first, second), (optimizer,))
+        backward(first(x))
+        optimizer.step()
+        for add in (zero_before_add, not zero_before_add):
+            if add:
+                zero(how, (first, second), (optimizer,))
+            elif len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": second.parameters(), "lr": 0.5})
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": second.parameters(), "lr": 0.5})
+        for _ in range(2):
+            zero(how, (first, second), (optimizer,))
+            loss = first(x) + second(x)
+            backward(loss, retain_graph=accumulate)
+            if accumulate:
+                backward(loss)
+            optimizer.step()
+        return weights_of((first, second))
+
+    for found, reference in zip(train(with_amp=True), train(with_amp=False)):
+        assert torch.allclose(found, reference)
+
+
+class Weighted(nn.Module):
+    """One weight, used twice in each forward: Apex's cache failed on that."""
+
+    def __init__(self, op, shape, dtype):
+        super().__init__()
+        self.op = op
+        self.weight = nn.Parameter(torch.arange(shape[0] * shape[1], dtype=dtype).view(shape) / 64)
+
+    def forward(self, x):
+        return self.op(x, self.weight)
+
+
+OPS = {
+    "lower precision": (lambda x, w: x.mm(w).mm(w).sum(), (8, 8)),
+    "float32": (lambda x, w: (x + torch.pow(w, 2) + torch.pow(w, 2)).sum(), (2, 8)),
+    "promoted": (lambda x, w: ((x * w) * w).sum(), (2, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_a_weight_used_twice_and_an_evaluation_in_between(amp, kind, dtype):
+    op, shape = OPS[kind]
+    x = torch.ones(2, 8)
+    model = Weighted(op, shape, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    amp._amp_state.allow_incoming_model_not_fp32 = False
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+
+    def step():
+        model.weight.grad = None
+        with amp.scale_loss(model(x), optimizer) as scaled:
+            scaled.backward()
+        twin = model.weight.detach().float().requires_grad_()
+        with amp.disable_casts():
+            op(x, twin).backward()
+        assert model.weight.grad.dtype is dtype
+        assert torch.allclose(model.weight.grad.float(), twin.grad, rtol=1e-2, atol=1e-2)
+        model.weight.data -= 0.5
+
+    step()
+    with torch.no_grad():
+        model(x)
+    step()
+    amp._amp_state.handle._deactivate()
+    if dtype is FLOAT:
+        assert model(x).dtype is FLOAT
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(6)
+        self.param = nn.Parameter(torch.randn(1))
+
+    def forward(self, x):
+        return F.relu(self.bn1(self.conv1(x * self.param)))
+
+
+def train_step(amp, model, optimizer, x, loss_ids):
+    optimizer.zero_grad()
+    out = model(x)
+    loss = out.mean()
+    for loss_id in loss_ids:
+        with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward(retain_graph=loss_id != loss_ids[-1])
+    optimizer.step()
+    return out
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("amp_before_load", [False, True])
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losses):
+    def make():
+        model = Convolutional()
+        return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def prepare(model, optimizer):
+        prepared = amp.initialize(model, optimizer, opt_level=level, num_losses=losses, verbosity=0)
+        for scaler in amp._amp_state.loss_scalers:
+            scaler._loss_scale = 128.0  # 2**16 is infinite in float16, in which the mean is computed at O1
+        return prepared
+
+    model, optimizer = prepare(*make())
+    data = [torch.randn(4, 3, 6, 6) for _ in range(4)]
+    for x in data[:2]:
+        train_step(amp, model, optimizer, x, range(losses))
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+    assert all(value.dtype is not HALF for value in saved["model"].values())
+    saved = {key: torch.load(_stored(value), weights_only=True) for key, value in saved.items()}
+
+    again, again_optimizer = make()
+    if amp_before_load:
+        again, again_optimizer = prepare(again, again_optimizer)
+    again.load_state_dict(saved["model"])
+    again_optimizer.load_state_dict(saved["optimizer"])
+    if not amp_before_load:
+        again, again_optimizer = prepare(again, again_optimizer)
+    for x in data[2:]:
+        ours = train_step(amp, model, optimizer, x, range(losses))
+        theirs = train_step(amp, again, again_optimizer, x, range(losses))
+        # O3 has no float32 weights to save: what is loaded is what was in float16.
+        assert torch.allclose(ours.float(), theirs.float(), rtol=0 if level != "O3" else 1e-2)
+
+
+def _stored(value):
+    import io
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_each_loss_scale_goes_down_by_its_own_overflows(amp, level):
+    model = Convolutional()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=3, verbosity=0)
+    before = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+    for loss_id, times in enumerate((0, 1, 2)):
+        for _ in range(times):
+            train_step(amp, model, optimizer, torch.randn(2, 3, 6, 6) * 2**17, [loss_id])
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [b / 2**n for n, b in enumerate(before)]
+    state = amp.state_dict()
+    assert list(state) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
+    assert [entry["loss_scale"] for entry in state.values()] == [65536.0, 32768.0, 16384.0]
+    assert [entry["unskipped"] for entry in state.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_model_stays_trainable_after_its_state_was_exported(amp, level):
+    model = Convolutional()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert not any("Half" in value.type() for value in model.state_dict().values())
+    x, y = torch.randn(4, 3, 4, 4), torch.randn(4, 6, 4, 4)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_initialize_again_and_again(amp):
+    for level in ("O1", "O1", "O2", "O0", "O4", "O1", "O5", "O3"):  # without letting the former go
+        former = locals().get("current")
+        model = nn.Linear(4, 4)
+        current = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+        with amp.scale_loss(current[0](torch.randn(2, 4)).float().sum(), current[1]) as scaled:
+            scaled.backward()
+        current[1].step()
+        assert len(amp._amp_state.loss_scalers) == 1 and amp._amp_state.opt_properties.opt_level == level
+    again = amp.initialize(*current, opt_level="O2", verbosity=0)  # the same ones
+    assert again[0].weight.dtype is HALF and former is not None
+
+
+def test_optimizers_of_several_initialize_calls_share_a_loss(amp):
+    encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 1)
+    encoder, first = amp.initialize(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1), verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    decoder, second = amp.initialize(decoder, torch.optim.SGD(decoder.parameters(), lr=0.1), num_losses=2, verbosity=0)
+    amp._amp_state.loss_scalers[1]._loss_scale = 16.0
+    before = [p.detach().clone() for p in (encoder.weight, decoder.weight)]
+    for loss_id in (0, 1):
+        with amp.scale_loss(decoder(encoder(torch.ones(2, 4))).float().mean(), [first, second], loss_id=loss_id) as scaled:
+            scaled.backward()
+    first.step()
+    second.step()
+    assert all(not torch.equal(now, then) for now, then in zip((encoder.weight, decoder.weight), before))
+    with amp.scale_loss(decoder(encoder(torch.full((2, 4), float("inf")))).float().mean(), [first, second]) as scaled:
+        scaled.backward()
+    before = [p.detach().clone() for p in (encoder.weight, decoder.weight)]
+    first.step()
+    second.step()
+    assert all(torch.equal(now, then) for now, then in zip((encoder.weight, decoder.weight), before))
+
+
+def test_an_optimizer_wrapped_after_initialize_is_found(amp):
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optim = optimizer
+
+        def step(self):
+            self.optim.step()
+
+    model = nn.Linear(4, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    wrapped = Wrapper(optimizer)
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), wrapped) as scaled:
+        scaled.backward()
+    assert torch.allclose(model.weight.grad, torch.full((1, 4), 2.0))
+    wrapped.step()
+
+
+def test_the_first_api_of_apex(amp, capsys):
+    handle = amp.init(loss_scale="dynamic")
+    model = nn.Linear(4, 1)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), num_loss=2)
+    with pytest.raises(RuntimeError, match="no longer|gave up"):
+        handle.scale_loss(torch.ones(1), optimizer)
+    x = torch.ones(2, 4)
+    for scaler in ampkit.current_session().scalers:
+        scaler.loss_scale = 8.0  # 2**16 is infinite in float16
+    for _ in range(2):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        for loss in (model(x).float().mean(), 2 * model(x).float().mean()):
+            with optimizer.scale_loss(loss) as scaled:
+                scaled.backward()
+        optimizer.step()
+        assert torch.allclose(before - model.weight, torch.full((1, 4), 1.5), rtol=1e-3)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and "state" in optimizer.state_dict()
+    before = model.weight.detach().clone()
+    for factor in (float("inf"), 1.0):
+        with optimizer.scale_loss(model(x).float().mean() * factor) as scaled:
+            scaled.backward()
+    with pytest.raises(AssertionError), optimizer.scale_loss(model(x).float().mean()):
+        pass
+    optimizer.step()
+    assert torch.equal(before, model.weight) and "Gradient overflow" in capsys.readouterr().out
+    with pytest.raises(NotImplementedError):
+        optimizer.step(lambda: None)
+    handle._deactivate()
