@@ -222,6 +222,34 @@ def test_model_and_optimizer_copied_together_train_together(level, order):
     assert_same_values(model.state_dict(), original)
 
 
+class Careful(Net):
+    """Copies itself its own way, and leaves out what it does not know."""
+
+    def __deepcopy__(self, memo):
+        twin = Net.__new__(type(self))
+        memo[id(self)] = twin
+        nn.Module.__init__(twin)
+        for name in ("_modules", "_parameters", "_buffers", "training"):
+            twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        return twin
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ("own __deepcopy__", "torch.fx"))
+def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
+    torch.manual_seed(0)
+    model = Careful() if kind == "own __deepcopy__" else torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer)
+    twin = copy.deepcopy(model.eval())
+    assert type(twin) is not type(model) or kind != "torch.fx"  # each graph has a class of its own
+    assert torch.equal(twin(X), model(X)) and {p.dtype for p in twin.parameters()} == {torch.float32}
+    before = values(twin)
+    train(model, optimizer)
+    assert_same_values(twin.state_dict(), before)
+
+
 # torch.load in a process that has only imported torch
 
 

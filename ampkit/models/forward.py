@@ -74,7 +74,7 @@ class _Shell:
         settle_weights(self)
         _copy_masters_and_weights_as_one(self, memo)
         if hasattr(super(), "__deepcopy__"):
-            return super().__deepcopy__(memo)
+            return _copy_by_its_own_method(self, memo)
         function, arguments, state, *_ = self.__reduce_ex__(4)
         twin = memo[id(self)] = function(*arguments)
         twin.__setstate__(copy.deepcopy(state, memo))
@@ -228,6 +228,22 @@ def _copy_masters_and_weights_as_one(model: nn.Module, memo: dict[int, Any]) -> 
             if twin is None:
                 twin = nn.Parameter(entry.value.detach().to(tensor.device, copy=True))
             memo[id(tensor)] = memo[id(entry.value)] = twin.requires_grad_(tensor.requires_grad)
+
+
+def _copy_by_its_own_method(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A class with a ``__deepcopy__`` (torch.fx's) may count on its place in the order of classes, and drop what it does not know."""
+    shell, own = type(model), _own_class(model)
+    model.__class__ = own
+    try:
+        twin = own.__deepcopy__(model, memo)
+    finally:
+        model.__class__ = shell
+    for key in (CASTS_KEY, RECORD_KEY):
+        if key in model.__dict__:
+            twin.__dict__.setdefault(key, copy.deepcopy(model.__dict__[key], memo))
+    _own_float32_weights(twin)
+    twin.__class__ = _shell_class(_own_class(twin))
+    return twin
 
 
 def _own_float32_weights(model: nn.Module) -> None:
