@@ -270,6 +270,17 @@ def test_checkpoints_with_a_pickled_scaler_load(scaler, scale):
     assert optimizer.loss_scale == scale
 
 
+def test_checkpoints_with_amps_scaler_load():
+    from ampkit.apex.amp.scaler import LossScaler
+
+    _, optimizer = make(dynamic_loss_scale=True)
+    scaler = LossScaler("dynamic")
+    scaler._loss_scale, scaler._unskipped = 128.0, 5
+    file = saved(optimizer.state_dict() | {"loss_scaler": scaler})
+    optimizer.load_state_dict(torch.load(file, weights_only=False))
+    assert (optimizer.loss_scale, optimizer.loss_scaler._unskipped) == (128.0, 5)
+
+
 def test_checkpoints_that_cannot_be_right_say_so():
     _, optimizer = make()
     state = optimizer.state_dict()
@@ -333,7 +344,7 @@ def test_fp16_optimizer_passes_on_what_an_optimizer_has(capsys):
     assert optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
     torch.optim.lr_scheduler.StepLR(inner, 1)
     optimizer.loss_scale = 4
-    assert optimizer.loss_scale == 4.0
+    assert optimizer.loss_scale == optimizer.loss_scaler.loss_scale() == 4.0
     model(torch.ones(1, 2).half()).sum().backward()
     optimizer.zero_grad(set_grads_to_None=True)
     assert all(p.grad is None for p in model.parameters())

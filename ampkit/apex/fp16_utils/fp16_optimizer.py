@@ -14,18 +14,10 @@ from torch import nn
 
 from ... import kernels
 from ...errors import CheckpointError, LossScaleError
-from ...loss_scale import (
-    DEFAULT_MAX_LOSS_SCALE,
-    DEFAULT_MIN_LOSS_SCALE,
-    DynamicLossScale,
-    DynamicScaler,
-    LossScaler,
-    StaticScaler,
-)
 from ...optimizers import adapter_of
+from ..amp.scaler import LossScaler
 
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
-_DYNAMIC_ARGUMENTS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
 
 
 class FP16_Optimizer:
@@ -74,11 +66,11 @@ class FP16_Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        return self.loss_scaler.loss_scale
+        return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler.loss_scale = float(value)
+        self.loss_scaler._loss_scale = value
 
     @property
     def state(self) -> Any:
@@ -144,7 +136,7 @@ class FP16_Optimizer:
         found_inf = torch.zeros(1, device=sources[0].device if sources else "cpu")
         kernels.multi_tensor_scale(sources, targets, 1.0 / scale, found_inf)
         self._own_are_unscaled = True
-        verdict = self.loss_scaler.judge(found_inf)
+        verdict = self.loss_scaler._core.judge(found_inf)
         self.overflow = verdict.overflowed and (self.loss_scaler.dynamic or self.loss_scale != 1.0)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
@@ -163,7 +155,7 @@ class FP16_Optimizer:
             result = self._step_with_closure(closure)
         elif self.overflow:
             dynamic = f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}"
-            self._say(dynamic if self.loss_scaler.dynamic else self.loss_scaler.overflow_line())
+            self._say(dynamic if self.loss_scaler.dynamic else self.loss_scaler._core.overflow_line())
             return None
         else:
             result = self.optimizer.step()
@@ -188,7 +180,7 @@ class FP16_Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values: the scaler's state, the optimizer's, and the masters."""
         return {
-            "loss_scaler": self.loss_scaler.state_dict(),
+            "loss_scaler": self.loss_scaler._core.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
@@ -274,8 +266,8 @@ class FP16_Optimizer:
                 loss = closure()
                 while self.overflow:
                     if not self.loss_scaler.dynamic:
-                        raise LossScaleError(self.loss_scaler.overflow_line())
-                    self.loss_scaler.raise_if_hopeless("raise")
+                        raise LossScaleError(self.loss_scaler._core.overflow_line())
+                    self.loss_scaler._core.raise_if_hopeless("raise")
                     self._say(f"OVERFLOW within closure! Skipping step, reducing loss scale to {self.loss_scale}")
                     loss = closure()
             return loss
@@ -295,17 +287,16 @@ class FP16_Optimizer:
             state = dict(saved)
         else:
             # Apex pickled the object: of amp's LossScaler, or of a still older one.
-            found = vars(saved)
-            scale = next((found[name] for name in ("_loss_scale", "cur_scale", "_amp_loss_scale") if name in found), None)
+            scale = getattr(saved, "_loss_scale", getattr(saved, "cur_scale", None))
             if scale is None:
                 raise CheckpointError(
                     f"FP16_Optimizer: the checkpoint's 'loss_scaler' is a {type(saved).__name__} without a scale that is known "
                     "here. Put {'loss_scale': 65536.0, 'unskipped': 0} in its place to go on from there."
                 )
-            state = {"loss_scale": float(scale), "unskipped": int(found.get("_unskipped", 0))}
+            state = {"loss_scale": float(scale), "unskipped": int(getattr(saved, "_unskipped", 0))}
         if not self.loss_scaler.dynamic:
-            self.loss_scaler = StaticScaler(float(state["loss_scale"]))
-        self.loss_scaler.load_state_dict(state)
+            self.loss_scaler = LossScaler(float(state["loss_scale"]))
+        self.loss_scaler._core.load_state_dict(state)
 
     def _say(self, message: str) -> None:
         if self.verbose:
@@ -314,21 +305,14 @@ class FP16_Optimizer:
 
 def _make_scaler(static_loss_scale: float, dynamic: bool, arguments: Mapping[str, Any]) -> LossScaler:
     if not dynamic:
-        return StaticScaler(float(static_loss_scale))
-    unknown = [name for name in arguments if name not in _DYNAMIC_ARGUMENTS]
-    if unknown:
+        return LossScaler(static_loss_scale)
+    try:
+        return LossScaler("dynamic", **arguments)
+    except TypeError as error:
         raise TypeError(
-            f"FP16_Optimizer: dynamic_loss_args has unknown {', '.join(map(repr, unknown))}; it takes "
-            f"{', '.join(_DYNAMIC_ARGUMENTS)}."
-        )
-    maximum = float(arguments.get("max_loss_scale", DEFAULT_MAX_LOSS_SCALE))
-    rule = DynamicLossScale(
-        init_scale=min(maximum, float(arguments.get("init_scale", 2.0**16))),
-        growth_factor=float(arguments.get("scale_factor", 2.0)),
-        backoff_factor=1.0 / float(arguments.get("scale_factor", 2.0)),
-        growth_interval=int(arguments.get("scale_window", 2000)),
-    )
-    return DynamicScaler(rule, arguments.get("min_loss_scale") or DEFAULT_MIN_LOSS_SCALE, maximum)
+            "FP16_Optimizer: dynamic_loss_args takes init_scale, scale_factor, scale_window, min_loss_scale and "
+            f"max_loss_scale; found {', '.join(arguments)}."
+        ) from error
 
 
 def _gradients(params: list[nn.Parameter]) -> list[torch.Tensor]:

@@ -80,6 +80,30 @@ def manual_rms_norm(input: torch.Tensor, normalized_shape: Shape, weight: torch.
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype if low else input.dtype)
 
 
+class FusedLayerNormAffineFunction:
+    """For scripts that call ``.apply``: autograd needs no function of its own here."""
+
+    apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormFunction:
+    """``.apply`` without parameters."""
+
+    apply = staticmethod(fused_layer_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """``.apply`` of the RMS norm."""
+
+    apply = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """``.apply`` of the RMS norm without a weight."""
+
+    apply = staticmethod(fused_rms_norm)
+
+
 class FusedLayerNorm(nn.Module):
     """Layer norm with the output in the input's dtype."""
 

@@ -54,8 +54,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         nn.Module.__init__(self)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "apex.parallel.DistributedDataParallel needs a process group. Call torch.distributed.init_process_group() before, "
-                "and start the script with torchrun; a single process needs no wrapper."
+                "apex.parallel.DistributedDataParallel needs a process group. Call torch.distributed.init_process_group() "
+                "before, and start the script with torchrun; a single process needs no wrapper."
             )
         if shared_param is not None:
             raise ValueError(

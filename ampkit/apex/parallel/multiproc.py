@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     processes, logs = [], []
     for rank in range(world_size):
         command = _with(_with(given, "--world-size", str(world_size)), "--rank", str(rank))
-        log = open(f"GPU_{rank}.log", "w") if rank else None  # noqa: SIM115  (closed below)
+        log = open(f"GPU_{rank}.log", "w") if rank else None
         logs.append(log)
         processes.append(subprocess.Popen([sys.executable, "-m", "ampkit", "run", *command], stdout=log))
     statuses = [process.wait() for process in processes]
