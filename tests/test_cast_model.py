@@ -113,7 +113,9 @@ def test_class_named_norm_is_kept_like_torchs(level, kept):
     assert model(torch.randn(2, 4)).dtype is F32
 
 
-@pytest.mark.parametrize("level, switch, norm", (("O2", False, BF16), ("O3", True, F32), ("O5", False, BF16), ("O3", None, BF16)))
+@pytest.mark.parametrize(
+    "level, switch, norm", (("O2", False, BF16), ("O3", True, F32), ("O5", False, BF16), ("O3", None, BF16))
+)
 def test_keep_batchnorm_fp32_is_the_switch_for_all_norms(level, switch, norm):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), TinyRMSNorm(4))
     cast(model, level, keep_batchnorm_fp32=switch)
@@ -318,7 +320,9 @@ def test_model_inside_another_of_the_same_session_stays_in_lower_precision():
 @pytest.mark.parametrize("level", ("O2", "O3", "O5"))
 @pytest.mark.parametrize("kind", (nn.LSTM, nn.GRU, nn.RNN))
 def test_recurrent_layers_train_close_to_float32(kind, level):
-    assert_like_float32(kind(3, 4, num_layers=2, batch_first=True, bidirectional=True), torch.randn(2, 5, 3), level=level)
+    assert_like_float32(
+        kind(3, 4, num_layers=2, batch_first=True, bidirectional=True), torch.randn(2, 5, 3), level=level
+    )
 
 
 @pytest.mark.parametrize("level", ("O2", "O5"))

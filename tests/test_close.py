@@ -9,7 +9,15 @@ from torch import nn
 import ampkit
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special, torch.Tensor.__base__, torch.nn.RNNBase)
+NAMESPACES = (
+    torch,
+    torch.nn.functional,
+    torch.Tensor,
+    torch.linalg,
+    torch.special,
+    torch.Tensor.__base__,
+    torch.nn.RNNBase,
+)
 
 
 class Net(nn.Module):
@@ -47,7 +55,10 @@ def train(model, optimizer, steps=3):
 def attributes(model, optimizer):
     """Keys of every module's __dict__ and of its hook dicts, and of the optimizer."""
     modules = {
-        name: {key: sorted(value) if key.endswith(("_hooks", "_kwargs", "_called")) else None for key, value in vars(m).items()}
+        name: {
+            key: sorted(value) if key.endswith(("_hooks", "_kwargs", "_called")) else None
+            for key, value in vars(m).items()
+        }
         for name, m in model.named_modules()
     }
     return modules, [type(m) for m in model.modules()], set(vars(optimizer)), type(optimizer)

@@ -238,7 +238,11 @@ class Careful(Net):
 @pytest.mark.parametrize("kind", ("own __deepcopy__", "torch.fx"))
 def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
     torch.manual_seed(0)
-    model = Careful() if kind == "own __deepcopy__" else torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)))
+    model = (
+        Careful()
+        if kind == "own __deepcopy__"
+        else torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     train(model, optimizer)

@@ -35,7 +35,9 @@ def snapshot(*things):
             made = [p for p in thing.parameters() if not isinstance(p, nn.UninitializedParameter)]
             taken += [(p, p.dtype, p.data_ptr(), p.requires_grad) for p in made]
         elif hasattr(thing, "param_groups"):
-            taken.append((thing, type(thing), set(vars(thing)), [list(map(id, g["params"])) for g in thing.param_groups]))
+            taken.append(
+                (thing, type(thing), set(vars(thing)), [list(map(id, g["params"])) for g in thing.param_groups])
+            )
             taken.append({id(key) for key in thing.state})
     return taken
 
@@ -242,7 +244,7 @@ def test_setting_is_refused_and_an_earlier_session_lives_on(case):
 
 
 def test_scale_loss_is_refused_before_initialize():
-    model, optimizer = make_pair()
+    _, optimizer = make_pair()
     with pytest.raises(ampkit.NotInitializedError, match=r"before initialize.*Call model, optimizer"):
         with ampkit.scale_loss(torch.ones(()), optimizer):
             pass

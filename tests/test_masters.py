@@ -127,7 +127,9 @@ WRITES = {
     "load_state_dict of a submodule": lambda model, optimizer: model.first.load_state_dict(
         {"weight": torch.full((8, 4), 0.1), "bias": model.first.state_dict()["bias"]}
     ),
-    "master in place": lambda model, optimizer: torch.nn.init.constant_(master_of(model, optimizer, "first.weight"), 0.1),
+    "master in place": lambda model, optimizer: torch.nn.init.constant_(
+        master_of(model, optimizer, "first.weight"), 0.1
+    ),
     "double state": lambda model, optimizer: model.load_state_dict(
         {k: v.double() if k != "first.weight" else torch.full((8, 4), 0.1) for k, v in model.state_dict().items()}
     ),
@@ -179,7 +181,7 @@ def test_write_to_state_dict_between_backward_and_step_is_updated_from():
 
 def test_load_state_dict_of_another_shape_raises_as_torch_does():
     model, _ = prepared()
-    with pytest.raises(RuntimeError, match="size mismatch for first.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):
         model.load_state_dict({**model.state_dict(), "first.weight": torch.ones(3, 3)})
 
 

@@ -365,7 +365,11 @@ class SAM(torch.optim.Optimizer):
         self.base.step()
 
 
-UNUSUAL = {"bare": Bare, "wrapping": lambda params: Wrapping(sgd(params)), "lookahead": lambda params: Lookahead(sgd(params))}
+UNUSUAL = {
+    "bare": Bare,
+    "wrapping": lambda params: Wrapping(sgd(params)),
+    "lookahead": lambda params: Lookahead(sgd(params)),
+}
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -123,7 +123,12 @@ def test_override_is_taken(level, name, given, expected):
 
 # ... and what the message must say: found, expected, what to do.
 REFUSED = (
-    ("O1 O4", "cast_model_type", F16, ("cast_model_type=torch.float16", "None or torch.float32", "choose O2, O3 or O5")),
+    (
+        "O1 O4",
+        "cast_model_type",
+        F16,
+        ("cast_model_type=torch.float16", "None or torch.float32", "choose O2, O3 or O5"),
+    ),
     ("O0", "cast_model_type", BF16, ("cast_model_type=torch.bfloat16", "torch.float32", "at O0")),
     ("O5", "cast_model_type", F16, ("cast_model_type=torch.float16", "torch.bfloat16", "O2 and O3 take")),
     ("O2", "cast_model_type", torch.float64, ("torch.float64", "torch.float16")),

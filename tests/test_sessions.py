@@ -210,7 +210,9 @@ def test_half_after_initialize_at_o1_is_refused_again():
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
     model.half()
-    with pytest.raises(ampkit.ConfigurationError, match=r"'0\.weight' is torch\.float16; initialize\(\) expects float32"):
+    with pytest.raises(
+        ampkit.ConfigurationError, match=r"'0\.weight' is torch\.float16; initialize\(\) expects float32"
+    ):
         ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
 
 
@@ -333,7 +335,9 @@ def test_new_parameter_raises_at_the_next_forward_by_name(level):
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     model[3] = nn.Linear(8, 2)
-    with pytest.raises(ampkit.ConfigurationError, match=r"'3\.weight' \(torch\.float32\) is new since.*initialize\(\) again"):
+    with pytest.raises(
+        ampkit.ConfigurationError, match=r"'3\.weight' \(torch\.float32\) is new since.*initialize\(\) again"
+    ):
         model(torch.ones(1, 4))
     ampkit.close()
     optimizer.add_param_group({"params": model[3].parameters()})

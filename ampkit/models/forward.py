@@ -231,7 +231,7 @@ def _copy_masters_and_weights_as_one(model: nn.Module, memo: dict[int, Any]) -> 
 
 
 def _copy_by_its_own_method(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A class with a ``__deepcopy__`` (torch.fx's) may count on its place in the order of classes, and drop what it does not know."""
+    """A class with a ``__deepcopy__`` (torch.fx's) may count on being the first of its bases, and drop what it does not know."""
     shell, own = type(model), _own_class(model)
     model.__class__ = own
     try:
