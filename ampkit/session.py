@@ -8,6 +8,7 @@ closes itself. `LossScaling` holds the part of it that runs in every iteration.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -293,7 +294,8 @@ def _lower_precision_in(model: nn.Module) -> torch.dtype:
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:
     orphan = session()
-    if orphan is not None and orphan.owns_nothing:
+    # At the end of the process there is nobody to give anything back to, and torch is half gone.
+    if orphan is not None and orphan.owns_nothing and not sys.is_finalizing():
         orphan.close()
 
 

@@ -1,6 +1,6 @@
 """How closely the opt levels follow float32: ResNet-18 on handwritten digits, on the CPU or one GPU.
 
-$ python benchmarks/convergence.py            # about 15 minutes on two cores; --seeds 1 for a third of it
+$ python benchmarks/convergence.py             # --size 64 for the demo's images, which take four times as long
 
 It prints, for each seed and level (torch.autocast beside them as a yardstick): how far the first 5 losses and the mean of losses 20
 to 50 are from O0's, and the validation top-1 after the demo's number of steps. Then it checks, bit for bit: O0 against plain
@@ -102,9 +102,9 @@ class Run:
         self.step = step
 
 
-def follow_float32(seeds):
+def follow_float32(seeds, size):
     """The table of distances from O0; the list of bounds that do not hold."""
-    learn, judge = load(64)
+    learn, judge = load(size)
     broken = []
     print(f"| seed | level | {' | '.join(BOUNDS)} |\n|---|---|---|---|---|")
     for seed in range(seeds):
@@ -172,11 +172,12 @@ def O0_is_plain_torch():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--size", type=int, default=32, help="pixels of a side (default: 32)")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {DEVICE.type}, lower precision {LOWER_PRECISION}\n")
     broken = O0_is_plain_torch() + resume_bit_for_bit()
     print()
-    broken += follow_float32(args.seeds)
+    broken += follow_float32(args.seeds, args.size)
     print("\n" + ("\n".join(["These bounds do not hold:", *broken]) if broken else "Every bound holds."))
     sys.exit(bool(broken))
 

@@ -1,6 +1,5 @@
 """The ImageNet example on a handful of digits: its command lines, metrics, checkpoints and complaints."""
 
-import copyreg
 import itertools
 import json
 import os
@@ -36,7 +35,6 @@ ROW = "phase epoch iteration loss top1 top5 images_per_s loss_scale skipped peak
 @pytest.fixture(scope="module")
 def example():
     """The modules of the example, importable as they are for the script itself."""
-    copyreg._slotnames(torch.Tensor)  # saving a tensor makes Python cache this on the class
     sys.path.insert(0, str(EXAMPLE))
     names = ["checkpoint", "data", "main_amp", "make_digits", "metrics"]
     try:
