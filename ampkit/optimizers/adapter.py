@@ -196,9 +196,8 @@ class OptimizerAdapter:
         gradients.drop_cleared()
         for slot in gradients.slots:
             if slot.master is not None:
-                slot.entry.settle(
-                    slot.param
-                )  # else the step would undo what was written to the model since its forward
+                # Else the step would undo what was written to the model since its forward.
+                slot.entry.settle(slot.param)
         if gradients.delayed:
             self.owner.finish_delayed(self)
         elif gradients.uncollected():
