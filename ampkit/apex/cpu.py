@@ -41,11 +41,11 @@ _TYPES = (
 
 
 @contextmanager
-def in_place_of_cuda() -> Iterator[None]:
+def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
     """Inside, CUDA is the CPU; one line on standard error says so. bfloat16 is the lower precision unless one is chosen."""
     chosen = os.environ.get(LOWER_PRECISION_VARIABLE)
     os.environ[LOWER_PRECISION_VARIABLE] = chosen or "bfloat16"
-    if is_rank_zero():
+    if not silent and is_rank_zero():
         print(
             f"ampkit: --device cpu: CUDA calls of this script run on the CPU, in {os.environ[LOWER_PRECISION_VARIABLE]}. This checks that "
             "it works; it says nothing about speed on a GPU.",
@@ -111,13 +111,14 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.UntypedStorage, "cuda", _returns_self
     yield torch.storage.TypedStorage, "cuda", _returns_self
     yield torch.Tensor, "pin_memory", _returns_self
+    yield torch.Tensor, "record_stream", _constant(None)
     yield torch, "load", _load(torch.load)
     for name in ("set_default_device", "set_default_tensor_type"):
         yield torch, name, _mapped(getattr(torch, name))
     yield torch, "Generator", _Generator
     yield torch.autocast, "__init__", _autocast_init(torch.autocast.__init__)
     yield nn.parallel.DistributedDataParallel, "__init__", _ddp_init(nn.parallel.DistributedDataParallel.__init__)
-    yield nn.parallel.data_parallel, "_get_available_device_type", lambda: None
+    yield sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", lambda: None
     yield torch.utils.data.DataLoader, "__init__", _unpinned(torch.utils.data.DataLoader.__init__)
     if torch.distributed.is_available():
         for module in (torch.distributed, torch.distributed.distributed_c10d):

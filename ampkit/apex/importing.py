@@ -226,7 +226,7 @@ def _installed_apex() -> tuple[str, bool] | None:
     loaded = sys.modules.get("apex")
     if spec is None and loaded is None:
         return None
-    if spec is not None and spec.origin is None and not hasattr(loaded, "__file__"):
+    if spec is not None and spec.origin is None and getattr(loaded, "__file__", None) is None:
         return None  # a folder that happens to have the name, such as a checkout of Apex's sources
     has_amp = hasattr(loaded, "amp") or "apex.amp" in sys.modules
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []

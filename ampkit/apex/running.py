@@ -25,6 +25,10 @@ VARIABLE = "AMPKIT_RUN"
 SPAWNED = "ampkit.apex.spawned"
 
 
+_until_exit = ExitStack()
+"""In a spawned process: what holds as long as the process lives."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What to run, and how."""
@@ -75,14 +79,14 @@ def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def installed(run: Run) -> Iterator[None]:
+def installed(run: Run, is_child: bool = False) -> Iterator[None]:
     """The drop-in, and the CPU in place of CUDA where that is wanted, until the end of the block."""
     with ExitStack() as stack:
         if not importing.is_installed():
             importing.install(replace=run.replace)
             stack.callback(importing.uninstall)
         if run.device == "cpu":
-            stack.enter_context(cpu.in_place_of_cuda())
+            stack.enter_context(cpu.in_place_of_cuda(silent=is_child))
         yield
 
 
@@ -115,7 +119,7 @@ class _MainSpec(importlib.machinery.ModuleSpec):
 def resume_in_child(names: dict[str, Any]) -> None:
     """In a process that the script spawned: the drop-in again, for good, and the script's names."""
     run = Run(**json.loads(os.environ[VARIABLE]))
-    installed(run).__enter__()
+    _until_exit.enter_context(installed(run, is_child=True))
     path, code = _find(run)
     fill(names, path, code, _package_of(run))
 

@@ -1,0 +1,161 @@
+"""``python -m ampkit run``: legacy scripts as they are, on a machine without a GPU."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+SCRIPTS = pathlib.Path(__file__).parent / "scripts"
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def execute(*arguments, before=(), cwd=None, timeout=240, **environment):
+    command = [sys.executable, *before, "-m", "ampkit", "run", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_gan_with_three_losses(level):
+    done = execute("--device", "cpu", SCRIPTS / "gan.py", "--opt_level", level)
+    assert f"Selected optimization level {level}" in done.stdout
+    assert "fake torch.cuda.FloatTensor 3" in done.stdout and "[2]" in done.stdout and "nan" not in done.stdout
+    assert done.stderr.count("--device cpu") == 1 and "bfloat16" in done.stderr
+
+
+@pytest.mark.parametrize("level, out, weights", [("O1", "bfloat16", "float32"), ("O2", "float32", "bfloat16")])
+def test_a_classifier(tmp_path, level, out, weights):
+    arguments = ["--opt-level", level, "--loss-scale", "dynamic", "--checkpoint", tmp_path / "ckpt.pt"]
+    done = execute("--device", "cpu", SCRIPTS / "classify.py", *arguments)
+    assert f"RESULT 0 torch.{out} torch.{weights} 1" in done.stdout
+    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    assert set(saved) == {"model", "optimizer", "amp"} and saved["model"]["0.weight"].dtype is torch.float32
+
+
+def test_the_environment_still_chooses_the_precision():
+    done = execute("--device", "cpu", SCRIPTS / "classify.py", AMPKIT_LOWER_PRECISION="float16")
+    assert "RESULT 0 torch.float16 torch.float32 1" in done.stdout and "float16" in done.stderr
+
+
+@pytest.mark.slow
+def test_spawned_workers_find_the_drop_in():
+    done = execute("--device", "cpu", SCRIPTS / "classify.py", "--workers", "1", "--spawn")
+    assert "RESULT 0" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
+def test_two_processes(launcher):
+    before = ["-m", launcher, "--nproc_per_node=2", "--master_port=0" if launcher.endswith("launch") else "--standalone"]
+    if launcher.endswith("launch"):
+        before[-1] = f"--master_port={_free_port()}"
+    arguments = ["--device", "cpu", SCRIPTS / "classify.py", "--opt-level", "O2", "--sync_bn"]
+    done = execute(*arguments, before=before)
+    results = sorted(line for line in done.stdout.splitlines() if "RESULT" in line)
+    assert len(results) == 2 and all("torch.bfloat16 2" in line for line in results)
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
+
+
+def test_a_module_and_its_arguments(tmp_path):
+    package = tmp_path / "tool"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sub.py").write_text("x = 3\n")
+    (package / "__main__.py").write_text("import sys\nfrom apex import amp\nfrom .sub import x\nprint(__name__, sys.argv[1:], x)\n")
+    assert "__main__ ['--device', 'a', '--', 'b'] 3" in execute("-m", "tool", "--device", "a", "--", "b", cwd=tmp_path).stdout
+    (tmp_path / "single.py").write_text("from apex import amp\nimport sibling\nprint(sibling.y, __file__)\n")
+    (tmp_path / "sibling.py").write_text("y = 4\n")
+    assert "4 " in execute("-m", "single", cwd=tmp_path).stdout
+    assert "4 " in execute(tmp_path / "single.py").stdout  # siblings are found from elsewhere, too
+
+
+def test_exit_codes_and_errors_are_the_scripts(tmp_path):
+    script = tmp_path / "leave.py"
+    script.write_text("import sys\nfrom apex import amp\nsys.exit(7)\n")
+    command = [sys.executable, "-m", "ampkit", "run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([*command, str(script)], env=environment).returncode == 7
+    missing = subprocess.run([*command, "nowhere.py"], env=environment, capture_output=True, text=True)
+    assert missing.returncode == 2 and "nowhere.py" in missing.stderr
+
+
+def test_an_installed_apex_with_amp_is_kept_unless_replaced(tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex" / "amp.py").write_text("origin = 'theirs'\n")
+    (tmp_path / "script.py").write_text("from apex import amp\nprint(getattr(amp, 'origin', 'ours'))\n")
+    (tmp_path / "elsewhere").mkdir()
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "cwd": tmp_path / "elsewhere"}
+    assert execute(tmp_path / "script.py", **environment).stdout == "theirs\n"
+    assert execute("--replace", tmp_path / "script.py", **environment).stdout == "ours\n"
+
+
+def test_everything_is_undone_at_the_end(tmp_path):
+    from ampkit.apex import running
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom apex import amp\n"
+        "model = torch.nn.Linear(2, 2).cuda()\n"
+        "model, opt = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "assert torch.zeros(1, device='cuda').type() == 'torch.cuda.DoubleTensor'\n"
+    )
+    import ampkit.apex
+
+    ampkit.apex.uninstall()
+    before = {owner: dict(vars(owner)) for owner in (torch, torch.Tensor, torch.cuda, torch.nn.Module)}
+    argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
+    names = running.execute(running.Run(str(script), device="cpu"), ["--lr", "1"])
+    assert names["model"].weight.dtype is torch.float32
+    assert (sys.argv, sys.path, dict(os.environ)) == (argv, path, environment)
+    assert not ampkit.apex.is_installed() and torch.get_default_dtype() is torch.float32
+    for owner, attributes in before.items():
+        changed = [name for name, value in attributes.items() if vars(owner).get(name) is not value]
+        assert not changed, changed
+    assert not torch.cuda.is_available() or torch.version.cuda
+
+
+LEGACY = """
+import time, torch, torch.nn as nn
+from torch.autograd import Variable
+torch.cuda.set_device(0); torch.cuda.manual_seed_all(3); torch.cuda.empty_cache()
+x = Variable(torch.cuda.FloatTensor([[1, 2]]))
+assert x.cuda(0, non_blocking=True).sum().item() == 3
+assert isinstance(torch.zeros(1, device="cuda:0"), torch.cuda.FloatTensor)
+assert torch.zeros(1).to(0).type(torch.cuda.HalfTensor).dtype is torch.float16
+assert torch.zeros(1).type("torch.cuda.LongTensor").dtype is torch.int64
+assert torch.tensor([1.0], device=torch.device("cuda", 0)).new_zeros(2, device="cuda").shape == (2,)
+assert torch.zeros(2).half().type() == "torch.cuda.HalfTensor"
+model = nn.DataParallel(nn.Linear(2, 2)).cuda(); model.to("cuda"); model(x).sum().backward()
+model = nn.Linear(2, 2).to(device="cuda", dtype=torch.float64); assert model.weight.dtype is torch.float64
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+start.record(); time.sleep(0.01); end.record(); torch.cuda.synchronize(); assert start.elapsed_time(end) > 5
+print(torch.cuda.memory_allocated(), torch.cuda.get_device_name(0), torch.cuda.device_count(), torch.cuda.current_device())
+with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()): pass
+torch.cuda.nvtx.range_push("x"); torch.cuda.nvtx.range_pop()
+g = torch.Generator(device="cuda"); g.manual_seed(1); torch.randn(2, generator=g, device="cuda")
+torch.save({"a": torch.ones(1)}, PATH); assert torch.load(PATH, map_location="cuda:0")["a"].item() == 1
+assert torch.load(PATH, map_location=lambda s, l: s.cuda(0))["a"].item() == 1
+packed = nn.utils.rnn.pack_padded_sequence(torch.zeros(3, 1, 2), [3]).cuda()
+assert torch.as_tensor([1], device="cuda").tolist() == [1] and torch.arange(3, device="cuda").tolist() == [0, 1, 2]
+print("ALL FINE")
+"""
+
+
+def test_legacy_cuda_calls_on_the_cpu(tmp_path):
+    script = tmp_path / "legacy.py"
+    script.write_text(LEGACY.replace("PATH", repr(str(tmp_path / "file.pt"))))
+    assert "ALL FINE" in execute("--device", "cpu", script).stdout

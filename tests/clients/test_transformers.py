@@ -1,0 +1,56 @@
+"""transformers' Trainer with ``half_precision_backend="apex"``; 4.57 is the last line that has it."""
+
+import subprocess
+import sys
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+if not transformers.__version__.startswith("4."):
+    pytest.skip("transformers 5 has no apex backend", allow_module_level=True)
+
+SCRIPT = """
+import sys
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+class Seen(TorchFunctionMode):
+    dtypes = set()
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in ("linear", "matmul", "bmm", "scaled_dot_product_attention"):
+            self.dtypes.add(str(out.dtype))
+        return out
+
+torch.manual_seed(0)
+config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50,
+                    max_position_embeddings=16)
+model = BertForSequenceClassification(config)
+data = [{"input_ids": torch.randint(1, 50, (8,)), "attention_mask": torch.ones(8, dtype=torch.long), "labels": i % 2} for i in range(12)]
+arguments = TrainingArguments(
+    sys.argv[2], fp16=True, half_precision_backend="apex", fp16_opt_level=sys.argv[1], use_cpu=True, max_steps=6,
+    per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[], logging_steps=1, save_strategy="no",
+    learning_rate=1e-2,
+)
+trainer = Trainer(model=model, args=arguments, train_dataset=data)
+assert trainer.use_apex
+with Seen():
+    trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+print("RESULT", sorted(Seen.dtypes), losses[-1] < losses[0], len(losses))
+from apex import amp
+print("SCALERS", len(amp.state_dict()))
+"""
+
+
+@pytest.mark.parametrize("level, expected", [("O1", ["torch.float16"]), ("O2", ["torch.float16"])])
+def test_trainer_runs_in_mixed_precision(tmp_path, level, expected):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "ampkit", "run", str(script), level, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"RESULT {expected} True 6" in done.stdout
+    assert f"Selected optimization level {level}" in done.stdout
