@@ -206,6 +206,10 @@ class Session:
 
     # The iteration
 
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
+        return self._scaling.scaler(loss_id)
+
     def scale_loss(
         self,
         loss: torch.Tensor,

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,9 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
             "it works; it says nothing about speed on a GPU.",
             file=sys.stderr,
         )
-    importlib.import_module("torch._dynamo")  # it makes tables of torch's functions; every optimizer imports it anyway
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._dynamo")  # it makes tables of torch's functions; every optimizer imports it anyway
     patches = PatchSet()
     default_dtype = torch.get_default_dtype()
     try:

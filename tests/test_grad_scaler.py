@@ -1,0 +1,85 @@
+"""A loss scale goes from torch.amp.GradScaler to ampkit and back, exactly."""
+
+import pytest
+import torch
+from torch import nn
+
+import ampkit
+
+
+def prepared(**settings):
+    model = nn.Linear(2, 2)
+    return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **settings)
+
+
+def grad_scaler(**settings):
+    return torch.amp.GradScaler("cpu", **settings)
+
+
+STATE = {"scale": 3.0 * 2**7, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 5}
+
+
+def test_there_and_back():
+    scaler = grad_scaler()
+    scaler.load_state_dict(STATE)
+    prepared()
+    ampkit.from_grad_scaler(scaler.state_dict())
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 384.0, "unskipped": 5}
+    assert ampkit.to_grad_scaler() == STATE
+    again = grad_scaler()
+    again.load_state_dict(ampkit.to_grad_scaler())
+    assert again.state_dict() == scaler.state_dict()
+
+
+def test_it_moves_on_as_the_grad_scaler_did():
+    model, optimizer = prepared()
+    ampkit.from_grad_scaler(STATE)
+
+    def step(factor=1.0):
+        with ampkit.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        return ampkit.to_grad_scaler()["scale"], ampkit.to_grad_scaler()["_growth_tracker"]
+
+    assert step() == (384.0, 6)
+    assert step() == (1152.0, 0)  # the seventh clean one
+    assert step(float("inf")) == (288.0, 0)
+
+
+def test_a_scale_below_the_floor_is_taken_exactly():
+    prepared()
+    ampkit.from_grad_scaler({**STATE, "scale": 2.0**-20})
+    assert ampkit.to_grad_scaler()["scale"] == 2.0**-20
+
+
+def test_one_of_several_losses():
+    prepared(num_losses=2)
+    ampkit.from_grad_scaler(STATE, loss_id=1)
+    assert [entry["loss_scale"] for entry in ampkit.state_dict().values()] == [65536.0, 384.0]
+    assert ampkit.to_grad_scaler(1) == STATE and ampkit.to_grad_scaler(0)["scale"] == 65536.0
+
+
+def test_a_static_scale_does_not_grow_in_a_grad_scaler():
+    prepared(loss_scale=128.0)
+    state = ampkit.to_grad_scaler()
+    assert state["scale"] == 128.0 and state["growth_interval"] > 10**9
+    grad_scaler().load_state_dict(state)
+
+
+def test_the_empty_state_of_a_disabled_grad_scaler_changes_nothing():
+    prepared()
+    ampkit.from_grad_scaler(grad_scaler(enabled=False).state_dict())
+    assert ampkit.to_grad_scaler()["scale"] == 65536.0
+
+
+@pytest.mark.parametrize("state", [{"scale": 2.0}, {**STATE, "scale": 0.0}, {**STATE, "scale": float("inf")}])
+def test_states_that_cannot_be_are_refused_and_change_nothing(state):
+    prepared()
+    with pytest.raises(ampkit.CheckpointError):
+        ampkit.from_grad_scaler(state)
+    assert ampkit.to_grad_scaler()["scale"] == 65536.0 and ampkit.to_grad_scaler()["growth_interval"] == 2000
+
+
+def test_without_a_session_there_is_no_loss_scale():
+    with pytest.raises(ampkit.NotInitializedError):
+        ampkit.to_grad_scaler()
