@@ -48,13 +48,15 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
     os.environ[LOWER_PRECISION_VARIABLE] = chosen or "bfloat16"
     if not silent and is_rank_zero():
         print(
-            f"ampkit: --device cpu: CUDA calls of this script run on the CPU, in {os.environ[LOWER_PRECISION_VARIABLE]}. This checks that "
-            "it works; it says nothing about speed on a GPU.",
+            "ampkit: --device cpu: CUDA calls of this script run on the CPU, in "
+            f"{os.environ[LOWER_PRECISION_VARIABLE]}. This checks that it works; it says nothing about speed on a GPU.",
             file=sys.stderr,
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importlib.import_module("torch._dynamo")  # it makes tables of torch's functions; every optimizer imports it anyway
+        importlib.import_module(
+            "torch._dynamo"
+        )  # it makes tables of torch's functions; every optimizer imports it anyway
     patches = PatchSet()
     default_dtype = torch.get_default_dtype()
     try:
@@ -173,7 +175,9 @@ def _autocast_init(original: Callable) -> Callable:
 
 def _ddp_init(original: Callable) -> Callable:
     @functools.wraps(original)
-    def init(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         original(self, module, None, None, *args, **kwargs)
 
     return init
@@ -322,6 +326,8 @@ def _cuda_functions() -> dict[str, Any]:
         "stream": _Context,
         "device": _Context,
         "device_of": _Context,
-        "nvtx": types.SimpleNamespace(range_push=_constant(0), range_pop=_constant(0), mark=_constant(None), range=_Context),
+        "nvtx": types.SimpleNamespace(
+            range_push=_constant(0), range_pop=_constant(0), mark=_constant(None), range=_Context
+        ),
     }
     return {name: value for name, value in functions.items() if hasattr(torch.cuda, name)}

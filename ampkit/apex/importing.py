@@ -51,9 +51,16 @@ def install(replace: bool = False) -> bool:
     if found is not None:
         where, has_amp = found
         if has_amp and not replace:
-            logger.warning("apex with apex.amp is installed at %s and stays in use. replace=True puts ampkit's in its place.", where)
+            logger.warning(
+                "apex with apex.amp is installed at %s and stays in use. replace=True puts ampkit's in its place.",
+                where,
+            )
             return False
-        logger.warning("ampkit's apex takes the place of the one installed at %s%s.", where, "" if has_amp else ", which has no amp")
+        logger.warning(
+            "ampkit's apex takes the place of the one installed at %s%s.",
+            where,
+            "" if has_amp else ", which has no amp",
+        )
     _finder.hidden = _take_modules()
     sys.meta_path.insert(0, _finder)
     importlib.invalidate_caches()
@@ -125,6 +132,7 @@ class _ApexLoader:
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__version__ = VERSION
+        module.__file__ = __file__
         module.DeprecatedFeatureWarning = DeprecatedFeatureWarning
 
 
@@ -173,17 +181,17 @@ class DeprecatedFeatureWarning(FutureWarning):
 class _Distribution(importlib.metadata.Distribution):
     """What ``importlib.metadata.version("apex")`` finds."""
 
-    _FILES = {
-        "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {VERSION}\nSummary: ampkit's drop-in for Apex\n",
-        "top_level.txt": "\n".join(_ROOTS) + "\n",
-    }
-
     def read_text(self, filename: str) -> str | None:
-        return self._FILES.get(filename)
+        return _METADATA.get(filename)
 
     def locate_file(self, path: Any) -> Any:
         return path
 
+
+_METADATA = {
+    "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {VERSION}\nSummary: ampkit's drop-in for Apex\n",
+    "top_level.txt": "\n".join(_ROOTS) + "\n",
+}
 
 _finder = _Finder()
 
@@ -195,7 +203,7 @@ def _not_provided(name: str) -> ModuleNotFoundError:
 
 def _what_is_provided() -> str:
     return (
-        f"It provides {', '.join(sorted(name for name in PROVIDED if our_name(name) is not None))} and their submodules; the rest of "
+        f"It provides {', '.join(sorted(filter(our_name, PROVIDED)))} and their submodules; the rest of "
         "Apex (apex.transformer, apex.contrib beyond the optimizers, apex.mlp, apex.RNN, ...) has to come from NVIDIA's package, "
         "with this drop-in not installed."
     )
@@ -233,5 +241,7 @@ def _installed_apex() -> tuple[str, bool] | None:
     for finder in sys.meta_path if locations and not has_amp else ():
         find = getattr(finder, "find_spec", None)
         has_amp = has_amp or (find is not None and find("apex.amp", locations) is not None)
-    where = next(iter(locations), None) or getattr(spec, "origin", None) or getattr(loaded, "__file__", None) or "(unknown)"
+    where = (
+        next(iter(locations), None) or getattr(spec, "origin", None) or getattr(loaded, "__file__", None) or "(unknown)"
+    )
     return where, has_amp

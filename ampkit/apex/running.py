@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run CUDA calls of the script on the CPU, in bfloat16 unless AMPKIT_LOWER_PRECISION says otherwise",
     )
     parser.add_argument("--replace", action="store_true", help="take the place of an installed apex that has amp, too")
-    parser.add_argument("-m", dest="module", action="store_true", help="the name that follows is a module, as for python -m")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="the name that follows is a module, as for python -m"
+    )
     parser.add_argument("target", metavar="SCRIPT", help="script.py, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
 
@@ -56,7 +58,9 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     """Run what the command line says, as Python would have run it. The script's exit is ours."""
     run = Run(arguments.target, arguments.module, arguments.device, arguments.replace)
     if not run.is_module and not os.path.exists(run.target):
-        print(f"ampkit run: there is no {run.target!r} here. For a module: python -m ampkit run -m NAME.", file=sys.stderr)
+        print(
+            f"ampkit run: there is no {run.target!r} here. For a module: python -m ampkit run -m NAME.", file=sys.stderr
+        )
         return 2
     execute(run, arguments.arguments)
     return 0
@@ -136,7 +140,9 @@ def _find(run: Run) -> tuple[str, types.CodeType]:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{run.target}.__main__")
     if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"No module named {run.target!r}, or it is a package without __main__.", name=run.target)
+        raise ModuleNotFoundError(
+            f"No module named {run.target!r}, or it is a package without __main__.", name=run.target
+        )
     return spec.origin, spec.loader.get_code(spec.name)
 
 

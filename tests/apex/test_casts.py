@@ -62,7 +62,11 @@ def test_relu_and_batch_norm_match_their_input(handle):
 
 def test_tensor_methods_and_operators(handle):
     other = torch.randn(H, H)
-    check([lambda x: x.matmul(other), lambda x: other.matmul(x), lambda x: x @ other, lambda x: other @ x], ALWAYS_HALF, (H, H))
+    check(
+        [lambda x: x.matmul(other), lambda x: other.matmul(x), lambda x: x @ other, lambda x: other @ x],
+        ALWAYS_HALF,
+        (H, H),
+    )
     check([lambda x: x.pow(2.0), lambda x: x**2.0, lambda x: x.sum(), lambda x: x.cpu()], ALWAYS_FLOAT, (B, H))
 
 

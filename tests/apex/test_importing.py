@@ -58,9 +58,8 @@ def test_libraries_that_look_for_apex_find_it():
 
 def test_the_state_is_an_object_and_its_module_a_module():
     import apex
-    from apex.amp._amp_state import _amp_state as by_module
-
     from apex import amp
+    from apex.amp._amp_state import _amp_state as by_module
 
     assert apex.amp is amp and amp._amp_state is by_module
     assert "state_dict" in amp.__dict__

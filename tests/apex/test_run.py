@@ -51,7 +51,12 @@ def test_spawned_workers_find_the_drop_in():
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
 def test_two_processes(launcher):
-    before = ["-m", launcher, "--nproc_per_node=2", "--master_port=0" if launcher.endswith("launch") else "--standalone"]
+    before = [
+        "-m",
+        launcher,
+        "--nproc_per_node=2",
+        "--master_port=0" if launcher.endswith("launch") else "--standalone",
+    ]
     if launcher.endswith("launch"):
         before[-1] = f"--master_port={_free_port()}"
     arguments = ["--device", "cpu", SCRIPTS / "classify.py", "--opt-level", "O2", "--sync_bn"]
@@ -73,8 +78,13 @@ def test_a_module_and_its_arguments(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "sub.py").write_text("x = 3\n")
-    (package / "__main__.py").write_text("import sys\nfrom apex import amp\nfrom .sub import x\nprint(__name__, sys.argv[1:], x)\n")
-    assert "__main__ ['--device', 'a', '--', 'b'] 3" in execute("-m", "tool", "--device", "a", "--", "b", cwd=tmp_path).stdout
+    (package / "__main__.py").write_text(
+        "import sys\nfrom apex import amp\nfrom .sub import x\nprint(__name__, sys.argv[1:], x)\n"
+    )
+    assert (
+        "__main__ ['--device', 'a', '--', 'b'] 3"
+        in execute("-m", "tool", "--device", "a", "--", "b", cwd=tmp_path).stdout
+    )
     (tmp_path / "single.py").write_text("from apex import amp\nimport sibling\nprint(sibling.y, __file__)\n")
     (tmp_path / "sibling.py").write_text("y = 4\n")
     assert "4 " in execute("-m", "single", cwd=tmp_path).stdout

@@ -130,7 +130,9 @@ def test_the_overflow_line_is_printed_at_the_step(amp, capsys):
         scaled.backward()
     assert capsys.readouterr().out == ""
     optimizer.step()
-    assert capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to 32768.0\n"
+    assert (
+        capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to 32768.0\n"
+    )
     amp._amp_state.verbosity = 0
     step(amp, model, optimizer, float("inf"), loss_id=1)
     assert capsys.readouterr().out == ""
@@ -205,7 +207,9 @@ def test_a_loss_scale_set_by_hand_is_used_next(amp, level):
     with amp.scale_loss(loss, optimizer) as scaled:
         assert torch.equal(scaled, loss * 1024)
         scaled.backward()
-    assert scaler.loss_scale() == scaler._loss_scale == 1024.0 and amp.state_dict()["loss_scaler0"]["loss_scale"] == 1024.0
+    assert (
+        scaler.loss_scale() == scaler._loss_scale == 1024.0 and amp.state_dict()["loss_scaler0"]["loss_scale"] == 1024.0
+    )
     gradient = next(iter(amp.master_params(optimizer))).grad
     assert gradient.abs().max() < 10  # unscaled
 
@@ -277,7 +281,10 @@ def test_the_stash_with_masters(amp):
     stash = optimizer._amp_stash
     assert stash.lazy_init_called and not stash.already_patched and not stash.params_have_scaled_gradients
     assert [p.dtype for p in stash.all_fp16_params] == [HALF] * 4
-    assert all(m.dtype is torch.float32 and m.shape == p.shape for p, m in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params))
+    assert all(
+        m.dtype is torch.float32 and m.shape == p.shape
+        for p, m in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params)
+    )
     assert [p is q for p, q in zip(stash.all_fp32_from_fp32_params, model[1].parameters())] == [True, True]
     assert len(stash.fp16_groups) == len(stash.fp32_from_fp16_groups) == len(stash.fp32_from_fp32_groups) == 1
     assert not hasattr(stash, "all_fp32_params")
@@ -290,7 +297,7 @@ def test_the_stash_with_masters(amp):
 def test_the_stash_without_masters_and_its_end(amp):
     import ampkit
 
-    model, optimizer = prepared(amp, "O1")
+    _model, optimizer = prepared(amp, "O1")
     stash = optimizer._amp_stash
     assert len(stash.all_fp32_params) == 6 and stash.all_fp16_params == [] and not hasattr(stash, "fp16_groups")
     ampkit.close()
@@ -373,8 +380,12 @@ def test_state_dicts_have_the_format_of_apex(amp):
     }
     outer = {"epoch": 3}
     assert amp.state_dict(outer) is outer and list(outer) == ["epoch", "loss_scaler0", "loss_scaler1"]
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0}})
-    assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [8.0, 2.0] and amp._amp_state.loss_scalers[0]._unskipped == 7
+    amp.load_state_dict(
+        {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0}}
+    )
+    assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [8.0, 2.0] and amp._amp_state.loss_scalers[
+        0
+    ]._unskipped == 7
     with pytest.raises(RuntimeError, match="Unexpected key"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}, "epoch": 3})
 
@@ -397,9 +408,9 @@ def test_levels_and_names_of_rocm(amp):
     assert callable(amp.bfloat16_function) and callable(amp.register_bfloat16_function)
     model, optimizer = prepared(amp, "O4")
     assert model(torch.ones(1, 4)).dtype is torch.bfloat16
-    model, optimizer = prepared(amp, "O5")
+    model, _optimizer = prepared(amp, "O5")
     assert model[0].weight.dtype is torch.bfloat16 and amp._amp_state.loss_scalers[0].loss_scale() == 1.0
-    model, optimizer = prepared(amp, "O1", patch_torch_functions_type=torch.bfloat16)
+    model, _optimizer = prepared(amp, "O1", patch_torch_functions_type=torch.bfloat16)
     assert model(torch.ones(1, 4)).dtype is torch.bfloat16
 
 

@@ -327,7 +327,9 @@ def test_optimizers_of_several_initialize_calls_share_a_loss(amp):
     amp._amp_state.loss_scalers[1]._loss_scale = 16.0
     before = [p.detach().clone() for p in (encoder.weight, decoder.weight)]
     for loss_id in (0, 1):
-        with amp.scale_loss(decoder(encoder(torch.ones(2, 4))).float().mean(), [first, second], loss_id=loss_id) as scaled:
+        with amp.scale_loss(
+            decoder(encoder(torch.ones(2, 4))).float().mean(), [first, second], loss_id=loss_id
+        ) as scaled:
             scaled.backward()
     first.step()
     second.step()
@@ -362,7 +364,7 @@ def test_the_first_api_of_apex(amp, capsys):
     handle = amp.init(loss_scale="dynamic")
     model = nn.Linear(4, 1)
     optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), num_loss=2)
-    with pytest.raises(RuntimeError, match="no longer|gave up"):
+    with pytest.raises(RuntimeError, match="gave up"):
         handle.scale_loss(torch.ones(1), optimizer)
     x = torch.ones(2, 4)
     for scaler in ampkit.current_session().scalers:

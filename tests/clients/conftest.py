@@ -19,7 +19,17 @@ def apex():
 class MatmulDtypes(TorchFunctionMode):
     """Collects the dtype of every output of torch's matrix products and convolutions."""
 
-    NAMES = ("linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "conv2d", "scaled_dot_product_attention", "__matmul__")
+    NAMES = (
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "baddbmm",
+        "addmm",
+        "conv2d",
+        "scaled_dot_product_attention",
+        "__matmul__",
+    )
 
     def __init__(self):
         super().__init__()

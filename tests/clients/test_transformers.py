@@ -28,7 +28,10 @@ torch.manual_seed(0)
 config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50,
                     max_position_embeddings=16)
 model = BertForSequenceClassification(config)
-data = [{"input_ids": torch.randint(1, 50, (8,)), "attention_mask": torch.ones(8, dtype=torch.long), "labels": i % 2} for i in range(12)]
+data = [
+    {"input_ids": torch.randint(1, 50, (8,)), "attention_mask": torch.ones(8, dtype=torch.long), "labels": i % 2}
+    for i in range(12)
+]
 arguments = TrainingArguments(
     sys.argv[2], fp16=True, half_precision_backend="apex", fp16_opt_level=sys.argv[1], use_cpu=True, max_steps=6,
     per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[], logging_steps=1, save_strategy="no",

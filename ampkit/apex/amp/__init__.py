@@ -24,5 +24,6 @@ from .frontend import load_state_dict as load_state_dict
 from .frontend import state_dict as state_dict
 from .handle import disable_casts as disable_casts
 from .handle import scale_loss as scale_loss
+
 from ._amp_state import _amp_state as _amp_state  # isort: skip  (after the modules: it takes the name of one)
 from ._amp_state import master_params as master_params  # isort: skip

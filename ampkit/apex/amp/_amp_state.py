@@ -28,7 +28,9 @@ class AmpState:
         self.loss_scalers: list[Any] = []
         self._opt_properties: Any = None
         self._handle: Any = None
-        self._opened_by_init: list[Any] = []  # until their _deactivate(): a script need not keep the handle of amp.init()
+        self._opened_by_init: list[
+            Any
+        ] = []  # until their _deactivate(): a script need not keep the handle of amp.init()
 
     @property
     def opt_properties(self) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from ... import accept, api
 from ...casting.engine import active_casting
@@ -18,6 +17,7 @@ from ...errors import ConfigurationError
 from ...logs import logger
 from ...registry import current_session, live_sessions
 from ...session import Session
+from ..parallel import DistributedDataParallel
 from . import _printing
 from ._amp_state import _amp_state
 from ._process_optimizer import dress
@@ -45,6 +45,7 @@ def open_session(
         return returned
 
     _refuse_fp16_optimizers(optimizers)
+    _refuse_wrapped(models)
     accepts_lower = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     level, options = properties.opt_level, properties.options
     patches = properties.patch_torch_functions and "patch_torch_functions" not in ignoring
@@ -99,6 +100,7 @@ def show(session: Session, properties: Any) -> None:
 
 def check_models(models: Any) -> None:
     """Raises for models that ``initialize`` would refuse."""
+    _refuse_wrapped(models)
     accept.models(models)
 
 
@@ -116,6 +118,14 @@ def to_type(dtype: torch.dtype, tensor: Any) -> Any:
 def applier(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     """``fn`` on every floating-point tensor in ``value``, however nested."""
     return map_tensors(value, lambda tensor: fn(tensor) if tensor.dtype in CASTABLE else tensor)
+
+
+def _refuse_wrapped(models: Any) -> None:
+    for model in accept.flatten(models):
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigurationError(
+                f"Incoming model is an instance of {type(model)}. Call amp.initialize on the bare model, and wrap what it returns."
+            )
 
 
 def _refuse_fp16_optimizers(optimizers: Any) -> None:
@@ -136,7 +146,7 @@ def _end_casts_of_other_kinds(lower_precision: torch.dtype) -> None:
     for session in users:
         session.stop_casting()
     logger.warning(
-        "amp.initialize: torch functions were patched for %s; from now on they are for %s, and models initialized before run uncast.",
+        "amp.initialize: torch functions were patched for %s and are from now on for %s; models initialized before run uncast.",
         casting.lower_precision,
         lower_precision,
     )

@@ -182,6 +182,6 @@ def _adapter(optimizer: Any) -> Any:
     adapter = adapter_of(optimizer)
     if adapter is None:
         raise NotInitializedError(
-            f"This {type(optimizer).__name__} was not passed to amp.initialize, or its session was closed. Pass every optimizer there."
+            f"This {type(optimizer).__name__} was not passed to amp.initialize, or its session was closed. Pass it there."
         )
     return adapter

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -16,12 +14,17 @@ from ...casting.decorators import register_bfloat16_function as register_bfloat1
 from ...casting.decorators import register_float_function as register_float_function
 from ...casting.decorators import register_half_function as register_half_function
 from ...casting.decorators import register_promote_function as register_promote_function
-from ...policy.rules import CastKind
 from ...plan import default_lower_precision
+from ...policy.rules import CastKind
 from ...registry import session_of
 from . import _printing
 from ._amp_state import _amp_state
 from ._initialize import _end_casts_of_other_kinds
+from .frontend import Properties as Properties
+from .frontend import initialize as initialize
+from .frontend import load_state_dict as load_state_dict
+from .frontend import opt_levels as opt_levels
+from .frontend import state_dict as state_dict
 from .handle import AmpHandle, NoOpHandle
 from .lists import rules_changed_by_the_script
 

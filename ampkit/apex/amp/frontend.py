@@ -47,7 +47,9 @@ class Properties:
         options = self.__dict__.get("options", {})
         if name in options:
             return options[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; its options are {', '.join(options)}.")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}; its options are {', '.join(options)}."
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:

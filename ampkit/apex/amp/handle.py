@@ -145,7 +145,7 @@ class AmpHandle:
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
         raise RuntimeError(
-            "handle.scale_loss is of an API that Apex gave up. Call model, optimizer = amp.initialize(model, optimizer, ...) and use "
+            "handle.scale_loss is of an API that Apex gave up. Call amp.initialize(model, optimizer, ...) and use "
             "'with amp.scale_loss(loss, optimizer) as scaled_loss:', or wrap the optimizer with handle.wrap_optimizer(optimizer)."
         )
 

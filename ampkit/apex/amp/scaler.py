@@ -205,7 +205,15 @@ class LossScaler:
     # Checkpoints that hold the object itself, as those of FP16_Optimizer do
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("dynamic", "_loss_scale", "_max_loss_scale", "_min_loss_scale", "_scale_seq_len", "_unskipped", "_has_overflow")
+        names = (
+            "dynamic",
+            "_loss_scale",
+            "_max_loss_scale",
+            "_min_loss_scale",
+            "_scale_seq_len",
+            "_unskipped",
+            "_has_overflow",
+        )
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -30,7 +30,9 @@ def make_cast_wrapper(orig_fn: Callable, cast_fn: Callable, handle: Any, try_cac
     return wrapper
 
 
-def cached_cast(mod: Any, fn: str, cast_fn: Callable, handle: Any, try_caching: bool = False, verbose: bool = False) -> None:
+def cached_cast(
+    mod: Any, fn: str, cast_fn: Callable, handle: Any, try_caching: bool = False, verbose: bool = False
+) -> None:
     """Have ``mod.fn`` called with tensors cast by `utils.maybe_half`, `utils.maybe_float` or another function."""
     if cast_fn in _KIND_OF_CAST:
         _register(_KIND_OF_CAST[cast_fn], mod, fn)

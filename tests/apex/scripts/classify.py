@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 try:
+    from apex import amp, optimizers  # noqa: F401
     from apex.fp16_utils import *  # noqa: F403
     from apex.multi_tensor_apply import multi_tensor_applier
     from apex.parallel import DistributedDataParallel as DDP
-
-    from apex import amp, optimizers
 except ImportError as error:
     raise ImportError("Please install apex from https://www.github.com/nvidia/apex to run this example.") from error
 
@@ -119,7 +118,9 @@ def main():
         first = next(model.parameters())
         print("RESULT", args.local_rank, output.dtype, first.dtype, args.world_size, f"{loss.item():.3f}", flush=True)
     if args.checkpoint and args.local_rank == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, args.checkpoint)
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, args.checkpoint
+        )
         loaded = torch.load(args.checkpoint, map_location=lambda storage, loc: storage.cuda(args.gpu))
         amp.load_state_dict(loaded["amp"])
     if args.distributed:

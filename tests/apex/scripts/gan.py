@@ -3,10 +3,9 @@
 import argparse
 
 import torch
+from apex import amp, optimizers
 from apex.fp16_utils import *  # noqa: F403
 from torch import nn
-
-from apex import amp, optimizers
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--opt_level", default="O1")

@@ -36,6 +36,11 @@ def rules_changed_by_the_script() -> list[CastRule]:
     rules = []
     for module in _MODULES:
         before, now = _AS_MADE[module], _listed(module)
-        changed = [name for name in {**before, **now} if before.get(name) is not now.get(name) and hasattr(module.MODULE, name)]
-        rules += [CastRule(now.get(name, CastKind.NATIVE), module.MODULE, name, "edited in apex.amp.lists") for name in changed]
+        changed = [
+            name for name in {**before, **now} if before.get(name) is not now.get(name) and hasattr(module.MODULE, name)
+        ]
+        rules += [
+            CastRule(now.get(name, CastKind.NATIVE), module.MODULE, name, "edited in apex.amp.lists")
+            for name in changed
+        ]
     return rules

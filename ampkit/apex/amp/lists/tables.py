@@ -10,7 +10,9 @@ from ....policy.tables import APEX, APEX_ONLY
 
 def names(owner: str, *kinds: CastKind) -> list[str]:
     """What Apex's tables list for an owner, in their order, as far as this torch has it."""
-    listed = [name for group in (*APEX, *APEX_ONLY) if group.kind in kinds and owner in group.owners for name in group.names]
+    listed = [
+        name for group in (*APEX, *APEX_ONLY) if group.kind in kinds and owner in group.owners for name in group.names
+    ]
     return [name for name in listed if hasattr(resolve_owner(owner), name)]
 
 
