@@ -406,7 +406,7 @@ def test_the_environment_chooses_the_lower_precision(amp, monkeypatch):
 
 def test_levels_and_names_of_rocm(amp):
     assert callable(amp.bfloat16_function) and callable(amp.register_bfloat16_function)
-    model, optimizer = prepared(amp, "O4")
+    model, _optimizer = prepared(amp, "O4")
     assert model(torch.ones(1, 4)).dtype is torch.bfloat16
     model, _optimizer = prepared(amp, "O5")
     assert model[0].weight.dtype is torch.bfloat16 and amp._amp_state.loss_scalers[0].loss_scale() == 1.0
