@@ -155,8 +155,8 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``.
     """
     adapter = adapter_of(optimizer)
-    if adapter is not None:
-        adapter.gradients.drop_cleared()
+    if adapter is not None and not adapter.gradients.is_open:
+        adapter.settle_gradients()
     for group in optimizer.param_groups:
         yield from group["params"]
 

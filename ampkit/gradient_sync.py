@@ -139,7 +139,9 @@ class GradientSync:
                 return
             self._fired.add(param)
             bucket.waiting_for -= 1
-            while self.settings.overlap and self._next < len(self._buckets) and not self._buckets[self._next].waiting_for:
+            while (
+                self.settings.overlap and self._next < len(self._buckets) and not self._buckets[self._next].waiting_for
+            ):
                 self._launch(self._buckets[self._next])
                 self._next += 1
 

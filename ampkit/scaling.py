@@ -72,8 +72,9 @@ class LossScaling:
         try:
             yield loss.float() * scale
         except BaseException:
+            done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
             for adapter in adapters:
-                adapter.gradients.put_back()
+                adapter.gradients.put_back(done)
             _end_of_casts(keep=False)
             raise
         local = self._backward_was_local()
@@ -129,11 +130,12 @@ class LossScaling:
                 "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
                 "entering the second: gradients of several losses add up across blocks."
             )
-        for adapter in adapters:
-            adapter.gradients.drop_cleared()
         ddp = self._ddp() if self._ddp is not None else None
         for adapter in adapters:
-            adapter.gradients.open(scale, copy_aside=ddp is not None and ddp.gradient_as_bucket_view)
+            adapter.gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
+            adapter.gradients.drop_cleared()
+        for adapter in adapters:
+            adapter.gradients.open(scale)
 
     def _collect(
         self,
@@ -151,6 +153,8 @@ class LossScaling:
             return
         if delay_overflow_check:
             scaler.carried_found_inf = found_inf
+            for adapter in adapters:
+                adapter.unchecked.append(scaler)
             return
         verdict = scaler.judge(found_inf, moves_scale=not local)
         for adapter in adapters:

@@ -147,6 +147,7 @@ class Session:
                 self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
             model_casts.install(model, casts)
             model_casts.watchers[model] = self._before_forward
+            model_casts.clearers[model] = self._after_zero_grad
         return values
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
@@ -261,6 +262,11 @@ class Session:
         if self.casting is not None:
             self.casting.device_types.update(device_types([model], at_most=1))
         self._scaling.note_forward()
+
+    def _after_zero_grad(self, model: nn.Module) -> None:
+        params = set(model.parameters())
+        for optimizer in self.optimizers:
+            adapter_of(optimizer).gradients.clear_params(only=params)
 
     def _log_banner(self) -> None:
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))

@@ -11,6 +11,7 @@ stopped at step 100. It exits with an error when a bound does not hold.
 import argparse
 import contextlib
 import io
+import math
 import statistics
 import sys
 
@@ -23,7 +24,12 @@ import ampkit
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOWER_PRECISION = torch.float16 if DEVICE.type == "cuda" else torch.bfloat16
-BATCH, STEPS = 64, 110  # five epochs of the demo
+BATCH, STEPS, WARM_UP = (
+    64,
+    110,
+    66,
+)  # five epochs, as in the demo; three of them warm up, so that first steps stay small
+PEAK_LR = 0.025
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 BOUNDS = {"first 5 losses": 0.01, "mean of losses 20 to 50": 0.10, "top-1": 1.0}
 
@@ -42,6 +48,13 @@ def load(size):
     return [(images[mask].to(DEVICE), labels[mask].to(DEVICE)) for mask in (~judged, judged)]
 
 
+def learning_rate(step):
+    """Up in a line for WARM_UP steps, then down to 0 in a cosine."""
+    if step < WARM_UP:
+        return PEAK_LR * (step + 1) / WARM_UP
+    return PEAK_LR * (1 + math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP))) / 2
+
+
 class Run:
     """A model, its optimizer and the order of its data: all that depends on the seed."""
 
@@ -49,7 +62,7 @@ class Run:
         torch.manual_seed(seed)
         self.level, self.data, self.batch = level, data, batch
         self.model = torchvision.models.resnet18(num_classes=10).to(DEVICE)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.025, momentum=0.9, weight_decay=1e-4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=PEAK_LR, momentum=0.9, weight_decay=1e-4)
         if level in LEVELS:
             self.model, self.optimizer = ampkit.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)
         generator = torch.Generator().manual_seed(seed)
@@ -63,6 +76,7 @@ class Run:
         losses = []
         self.model.train()
         for _ in range(steps):
+            self.optimizer.param_groups[0]["lr"] = learning_rate(self.step)
             chosen = self.order[self.step * self.batch : (self.step + 1) * self.batch].to(DEVICE)
             x, y = self.data[0][chosen], self.data[1][chosen]
             self.optimizer.zero_grad()
@@ -111,7 +125,8 @@ def follow_float32(seeds, size):
         losses, accuracy = {}, {}
         for level in ("O0", "O1", "O2", "autocast"):
             run = Run(level, learn, seed)
-            losses[level], accuracy[level] = run.train(STEPS), run.top1(judge)
+            losses[level] = run.train(STEPS if level in LEVELS else 50)
+            accuracy[level] = run.top1(judge) if level in LEVELS else math.nan
             if level == "O2" and not masters_are_the_state_dict(run):
                 broken.append(f"seed {seed}: O2's masters differ from model.state_dict()")
             del run
@@ -120,8 +135,10 @@ def follow_float32(seeds, size):
             first = max(abs(a / b - 1) for a, b in zip(losses[level][:5], losses["O0"][:5]))
             means = [statistics.mean(losses[one][19:50]) for one in (level, "O0")]
             found = dict(zip(BOUNDS, (first, abs(means[0] / means[1] - 1), abs(accuracy[level] - accuracy["O0"]))))
-            print(f"| {seed} | {level} | {first:.2%} | {found['mean of losses 20 to 50']:.2%} | "
-                  f"{accuracy[level]:.2f}% (O0 {accuracy['O0']:.2f}%) |", flush=True)  # fmt: skip
+            reached = f"{accuracy[level]:.2f}% (O0 {accuracy['O0']:.2f}%)" if level in LEVELS else "-"
+            print(
+                f"| {seed} | {level} | {first:.2%} | {found['mean of losses 20 to 50']:.2%} | {reached} |", flush=True
+            )
             if level != "autocast":
                 broken += [
                     f"seed {seed}, {level}: {name} {value:.4f}" for name, value in found.items() if value > BOUNDS[name]
@@ -173,9 +190,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", type=int, default=32, help="pixels of a side (default: 32)")
+    parser.add_argument("--only-follow", action="store_true", help="skip the bit-for-bit checks")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {DEVICE.type}, lower precision {LOWER_PRECISION}\n")
-    broken = O0_is_plain_torch() + resume_bit_for_bit()
+    broken = [] if args.only_follow else O0_is_plain_torch() + resume_bit_for_bit()
     print()
     broken += follow_float32(args.seeds, args.size)
     print("\n" + ("\n".join(["These bounds do not hold:", *broken]) if broken else "Every bound holds."))

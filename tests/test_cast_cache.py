@@ -152,11 +152,13 @@ def test_dropped_cache_lets_a_trained_weight_die(casting):
     assert died() is None
 
 
-def test_plain_leaf_that_gathers_gradients_is_cached_and_an_activation_is_not(casting):
-    leaf, activation = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+def test_inputs_that_gather_gradients_are_not_taken_for_weights(casting):
+    leaf, weight = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
     for _ in range(2):
-        torch.mm(activation, leaf)
-    assert casts_made(casting) == 1
+        torch.mm(leaf, weight)
+    assert (casts_made(casting), len(casting.cache(torch.bfloat16))) == (1, 1)
+    leaf.data += 1.0
+    assert torch.equal(torch.mm(leaf, weight).float(), torch.full((2, 2), 4.0))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

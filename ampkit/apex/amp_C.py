@@ -70,7 +70,11 @@ def multi_tensor_l2norm_scale(
 
 
 def multi_tensor_unscale_l2norm(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, inv_scale: torch.Tensor, per_tensor: bool | None = False
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    inv_scale: torch.Tensor,
+    per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norms that the tensors would have after unscaling by ``inv_scale``; the tensors stay as they are."""
     (tensors,) = _lists("multi_tensor_unscale_l2norm", tensor_lists, 1, noop_flag)
@@ -467,7 +471,9 @@ def _adam_capturable(
         _copy(params, masters[0])
 
 
-def _lists(op: str, tensor_lists: Lists, depth: int | tuple[int, ...], noop_flag: torch.Tensor) -> list[list[torch.Tensor]]:
+def _lists(
+    op: str, tensor_lists: Lists, depth: int | tuple[int, ...], noop_flag: torch.Tensor
+) -> list[list[torch.Tensor]]:
     """The lists, once they are known to fit together. Tensors of one size but different shapes are flattened."""
     allowed = (depth,) if isinstance(depth, int) else depth
     lists = [list(tensors) for tensors in tensor_lists]

@@ -28,6 +28,7 @@ class _Entry(NamedTuple):
     data_ptr: int
     requires_grad: bool
     cast: Tensor
+    storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at data_ptr
 
 
 class CastCache:
@@ -63,7 +64,7 @@ class CastCache:
             entries = self._in_inference if _inference_mode() else self._without_grad
         entry = entries.get(id(weight))
         if entry is not None:
-            known, version, data_ptr, requires_grad, cast = entry
+            known, version, data_ptr, requires_grad, cast, _ = entry
             if (
                 known() is weight
                 and weight._version == version
@@ -112,18 +113,23 @@ class CastCache:
                     del entries[key]
 
             entries[key] = _Entry(
-                weakref.ref(weight, forget), weight._version, weight.data_ptr(), weight.requires_grad, cast
+                weakref.ref(weight, forget),
+                weight._version,
+                weight.data_ptr(),
+                weight.requires_grad,
+                cast,
+                weight.untyped_storage(),
             )
         return cast
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether casts of ``tensor`` are worth keeping: a parameter, or a plain leaf that gathers gradients.
+    """Whether casts of ``tensor`` are worth keeping: exactly a parameter.
 
-    Exact types only. Subclasses (fake and distributed tensors among them) carry more than a storage and a version.
+    Other leaves that require gradients are inputs, which scripts edit through ``.data`` (adversarial examples, style
+    transfer). Subclasses (fake and distributed tensors among them) carry more than a storage and a version.
     """
-    kind = type(tensor)
-    return kind is Parameter or (kind is Tensor and tensor.requires_grad and tensor.is_leaf)
+    return type(tensor) is Parameter
 
 
 def _is_plain(weight: Tensor, cast: Tensor, recording: bool) -> bool:

@@ -280,7 +280,9 @@ def gradient_norms(tensors: Tensors, norm_type: int = 2) -> torch.Tensor:
         raise RuntimeError(f"norm_type is {norm_type}; expected 2, or 0 for the maximum norm")
     order = 2 if norm_type == 2 else float("inf")
     norms = [
-        torch.linalg.vector_norm(t, order, dtype=_compute_dtype(t)) if t.numel() else t.new_zeros((), dtype=_compute_dtype(t))
+        torch.linalg.vector_norm(t, order, dtype=_compute_dtype(t))
+        if t.numel()
+        else t.new_zeros((), dtype=_compute_dtype(t))
         for t in tensors
     ]
     return torch.stack([norm.to(norms[0]) for norm in norms])

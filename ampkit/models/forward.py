@@ -34,6 +34,9 @@ INNER_FORWARD_KEY = "_ampkit_inner_forward"
 watchers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
 """Initialized model -> what its session wants done before each forward."""
 
+clearers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
+"""Initialized model -> what its session wants done after ``model.zero_grad()``."""
+
 _shell_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
@@ -63,6 +66,12 @@ class _Shell:
         result = super()._apply(fn, *args, **kwargs)
         follow_devices(self)
         return result
+
+    def zero_grad(self, *args, **kwargs):
+        super().zero_grad(*args, **kwargs)
+        clearer = clearers.get(self)
+        if clearer is not None:
+            clearer(self)
 
     def __copy__(self):
         # copy.copy shares the submodules: unlike a deep copy it must not turn the shared weights into float32.
@@ -104,6 +113,7 @@ def install(model: nn.Module, casts: ForwardCasts) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo `install`. A class that somebody derived from ours since then stays, and casts nothing any more."""
     watchers.pop(model, None)
+    clearers.pop(model, None)
     model.__dict__.pop(CASTS_KEY, None)
     if INNER_FORWARD_KEY in model.__dict__:
         model.__dict__["forward"] = model.__dict__.pop(INNER_FORWARD_KEY)

@@ -37,6 +37,7 @@ class Float32Value:
     value_version: int = 0
     lower_version: int = 0
     lower_id: int = 0
+    lower_ptr: int = 0
     gradient: torch.Tensor | None = None
 
     def agree(self, lower: torch.Tensor) -> None:
@@ -44,13 +45,18 @@ class Float32Value:
         self.value_version = self.value._version if self.value is not None else 0
         self.lower_version = lower._version
         self.lower_id = id(lower)
+        self.lower_ptr = lower.data_ptr()
+
+    def is_unwritten(self, lower: torch.Tensor) -> bool:
+        """Whether neither a counted write nor ``p.data = ...`` has changed ``lower`` since they agreed."""
+        return self.lower_version == lower._version and self.lower_ptr == lower.data_ptr()
 
     @torch.no_grad()
     def settle(self, lower: torch.Tensor) -> None:
         """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
         if self.value is None or self.value._version != self.value_version:
             return  # What was written to the value is newer, and reaches the model before its next forward.
-        if self.counted and self.lower_id == id(lower) and self.lower_version == lower._version:
+        if self.counted and self.lower_id == id(lower) and self.is_unwritten(lower):
             return
         local = self.value.to(lower.device)
         self.value.copy_(torch.where(local.to(lower.dtype) == lower, local, lower.float()))
@@ -179,7 +185,7 @@ def bring_into_agreement(model: nn.Module) -> None:
                 continue
             if entry.value._version != entry.value_version:
                 stale.append((entry, tensor))
-            elif tensor._version != entry.lower_version:
+            elif not entry.is_unwritten(tensor):
                 entry.settle(tensor)
         for name in record.buffers:
             entry, tensor = record.lower[name], module._buffers.get(name)

@@ -57,6 +57,7 @@ class OptimizerAdapter:
         self._patches = PatchSet()
         self._in_closure = False
         self.verdicts: list[Verdict] = []
+        self.unchecked: list[LossScaler] = []
         self.delayed_with: LossScaler | None = None
         self.skipped = False
         self.active = True
@@ -80,9 +81,11 @@ class OptimizerAdapter:
 
     def detach(self) -> None:
         """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
+        optimizer = self.optimizer
+        if optimizer is not None and adapter_of(optimizer) is self and not self.gradients.is_open:
+            self.settle_gradients()
         self.active = False
         self._patches.restore()
-        optimizer = self.optimizer
         masters = [slot for slot in self.gradients.slots if slot.master is not None]
         param_of = {slot.master: slot.param for slot in masters}
         for group in optimizer.param_groups if optimizer is not None else ():
@@ -148,10 +151,15 @@ class OptimizerAdapter:
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
+        if self.gradients.is_open:
+            raise ConfigurationError(
+                "optimizer.step() was called inside the scale_loss block, where gradients are still scaled. End the block "
+                "first: step() belongs on the level of `with`, not inside it."
+            )
         if callable(closure):
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *rest, **kwargs)
-        self._settle_gradients()
+        self.settle_gradients()
         if self._must_skip():
             return self._skip()
         with _casting_disabled():
@@ -174,7 +182,7 @@ class OptimizerAdapter:
             self.write_masters_to_model()
             with _casting_enabled():
                 loss = closure()
-            self._settle_gradients()
+            self.settle_gradients()
             if self._must_skip():
                 raise _SkippedInClosure
             return loss
@@ -191,7 +199,8 @@ class OptimizerAdapter:
         self.write_masters_to_model()
         _drop_casts()
 
-    def _settle_gradients(self) -> None:
+    def settle_gradients(self) -> None:
+        """Bring every pending gradient, unscaled, to where the optimizer and ``master_params`` look for it."""
         gradients = self.gradients
         gradients.drop_cleared()
         for slot in gradients.slots:
@@ -205,6 +214,11 @@ class OptimizerAdapter:
             gradients.collect(1.0, None)
 
     def _must_skip(self) -> bool:
+        unchecked, self.unchecked = self.unchecked, []
+        for scaler in unchecked:
+            if scaler.carried_found_inf is not None:
+                found_inf, scaler.carried_found_inf = scaler.carried_found_inf, None
+                self.verdicts.append(scaler.judge(found_inf))
         verdicts, self.verdicts = self.verdicts, []
         overflows = [verdict for verdict in verdicts if verdict.overflowed]
         self.skipped = bool(overflows)
@@ -213,7 +227,7 @@ class OptimizerAdapter:
         return self.skipped
 
     def _skip(self) -> None:
-        self.gradients.drop_masters()
+        self.gradients.drop_overflowed()
         _drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):

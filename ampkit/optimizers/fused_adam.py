@@ -37,10 +37,14 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         refuse_amsgrad(self, amsgrad)
         if master_weights and not capturable:
-            raise RuntimeError("FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2.")
+            raise RuntimeError(
+                "FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2."
+            )
         if capturable and not isinstance(lr, torch.Tensor):
             lr = torch.tensor(lr, dtype=torch.float32)
-        super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(
+            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.capturable = capturable

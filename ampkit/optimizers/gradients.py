@@ -13,7 +13,7 @@ import torch
 
 from .. import kernels
 from ..models.weights import move_like
-from .master import Slot
+from .master import COLLECTED, Slot, mark_collected
 
 
 class Gradients:
@@ -31,33 +31,38 @@ class Gradients:
         self.is_open = False
         self.delayed = False
         self.local = False
+        # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
+        self.in_buckets = False
         # The scales at which gradients stand in param.grad, of parameters without and with a master.
         self._own_scale = 1.0
         self._low_scale = 1.0
 
-    def open(self, scale: float, copy_aside: bool) -> None:
-        """Before a backward pass at ``scale``: bring gradients that stay to it, set the others aside.
-
-        ``copy_aside`` copies what is set aside: DDP's bucket views are overwritten by the next backward pass.
-        """
-        self.is_open = True
+    def open(self, scale: float) -> None:
+        """Before a backward pass at ``scale``: bring gradients that stay to it, set the others aside."""
         self._opened_from = (self._own_scale, self._low_scale)
+        if self.uncollected():
+            self.collect(1.0, None)
+        self.is_open = True
         if self.delayed or self.local:
             self._rescale(scale, scale)
             return
         for slot in self.slots:
             gradient = slot.param.grad
             if gradient is not None:
-                slot.aside = gradient.clone() if copy_aside else gradient
+                # The next backward pass overwrites DDP's buckets.
+                slot.aside = gradient.clone() if self.in_buckets else gradient
                 slot.param.grad = None
 
-    def put_back(self) -> None:
-        """After a backward pass that failed: the gradients as they were before it."""
+    def put_back(self, done: set[torch.Tensor] | None = None) -> None:
+        """After a backward pass that failed: the gradients as they were before it.
+
+        Where gradients stayed in ``param.grad``, what the pass had added to them stays too, at their former scale.
+        """
         self.is_open = False
         if self.delayed or self.local:
             self._rescale(*self._opened_from)
             return
-        for slot in self.slots:
+        for slot in self._remaining(done):
             if slot.aside is not None or slot.param.grad is not None:
                 slot.param.grad, slot.aside = slot.aside, None
 
@@ -66,8 +71,8 @@ class Gradients:
         for slot in self.slots:
             if slot.master is None:
                 _join(slot, scale)
-            slot.aside = None
-            slot.collected = None
+            elif slot.param.grad is not None:
+                slot.aside = None  # else it stays as the sign that the master's gradient was not cleared
         self.is_open = False
         self.delayed = True
         self._own_scale = self._low_scale = scale
@@ -96,6 +101,11 @@ class Gradients:
                 slot.param.grad = aside
                 continue
             standing = aside if slot.master is None else (None if replace else slot.master.grad)
+            if standing is not None and standing.layout is not gradient.layout:
+                standing = standing.to_dense()
+                gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                if slot.master is not None:
+                    slot.master.grad = standing
             if gradient.layout is not torch.strided:
                 _collect_sparse(slot, gradient, standing, 1.0 / scale, found_inf)
             elif standing is None:
@@ -107,11 +117,11 @@ class Gradients:
                 if slot.master is None:
                     slot.param.grad = standing
             if slot.master is not None:
-                slot.collected = (id(gradient), gradient._version)
+                mark_collected(gradient)
         if scale == 1.0 and found_inf is None:
             fresh, fresh_out = _without_itself(fresh, fresh_out)
         kernels.multi_tensor_scale(fresh, fresh_out, 1.0 / scale, found_inf)
-        kernels.multi_tensor_axpby(added, before, before, 1.0 / scale, 1.0, found_inf, arg_to_check=0)
+        kernels.multi_tensor_axpby(added, before, before, 1.0 / scale, 1.0, found_inf)
         self.is_open = False
         self.delayed = False
         self.local = local
@@ -124,47 +134,60 @@ class Gradients:
 
     def uncollected(self) -> bool:
         """Whether the model holds gradients that never went through ``scale_loss``, and so never reached a master."""
-        return any(
+        return not self.delayed and any(
             slot.master is not None
             and slot.master.grad is None
             and slot.param.grad is not None
-            and slot.collected is None
+            and not hasattr(slot.param.grad, COLLECTED)
             for slot in self.slots
         )
 
     def drop_cleared(self) -> None:
-        """Clearing a model's gradients clears the masters' too, and with them every note about those gradients."""
+        """Clearing a model's gradients clears the masters' too, and a new gradient makes the master's old one void."""
         empty = True
         for slot in self.slots:
             gradient, master = slot.param.grad, slot.master
             if gradient is not None:
                 empty = False
-            if master is None or master.grad is None:
+            if master is None or master.grad is None or slot.aside is not None:
                 continue
-            if gradient is None:
-                master.grad = slot.collected = None
-            elif slot.collected not in (None, (id(gradient), gradient._version)) and not gradient.any():
+            is_new = gradient is not None and not (self.delayed or self.in_buckets or hasattr(gradient, COLLECTED))
+            if gradient is None or is_new:
+                master.grad = None
+            elif getattr(gradient, COLLECTED, gradient._version) != gradient._version and not _values(gradient).any():
                 # zero_grad(set_to_none=False): a counted write that left nothing but zeros.
                 master.grad = None
-        if empty:
+        if empty and not any(slot.aside is not None for slot in self.slots):
             self.delayed = self.local = False
 
-    def clear_params(self, set_to_none: bool) -> None:
-        """The part of ``zero_grad`` that the optimizer cannot see: gradients of parameters that have masters."""
-        self.delayed = self.local = False
+    def clear_params(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None) -> None:
+        """The part of ``zero_grad`` that nobody else sees: gradients set aside, and those on the far side of a master.
+
+        ``only`` names the parameters of a model whose own ``zero_grad`` was called; None means all of the optimizer's.
+        """
+        if only is None:
+            self.delayed = self.local = False
         for slot in self.slots:
-            slot.collected = None
-            if slot.master is not None and slot.param.grad is not None:
+            if only is not None and slot.param not in only:
+                continue
+            slot.aside = None
+            if slot.master is None:
+                continue
+            if only is not None:
+                slot.master.grad = None
+            elif slot.param.grad is not None:
                 if set_to_none:
                     slot.param.grad = None
                 else:
                     slot.param.grad.detach_().zero_()
 
-    def drop_masters(self) -> None:
-        """After a skipped step: the masters' gradients are not finite and of no use to anyone."""
+    def drop_overflowed(self) -> None:
+        """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step."""
         for slot in self.slots:
             if slot.master is not None:
                 slot.master.grad = None
+            elif slot.param.grad is not None:
+                slot.param.grad = torch.zeros_like(slot.param.grad)
 
     def first_non_finite(self) -> torch.Tensor | None:
         """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""

@@ -15,17 +15,25 @@ from torch import nn
 from ..models.weights import Float32Value
 
 
+# Set on a gradient that a master has taken up, to its version at that moment.
+COLLECTED = "_ampkit_collected"
+
+
+def mark_collected(gradient: torch.Tensor) -> None:
+    """Note on a gradient of the model that the master has it."""
+    setattr(gradient, COLLECTED, gradient._version)
+
+
 class Slot:
     """One parameter: ``param`` is what the model computes with, ``target`` what the optimizer updates."""
 
-    __slots__ = ("aside", "collected", "entry", "master", "param")
+    __slots__ = ("aside", "entry", "master", "param")
 
     def __init__(self, param: torch.Tensor, master: nn.Parameter | None, entry: Float32Value | None) -> None:
         self.param = param
         self.master = master
         self.entry = entry
         self.aside: torch.Tensor | None = None
-        self.collected: tuple[int, int] | None = None
 
     @property
     def target(self) -> torch.Tensor:
@@ -48,7 +56,7 @@ def make_slots(group: dict[str, Any], state: dict, values: dict[torch.Tensor, Fl
             state[master] = state.pop(param)
         slot = Slot(param, master, entry)
         if master.grad is not None and param.grad is not None:  # from before initialize
-            slot.collected = (id(param.grad), param.grad._version)
+            mark_collected(param.grad)
         yield slot
 
 

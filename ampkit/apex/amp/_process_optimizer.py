@@ -51,7 +51,7 @@ def _prepare_amp_backward(optimizer: Any) -> None:
     """Before a backward pass: set the gradients aside that are there, so that fresh ones arrive unmixed."""
     gradients = _adapter(optimizer).gradients
     gradients.drop_cleared()
-    gradients.open(gradients.waiting_scale if gradients.delayed else 1.0, copy_aside=False)
+    gradients.open(gradients.waiting_scale if gradients.delayed else 1.0)
 
 
 def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:

@@ -197,7 +197,8 @@ class FP16_Optimizer:
         """
         saved = state_dict["fp32_from_fp16"]
         ours, theirs = (
-            [[tuple(param.shape) for param in group] for group in groups] for groups in (self.fp32_from_fp16_groups, saved)
+            [[tuple(param.shape) for param in group] for group in groups]
+            for groups in (self.fp32_from_fp16_groups, saved)
         )
         if ours != theirs:
             raise CheckpointError(
@@ -231,7 +232,9 @@ class FP16_Optimizer:
             elif param.dtype is torch.float32:
                 floats.append(param)
             else:
-                raise TypeError(f"FP16_Optimizer expects parameters of float16, bfloat16 or float32, found {param.dtype}.")
+                raise TypeError(
+                    f"FP16_Optimizer expects parameters of float16, bfloat16 or float32, found {param.dtype}."
+                )
         self.fp16_groups.append(halves)
         self.fp32_from_fp16_groups.append(masters)
         self.fp32_from_fp32_groups.append(floats)

@@ -21,7 +21,9 @@ class MultiTensorApply:
     def check_avail(self) -> None:
         """Raises RuntimeError where the ops cannot be used; ours can."""
         if not MultiTensorApply.available:
-            raise RuntimeError(f"multi_tensor_applier was switched off (available is False; {MultiTensorApply.import_err}).")
+            raise RuntimeError(
+                f"multi_tensor_applier was switched off (available is False; {MultiTensorApply.import_err})."
+            )
 
     def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
         self.check_avail()

@@ -60,7 +60,11 @@ def fused_rms_norm(
 
 
 def fused_rms_norm_affine(
-    input: torch.Tensor, weight: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> torch.Tensor:
     """RMS norm in the input's dtype."""
     input = _in_autocast(input)
@@ -68,13 +72,19 @@ def fused_rms_norm_affine(
 
 
 def mixed_dtype_fused_rms_norm_affine(
-    input: torch.Tensor, weight: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> torch.Tensor:
     """RMS norm in the weight's dtype."""
     return _rms_norm(_in_autocast(input), weight, normalized_shape, eps, weight.dtype)
 
 
-def manual_rms_norm(input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def manual_rms_norm(
+    input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     """RMS norm; in the weight's dtype where that is a lower precision, else in the input's."""
     low = weight is not None and weight.dtype in (torch.float16, torch.bfloat16)
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype if low else input.dtype)
@@ -108,7 +118,11 @@ class FusedLayerNorm(nn.Module):
     """Layer norm with the output in the input's dtype."""
 
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
         super().__init__()
         self.normalized_shape = _as_shape(normalized_shape)
@@ -131,7 +145,9 @@ class FusedLayerNorm(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.elementwise_affine:
             return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient)
+        return fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+        )
 
     def extra_repr(self) -> str:
         return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
@@ -141,7 +157,11 @@ class FusedRMSNorm(nn.Module):
     """RMS norm with the output in the input's dtype; it has a weight and no bias."""
 
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
         super().__init__()
         self.normalized_shape = _as_shape(normalized_shape)
@@ -170,7 +190,9 @@ class FusedRMSNorm(nn.Module):
 class MixedFusedLayerNorm(FusedLayerNorm):
     """Layer norm with the output in the parameters' dtype."""
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object) -> None:
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
+    ) -> None:
         _refuse_without_parameters(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps=eps, elementwise_affine=True, memory_efficient=memory_efficient)
 
@@ -183,12 +205,16 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 class MixedFusedRMSNorm(FusedRMSNorm):
     """RMS norm with the output in the weight's dtype."""
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object) -> None:
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
+    ) -> None:
         _refuse_without_parameters(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps=eps, elementwise_affine=True, memory_efficient=memory_efficient)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
+        return mixed_dtype_fused_rms_norm_affine(
+            input, self.weight, self.normalized_shape, self.eps, self.memory_efficient
+        )
 
 
 def _layer_norm(

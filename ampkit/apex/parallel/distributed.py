@@ -63,14 +63,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "need nothing. If it was for several backward passes, leave it out, or use delay_allreduce=True."
             )
         if delay_allreduce and (num_allreduce_streams > 1 or allreduce_communicators is not None):
-            raise ValueError("num_allreduce_streams and allreduce_communicators have no effect with delay_allreduce=True.")
+            raise ValueError(
+                "num_allreduce_streams and allreduce_communicators have no effect with delay_allreduce=True."
+            )
         if delay_allreduce and allreduce_trigger_params is not None:
             raise ValueError("allreduce_trigger_params has no effect with delay_allreduce=True.")
         if gradient_average_split_factor is not None:
             gradient_predivide_factor = gradient_average_split_factor  # its name in early versions
         groups = tuple(allreduce_communicators[0]) if allreduce_communicators is not None else (None,)
         if dist.get_backend(groups[0]) == "nccl" and any(not param.is_cuda for param in module.parameters()):
-            raise AssertionError("The nccl backend reduces CUDA tensors only. Move the model to its device before wrapping it.")
+            raise AssertionError(
+                "The nccl backend reduces CUDA tensors only. Move the model to its device before wrapping it."
+            )
 
         self.module = module
         self.delay_allreduce = delay_allreduce
@@ -179,7 +183,9 @@ def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.
     return [one for one in lists if one]
 
 
-def apply_flat_dist_call(bucket: Sequence[torch.Tensor], call: Callable, extra_args: Sequence[Any] | None = None) -> None:
+def apply_flat_dist_call(
+    bucket: Sequence[torch.Tensor], call: Callable, extra_args: Sequence[Any] | None = None
+) -> None:
     """A collective on all tensors of a list as one; sums are turned into means."""
     flat = flatten([tensor.detach() for tensor in bucket])
     call(flat, *(extra_args or ()))

@@ -1,0 +1,257 @@
+"""Loops as scripts write them, in orders that are easy to get wrong, against plain float32 torch."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+
+X, Y = (
+    torch.randn(16, 4, generator=torch.Generator().manual_seed(3)),
+    torch.randn(16, 2, generator=torch.Generator().manual_seed(4)),
+)
+SCALED = ("O1", "O2")
+ALL = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+
+def plain(lr=0.1):
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def initialized(level, lr=0.1, **settings):
+    return ampkit.initialize(*plain(lr), opt_level=level, verbosity=0, **settings)
+
+
+def loss_of(model):
+    return F.mse_loss(model(X).float(), Y)
+
+
+def block(model, optimizer, factor=1.0, **flags):
+    with ampkit.scale_loss(loss_of(model) * factor, optimizer, **flags) as scaled:
+        scaled.backward()
+
+
+def assert_weights_close(optimizer, reference, tolerance=5e-3):
+    for mine, theirs in zip(ampkit.master_params(optimizer), reference.parameters(), strict=True):
+        assert (mine.float() - theirs).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("level", ALL)
+@pytest.mark.parametrize("who", ["optimizer", "model"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_inside_the_block_clears(level, who, set_to_none):
+    model, optimizer = initialized(level)
+    reference, sgd = plain()
+    for _ in range(4):
+        loss = loss_of(model)
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            (optimizer if who == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+            scaled.backward()
+        optimizer.step()
+        sgd.zero_grad()
+        loss_of(reference).backward()
+        sgd.step()
+    assert_weights_close(optimizer, reference, 2e-2 if level == "O3" else 5e-3)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_gradients_of_a_skipped_step_that_nobody_cleared_are_not_stepped(level):
+    model, optimizer = initialized(level)
+    skipped = []
+    for index in range(4):
+        block(model, optimizer, math.inf if index == 1 else 1.0)
+        optimizer.step()
+        skipped.append(ampkit.step_was_skipped(optimizer))
+        if not skipped[-1]:
+            optimizer.zero_grad()
+    assert skipped == [False, True, False, False]
+    assert all(p.isfinite().all() for p in ampkit.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_second_step_after_an_overflow_steps_nothing_that_is_not_finite(level):
+    model, optimizer = initialized(level)
+    block(model, optimizer, math.inf)
+    optimizer.step()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in ampkit.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_step_inside_the_block_is_refused(level):
+    model, optimizer = initialized(level)
+    before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    with pytest.raises(ampkit.ConfigurationError, match="inside the scale_loss block"):
+        with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, ampkit.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("pending", ["delayed", "without scale_loss"])
+def test_clipping_while_gradients_are_pending_clips_the_step(level, pending):
+    if level == "O1" and pending == "without scale_loss":
+        pending = "delayed"  # at O1 such gradients are the parameters' own
+    model, optimizer = initialized(level, lr=1.0)
+    if pending == "delayed":
+        block(model, optimizer, delay_unscale=True)
+    else:
+        loss_of(model).backward()
+    torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 0.01)
+    before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    optimizer.step()
+    moved = math.sqrt(
+        sum((a - b.detach()).square().sum().item() for a, b in zip(before, ampkit.master_params(optimizer)))
+    )
+    assert math.isclose(moved, 0.01, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("clear", ["model", "optimizer", "each"])
+def test_loop_without_scale_loss_steps_the_newest_gradients(level, clear):
+    model, optimizer = initialized(level)
+    reference, sgd = plain()
+    for _ in range(5):
+        if clear == "each":
+            for p in model.parameters():
+                p.grad = None
+        else:
+            (model if clear == "model" else optimizer).zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        sgd.zero_grad()
+        loss_of(reference).backward()
+        sgd.step()
+    assert_weights_close(optimizer, reference)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_backward_without_scale_loss_before_a_block_adds_up(level):
+    model, optimizer = initialized(level)
+    reference, sgd = plain()
+    model.linear.weight.float().pow(2).sum().backward()
+    block(model, optimizer)
+    optimizer.step()
+    (reference.linear.weight.pow(2).sum() + loss_of(reference)).backward()
+    sgd.step()
+    assert_weights_close(optimizer, reference)
+
+
+@pytest.mark.parametrize("level", ALL)
+def test_parts_of_a_model_that_a_delayed_block_does_not_reach_keep_their_gradients(level):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    torch.manual_seed(0)
+    model = Two()
+    model, optimizer = ampkit.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, verbosity=0
+    )
+    before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    with ampkit.scale_loss(F.mse_loss(model(X)[0].float(), Y), optimizer) as scaled:
+        scaled.backward()
+    with ampkit.scale_loss(F.mse_loss(model(X)[1].float(), Y), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(before, ampkit.master_params(optimizer)))
+    assert all((a - b).abs().max() < 10 for a, b in zip(before, ampkit.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_close_with_delayed_gradients_gives_them_back_unscaled(level):
+    model, optimizer = initialized(level)
+    reference, _ = plain()
+    block(model, optimizer, delay_unscale=True)
+    ampkit.close()
+    loss_of(reference).backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad.dtype is torch.float32
+        assert (mine.grad - theirs.grad).abs().max() <= 2e-2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_gradients_cleared_before_close_stay_cleared(level):
+    model, optimizer = initialized(level)
+    block(model, optimizer)
+    model.zero_grad()
+    ampkit.close()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_exception_with_optimizers_that_share_parameters_puts_gradients_back(level):
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    model, optimizers = ampkit.initialize(model, optimizers, opt_level=level, verbosity=0)
+    block(model, optimizers)
+    before = [p.grad for p in model.parameters()]
+    with pytest.raises(KeyError), ampkit.scale_loss(loss_of(model), optimizers) as scaled:
+        scaled.backward()
+        raise KeyError
+    assert all(p.grad is g is not None for p, g in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_overflow_whose_check_was_delayed_to_the_step_skips_it(level):
+    model, optimizer = initialized(level)
+    block(model, optimizer, math.inf, delay_overflow_check=True)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(p.isfinite().all() for p in ampkit.master_params(optimizer))
+
+
+def test_input_that_is_edited_between_forwards_is_not_taken_for_a_weight():
+    torch.manual_seed(0)
+    model = ampkit.initialize(nn.Linear(8, 2), opt_level="O4", verbosity=0)
+    x = torch.randn(4, 8, requires_grad=True)
+    first = model(x).float().sum()
+    first.backward()
+    x.data += 1.0
+    expected = F.linear(x.detach(), model.weight.detach(), model.bias.detach()).sum()
+    assert abs(model(x).float().sum().item() - expected.item()) < 0.2
+    assert abs(first.item() - expected.item()) > 0.5
+
+
+def test_weights_replaced_through_data_are_used_at_once():
+    torch.manual_seed(0)
+    model = nn.Linear(100, 100)
+    model, _ = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    for _ in range(10):
+        found = model(torch.ones(1, 100)).float()
+        with ampkit.disable_casts():
+            expected = model(torch.ones(1, 100))
+        assert (found - expected).norm() <= 2e-2 * expected.norm()
+        for factor in (3.0, 0.5):
+            model.weight.data = model.weight.data * factor
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_weights_replaced_through_data_reach_the_masters(level):
+    model, optimizer = initialized(level, lr=0.0)
+    model.linear.weight.data = torch.full_like(model.linear.weight, 3.0)
+    block(model, optimizer)
+    optimizer.step()
+    assert torch.equal(model.state_dict()["linear.weight"], torch.full((2, 4), 3.0))
+    assert torch.equal(model.linear.weight, torch.full((2, 4), 3.0, dtype=torch.bfloat16))
