@@ -2,6 +2,7 @@
 #
 #   make test         the whole suite, with the compiled kernels and without
 #   make demo         trains on real images at O0 and at O1, and compares
+#   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
 #
 # TORCH=2.13.0 builds and tests with another torch, in an environment of its own; PYTHON= names the interpreter.
@@ -16,7 +17,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest ruff
 
-.PHONY: venv test cuda-build demo lint clean
+.PHONY: venv clients test cuda-build demo lint clean
 
 venv: $(VENV)/.extension
 
@@ -32,6 +33,9 @@ $(VENV)/.extension: $(VENV)/.packages $(SOURCES)
 	  $(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	$(BIN)/python -m ampkit info
 	touch $@
+
+clients: venv
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate
 
 # A silent fallback would hide a broken extension: the first run refuses it, the second does without on purpose.
 test: venv
