@@ -26,6 +26,7 @@ def parse():
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--spawn", action="store_true")
     parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--results", default="")
     return parser.parse_args()
 
 
@@ -117,6 +118,9 @@ def main():
         model.eval()
         first = next(model.parameters())
         print("RESULT", args.local_rank, output.dtype, first.dtype, args.world_size, f"{loss.item():.3f}", flush=True)
+        if args.results:  # lines of two processes may run into each other
+            with open(f"{args.results}/rank{args.local_rank}", "w") as file:
+                print(output.dtype, first.dtype, args.world_size, file=file)
     if args.checkpoint and args.local_rank == 0:
         torch.save(
             {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, args.checkpoint
