@@ -134,7 +134,8 @@ def scale_loss(
     ``loss_id`` chooses the loss scaler, 0 to ``num_losses`` - 1. ``delay_unscale=True`` leaves scaled gradients for a later
     block to unscale: cheaper accumulation, in the gradients' own precision. ``delay_overflow_check=True`` passes the finding
     on to the next block. ``model`` is accepted for compatibility and unused. An exception inside leaves gradients and
-    scale as they were before.
+    scale as they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the
+    failed backward pass had added to these stays.
     """
     optimizer_list = accept.flatten(optimizers)
     session = _session_for(optimizer_list)
