@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
-PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest ruff
+PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest hypothesis ruff
 
 .PHONY: venv clients test cuda-build demo lint clean
 

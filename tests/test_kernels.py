@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ampkit import kernels
-from ampkit.kernels import reference
+from ampkit.kernels import reference, switch
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNEL_DTYPES = (F32, F16, BF16)
@@ -22,8 +22,8 @@ def ops(request, monkeypatch, device):
     """The Python face, with the reference or with the extension behind it."""
     chosen = kernels.implementation()
     if request.param == "reference":
-        monkeypatch.setattr(kernels, "_kernel_devices", frozenset())
-        monkeypatch.setattr(kernels, "_extension", reference)
+        monkeypatch.setattr(switch, "_kernel_devices", frozenset())
+        monkeypatch.setattr(switch, "_extension", reference)
     elif chosen.name != "extension":
         pytest.skip(f"no extension: {chosen.why}")
     elif device.type == "cuda" and not chosen.cuda:

@@ -14,7 +14,6 @@ import torch
 
 from .. import kernels
 from ..kernels import updates
-from ..kernels.updates import update_scale_ as _update_scale
 
 Lists = Sequence[Sequence[torch.Tensor]]
 
@@ -63,10 +62,10 @@ def multi_tensor_l2norm_scale(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = in * scale for the lists (in, out), and the norms of the scaled values."""
     inputs, outputs = _lists("multi_tensor_l2norm_scale", tensor_lists, 2, noop_flag)
-    norm, norms = kernels.multi_tensor_l2norm(inputs, bool(per_tensor))  # first: outputs may be the inputs
-    kernels.multi_tensor_scale(inputs, outputs, float(scale))
-    _raise_flag(noop_flag, norm.isfinite().logical_not())
-    return norm * abs(float(scale)), norms * abs(float(scale))
+    found_inf = _found_inf(noop_flag)
+    norms = kernels.multi_tensor_unscale_l2norm(inputs, outputs, float(scale), found_inf, bool(per_tensor))
+    _raise_flag(noop_flag, found_inf)
+    return norms
 
 
 def multi_tensor_unscale_l2norm(
@@ -78,10 +77,10 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norms that the tensors would have after unscaling by ``inv_scale``; the tensors stay as they are."""
     (tensors,) = _lists("multi_tensor_unscale_l2norm", tensor_lists, 1, noop_flag)
-    norm, norms = kernels.multi_tensor_l2norm(tensors, bool(per_tensor))
-    _raise_flag(noop_flag, norm.isfinite().logical_not())
-    factor = torch.as_tensor(inv_scale).reshape(()).to(norm).abs()
-    return norm * factor, norms * factor
+    found_inf = _found_inf(noop_flag)
+    norms = kernels.multi_tensor_unscale_l2norm(tensors, None, inv_scale, found_inf, bool(per_tensor))
+    _raise_flag(noop_flag, found_inf)
+    return norms
 
 
 def multi_tensor_sgd(
@@ -99,12 +98,11 @@ def multi_tensor_sgd(
 ) -> None:
     """SGD on the lists (g, p, momentum[, copy of p in lower precision]), with gradients times ``scale``. Heeds the flag."""
     grads, params, momenta, *lower = _lists("multi_tensor_sgd", tensor_lists, (3, 4), noop_flag)
-    if _is_noop(noop_flag):
-        return
-    updates.sgd(
+    kernels.multi_tensor_sgd(
         grads,
         params,
         momenta,
+        lower[0] if lower else None,
         lr=lr,
         momentum=momentum,
         dampening=dampening,
@@ -112,8 +110,8 @@ def multi_tensor_sgd(
         nesterov=bool(nesterov),
         first_run=bool(first_run),
         wd_after_momentum=bool(wd_after_momentum),
-        scale=float(scale),
-        lower=lower[0] if lower else None,
+        inv_scale=float(scale),
+        found_inf=noop_flag.to(torch.float32),
     )
 
 
@@ -132,7 +130,7 @@ def multi_tensor_adam(
 ) -> None:
     """Adam on the lists (g, p, m, v); ``mode`` 0 is L2 regularisation, 1 decoupled weight decay. Ignores the flag."""
     grads, params, exp_avgs, exp_avg_sqs = _lists("multi_tensor_adam", tensor_lists, 4, noop_flag)
-    updates.adam(
+    kernels.multi_tensor_adam(
         grads,
         params,
         exp_avgs,
@@ -196,7 +194,7 @@ def multi_tensor_adagrad(
 ) -> None:
     """Adagrad on the lists (g, p, sum); ``mode`` as in multi_tensor_adam."""
     grads, params, sums = _lists("multi_tensor_adagrad", tensor_lists, 3, noop_flag)
-    updates.adagrad(grads, params, sums, lr=lr, eps=eps, decoupled=mode == 1, weight_decay=weight_decay)
+    kernels.multi_tensor_adagrad(grads, params, sums, lr=lr, eps=eps, decoupled=mode == 1, weight_decay=weight_decay)
 
 
 def multi_tensor_novograd(
@@ -217,7 +215,7 @@ def multi_tensor_novograd(
 ) -> None:
     """NovoGrad on the lists (g, p, m); updates ``grad_norms``. ``mode`` 0 normalises inside the momentum."""
     grads, params, exp_avgs = _lists("multi_tensor_novograd", tensor_lists, 3, noop_flag)
-    updates.novograd(
+    kernels.multi_tensor_novograd(
         grads,
         params,
         exp_avgs,
@@ -253,23 +251,23 @@ def multi_tensor_lamb(
 ) -> None:
     """LAMB on the lists (g, p, m, v). The gradients are overwritten by the directions taken."""
     grads, params, exp_avgs, exp_avg_sqs = _lists("multi_tensor_lamb", tensor_lists, 4, noop_flag)
-    directions = updates.lamb_direction(
+    kernels.multi_tensor_lamb(
         grads,
         params,
         exp_avgs,
         exp_avg_sqs,
+        directions=grads,
+        lr=lr,
         betas=(beta1, beta2),
         eps=eps,
         step=step,
-        decays=weight_decay,
+        weight_decay=weight_decay,
         decoupled=mode == 1,
         bias_correction=bool(bias_correction),
         grad_averaging=bool(grad_averaging),
-        global_grad_norm=global_grad_norm,
-        max_grad_norm=max_grad_norm,
+        trusts=bool(use_nvlamb) or weight_decay != 0,
+        clip=kernels.clip_factor(global_grad_norm, max_grad_norm),
     )
-    updates.lamb_move(params, directions, lr=lr, trusts=bool(use_nvlamb) or weight_decay != 0)
-    _copy(grads, directions)
 
 
 def multi_tensor_lamb_mp(
@@ -296,27 +294,26 @@ def multi_tensor_lamb_mp(
     ``global_grad_norm`` and ``max_grad_norm`` are compared as they are: both scaled, or both not.
     """
     grads, params, exp_avgs, exp_avg_sqs, *lower = _lists("multi_tensor_lamb_mp", tensor_lists, (4, 5), noop_flag)
-    if bool(found_inf.item()):
-        return
-    directions = updates.lamb_direction(
+    kernels.multi_tensor_lamb(
         grads,
         params,
         exp_avgs,
         exp_avg_sqs,
+        lower[0] if lower else None,
+        grads,
+        lr=lr,
         betas=(beta1, beta2),
         eps=eps,
         step=step,
-        decays=weight_decay,
+        weight_decay=weight_decay,
         decoupled=mode == 1,
         bias_correction=bool(bias_correction),
         grad_averaging=bool(grad_averaging),
-        global_grad_norm=global_grad_norm,
-        max_grad_norm=max_grad_norm,
-        inverse_scale=inv_scale,
+        trusts=bool(use_nvlamb) or weight_decay != 0,
+        inv_scale=inv_scale,
+        clip=kernels.clip_factor(global_grad_norm, max_grad_norm),
+        found_inf=found_inf,
     )
-    trusts = bool(use_nvlamb) or weight_decay != 0
-    updates.lamb_move(params, directions, lr=lr, trusts=trusts, lower=lower[0] if lower else None)
-    _copy(grads, directions)
 
 
 def multi_tensor_lamb_stage1_cuda(
@@ -342,8 +339,7 @@ def multi_tensor_lamb_stage1_cuda(
         eps=eps,
         step=step,
         decays=torch.as_tensor(per_tensor_decay).tolist(),
-        global_grad_norm=global_grad_norm,
-        max_grad_norm=max_global_grad_norm,
+        clip=kernels.clip_factor(global_grad_norm, max_global_grad_norm),
     )
     _copy(outputs, directions)
 
@@ -390,17 +386,16 @@ def multi_tensor_lars(
 ) -> None:
     """LARS on the lists (g, p, momentum[, copy of p in lower precision]); ``is_skipped`` is plain SGD. Heeds the flag."""
     grads, params, momenta, *lower = _lists("multi_tensor_lars", tensor_lists, (3, 4), noop_flag)
-    if _is_noop(noop_flag):
-        return
     trust = None
     if not is_skipped:
-        trust = updates.lars_trust(
+        trust = kernels.lars_trust(
             grad_norms, param_norms, trust_coefficient=trust_coefficient, eps=eps, weight_decay=weight_decay
-        ).unbind()
-    updates.sgd(
+        )
+    kernels.multi_tensor_sgd(
         grads,
         params,
         momenta,
+        lower[0] if lower else None,
         lr=lr,
         momentum=momentum,
         dampening=dampening,
@@ -408,9 +403,9 @@ def multi_tensor_lars(
         nesterov=bool(nesterov),
         first_run=bool(first_run),
         wd_after_momentum=bool(wd_after_momentum),
-        scale=float(scale),
+        inv_scale=float(scale),
+        found_inf=noop_flag.to(torch.float32),
         trust=trust,
-        lower=lower[0] if lower else None,
     )
 
 
@@ -425,15 +420,15 @@ def update_scale_hysteresis(
     hysteresis: int,
 ) -> torch.Tensor:
     """Move a loss scale and its two counters, in place; returns the scale."""
-    return _update_scale(
+    return kernels.update_scale(
         current_scale,
         growth_tracker,
         hysteresis_tracker,
         found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
     )
 
 
@@ -454,11 +449,12 @@ def _adam_capturable(
     grads, params, exp_avgs, exp_avg_sqs, *masters = lists
     with torch.no_grad():
         torch._foreach_mul_(grads, [torch.as_tensor(inv_scale).reshape(()).to(g.device) for g in grads])
-    updates.adam(
+    kernels.multi_tensor_adam(
         grads,
         masters[0] if masters else params,
         exp_avgs,
         exp_avg_sqs,
+        params if masters else None,
         lr=lr,
         betas=betas,
         eps=eps,
@@ -467,8 +463,6 @@ def _adam_capturable(
         bias_correction=bool(bias_correction),
         weight_decay=weight_decay,
     )
-    if masters:
-        _copy(params, masters[0])
 
 
 def _lists(

@@ -9,6 +9,8 @@ import importlib
 
 import torch
 
+from ampkit.kernels import reference
+
 # By name: `from ampkit import _C` would call a library that was never built a circular import.
 _C = importlib.import_module("ampkit._C")
 
@@ -16,18 +18,31 @@ built_with: str = _C.torch_version
 ops = torch.ops.ampkit
 
 
-def multi_tensor_scale(inputs, outputs, scale, found_inf=None):
+def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
+    if isinstance(scale, torch.Tensor) or first_bad is not None:
+        return reference.multi_tensor_scale(inputs, outputs, scale, found_inf, first_bad)
     ops.multi_tensor_scale(inputs, outputs, scale, found_inf)
     _mark_written(outputs, found_inf)
 
 
-def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1):
+def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1, first_bad=None):
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or first_bad is not None:
+        return reference.multi_tensor_axpby(xs, ys, outputs, a, b, found_inf, arg_to_check, first_bad)
     ops.multi_tensor_axpby(xs, ys, outputs, a, b, found_inf, arg_to_check)
     _mark_written(outputs, found_inf)
 
 
 def multi_tensor_l2norm(tensors, per_tensor=False):
     return ops.multi_tensor_l2norm(tensors, per_tensor)
+
+
+multi_tensor_unscale_l2norm = reference.multi_tensor_unscale_l2norm
+multi_tensor_sgd = reference.multi_tensor_sgd
+multi_tensor_adam = reference.multi_tensor_adam
+multi_tensor_adagrad = reference.multi_tensor_adagrad
+multi_tensor_lamb = reference.multi_tensor_lamb
+multi_tensor_novograd = reference.multi_tensor_novograd
+update_scale = reference.update_scale
 
 
 def load_cuda_kernels() -> str:

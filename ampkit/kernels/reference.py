@@ -1,11 +1,39 @@
 """Every multi-tensor operator in plain torch: the specification of the compiled kernels, and what runs without them.
 
 Arithmetic is float32, or wider where a tensor is: each step is rounded once, and the result once more on its way into a
-narrower output. The kernels agree bit for bit, except that a norm may differ in its last places. Lists given to these
-functions lie on one device; they may hold any floating point or complex dtype.
+narrower output. The kernels agree bit for bit, except that norms and the optimizers' rules (updates.py) may differ in
+their last places. Lists given to these functions lie on one device; they may hold any floating point dtype and, outside
+the optimizers' rules, complex ones.
 """
 
 import torch
+
+from ampkit.kernels.checks import check_lists, compute_dtype
+from ampkit.kernels.updates import (
+    multi_tensor_adagrad,
+    multi_tensor_adam,
+    multi_tensor_lamb,
+    multi_tensor_novograd,
+    multi_tensor_sgd,
+)
+
+__all__ = [
+    "NO_BAD",
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_lamb",
+    "multi_tensor_novograd",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+    "report_non_finite",
+    "update_scale",
+]
+
+#: What ``first_bad`` holds while no tensor was found that is not finite: above every index.
+NO_BAD = 2**62
 
 # A float32 sum of squares stays accurate over this many elements; longer tensors are summed in pieces.
 _PIECE = 1 << 12
@@ -13,38 +41,118 @@ _PIECE = 1 << 12
 _SAFE_NORM = (1e-12, 1e18)
 
 
-def multi_tensor_scale(inputs, outputs, scale, found_inf=None):
+def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
     """outputs[i] = inputs[i] * scale; found_inf becomes 1 if an input is not finite. Outputs are always written."""
     check_lists("multi_tensor_scale", inputs=inputs, outputs=outputs)
-    report_non_finite(inputs, found_inf)
-    if scale == 1.0:
+    report_non_finite(inputs, found_inf, first_bad)
+    if not isinstance(scale, torch.Tensor) and scale == 1.0:
         torch._foreach_copy_(outputs, inputs)
         return
-    in_place = [(x, out) for x, out in zip(inputs, outputs) if out.dtype is _compute_dtype(x)]
+    in_place = [(x, out) for x, out in zip(inputs, outputs) if out.dtype is compute_dtype(x)]
     if in_place:
         # Widened first and multiplied where it lies: no temporary copies.
         targets = [out for _, out in in_place]
         torch._foreach_copy_(targets, [x for x, _ in in_place])
-        torch._foreach_mul_(targets, scale)
+        if isinstance(scale, torch.Tensor):
+            torch._foreach_mul_(targets, [scale.reshape(()).to(out) for out in targets])
+        else:
+            torch._foreach_mul_(targets, scale)
     for x, out in zip(inputs, outputs):
-        if out.dtype is not _compute_dtype(x):
-            out.copy_(x.to(_compute_dtype(x)) * scale)
+        if out.dtype is not compute_dtype(x):
+            out.copy_(x.to(compute_dtype(x)) * _factor(scale))
 
 
-def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1):
+def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1, first_bad=None):
     """outputs[i] = a * xs[i] + b * ys[i]; arg_to_check says who is checked: -1 both, 0 xs, 1 ys."""
     if arg_to_check not in (-1, 0, 1):
         raise RuntimeError(f"multi_tensor_axpby: arg_to_check is {arg_to_check}; expected -1 (both), 0 (xs) or 1 (ys)")
     check_lists("multi_tensor_axpby", xs=xs, ys=ys, outputs=outputs)
-    report_non_finite([*(xs if arg_to_check != 1 else ()), *(ys if arg_to_check != 0 else ())], found_inf)
+    for checked, tensors in ((0, xs), (1, ys)):
+        if arg_to_check in (-1, checked):
+            report_non_finite(tensors, found_inf, first_bad)
     for x, y, out in zip(xs, ys, outputs):
-        dtype = _compute_dtype(x, y)
-        out.copy_((x.to(dtype) * a).add_(y.to(x.device, dtype) * b))
+        dtype = compute_dtype(x, y)
+        out.copy_((x.to(dtype) * _factor(a)).add_(y.to(x.device, dtype) * _factor(b)))
 
 
 def multi_tensor_l2norm(tensors, per_tensor=False):
     """(norm of all tensors together, float32 [1]; norm of each, float32 [n], or [0] unless per_tensor)."""
     check_lists("multi_tensor_l2norm", tensors=tensors)
+    return _l2norm(tensors, per_tensor, None)
+
+
+def multi_tensor_unscale_l2norm(inputs, outputs=None, inv_scale=None, found_inf=None, per_tensor=False, first_bad=None):
+    """outputs[i] = inputs[i] * inv_scale where there are outputs, and the norms of these products."""
+    check_lists("multi_tensor_unscale_l2norm", inputs=inputs, outputs=outputs)
+    norms = _l2norm(inputs, per_tensor, inv_scale)  # first: outputs may be the inputs
+    if outputs is None:
+        report_non_finite(inputs, found_inf, first_bad)
+    else:
+        multi_tensor_scale(inputs, outputs, 1.0 if inv_scale is None else inv_scale, found_inf, first_bad)
+    return norms
+
+
+def update_scale(
+    scale,
+    growth_tracker,
+    hysteresis_tracker,
+    found_inf,
+    growth_factor,
+    backoff_factor,
+    growth_interval,
+    hysteresis,
+    min_scale,
+    max_scale,
+):
+    """Moves a loss scale and its two counters on their device, as `DynamicScaler` does on the host."""
+    bad = found_inf != 0
+    left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
+    clean = torch.where(bad, 0, growth_tracker + 1)
+    grows = clean >= growth_interval
+    # Products in float64 and rounded once, as the kernel's; a scale above the maximum was set by hand and stays.
+    wide = scale.dtype if scale.device.type == "mps" else torch.float64
+    grown = (scale.to(wide) * growth_factor).to(torch.float32)
+    grown = torch.minimum(grown, scale.clamp(min=max_scale))
+    grown = torch.where(grown.isfinite(), grown, scale)
+    backed_off = (scale.to(wide) * backoff_factor).to(torch.float32).clamp(min=min_scale)
+    scale.copy_(torch.where(bad & (left <= 0), backed_off, torch.where(grows, grown, scale)))
+    growth_tracker.copy_(torch.where(grows, 0, clean))
+    hysteresis_tracker.copy_(left)
+
+
+def report_non_finite(tensors, found_inf, first_bad=None):
+    """Sets found_inf to 1 if any element is not finite, without asking the host; otherwise leaves it as it is.
+
+    ``first_bad`` is lowered to the index of the first such tensor.
+    """
+    if found_inf is None and first_bad is None:
+        return
+    groups = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            indices, group = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+            indices.append(i)
+            group.append(tensor)
+    for (device, _), (indices, group) in groups.items():
+        # The extremes of a tensor are finite exactly if all of it is: NaN wins every comparison of these two.
+        if device.type == "cpu":  # six times faster there than the norm
+            extremes = torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in group])
+        else:
+            extremes = torch.stack(torch._foreach_norm(group, float("inf"))).unsqueeze(1)
+        bad = extremes.isfinite().all(dim=1).logical_not()
+        if found_inf is not None:
+            found_inf.copy_(torch.maximum(found_inf, bad.any().to(found_inf)))
+        if first_bad is not None:
+            first = torch.where(bad, torch.tensor(indices, device=device), NO_BAD).min()
+            first_bad.copy_(torch.minimum(first_bad, first.to(first_bad.device)))
+
+
+def _factor(number):
+    return number.reshape(()) if isinstance(number, torch.Tensor) else number
+
+
+def _l2norm(tensors, per_tensor, factor):
     device = tensors[0].device
     flats = [(torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1) for t in tensors]
     pieces, owners = [], []
@@ -57,61 +165,11 @@ def multi_tensor_l2norm(tensors, per_tensor=False):
     sums = torch.zeros(len(tensors), dtype=wide, device=device)
     if pieces:
         sums.index_add_(0, torch.tensor(owners, device=device), _norms(pieces, wide).square())
-    norm = sums.sum(dtype=wide).sqrt().reshape(1).to(torch.float32)
-    return norm, (sums.sqrt() if per_tensor else sums[:0]).to(torch.float32)
-
-
-def check_lists(op, **lists):
-    """Raises unless the lists have one length, equal shapes at each index, and dtypes that an operator can take."""
-    (first_name, first), *others = lists.items()
-    for name, tensors in others:
-        if len(tensors) != len(first):
-            raise RuntimeError(
-                f"{op}: {first_name} has {len(first)} tensors, {name} has {len(tensors)}; pass lists of one length"
-            )
-    for name, tensors in lists.items():
-        for i, (tensor, expected) in enumerate(zip(tensors, first)):
-            if tensor.shape != expected.shape:
-                raise RuntimeError(
-                    f"{op}: {name}[{i}] has shape {list(tensor.shape)}, "
-                    f"{first_name}[{i}] has shape {list(expected.shape)}; they must be equal"
-                )
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                raise RuntimeError(f"{op}: {name}[{i}] is {tensor.dtype}; expected a floating point or complex dtype")
-            if name == "outputs" and not tensor.is_complex():
-                for source, sources in lists.items():
-                    if sources[i].is_complex():
-                        raise RuntimeError(f"{op}: {source}[{i}] is {sources[i].dtype}, outputs[{i}] is {tensor.dtype}")
-
-
-def report_non_finite(tensors, found_inf):
-    """Sets found_inf to 1 if any element is not finite, without asking the host; otherwise leaves it as it is."""
-    if found_inf is None:
-        return
-    if found_inf.dtype is not torch.float32 or found_inf.numel() != 1:
-        raise RuntimeError(
-            f"found_inf is {found_inf.dtype} of shape {list(found_inf.shape)}; pass a float32 tensor of shape [1]"
-        )
-    by_dtype = {}
-    for tensor in tensors:
-        if tensor.numel():
-            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            by_dtype.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for group in by_dtype.values():
-        # The extremes of a tensor are finite exactly if all of it is: NaN wins every comparison of these two.
-        if group[0].device.type == "cpu":  # six times faster there than the norm
-            extremes = torch.stack([extreme for tensor in group for extreme in torch.aminmax(tensor)])
-        else:
-            extremes = torch.stack(torch._foreach_norm(group, float("inf")))
-        found = extremes.isfinite().logical_not().any().to(found_inf.device, torch.float32)
-        found_inf.copy_(torch.maximum(found_inf, found))
-
-
-def _compute_dtype(*tensors):
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    norms = torch.cat([sums.sum(dtype=wide).reshape(1), sums if per_tensor else sums[:0]]).sqrt()
+    if factor is not None:
+        norms = norms * abs(_factor(factor))
+    norms = norms.to(torch.float32)
+    return norms[:1].clone(), norms[1:].clone()
 
 
 def _norms(pieces, wide):

@@ -1,9 +1,11 @@
-"""The optimizers' multi-tensor updates in plain torch: one function for each rule, over lists of tensors.
+"""The optimizers' multi-tensor steps in plain torch: one function for each rule, over lists of tensors.
 
 Gradients, parameters and states may differ in dtype. Arithmetic is float32, or wider where a parameter is, and each
-result is rounded once on its way back. Gradients are read only. The fused optimizers call these with their state, the
-drop-in's ``amp_C`` with the lists of its callers. Numbers such as ``lr`` and ``step`` may be tensors: nothing waits
-for the device.
+result is rounded once on its way back. Gradients are read only, and multiplied by ``inv_scale`` and ``clip`` first.
+``lower`` receives the new parameters, rounded. With a ``found_inf`` other than 0 nothing is written. Numbers such as
+``lr`` and ``step`` may be tensors: nothing waits for the device.
+
+faces.py routes calls here or to the compiled kernels, for which these functions are the specification.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ from typing import Any
 
 import torch
 
+from ampkit.kernels.checks import check_lists, compute_dtype
+
 Tensors = Sequence[torch.Tensor]
 Number = Any  #: a float, or a tensor of one element
 
 
 @torch.no_grad()
-def sgd(
+def multi_tensor_sgd(
     grads: Tensors,
     params: Tensors,
-    momenta: Tensors,
+    momenta: Tensors | None,
+    lower: Tensors | None = None,
     *,
     lr: Number,
     momentum: float = 0.0,
@@ -30,45 +35,45 @@ def sgd(
     nesterov: bool = False,
     first_run: bool = False,
     wd_after_momentum: bool = False,
-    scale: float = 1.0,
-    trust: Tensors | None = None,
-    lower: Tensors | None = None,
+    trust: torch.Tensor | None = None,
+    inv_scale: Number | None = None,
+    clip: Number | None = None,
+    found_inf: torch.Tensor | None = None,
 ) -> None:
-    """Stochastic gradient descent on ``grads * scale``; ``momenta`` is not looked at where ``momentum`` is 0.
+    """Stochastic gradient descent; ``momenta`` is not looked at where ``momentum`` is 0.
 
     On the ``first_run`` a momentum is the gradient itself. ``wd_after_momentum`` keeps the weight decay out of the
-    momentum. ``trust`` are factors of the update, one for each tensor. ``lower`` receives copies of the parameters.
+    momentum. ``trust`` holds a factor of the decayed gradient for each tensor.
     """
-    p, d = _wide(params), _wide(grads, params)
-    if scale != 1.0:
-        d = torch._foreach_mul(d, scale)
+    check_lists("multi_tensor_sgd", grads=grads, params=params, momenta=momenta if momentum else None, lower=lower)
+    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
     if weight_decay and not wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
     if trust is not None:
-        d = torch._foreach_mul(d, [factor.to(x) for factor, x in zip(trust, d)])
+        d = torch._foreach_mul(d, [factor.to(x) for factor, x in zip(trust.unbind(), d)])
+    written = []
     if momentum:
-        m = _wide(momenta, params)
+        m = _working(momenta, params, found_inf)
         if first_run:
-            torch._foreach_copy_(m, d)
+            torch._foreach_copy_(m, list(d))
         else:
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, d, alpha=1.0 - dampening)
-        _write(momenta, m)
+        written.append((momenta, m))
         d = torch._foreach_add(d, m, alpha=momentum) if nesterov else m
     if weight_decay and wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
     _subtract(p, d, lr)
-    _write(params, p)
-    if lower is not None:
-        torch._foreach_copy_(list(lower), p)
+    _write(found_inf, *written, (params, p), (lower, p))
 
 
 @torch.no_grad()
-def adam(
+def multi_tensor_adam(
     grads: Tensors,
     params: Tensors,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
+    lower: Tensors | None = None,
     *,
     lr: Number,
     betas: tuple[float, float],
@@ -77,53 +82,102 @@ def adam(
     decoupled: bool,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
-    inverse_scale: Number | None = None,
+    inv_scale: Number | None = None,
+    clip: Number | None = None,
+    found_inf: torch.Tensor | None = None,
 ) -> None:
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
-    p, d = _wide(params), _wide(grads, params)
-    if inverse_scale is not None:
-        d = _times(d, inverse_scale)
+    lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, lower=lower)
+    check_lists("multi_tensor_adam", **lists)
+    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
+    m, v = _working(exp_avgs, params, found_inf), _working(exp_avg_sqs, params, found_inf)
     if weight_decay and not decoupled:
         d = torch._foreach_add(d, p, alpha=weight_decay)
-    update = _adam_direction(d, params, exp_avgs, exp_avg_sqs, betas, 1.0 - betas[0], eps, step, bias_correction)
+    _update_moments(m, v, d, betas, 1.0 - betas[0])
+    update = _adam_direction(m, v, betas, eps, step, bias_correction)
     if weight_decay and decoupled:
         torch._foreach_add_(update, p, alpha=weight_decay)
     _subtract(p, update, lr)
-    _write(params, p)
+    _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), (params, p), (lower, p))
 
 
 @torch.no_grad()
-def adagrad(
+def multi_tensor_adagrad(
     grads: Tensors,
     params: Tensors,
     sums: Tensors,
+    lower: Tensors | None = None,
     *,
     lr: Number,
     eps: float,
     decoupled: bool = False,
     weight_decay: float = 0.0,
+    inv_scale: Number | None = None,
+    clip: Number | None = None,
+    found_inf: torch.Tensor | None = None,
 ) -> None:
     """Adagrad (Duchi et al. 2011), with L2 regularisation or ``decoupled`` weight decay."""
-    p, d, h = _wide(params), _wide(grads, params), _wide(sums, params)
+    check_lists("multi_tensor_adagrad", grads=grads, params=params, sums=sums, lower=lower)
+    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
+    h = _working(sums, params, found_inf)
     if weight_decay and not decoupled:
         d = torch._foreach_add(d, p, alpha=weight_decay)
     torch._foreach_addcmul_(h, d, d)
-    _write(sums, h)
     denominator = torch._foreach_sqrt(h)
     torch._foreach_add_(denominator, eps)
     update = torch._foreach_div(d, denominator)
     if weight_decay and decoupled:
         torch._foreach_add_(update, p, alpha=weight_decay)
     _subtract(p, update, lr)
-    _write(params, p)
+    _write(found_inf, (sums, h), (params, p), (lower, p))
 
 
 @torch.no_grad()
-def novograd(
+def multi_tensor_lamb(
+    grads: Tensors,
+    params: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    lower: Tensors | None = None,
+    directions: Tensors | None = None,
+    *,
+    lr: Number,
+    betas: tuple[float, float],
+    eps: float,
+    step: Number,
+    weight_decay: float,
+    decoupled: bool = True,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    trusts: bool = True,
+    inv_scale: Number | None = None,
+    clip: Number | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """LAMB (You et al. 2020, algorithm 2): Adam's direction, and where ``trusts`` says so a step as long as ``lr`` times
+    the weights' norm. ``directions`` (may be the gradients) receives the directions taken.
+    """
+    lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, lower=lower)
+    check_lists("multi_tensor_lamb", **lists, directions=directions)
+    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
+    m, v = _working(exp_avgs, params, found_inf), _working(exp_avg_sqs, params, found_inf)
+    if weight_decay and not decoupled:
+        d = torch._foreach_add(d, p, alpha=weight_decay)
+    _update_moments(m, v, d, betas, 1.0 - betas[0] if grad_averaging else 1.0)
+    update = _adam_direction(_stored(m, exp_avgs), _stored(v, exp_avg_sqs), betas, eps, step, bias_correction)
+    if weight_decay and decoupled:
+        torch._foreach_add_(update, p, alpha=weight_decay)
+    _lamb_move(p, update, lr, trusts)
+    _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), (directions, update), (params, p), (lower, p))
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
     grads: Tensors,
     params: Tensors,
     exp_avgs: Tensors,
     norms: torch.Tensor,
+    lower: Tensors | None = None,
     *,
     lr: Number,
     betas: tuple[float, float],
@@ -133,39 +187,42 @@ def novograd(
     weight_decay: float = 0.0,
     grad_averaging: bool = True,
     reg_inside_moment: bool = False,
-    norm_type: int = 2,
+    inv_scale: Number | None = None,
+    clip: Number | None = None,
+    found_inf: torch.Tensor | None = None,
 ) -> None:
-    """NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor.
-
-    ``norms`` holds the running norm of every gradient (not its square), one element a tensor, and is updated:
-    for ``norm_type`` 2 in the mean of squares, for 0 (the maximum norm) in the mean.
-    """
-    beta1, beta2 = betas
-    p, d, m = _wide(params), _wide(grads, params), _wide(exp_avgs, params)
-    now = gradient_norms(d, norm_type).to(norms)
-    if norm_type == 2:
-        norms.copy_((norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt())
-    else:
-        norms.copy_(norms * beta2 + now * (1.0 - beta2))
-    correction1, correction2 = 1.0, 1.0
-    if bias_correction:
-        correction1, correction2 = 1.0 - beta1**step, (1.0 - beta2**step) ** 0.5
-    denominators = [(one / correction2 + eps).to(x) for one, x in zip(norms.unbind(), d)]
-    share = 1.0 - beta1 if grad_averaging else 1.0
+    """NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor, whose root ``norms`` holds."""
+    check_lists("multi_tensor_novograd", grads=grads, params=params, exp_avgs=exp_avgs, lower=lower)
+    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
+    m = _working(exp_avgs, params, found_inf)
+    correction1, correction2 = _corrections(betas, step, bias_correction)
+    denominators = [(norm / correction2**0.5 + eps).to(x) for norm, x in zip(norms.unbind(), d)]
     if reg_inside_moment:
         d = torch._foreach_div(d, denominators)
         if weight_decay:
             torch._foreach_add_(d, p, alpha=weight_decay)
-    torch._foreach_mul_(m, beta1)
-    torch._foreach_add_(m, d, alpha=share)
-    _write(exp_avgs, m)
+    torch._foreach_mul_(m, betas[0])
+    torch._foreach_add_(m, d, alpha=1.0 - betas[0] if grad_averaging else 1.0)
     update = _over(m, correction1)
     if not reg_inside_moment:
         torch._foreach_div_(update, denominators)
         if weight_decay:
             torch._foreach_add_(update, p, alpha=weight_decay)
     _subtract(p, update, lr)
-    _write(params, p)
+    _write(found_inf, (exp_avgs, m), (params, p), (lower, p))
+
+
+@torch.no_grad()
+def move_norms(
+    norms: torch.Tensor, now: torch.Tensor, beta2: float, norm_type: int, found_inf: torch.Tensor | None = None
+) -> None:
+    """NovoGrad's running norms: for ``norm_type`` 2 a mean of squares, for 0 (the maximum norm) a mean."""
+    now = now.to(norms)
+    if norm_type == 2:
+        moved = (norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt()
+    else:
+        moved = norms * beta2 + now * (1.0 - beta2)
+    norms.copy_(moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved))
 
 
 @torch.no_grad()
@@ -179,31 +236,17 @@ def lamb_direction(
     eps: float,
     step: Number,
     decays: Sequence[float] | float,
-    decoupled: bool = True,
-    bias_correction: bool = True,
-    grad_averaging: bool = True,
-    global_grad_norm: Number | None = None,
-    max_grad_norm: Number | None = None,
-    inverse_scale: Number | None = None,
+    clip: Number | None = None,
 ) -> list[torch.Tensor]:
-    """The first half of LAMB (You et al. 2020, algorithm 2): updates the moments and returns the direction to go.
-
-    Gradients are clipped to ``max_grad_norm`` by their ``global_grad_norm``. ``decays`` is the weight decay, or one for
-    each tensor.
-    """
-    p, d = _wide(params), _wide(grads, params)
-    if inverse_scale is not None:
-        d = _times(d, inverse_scale)
-    if global_grad_norm is not None and max_grad_norm is not None:
-        d = _times(d, clip_factor(global_grad_norm, max_grad_norm))
-    decayed = _decayed(p, decays)
-    if decayed is not None and not decoupled:
-        d = torch._foreach_add(d, decayed)
-    share = 1.0 - betas[0] if grad_averaging else 1.0
-    update = _adam_direction(d, params, exp_avgs, exp_avg_sqs, betas, share, eps, step, bias_correction)
-    if decayed is not None and decoupled:
-        torch._foreach_add_(update, decayed)
-    return list(update)
+    """The first half of LAMB alone: updates the moments and returns the directions. ``decays``: one, or one a tensor."""
+    p, d = _working(params, params), _scaled(grads, params, None, clip)
+    m, v = _working(exp_avgs, params), _working(exp_avg_sqs, params)
+    _update_moments(m, v, d, betas, 1.0 - betas[0])
+    _write(None, (exp_avgs, m), (exp_avg_sqs, v))
+    update = _adam_direction(m, v, betas, eps, step, True)
+    decays = [float(decays)] * len(p) if isinstance(decays, (int, float)) else [float(decay) for decay in decays]
+    torch._foreach_add_(update, torch._foreach_mul(p, decays))
+    return update
 
 
 @torch.no_grad()
@@ -215,22 +258,11 @@ def lamb_move(
     trusts: bool,
     param_norms: torch.Tensor | None = None,
     direction_norms: torch.Tensor | None = None,
-    lower: Tensors | None = None,
 ) -> None:
-    """The second half of LAMB: steps of length ``lr``, relative to the weights' norms where ``trusts`` says so.
-
-    Norms, one element a tensor, are computed here unless they are given.
-    """
-    p, d = _wide(params), _wide(directions, params)
-    if trusts and p:
-        w = gradient_norms(p, 2) if param_norms is None else param_norms
-        u = gradient_norms(d, 2) if direction_norms is None else direction_norms
-        ratios = torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
-        d = torch._foreach_mul(d, [ratio.to(x) for ratio, x in zip(ratios.unbind(), d)])
-    _subtract(p, d, lr)
-    _write(params, p)
-    if lower is not None:
-        torch._foreach_copy_(list(lower), p)
+    """The second half of LAMB alone. Norms, one element a tensor, are computed here unless they are given."""
+    p, d = _working(params, params), _working(directions, params)
+    _lamb_move(p, d, lr, trusts, param_norms, direction_norms)
+    _write(None, (params, p))
 
 
 @torch.no_grad()
@@ -243,35 +275,6 @@ def lars_trust(
 
 
 @torch.no_grad()
-def update_scale_(
-    scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    hysteresis_tracker: torch.Tensor,
-    found_inf: torch.Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-) -> torch.Tensor:
-    """Move a loss scale on its device, as `DynamicLossScale` does; returns ``scale``.
-
-    An overflow costs one of ``hysteresis`` chances; without any left, the scale backs off. A clean iteration gives all
-    chances back, and the ``growth_interval``-th in a row lets the scale grow, unless it would become infinite.
-    """
-    bad = found_inf > 0
-    left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
-    clean = torch.where(bad, 0, growth_tracker + 1)
-    grows = clean == growth_interval
-    grown = scale * growth_factor
-    grown = torch.where(grown.isfinite(), grown, scale)
-    moved = torch.where(bad & (left <= 0), scale * backoff_factor, torch.where(~bad & grows, grown, scale))
-    scale.copy_(moved)
-    growth_tracker.copy_(torch.where(grows, 0, clean))
-    hysteresis_tracker.copy_(left)
-    return scale
-
-
-@torch.no_grad()
 def gradient_norms(tensors: Tensors, norm_type: int = 2) -> torch.Tensor:
     """The norm of each tensor, at least float32, on the first one's device; ``norm_type`` 2, or 0 for the maximum."""
     if not tensors:
@@ -280,55 +283,64 @@ def gradient_norms(tensors: Tensors, norm_type: int = 2) -> torch.Tensor:
         raise RuntimeError(f"norm_type is {norm_type}; expected 2, or 0 for the maximum norm")
     order = 2 if norm_type == 2 else float("inf")
     norms = [
-        torch.linalg.vector_norm(t, order, dtype=_compute_dtype(t))
+        torch.linalg.vector_norm(t, order, dtype=compute_dtype(t))
         if t.numel()
-        else t.new_zeros((), dtype=_compute_dtype(t))
+        else t.new_zeros((), dtype=compute_dtype(t))
         for t in tensors
     ]
     return torch.stack([norm.to(norms[0]) for norm in norms])
 
 
 @torch.no_grad()
-def clip_factor(norm: Number, max_norm: Number) -> Number:
+def clip_factor(norm: Number, max_norm: Number) -> torch.Tensor:
     """What to multiply gradients of a norm by so that they do not exceed the maximum; 0 or less means no maximum."""
     norm, max_norm = (x if isinstance(x, torch.Tensor) else torch.tensor(float(x)) for x in (norm, max_norm))
-    norm, max_norm = norm.reshape(()), max_norm.reshape(()).to(norm)
+    norm = norm.reshape(())
+    max_norm = max_norm.reshape(()).to(norm)
     return torch.where((max_norm > 0) & (norm > max_norm), max_norm / norm, torch.ones_like(norm))
 
 
-def _adam_direction(
-    d: list[torch.Tensor],
-    params: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    betas: tuple[float, float],
-    share: float,
-    eps: float,
-    step: Number,
-    bias_correction: bool,
-) -> list[torch.Tensor]:
-    """Update both moments with the gradients ``d``; returns first moment / (root of the second + eps), corrected."""
+@torch.no_grad()
+def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = 1e-6) -> torch.Tensor:
+    """The factor that ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm by, on the device."""
+    return (max_norm / (norm + eps)).clamp(max=1.0)
+
+
+def _lamb_move(p, d, lr, trusts, param_norms=None, direction_norms=None):
+    if trusts and p:
+        w = gradient_norms(p, 2) if param_norms is None else param_norms
+        u = gradient_norms(d, 2) if direction_norms is None else direction_norms
+        ratios = torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
+        d = torch._foreach_mul(d, [ratio.to(x) for ratio, x in zip(ratios.unbind(), d)])
+    _subtract(p, d, lr)
+
+
+def _update_moments(m, v, d, betas, share):
     beta1, beta2 = betas
-    m, v = _wide(exp_avgs, params), _wide(exp_avg_sqs, params)
     torch._foreach_mul_(m, beta1)
     torch._foreach_add_(m, d, alpha=share)
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, d, d, value=1.0 - beta2)
-    _write(exp_avgs, m)
-    _write(exp_avg_sqs, v)
-    correction1, correction2 = (1.0 - beta1**step, 1.0 - beta2**step) if bias_correction else (1.0, 1.0)
+
+
+def _adam_direction(m, v, betas, eps, step, bias_correction) -> list[torch.Tensor]:
+    """First moment / (root of the second + eps), corrected."""
+    correction1, correction2 = _corrections(betas, step, bias_correction)
     denominator = _over(v, correction2)
     torch._foreach_sqrt_(denominator)
     torch._foreach_add_(denominator, eps)
     update = _over(m, correction1)
     torch._foreach_div_(update, denominator)
-    return list(update)
+    return update
 
 
-def _decayed(p: list[torch.Tensor], decays: Sequence[float] | float) -> list[torch.Tensor] | None:
-    if isinstance(decays, (int, float)):
-        return list(torch._foreach_mul(p, decays)) if decays else None
-    return list(torch._foreach_mul(p, [float(decay) for decay in decays]))
+def _corrections(betas: tuple[float, float], step: Number, bias_correction: bool) -> tuple[Number, Number]:
+    """What the moments fall short of after so many steps; powers in float64, for they come close to 1."""
+    if not bias_correction:
+        return 1.0, 1.0
+    if isinstance(step, torch.Tensor):
+        step = step.reshape(()).to(torch.float32 if step.device.type == "mps" else torch.float64)
+    return 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
 
 
 def _subtract(p: list[torch.Tensor], update: Tensors, lr: Number) -> None:
@@ -350,17 +362,37 @@ def _over(tensors: Tensors, divisor: Number) -> list[torch.Tensor]:
     return list(torch._foreach_div(list(tensors), float(divisor)))
 
 
-def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(torch.float32, tensor.dtype)
+def _working(tensors: Tensors, params: Tensors, found_inf: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The tensors in the dtype that each parameter's update is computed in: themselves where they have it already,
+    unless an update may turn out to be skipped."""
+    copy = found_inf is not None
+    return [t.to(compute_dtype(p), copy=copy) for t, p in zip(tensors, params, strict=True)]
 
 
-def _wide(tensors: Tensors, params: Tensors | None = None) -> list[torch.Tensor]:
-    """The tensors in the dtype that each parameter's update is computed in: themselves, where they have it already."""
-    return [t.to(_compute_dtype(p)) for t, p in zip(tensors, tensors if params is None else params, strict=True)]
+def _stored(values: list[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:
+    """Values as they will be read back from tensors that may be narrower."""
+    return [value.to(t.dtype).to(value.dtype) for value, t in zip(values, tensors)]
 
 
-def _write(tensors: Tensors, values: list[torch.Tensor]) -> None:
-    """Round computed values into the tensors that they stand for."""
-    narrow = [(t, value) for t, value in zip(tensors, values) if t is not value]
-    if narrow:
-        torch._foreach_copy_([t for t, _ in narrow], [value for _, value in narrow])
+def _scaled(grads: Tensors, params: Tensors, *factors: Number | None) -> list[torch.Tensor]:
+    d = [g.to(compute_dtype(p)) for g, p in zip(grads, params, strict=True)]
+    given = [factor for factor in factors if factor is not None]
+    if not given:
+        return d
+    product = given[0] if len(given) == 1 else given[0] * given[1]
+    return d if not isinstance(product, torch.Tensor) and product == 1.0 else _times(d, product)
+
+
+def _write(found_inf: torch.Tensor | None, *results: tuple[Tensors | None, list[torch.Tensor]]) -> None:
+    """Round computed values into the tensors that they stand for, unless something was found."""
+    targets, values = [], []
+    for tensors, computed in results:
+        for target, value in zip(tensors or (), computed):
+            if target is not value:
+                targets.append(target)
+                values.append(value)
+    if found_inf is not None and targets:
+        skips = found_inf.reshape(()) != 0
+        values = [torch.where(skips, target, value.to(target.dtype)) for target, value in zip(targets, values)]
+    if targets:
+        torch._foreach_copy_(targets, values)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import updates
+from .. import kernels
 from .fused import FusedOptimizer, gradients
 
 
@@ -32,7 +32,7 @@ class FusedAdagrad(FusedOptimizer):
 
     def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         for step, part in self.advance(group, params):
-            updates.adagrad(
+            kernels.multi_tensor_adagrad(
                 gradients(part),
                 part,
                 self.moments(part, "sum"),

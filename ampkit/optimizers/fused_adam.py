@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import updates
+from .. import kernels
 from .fused import FusedOptimizer, gradients, refuse_amsgrad
 
 _REMOVED = ("grads", "output_params", "scale", "grad_norms")
@@ -94,7 +94,7 @@ class FusedAdam(FusedOptimizer):
     def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         for step, part in self.advance(group, params):
             targets = [self.state[param].get("master_param", param) for param in part]
-            updates.adam(
+            kernels.multi_tensor_adam(
                 gradients(part),
                 targets,
                 self.moments(part, "exp_avg"),
@@ -106,7 +106,7 @@ class FusedAdam(FusedOptimizer):
                 decoupled=bool(self.adam_w_mode),
                 bias_correction=bool(group["bias_correction"]),
                 weight_decay=group["weight_decay"],
-                inverse_scale=self._inverse_scale,
+                inv_scale=self._inverse_scale,
             )
             for param, target in zip(part, targets):
                 if target is not param:

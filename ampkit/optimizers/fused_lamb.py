@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..kernels import updates
 from .fused import FusedOptimizer, gradients, refuse_amsgrad
 from .fused_adam import read_grad_scaler
 
@@ -175,21 +174,23 @@ def _lamb(
     global_grad_norm: torch.Tensor | None,
     inverse_scale: torch.Tensor | None = None,
 ) -> None:
-    directions = updates.lamb_direction(
+    clip = None
+    if global_grad_norm is not None and group["max_grad_norm"] is not None:
+        clip = kernels.clip_factor(global_grad_norm, group["max_grad_norm"])
+    kernels.multi_tensor_lamb(
         gradients(params),
         targets,
         optimizer.moments(params, "exp_avg"),
         optimizer.moments(params, "exp_avg_sq"),
         betas=group["betas"],
+        lr=group["lr"],
         eps=group["eps"],
         step=step,
-        decays=group["weight_decay"],
+        weight_decay=group["weight_decay"],
         decoupled=bool(optimizer.adam_w_mode),
         bias_correction=bool(group["bias_correction"]),
         grad_averaging=bool(group["grad_averaging"]),
-        global_grad_norm=global_grad_norm,
-        max_grad_norm=group["max_grad_norm"],
-        inverse_scale=inverse_scale,
+        trusts=bool(optimizer.use_nvlamb or group["weight_decay"]),
+        inv_scale=inverse_scale,
+        clip=clip,
     )
-    trusts = bool(optimizer.use_nvlamb or group["weight_decay"])
-    updates.lamb_move(targets, directions, lr=group["lr"], trusts=trusts)

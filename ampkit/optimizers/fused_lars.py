@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from ..kernels import updates
+from .. import kernels
 from .fused import FusedOptimizer, gradients
 from .fused_sgd import refuse_negative, refuse_odd_nesterov, split_by_buffer
 
@@ -57,17 +57,17 @@ class FusedLARS(FusedOptimizer):
         for first_run, part in split_by_buffer(self, params):
             trust = None
             if not group["is_skipped"]:
-                trust = updates.lars_trust(
-                    updates.gradient_norms(gradients(part)),
-                    updates.gradient_norms(part),
+                trust = kernels.lars_trust(
+                    kernels.gradient_norms(gradients(part)),
+                    kernels.gradient_norms(part),
                     trust_coefficient=group["trust_coefficient"],
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
-                ).unbind()
-            updates.sgd(
+                )
+            kernels.multi_tensor_sgd(
                 gradients(part),
                 part,
-                self.moments(part, "momentum_buffer") if group["momentum"] else [],
+                self.moments(part, "momentum_buffer") if group["momentum"] else None,
                 lr=group["lr"],
                 momentum=group["momentum"],
                 dampening=group["dampening"],

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from .. import kernels
 from ..errors import CheckpointError
-from ..kernels import updates
 from .fused import FusedOptimizer, gradients, refuse_amsgrad
 
 
@@ -55,7 +55,7 @@ class FusedNovoGrad(FusedOptimizer):
     def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         for step, part in self.advance(group, params):
             norms = self._running_norms(group, part)
-            updates.novograd(
+            kernels.multi_tensor_novograd(
                 gradients(part),
                 part,
                 self.moments(part, "exp_avg"),
@@ -92,7 +92,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _running_norms(self, group: dict[str, Any], params: list[torch.Tensor]) -> torch.Tensor:
         fresh = [param for param in params if "exp_avg_sq" not in self.state[param]]
-        for param, norm in zip(fresh, updates.gradient_norms(gradients(fresh), group["norm_type"])):
+        for param, norm in zip(fresh, kernels.gradient_norms(gradients(fresh), group["norm_type"])):
             self.state[param]["exp_avg_sq"] = torch.zeros_like(norm) if group["init_zero"] else norm
         norms = [self.state[param]["exp_avg_sq"] for param in params]
         return torch.stack([norm.to(norms[0]) for norm in norms])

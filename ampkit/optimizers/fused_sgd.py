@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from ..kernels import updates
+from .. import kernels
 from .fused import FusedOptimizer, gradients
 
 
@@ -50,11 +50,11 @@ class FusedSGD(FusedOptimizer):
             wd_after_momentum=self.wd_after_momentum,
         )
         if not group["momentum"]:
-            updates.sgd(gradients(params), params, [], **settings)
+            kernels.multi_tensor_sgd(gradients(params), params, None, **settings)
             return
         for first_run, part in split_by_buffer(self, params):
             buffers = self.moments(part, "momentum_buffer")
-            updates.sgd(gradients(part), part, buffers, first_run=first_run, **settings)
+            kernels.multi_tensor_sgd(gradients(part), part, buffers, first_run=first_run, **settings)
 
 
 def split_by_buffer(optimizer: FusedOptimizer, params: list[torch.Tensor]) -> list[tuple[bool, list[torch.Tensor]]]:

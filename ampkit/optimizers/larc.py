@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import updates
+from .. import kernels
 
 
 class LARC:
@@ -90,7 +90,7 @@ class LARC:
         if not params:
             return
         grads = [param.grad for param in params]
-        w, g = updates.gradient_norms(params), updates.gradient_norms(grads)
+        w, g = kernels.gradient_norms(params), kernels.gradient_norms(grads)
         rates = self.trust_coefficient * w / (g + w * weight_decay + self.eps)
         if self.clip:
             rates = (rates / group["lr"]).clamp(max=1.0)

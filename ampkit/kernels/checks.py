@@ -1,0 +1,45 @@
+"""What every operator asks of its lists and flags, with errors that say what was found."""
+
+import torch
+
+#: What the compiled kernels take; the reference takes any floating point dtype, and mostly complex ones.
+KERNEL_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+
+
+def check_lists(op, **lists):
+    """Raises unless the lists (or None) have one length, equal shapes at each index, and dtypes that an operator takes."""
+    lists = {name: tensors for name, tensors in lists.items() if tensors is not None}
+    (first_name, first), *others = lists.items()
+    for name, tensors in others:
+        if len(tensors) != len(first):
+            raise RuntimeError(
+                f"{op}: {first_name} has {len(first)} tensors, {name} has {len(tensors)}; pass lists of one length"
+            )
+    for name, tensors in lists.items():
+        for i, (tensor, expected) in enumerate(zip(tensors, first)):
+            if tensor.shape != expected.shape:
+                raise RuntimeError(
+                    f"{op}: {name}[{i}] has shape {list(tensor.shape)}, "
+                    f"{first_name}[{i}] has shape {list(expected.shape)}; they must be equal"
+                )
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise RuntimeError(f"{op}: {name}[{i}] is {tensor.dtype}; expected a floating point or complex dtype")
+            if name == "outputs" and not tensor.is_complex():
+                for source, sources in lists.items():
+                    if sources[i].is_complex():
+                        raise RuntimeError(f"{op}: {source}[{i}] is {sources[i].dtype}, outputs[{i}] is {tensor.dtype}")
+
+
+def check_flag(op, name, flag, dtype):
+    if flag is not None and (flag.dtype is not dtype or flag.numel() != 1):
+        raise RuntimeError(
+            f"{op}: {name} is {flag.dtype} of shape {list(flag.shape)}; pass a {dtype} tensor of shape [1]"
+        )
+
+
+def compute_dtype(*tensors):
+    """What arithmetic on these tensors is done in: float32, or wider where one of them is."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype

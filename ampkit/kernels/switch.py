@@ -1,0 +1,165 @@
+"""The one place that decides who computes the multi-tensor operators: the compiled extension or plain torch.
+
+The choice is made once, at import, by AMPKIT_EXTENSION: ``auto`` (default) takes the extension if it loads, ``off``
+never does, ``require`` raises ExtensionError where ``auto`` would fall back. implementation() tells what was chosen and
+why. The faces (faces.py) ask routes() and call what it yields.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampkit.errors import ExtensionError
+from ampkit.kernels import reference
+from ampkit.kernels.checks import KERNEL_DTYPES, check_flag, check_lists
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Who computes the multi-tensor operators of this process, and why."""
+
+    name: str  #: "extension" or "reference"
+    why: str  #: in words, with the import error if there was one
+    built_with: str | None = None  #: the torch version whose headers the extension was compiled with
+    target: str = "2.10"  #: the oldest torch it runs on
+    cpu_capability: str | None = None  #: the instruction set of the CPU kernels
+    cuda: bool = False  #: whether the CUDA kernels are loaded
+    cuda_why: str = "the extension is not loaded"
+
+
+def implementation() -> Implementation:
+    """What was chosen when ampkit was imported."""
+    return _implementation
+
+
+class Route:
+    """Lists that one call can serve: who computes them, and what belongs to them."""
+
+    def __init__(self, kernels: Any, lists: list, device: torch.device, indices: list[int] | None = None) -> None:
+        self.kernels = kernels
+        self.lists = lists
+        self.device = device
+        self.indices = indices  #: where these tensors stand in the caller's lists; None if they are all of them
+
+    def here(self, number: Any) -> Any:
+        """A number, or a tensor that holds one, where the kernels can read it."""
+        if isinstance(number, torch.Tensor) and number.device != self.device:
+            return number.to(self.device, non_blocking=True)
+        return number
+
+    def rows(self, vector: torch.Tensor | None) -> torch.Tensor | None:
+        """Of a vector with one element a tensor, those of this route."""
+        if vector is None or (self.indices is None and vector.device == self.device):
+            return vector
+        chosen = vector if self.indices is None else vector[torch.tensor(self.indices, device=vector.device)]
+        return chosen.to(self.device)
+
+    def flags(self, found_inf: torch.Tensor | None, first_bad: torch.Tensor | None) -> tuple:
+        """Flags for the kernels to write, which report() brings home: the caller's own where that can be."""
+        if found_inf is not None and found_inf.device != self.device:
+            found_inf = torch.zeros(1, device=self.device)
+        if first_bad is not None and (first_bad.device != self.device or self.indices is not None):
+            first_bad = torch.full((1,), reference.NO_BAD, dtype=torch.int64, device=self.device)
+        return found_inf, first_bad
+
+    def report(self, flags: tuple, found_inf: torch.Tensor | None, first_bad: torch.Tensor | None) -> None:
+        flag, first = flags
+        if flag is not found_inf:
+            found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+        if first is not first_bad:
+            if self.indices is not None:
+                indices = torch.tensor([*self.indices, reference.NO_BAD], device=first.device)
+                first = indices[first.clamp(max=len(self.indices))]
+            first_bad.copy_(torch.minimum(first_bad, first.to(first_bad.device)))
+
+
+def kernels_of(device: torch.device) -> Any:
+    """The module whose operators run on this device."""
+    return _extension if device.type in _kernel_devices else reference
+
+
+def routes(
+    op: str,
+    lists: dict[str, Tensors | None],
+    found_inf: torch.Tensor | None = None,
+    first_bad: torch.Tensor | None = None,
+) -> Iterator[Route]:
+    """Once if one call can serve everything, otherwise for each device and, on a device with kernels, apart for the
+    tensors that these cannot take. Lists that are None stay so. Raises before the first one if the lists do not fit.
+    """
+    check_flag(op, "found_inf", found_inf, torch.float32)
+    check_flag(op, "first_bad", first_bad, torch.int64)
+    columns = list(lists.values())
+    given = [column for column in columns if column is not None]
+    first = given[0]
+    if not first or len({len(column) for column in given}) != 1:
+        check_lists(op, **lists)
+        return
+    device = first[0].device
+    if all({tensor.device for tensor in column} == {device} for column in given):
+        if device.type not in _kernel_devices:
+            yield Route(reference, columns, device)
+            return
+        if all({tensor.dtype for tensor in column} <= KERNEL_DTYPES for column in given):
+            yield Route(_extension, columns, device)
+            return
+
+    # Groups of one call must not be half done when a later one turns out to be wrong.
+    check_lists(op, **lists)
+    groups = {}
+    for i, row in enumerate(zip(*given)):
+        device = row[0].device
+        fits = all(tensor.device == device and tensor.dtype in KERNEL_DTYPES for tensor in row)
+        kernels = _extension if fits and device.type in _kernel_devices else reference
+        groups.setdefault((device, kernels), []).append(i)
+    for (device, kernels), indices in groups.items():
+        chosen = [None if column is None else [column[i] for i in indices] for column in columns]
+        yield Route(kernels, chosen, device, indices)
+
+
+def _choose(wish: str) -> tuple:
+    """The module that runs on kernel devices (or the reference), the types of these devices, and the reason."""
+    if wish not in ("auto", "off", "require"):
+        raise ExtensionError(f"AMPKIT_EXTENSION is {wish!r}; expected 'auto', 'off' or 'require'")
+    if wish == "off":
+        return reference, frozenset(), Implementation("reference", "AMPKIT_EXTENSION=off")
+    try:
+        from ampkit.kernels import extension
+
+        capability = extension.ops.cpu_capability()
+    except (ImportError, OSError, RuntimeError) as error:
+        why = f"the extension could not be loaded: {error}"
+        if wish == "require":
+            raise ExtensionError(
+                f"AMPKIT_EXTENSION=require, but {why}. Build it with: pip install --no-build-isolation ."
+            ) from error
+        return reference, frozenset(), Implementation("reference", why)
+    cuda, cuda_why = _load_cuda(extension)
+    chosen = Implementation(
+        "extension",
+        f"AMPKIT_EXTENSION={wish}, and the extension loaded",
+        built_with=extension.built_with,
+        cpu_capability=capability,
+        cuda=cuda,
+        cuda_why=cuda_why,
+    )
+    return extension, frozenset(("cpu", "cuda") if cuda else ("cpu",)), chosen
+
+
+def _load_cuda(extension) -> tuple[bool, str]:
+    if torch.version.cuda is None:
+        return False, "this torch was built without CUDA"
+    try:
+        return True, f"built with torch {extension.load_cuda_kernels()}"
+    except ModuleNotFoundError:
+        return False, "the CUDA library was not built: AMPKIT_CUDA=1 pip install --no-build-isolation ."
+    except (ImportError, OSError) as error:
+        return False, f"the CUDA library could not be loaded: {error}"
+
+
+_extension, _kernel_devices, _implementation = _choose(os.environ.get("AMPKIT_EXTENSION", "auto"))
