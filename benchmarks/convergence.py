@@ -2,11 +2,13 @@
 
 $ python benchmarks/convergence.py             # --size 64 for the demo's images, which take four times as long
 
-It prints, for each seed and level (torch.autocast beside them as a yardstick): how far the first 5 losses and the mean of losses 20
-to 50 are from O0's, and the validation top-1 after the demo's number of steps. Then it checks, bit for bit: O0 against plain
-torch, O2's masters against model.state_dict(), and for every level that saving at step 50 and resuming equals not having
-stopped at step 100. It exits with an error when a bound (1%, 10%, one point; torch.autocast's own distance where that is
-larger) does not hold.
+It checks, bit for bit: O0 against plain torch, O2's masters against model.state_dict(), and for every level that saving at
+step 50 and resuming equals not having stopped at step 100. Then it prints, for each seed and level (torch.autocast beside
+them as a yardstick): how far the first 5 losses and the mean of losses 20 to 50 are from O0's, and the validation top-1
+after the demo's number of steps. It exits with an error when a bound (1%, 10%, one point) does not hold.
+
+Losses can be compared over that many steps only where training is gentle: residual branches start at zero (Goyal et al.,
+2017) and the learning rate warms up with the square of the step. Under a recipe that starts fast, any two roundings part early.
 """
 
 import argparse
@@ -25,11 +27,8 @@ import ampkit
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOWER_PRECISION = torch.float16 if DEVICE.type == "cuda" else torch.bfloat16
-BATCH, STEPS, WARM_UP = (
-    64,
-    110,
-    66,
-)  # five epochs, as in the demo; three of them warm up, so that first steps stay small
+BATCH, STEPS = 64, 110  # five epochs, as in the demo
+WARM_UP = 66
 PEAK_LR = 0.025
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 BOUNDS = {"first 5 losses": 0.01, "mean of losses 20 to 50": 0.10, "top-1": 1.0}
@@ -50,9 +49,9 @@ def load(size):
 
 
 def learning_rate(step):
-    """Up in a line for WARM_UP steps, then down to 0 in a cosine."""
+    """Up in a parabola for WARM_UP steps, then down to 0 in a cosine."""
     if step < WARM_UP:
-        return PEAK_LR * (step + 1) / WARM_UP
+        return PEAK_LR * ((step + 1) / WARM_UP) ** 2
     return PEAK_LR * (1 + math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP))) / 2
 
 
@@ -62,7 +61,7 @@ class Run:
     def __init__(self, level, data, seed, batch=BATCH):
         torch.manual_seed(seed)
         self.level, self.data, self.batch = level, data, batch
-        self.model = torchvision.models.resnet18(num_classes=10).to(DEVICE)
+        self.model = torchvision.models.resnet18(num_classes=10, zero_init_residual=True).to(DEVICE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=PEAK_LR, momentum=0.9, weight_decay=1e-4)
         if level in LEVELS:
             self.model, self.optimizer = ampkit.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)
@@ -144,13 +143,10 @@ def follow_float32(seeds, size):
             reached = f"{accuracy[level]:.2f}% (O0 {accuracy['O0']:.2f}%)" if level in LEVELS else "-"
             print(f"| {seed} | {level} | {first:.2%} | {mean:.2%} | {reached} |", flush=True)
             if level in LEVELS:
-                # Where the start is chaotic torch.autocast is just as far away: then nobody can be held to the bound.
-                at_most = [max(bound, 1.05 * other) for bound, other in zip(BOUNDS.values(), distances["autocast"][:2])]
-                at_most.append(BOUNDS["top-1"])
                 broken += [
-                    f"seed {seed}, {level}: {name} {value:.4f}"
-                    for name, value, most in zip(BOUNDS, (first, mean, points), at_most)
-                    if value > most
+                    f"seed {seed}, {level}: {name} {value:.4f}, at most {bound:g}"
+                    for (name, bound), value in zip(BOUNDS.items(), (first, mean, points))
+                    if value > bound
                 ]
     return broken
 
