@@ -12,10 +12,12 @@ TORCH ?=
 VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# A process for each core, a file of tests to each.
+PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
-PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest hypothesis ruff
+PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis ruff
 
 .PHONY: venv clients test cuda-build demo lint clean
 
@@ -39,8 +41,8 @@ clients: venv
 
 # A silent fallback would hide a broken extension: the first run refuses it, the second does without on purpose.
 test: venv
-	AMPKIT_EXTENSION=require $(BIN)/python -m pytest -q tests
-	AMPKIT_EXTENSION=off $(BIN)/python -m pytest -q tests
+	AMPKIT_EXTENSION=require $(PYTEST) tests
+	AMPKIT_EXTENSION=off $(PYTEST) tests
 
 # Asks nvcc itself where its toolkit lies: the one on PATH may be a script or a link to it.
 CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p')

@@ -1,8 +1,13 @@
 """What all tests share: the devices at hand, and random numbers that are the same each time."""
 
+import os
 import types
 
 import pytest
+
+# Threads that spin while they wait make bfloat16 ten times slower wherever something else runs, other tests included.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 import torch._dynamo  # replaces torch.manual_seed; the first optimizer would import it in the midst of a test
 
