@@ -30,6 +30,7 @@ from .errors import NotInitializedError as NotInitializedError
 from .errors import RefusedOperation as RefusedOperation
 from .loss_scale import DynamicLossScale as DynamicLossScale
 from .models import cast_inputs as cast_inputs
+from .policy import Policy as Policy
 from .registry import current_session as current_session
 
 __version__ = "0.1.0"

@@ -17,6 +17,7 @@ from .logs import logger
 from .loss_scale import DynamicLossScale, LossScaler, validate_scaler_state
 from .optimizers import adapter_of
 from .plan import Plan, resolve
+from .policy import Policy
 from .registry import collect_orphans, current_session, live_sessions, not_initialized, session_of
 from .session import Session, refuse_second_lower_precision
 
@@ -40,7 +41,7 @@ def initialize(
     patch_torch_functions_type: torch.dtype | None = None,
     keep_fp32: Any = (),
     keep_originals: bool = True,
-    policy: str = "default",
+    policy: str | Mapping[str, str] | Policy = "default",
     on_floor: str = "raise",
     accept_lower_precision: bool = False,
 ) -> Any:
@@ -63,7 +64,8 @@ def initialize(
     - ``keep_originals``: whether float32 originals of frozen weights and buffers are kept, on the host.
     - ``accept_lower_precision``: whether models may hold float16 or bfloat16 weights already, which is an error otherwise. With
       master weights these get masters too.
-    - ``policy``: which tables O1 follows, ``"default"`` or ``"apex"``.
+    - ``policy``: which tables O1 follows, ``"default"``, ``"apex"`` or ``"autocast"``; a dict changes single rows
+      (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
     - ``verbosity``: 0 is silent, 1 logs settings and overflows, 2 also every cast.
 
     It may be called again, for other models (each call has its own loss scalers) or for the same (the old session is closed

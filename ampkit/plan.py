@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from .errors import ConfigurationError
 from .loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
-from .policy.tables import tables_for
+from .policy import Policy
 
 LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
 LOWER_PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -41,7 +41,7 @@ class Plan:
     max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
     keep_fp32: tuple[Any, ...] = ()
     keep_originals: bool = True
-    policy: str = "default"
+    policy: Policy = field(default_factory=Policy)
     on_floor: str = "raise"
 
     @property
@@ -123,6 +123,7 @@ def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> P
         raise ConfigurationError(f"Unknown settings {sorted(unknown)}; known are {[f.name for f in fields(Plan)]}.")
     checked = {name: _CHECKS[name](value, opt_level) for name, value in given.items()}
     plan = replace(plan, **checked)
+    plan = replace(plan, policy=plan.policy.settled(device_type))
     if plan.max_loss_scale < plan.min_loss_scale:
         raise ConfigurationError(
             f"min_loss_scale={plan.min_loss_scale:g} is above max_loss_scale={plan.max_loss_scale:g}. Lower the one or raise "
@@ -284,11 +285,6 @@ def _check_keep_fp32(value: Any, level: str) -> tuple[Any, ...]:
     return items
 
 
-def _check_policy(value: Any, level: str) -> str:
-    tables_for(value)
-    return value
-
-
 def _check_on_floor(value: Any, level: str) -> str:
     if value not in ("raise", "warn"):
         raise _refuse("on_floor", value, "'raise' or 'warn'")
@@ -310,6 +306,6 @@ _CHECKS = {
     "max_loss_scale": _check_bound("max_loss_scale"),
     "keep_fp32": _check_keep_fp32,
     "keep_originals": lambda value, level: _check_bool("keep_originals", value),
-    "policy": _check_policy,
+    "policy": lambda value, level: Policy.of(value),
     "on_floor": _check_on_floor,
 }

@@ -7,6 +7,7 @@ import torch
 
 from ampkit import ConfigurationError, DynamicLossScale
 from ampkit.plan import Plan, defaults_of, resolve
+from ampkit.policy import Policy
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -53,7 +54,8 @@ def test_defaults_that_all_levels_share():
         plan = defaults_of(level, "cpu")
         assert (plan.enabled, plan.num_losses, plan.verbosity, plan.cast_model_outputs) == (True, 1, 1, None)
         assert (plan.min_loss_scale, plan.max_loss_scale) == (2.0**-14, 2.0**24)
-        assert (plan.keep_fp32, plan.keep_originals, plan.policy, plan.on_floor) == ((), True, "default", "raise")
+        assert (plan.keep_fp32, plan.keep_originals, plan.on_floor) == ((), True, "raise")
+        assert plan.policy == Policy("default")
     assert DYNAMIC == DynamicLossScale(2.0**16, 2.0, 0.5, 2000, 1)
 
 
@@ -106,7 +108,7 @@ ACCEPTED = (
     ("O2", "keep_fp32", torch.nn.Linear, (torch.nn.Linear,)),
     ("O2", "keep_fp32", ["head", torch.nn.Linear], ("head", torch.nn.Linear)),
     ("O2", "keep_originals", False, False),
-    ("O1", "policy", "apex", "apex"),
+    ("O1", "policy", "apex", Policy("apex")),
     ("O1", "on_floor", "warn", "warn"),
 )
 ACCEPTED_ROWS = [(level, *rest) for levels, *rest in ACCEPTED for level in levels.split()]

@@ -1,10 +1,18 @@
 """The cast tables as data, and their expansion to rules."""
 
+import pickle
+
 import pytest
 import torch
+import torch.nn.functional as F
+from engines import o1
+from torch import nn
 
-from ampkit.errors import ConfigurationError
-from ampkit.policy import POLICIES, CastKind, CastRule, RuleGroup, expand, tables_for
+import ampkit
+import ampkit.casting.engine as engine_module
+from ampkit import Policy
+from ampkit.errors import ConfigurationError, RefusedOperation
+from ampkit.policy import TABLES, CastKind, CastRule, RuleGroup, expand, tables_for
 
 # apex-facts: the rows that scripts written for Apex rely on, by owner.
 APEX_LOWER = {
@@ -31,7 +39,7 @@ def kinds(policy: str) -> dict:
     return {(rule.owner, rule.name): rule.kind for rule in rules}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["default", "apex"])
 @pytest.mark.parametrize(
     ("rows", "kind"), [(APEX_LOWER, CastKind.LOWER_PRECISION_FP), (APEX_FP32, CastKind.FP32)], ids=["lower", "fp32"]
 )
@@ -42,13 +50,14 @@ def test_rows_of_apex_are_kept_under_every_policy(policy, rows, kind):
     ] == []
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", TABLES)
 def test_tables_name_each_function_once(policy):
-    seen = [(path, name) for group in tables_for(policy) for path in group.owners for name in group.names]
-    assert sorted(seen) == sorted(set(seen))
+    for layer in TABLES[policy]:
+        seen = [(path, name) for group in layer for path in group.owners for name in group.names]
+        assert sorted(seen) == sorted(set(seen))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", TABLES)
 def test_tables_give_a_reason_for_each_group(policy):
     assert all(group.reason for group in tables_for(policy))
 
@@ -76,7 +85,194 @@ def test_expand_lets_the_users_rule_win():
     assert [rule for rule in rules if rule.owner is torch and rule.name == "exp"] == [extra]
 
 
-@pytest.mark.parametrize("policy", ["o1", None, ["default"]])
-def test_unknown_policy_names_the_accepted_ones(policy):
-    with pytest.raises(ConfigurationError, match="'default', 'apex'"):
-        tables_for(policy)
+# -- what a caller may choose and change
+
+
+def test_policy_is_a_value():
+    policy = Policy("apex", {"torch.nn.functional.gelu": "lower", "torch.exp": "native"}, banned="fp32")
+    assert repr(policy) == "Policy('apex', {'torch.exp': 'native', 'torch.nn.functional.gelu': 'lower'}, banned='fp32')"
+    assert eval(repr(policy)) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert len({policy, Policy("apex", {"torch.exp": "native", "torch.nn.functional.gelu": "lower"}, "fp32")}) == 1
+    assert (repr(Policy()), Policy.of("default"), Policy.of({})) == ("Policy('default')", Policy(), Policy())
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        ("o1", ("'o1'", "'default'", "'apex'", "'autocast'")),
+        (["default"], ("['default']", "'default'")),
+        ({"torch.nn.functional.gelo": "fp32"}, ("torch.nn.functional.gelo", "Did you mean 'torch.nn.functional.gelu'")),
+        ({"gelu": "fp32"}, ("'gelu'", "Did you mean 'torch.nn.functional.gelu'")),
+        ({"F.softmax": "fp32"}, ("'F.softmax'", "'torch.nn.functional.softmax'")),
+        ({"no.such.module": "fp32"}, ("no.such.module", "no function of that name")),
+        ({"torch.float32": "fp32"}, ("torch.float32", "no function of that name")),
+        ({"torch.nn.Linear": "fp32"}, ("torch.nn.Linear", "names a class", "torch.nn.functional.linear")),
+        ({None: "fp32"}, ("None", "no function of that name")),
+        ({"torch.exp": "float32"}, ("torch.exp", "'float32'", "'fp32'", "'lower'")),
+        ({"torch.exp": torch.float32}, ("torch.exp", "torch.float32", "'fp32'")),
+        ({"torch.exp_": "fp32"}, ("torch.exp_", "'native'", "keeps its dtype")),
+        ({"torch.Tensor.__iadd__": "lower"}, ("__iadd__", "keeps its dtype")),
+    ],
+)
+def test_policy_that_makes_no_sense_is_refused(value, parts):
+    with pytest.raises(ConfigurationError) as error:
+        Policy.of(value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_unknown_treatment_of_banned_functions_is_refused():
+    with pytest.raises(ConfigurationError, match="'error', 'fp32', 'allow'"):
+        Policy(banned="ignore")
+    with pytest.raises(ConfigurationError, match="overrides=3"):
+        Policy(overrides=3)
+
+
+def result_dtypes(policy, call, low=torch.bfloat16):
+    """What ``call`` gives for a lower-precision and for a float32 tensor under a policy."""
+    with o1(low, policy=policy):
+        return call(torch.rand(4, 4).to(low)).dtype, call(torch.rand(4, 4)).dtype
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("lower", (torch.float16, torch.float16)),
+        ("bfloat16", (torch.bfloat16, torch.bfloat16)),
+        ("fp32", (torch.float32, torch.float32)),
+        ("native", (torch.float16, torch.float32)),
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["torch.nn.functional.softmax", "torch.nn.functional.relu", "torch.nn.functional.gelu"]
+)
+def test_changed_row_decides(path, change, expected):
+    function = path.rpartition(".")[2]
+    arguments = (-1,) if function == "softmax" else ()
+    assert result_dtypes({path: change}, lambda x: getattr(F, function)(x, *arguments), torch.float16) == expected
+
+
+def test_changed_row_of_a_functional_is_not_overruled_by_what_it_calls():
+    with o1(policy={"torch.nn.functional.softmax": "native"}):
+        low = torch.rand(3).bfloat16()
+        assert F.softmax(low, -1).dtype is torch.bfloat16
+        assert nn.Softmax(-1)(low).dtype is torch.bfloat16
+
+
+def test_changed_row_leaves_other_rows_alone():
+    with o1(policy={"torch.softmax": "native"}):
+        low = torch.rand(3).bfloat16()
+        assert torch.softmax(low, -1).dtype is torch.bfloat16
+        assert low.softmax(-1).dtype is torch.float32
+        assert F.softmax(low, -1).dtype is torch.float32
+        assert low.exp().dtype is torch.float32
+
+
+def test_promote_row_casts_to_the_widest():
+    low, high = torch.rand(3).bfloat16(), torch.rand(3)
+    with o1(policy={"torch.nn.functional.mse_loss": "promote", "torch.Tensor.copy_": "promote"}):
+        assert F.mse_loss(low, low).dtype is torch.bfloat16
+        assert F.mse_loss(low, high).dtype is torch.float32
+        assert low.copy_(high) is low
+        assert low.dtype is torch.bfloat16
+
+
+def test_changed_row_wins_over_a_registration(monkeypatch):
+    monkeypatch.setattr(engine_module, "_registered", {})
+    ampkit.register_half_function(F, "relu")
+    with o1(policy={"torch.nn.functional.relu": "fp32"}):
+        assert F.relu(torch.rand(2).bfloat16()).dtype is torch.float32
+        ampkit.register_half_function(F, "relu")  # from now on
+        assert F.relu(torch.rand(2)).dtype is torch.bfloat16
+
+
+def test_banned_function_may_be_computed_in_float32_or_allowed():
+    p, target = torch.rand(3).bfloat16(), torch.ones(3).bfloat16()
+    with o1(), pytest.raises(RefusedOperation, match="binary_cross_entropy_with_logits"):
+        F.binary_cross_entropy(p, target)
+    for policy in (Policy(banned="fp32"), {"torch.nn.functional.binary_cross_entropy": "fp32"}):
+        with o1(policy=policy):
+            loss = F.binary_cross_entropy(p, target)
+            assert loss.dtype is torch.float32
+            torch.testing.assert_close(loss.double(), -p.double().log().mean(), rtol=1e-6, atol=0)
+    for policy in (Policy(banned="allow"), {"torch.nn.functional.binary_cross_entropy": "native"}):
+        with o1(policy=policy):
+            assert F.binary_cross_entropy(p, target).dtype is torch.bfloat16
+
+
+def test_any_function_can_be_refused():
+    with o1(policy={"torch.Tensor.exp": "error"}):
+        torch.rand(2).exp()
+        with pytest.raises(RefusedOperation, match=r"exp\(\) was called with a torch.bfloat16 tensor"):
+            torch.rand(2).bfloat16().exp()
+
+
+@pytest.mark.parametrize(
+    ("base", "device_type", "settled"),
+    [
+        ("autocast", "cpu", "autocast-cpu"),
+        ("autocast", "cuda", "autocast-cuda"),
+        ("autocast", "mps", "autocast-cuda"),
+        ("autocast-cuda", "cpu", "autocast-cuda"),
+        ("apex", "cpu", "apex"),
+    ],
+)
+def test_autocast_is_settled_to_the_list_of_a_device_type(base, device_type, settled):
+    changes = {"torch.exp": "native"}
+    assert Policy(base, changes).settled(device_type) == Policy(settled, changes)
+
+
+# Functions that the lists treat differently: a call on a lower-precision image `x`, and what each policy makes of it.
+POOLED = {
+    "max_pool3d": lambda x: F.max_pool3d(x, 2),
+    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x, 2),
+    "gelu": lambda x: F.gelu(x),
+    "tensordot": lambda x: torch.tensordot(x.float(), x.float(), dims=5),
+}
+BF16, F32 = torch.bfloat16, torch.float32
+EXPECTED = {
+    "default": {"max_pool3d": BF16, "adaptive_max_pool3d": BF16, "gelu": F32, "tensordot": BF16},
+    "autocast-cpu": {"max_pool3d": F32, "adaptive_max_pool3d": F32, "gelu": F32, "tensordot": BF16},
+    "autocast-cuda": {"max_pool3d": BF16, "adaptive_max_pool3d": BF16, "gelu": F32, "tensordot": F32},
+    "apex": {"max_pool3d": BF16, "adaptive_max_pool3d": BF16, "gelu": F32, "tensordot": BF16},
+}
+
+
+@pytest.mark.parametrize("policy", EXPECTED)
+def test_policy_selects_its_tables(policy):
+    x = torch.rand(1, 2, 4, 4, 4).bfloat16()
+    with o1(policy=policy):
+        assert {name: call(x).dtype for name, call in POOLED.items()} == EXPECTED[policy]
+
+
+def model_and_optimizer():
+    model = nn.Linear(3, 3)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def test_initialize_takes_a_name_a_dict_or_a_policy():
+    low = torch.rand(3).bfloat16()
+    for policy, plan in [
+        ("autocast", Policy("autocast-cpu")),
+        ({"torch.exp": "native"}, Policy(overrides={"torch.exp": "native"})),
+        (Policy("apex", banned="allow"), Policy("apex", banned="allow")),
+    ]:
+        with ampkit.session(*model_and_optimizer(), "O1", policy=policy, verbosity=0):
+            assert ampkit.current_session().plan.policy == plan
+            assert torch.exp(low).dtype is (BF16 if policy == {"torch.exp": "native"} else F32)
+
+
+def test_wrong_policy_leaves_everything_untouched():
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(ConfigurationError, match="Did you mean"):
+        ampkit.initialize(model, optimizer, policy={"torch.nn.functional.softmx": "fp32"}, verbosity=0)
+    assert type(model) is nn.Linear
+
+
+def test_second_session_with_another_policy_is_refused():
+    kept = ampkit.initialize(*model_and_optimizer(), policy={"torch.exp": "native"}, verbosity=0)
+    with pytest.raises(ConfigurationError, match=r"Policy\('default', \{'torch.exp': 'native'\}\)"):
+        ampkit.initialize(*model_and_optimizer(), verbosity=0)
+    also_kept = ampkit.initialize(*model_and_optimizer(), policy={"torch.exp": "native"}, verbosity=0)
+    assert len({id(model) for model, _ in (kept, also_kept)}) == 2

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from torch.utils.data._utils import fetch as _fetch
 
 from ..errors import ConfigurationError
 from ..patching import PatchSet
-from ..policy.rules import CastKind, CastRule, expand, namesakes
-from ..policy.tables import tables_for
+from ..policy import Policy
+from ..policy.rules import CastKind, CastRule, namesakes
 from . import rnn
 from .cache import CastCache
 from .wrappers import wrap
@@ -46,13 +46,13 @@ class Casting:
     def __init__(
         self,
         lower_precision: torch.dtype,
-        policy: str = "default",
+        policy: str | Mapping[str, str] | Policy = "default",
         device_types: Iterable[str] = (),
         verbosity: int = 0,
     ) -> None:
         self.lower_precision = lower_precision
-        self.policy = policy
         self.device_types = set(device_types)
+        self.policy = Policy.of(policy).settled(min(self.device_types, default="cpu"))
         self.verbosity = verbosity
         self.enabled = False
         # Idents of the threads in which casting is off; empty nearly always.
@@ -73,7 +73,7 @@ class Casting:
         global _active
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
-        rules, dropped = expand(tables_for(self.policy), _registered.values())
+        rules, dropped = self.policy.rules(_registered.values())
         try:
             for rule in rules:
                 self._patch(rule)

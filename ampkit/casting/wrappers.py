@@ -37,6 +37,13 @@ _logger = logging.getLogger("ampkit")
 
 _EXACT = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size})
+_ADVICE = {
+    "binary_cross_entropy": "probabilities near 0 and 1 are rounded to 0 and 1 there, and their logarithm is infinite. Leave "
+    "out the sigmoid and use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), which is safe. Or have the "
+    "probabilities computed in float32, with ampkit.register_float_function(torch, 'sigmoid') or inside 'with "
+    "ampkit.disable_casts():'.",
+}
+_ANY_ADVICE = "the policy refuses it in lower precision. Give it float32, or change its row (policy={...})."
 _TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
@@ -186,7 +193,7 @@ def _reject(kind: CastKind, original: Callable, casting: Casting, name: str) -> 
 
 
 def _ban(kind: CastKind, original: Callable, casting: Casting, name: str) -> Callable:
-    """BANNED: functions that lose their meaning in lower precision, and have a better twin."""
+    """BANNED: functions that lose their meaning in lower precision, or that the user's policy refuses."""
     suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -194,11 +201,7 @@ def _ban(kind: CastKind, original: Callable, casting: Casting, name: str) -> Cal
             for x in tensors_in(args, kwargs):
                 if x.dtype in LOWER_PRECISION and _is_ours(x, casting):
                     raise RefusedOperation(
-                        f"{name}() was called with a {x.dtype} tensor while O1 is active: probabilities near 0 and 1 "
-                        f"are rounded to 0 and 1 there, and their logarithm is infinite. Leave out the sigmoid and use "
-                        f"binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), which is safe. Or have the "
-                        f"probabilities computed in float32, with ampkit.register_float_function(torch, 'sigmoid') or "
-                        f"inside 'with ampkit.disable_casts():'."
+                        f"{name}() was called with a {x.dtype} tensor while O1 is active: {_ADVICE.get(name, _ANY_ADVICE)}"
                     )
         return original(*args, **kwargs)
 

@@ -7,8 +7,7 @@ works on `CastRule`s, and `expand` is the pure step between them. What a user re
 from __future__ import annotations
 
 import enum
-import functools
-import importlib
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,23 @@ class CastKind(enum.Enum):
     REJECT = "refused when the first argument is float16"
     BANNED = "refused when any argument is float16 or bfloat16"
     NATIVE = "left to torch, which promotes by itself; nothing is patched"
+
+
+# The tables are written in these.
+LOWER = CastKind.LOWER_PRECISION_FP
+FP32 = CastKind.FP32
+PROMOTE = CastKind.PROMOTE
+MATCH_FIRST = CastKind.MATCH_FIRST
+REJECT = CastKind.REJECT
+BANNED = CastKind.BANNED
+NATIVE = CastKind.NATIVE
+
+TORCH = "torch"
+TENSOR = "torch.Tensor"
+F = "torch.nn.functional"
+LINALG = "torch.linalg"
+SPECIAL = "torch.special"
+VF = "torch._VF"
 
 
 @dataclass(frozen=True)
@@ -92,13 +108,9 @@ def namesakes(rule: CastRule) -> list[Any]:
     return [owner for owner in owners if hasattr(owner, rule.name)]
 
 
-@functools.cache
 def resolve_owner(path: str) -> Any | None:
     """The object at a dotted path that starts with a module, or None when the installed torch has no such thing."""
-    head, *rest = path.split(".")
-    owner = importlib.import_module(head)
-    for part in rest:
-        owner = getattr(owner, part, None)
-        if owner is None:
-            return None
-    return owner
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError):
+        return None

@@ -1,29 +1,29 @@
 """The cast tables of O1: data only, each group with its reason.
 
 `APEX` holds the rows that Apex's amp had, `TODAY` what torch has gained since and Apex's lists never reached. Where
-Apex cast to make mixed dtypes meet and torch now promotes by itself, the row says NATIVE and nothing is patched. The O1
-engine reads the tables through `tables_for`.
+Apex cast to make mixed dtypes meet and torch now promotes by itself, the row says NATIVE and nothing is patched.
+`TABLES` says which of them a policy is made of; a `Policy` (policy.py) is what reads it.
 """
 
 from __future__ import annotations
 
-from ..errors import ConfigurationError
-from .rules import CastKind, RuleGroup
-
-F = "torch.nn.functional"
-TORCH = "torch"
-TENSOR = "torch.Tensor"
-LINALG = "torch.linalg"
-SPECIAL = "torch.special"
-VF = "torch._VF"
-
-LOWER = CastKind.LOWER_PRECISION_FP
-FP32 = CastKind.FP32
-PROMOTE = CastKind.PROMOTE
-MATCH_FIRST = CastKind.MATCH_FIRST
-REJECT = CastKind.REJECT
-BANNED = CastKind.BANNED
-NATIVE = CastKind.NATIVE
+from .autocast import CPU_LIST, CUDA_LIST
+from .rules import (
+    BANNED,
+    FP32,
+    LINALG,
+    LOWER,
+    MATCH_FIRST,
+    NATIVE,
+    PROMOTE,
+    REJECT,
+    SPECIAL,
+    TENSOR,
+    TORCH,
+    VF,
+    F,
+    RuleGroup,
+)
 
 # Many names to a line, as in a table.
 # fmt: off
@@ -131,7 +131,7 @@ APEX = (
 
 TODAY = (
     # Matrix products under the names that came later.
-    RuleGroup(LOWER, TORCH, ("einsum", "chain_matmul"), "contractions are matrix products"),
+    RuleGroup(LOWER, TORCH, ("einsum", "chain_matmul", "tensordot"), "contractions are matrix products"),
     RuleGroup(LOWER, LINALG, ("multi_dot", "matmul", "vecdot"), "matrix products"),
     RuleGroup(LOWER, TENSOR, ("__rmatmul__",), "the reflected operator form of matmul"),
     RuleGroup(LOWER, F, ("scaled_dot_product_attention",), "two matrix products; its softmax runs in float32 inside"),
@@ -141,12 +141,52 @@ TODAY = (
         ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
         "the fast paths of nn.MultiheadAttention and nn.TransformerEncoderLayer in eval: they want equal dtypes",
     ),
+    RuleGroup(
+        LOWER,
+        TORCH,
+        (
+            "_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn",
+            "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention",
+        ),
+        "what convolutions, recurrent layers and attention are made of, where a script calls it by name",
+    ),
+    RuleGroup(LOWER, (TORCH, TENSOR), ("_addmm_activation",), "a matrix product with its activation"),
+    RuleGroup(LOWER, F, ("grouped_mm",), "matrix products of groups of rows"),
     # Softmax, norms and losses in all their spellings.
     RuleGroup(
         FP32, (TORCH, TENSOR, SPECIAL), ("softmax", "log_softmax", "logsumexp", "log1p"), "built on exp and log"
     ),
-    RuleGroup(FP32, SPECIAL, ("expm1", "exp2", "erfinv", "xlogy", "xlog1py", "logit", "entr"), "steep, or on log"),
+    RuleGroup(FP32, (TORCH, TENSOR), ("arccos", "arcsin"), "other names of acos and asin"),
+    RuleGroup(
+        FP32,
+        (TORCH, TENSOR, SPECIAL),
+        ("digamma", "erfc", "exp2", "lgamma", "mvlgamma", "polygamma", "square"),
+        "leaves the range of float16, or is steep",
+    ),
+    RuleGroup(
+        FP32,
+        SPECIAL,
+        ("entr", "erfinv", "expm1", "gammaln", "logit", "multigammaln", "psi", "xlog1py", "xlogy"),
+        "leaves the range of float16, or is steep",
+    ),
     RuleGroup(FP32, (TORCH, TENSOR), ("xlogy", "logit", "logaddexp", "logaddexp2", "logcumsumexp"), "built on log"),
+    RuleGroup(
+        NATIVE,
+        (TORCH, TENSOR),
+        (
+            "arccos_", "arcsin_", "digamma_", "erfc_", "exp2_", "igamma_", "igammac_", "lgamma_", "log1p_", "logit_",
+            "mvlgamma_", "polygamma_", "square_", "xlogy_",
+        ),
+        "an in-place function keeps its tensor, dtype and storage, as torch has it",
+    ),
+    RuleGroup(FP32, F, ("upsample", "upsample_nearest", "upsample_bilinear"), "older names of interpolate"),
+    RuleGroup(
+        FP32,
+        TORCH,
+        ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback"),
+        "coordinates need more than 8 or 11 bits",
+    ),
+    RuleGroup(FP32, TORCH, ("fake_quantize_per_tensor_affine",), "which level a value falls to needs all its bits"),
     RuleGroup(FP32, F, ("rms_norm", "instance_norm"), "sums of squares; float32 weights want a float32 input"),
     RuleGroup(
         FP32,
@@ -194,7 +234,33 @@ TODAY = (
     RuleGroup(
         FP32,
         TORCH,
-        ("complex", "polar", "lobpcg", "pca_lowrank", "svd_lowrank", "stft", "istft", "lstsq", "view_as_complex"),
+        (
+            "_lu_with_info", "complex", "histogramdd", "istft", "lobpcg", "lstsq", "lu_unpack", "pca_lowrank", "polar", "stft",
+            "svd_lowrank", "view_as_complex",
+        ),
+        "torch has no lower-precision kernel for it",
+    ),
+    RuleGroup(
+        FP32,
+        (TORCH, TENSOR),
+        ("angle", "histc", "histogram", "igamma", "igammac"),
+        "torch has no lower-precision kernel for it, or none on one device",
+    ),
+    RuleGroup(FP32, F, ("adaptive_avg_pool3d",), "its CPU kernel sums in the dtype of the input"),
+    RuleGroup(FP32, F, ("avg_pool3d",), "torch has no lower-precision kernel for it on the CPU"),
+    RuleGroup(FP32, "torch.sparse", ("sampled_addmm",), "torch has no lower-precision kernel for it"),
+    RuleGroup(
+        FP32,
+        SPECIAL,
+        (
+            "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "chebyshev_polynomial_t",
+            "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w", "erfcx", "gammainc", "gammaincc",
+            "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p", "log_ndtr",
+            "modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1", "ndtri",
+            "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "shifted_chebyshev_polynomial_t",
+            "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w",
+            "spherical_bessel_j0", "zeta",
+        ),
         "torch has no lower-precision kernel for it",
     ),
     RuleGroup(FP32, TENSOR, ("stft", "istft"), "torch has no lower-precision kernel for it"),
@@ -205,7 +271,7 @@ TODAY = (
             "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product",
             "inv", "inv_ex", "ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq", "lu", "lu_factor", "lu_factor_ex",
             "lu_solve", "matrix_exp", "matrix_power", "matrix_rank", "pinv", "qr", "slogdet", "solve", "solve_ex",
-            "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
+            "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve", "vander",
         ),
         "torch has no lower-precision kernel for it",
     ),
@@ -225,24 +291,40 @@ TODAY = (
         ("vdot", "inner", "allclose", "isclose", "lerp", "heaviside"),
         "torch wants equal dtypes",
     ),
-    RuleGroup(PROMOTE, TORCH, ("tensordot", "cartesian_prod", "meshgrid"), "torch wants equal dtypes"),
+    RuleGroup(PROMOTE, TORCH, ("cartesian_prod", "meshgrid"), "torch wants equal dtypes"),
+    RuleGroup(PROMOTE, (F, TORCH), ("embedding_bag",), "torch wants weights and per_sample_weights of equal dtype"),
+    RuleGroup(PROMOTE, "torch.sparse", ("mm",), "torch wants equal dtypes"),
     RuleGroup(PROMOTE, LINALG, ("cross",), "torch wants equal dtypes"),
     RuleGroup(
         PROMOTE,
         (TORCH, TENSOR),
-        ("index_add", "index_copy", "index_put", "masked_scatter", "scatter", "scatter_add", "scatter_reduce"),
+        (
+            "index_add", "index_copy", "index_put", "index_reduce", "masked_scatter", "put", "scatter", "scatter_add",
+            "scatter_reduce",
+        ),
         "torch wants source and destination of equal dtype",
     ),
     RuleGroup(
         MATCH_FIRST,
         TENSOR,
         (
-            "__setitem__", "index_add_", "index_copy_", "index_put_", "lerp_", "masked_scatter_", "scatter_",
-            "scatter_add_", "scatter_reduce_",
+            "__setitem__", "index_add_", "index_copy_", "index_put_", "index_reduce_", "lerp_", "masked_scatter_", "put_",
+            "scatter_", "scatter_add_", "scatter_reduce_",
         ),
         "the tensor written to fixes the dtype; torch wants the source to have it",
     ),
-    RuleGroup(MATCH_FIRST, TORCH, ("index_put_",), "the tensor written to fixes the dtype"),
+    RuleGroup(MATCH_FIRST, TORCH, ("addmv_", "index_put_"), "the tensor written to fixes the dtype"),
+    RuleGroup(
+        NATIVE,
+        (F, TORCH),
+        (
+            "adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d", "max_pool3d", "max_unpool2d",
+            "max_unpool3d", "pad",
+        ),
+        "selects or copies elements, which is exact in every precision",
+    ),
+    RuleGroup(NATIVE, (TORCH, TENSOR), ("arctan2", "equal"), "torch promotes by itself"),
+    RuleGroup(NATIVE, (TORCH, TENSOR), ("arctan2_",), "torch lets the tensor written to fix the dtype by itself"),
     RuleGroup(
         NATIVE,
         TORCH,
@@ -257,16 +339,16 @@ APEX_ONLY = (
 
 # fmt: on
 
-POLICIES: dict[str, tuple[RuleGroup, ...]] = {
-    "default": APEX + TODAY,
-    "apex": TODAY + APEX + APEX_ONLY,
+# Layers of groups: a later one wins. A function that a policy's own list does not know keeps the default's row.
+DEFAULT = APEX + TODAY
+TABLES: dict[str, tuple[tuple[RuleGroup, ...], ...]] = {
+    "default": (DEFAULT,),
+    "apex": (DEFAULT, APEX_ONLY),
+    "autocast-cpu": (DEFAULT, CPU_LIST),
+    "autocast-cuda": (DEFAULT, CUDA_LIST),
 }
 
 
-def tables_for(policy: str) -> tuple[RuleGroup, ...]:
-    """The groups of a policy by name. A function that Apex's lists do not know keeps today's row under ``"apex"``."""
-    try:
-        return POLICIES[policy]
-    except (KeyError, TypeError):
-        accepted = ", ".join(repr(name) for name in POLICIES)
-        raise ConfigurationError(f"policy={policy!r} is not known. Accepted: {accepted}.") from None
+def tables_for(base: str) -> tuple[RuleGroup, ...]:
+    """The groups of a policy's tables, one after the other; ``"autocast"`` has to be settled to a device type before."""
+    return tuple(group for layer in TABLES[base] for group in layer)

@@ -15,6 +15,7 @@ from ...casting.engine import active_casting
 from ...casting.tensors import CASTABLE, cast_floating, map_tensors
 from ...errors import ConfigurationError
 from ...logs import logger
+from ...policy import Policy
 from ...registry import current_session, live_sessions
 from ...session import Session
 from ..parallel import DistributedDataParallel
@@ -140,7 +141,7 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
 def _end_casts_of_other_kinds(lower_precision: torch.dtype) -> None:
     """Torch can be patched in one way at a time: the newest ``initialize`` decides, as it did in Apex."""
     casting = active_casting()
-    if casting is None or (casting.lower_precision is lower_precision and casting.policy == "apex"):
+    if casting is None or (casting.lower_precision is lower_precision and casting.policy == Policy("apex")):
         return
     users = [session for session in live_sessions if session.casting is casting]
     for session in users:
