@@ -1,51 +1,105 @@
-"""One warning when an initialized model is compiled: O1's casts are Python functions that dynamo may not see through."""
+"""What has to happen beside compiled code, and what code that dynamo traces needs.
+
+A graph of torch.compile holds what Python did while it was traced. What an initialized model does before each forward
+(let masters and weights agree, refuse changed dtypes) cannot be in it: `compiled_models` has it done on the way into
+compiled code instead. `forget_traces` is for those who change what a trace would contain.
+"""
 
 from __future__ import annotations
 
-import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import config
 
 from .logs import logger
-from .models import watchers
 from .patching import PatchSet
 
+_TAG = " ampkit: "
 
-class CompileWarning:
-    """A wrapper on ``torch.compile``, counted: put there by the first session, taken away by the last."""
+
+def thread_ident() -> int:
+    """`threading.get_ident`; in a trace, a constant: the trace runs in the thread that called the compiled function."""
+    return threading.get_ident()
+
+
+# What torch.compiler.assume_constant_result does, without importing dynamo for it.
+thread_ident._dynamo_marked_constant = True
+
+
+def forget_traces() -> None:
+    """Have compiled functions traced anew: they hold what casting did at the first trace, and do not see it change."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def tag_compiled_code(casts: str) -> None:
+    """Have torch keep compiled code on disk apart from code in which other casts were made; "" is none.
+
+    A graph names ``x @ y`` and not what stands behind it, so that torch's caches would hand a program without casts the
+    code that was compiled with them.
+    """
+    own = config.cache_key_tag.split(_TAG)[0]
+    config.cache_key_tag = f"{own}{_TAG}{casts}" if casts else own
+
+
+class CompiledModels:
+    """The initialized models whose forward is in compiled code, and what is done for them before that code runs.
+
+    Every call of a compiled function or module, whenever it was compiled, asks ``_callback_from_stance`` what to do with
+    the frames that follow; that is where `before_call` is run. When it raises, the call is left uncompiled: the model's
+    own forward then raises the same error, and nothing of dynamo's is left half set up.
+    """
 
     def __init__(self) -> None:
-        self._users = 0
+        self._before_forward: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._patches = PatchSet()
 
-    def acquire(self) -> None:
-        self._users += 1
-        if self._users == 1:
-            self._patches.set(torch, "compile", _warning_compile(torch.compile))
+    def note(self, model: nn.Module, before_forward: Callable[[nn.Module], None]) -> None:
+        """A trace goes through the forward of ``model``: do what precedes a forward, now and before each compiled call."""
+        before_forward(model)
+        self._before_forward[model] = before_forward
+        if not self._patches:
+            self._watch_calls()
 
-    def release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
+    def forget(self, model: nn.Module) -> None:
+        """``model`` is not initialized any more."""
+        self._before_forward.pop(model, None)
+        if not self._before_forward:
             self._patches.restore()
 
+    def before_call(self) -> None:
+        """What precedes a forward, for every model whose forward is in compiled code."""
+        for model, before_forward in list(self._before_forward.items()):
+            before_forward(model)
 
-compile_warning = CompileWarning()
-
-
-def _warning_compile(original: Any) -> Any:
-    warned = []
-
-    @functools.wraps(original)
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        module = getattr(model, "__self__", model)
-        if not warned and isinstance(module, nn.Module) and any(inner in watchers for inner in module.modules()):
-            warned.append(True)
+    def _watch_calls(self) -> None:
+        eval_frame = torch._dynamo.eval_frame
+        original = getattr(eval_frame, "_callback_from_stance", None)
+        if original is None:
             logger.warning(
-                "torch.compile was given a model initialized by ampkit. Compiled code is not part of ampkit's tests yet: "
-                "compare its losses with the uncompiled model's before relying on it."
+                "This torch (%s) does not tell when compiled code is called. Writes to master weights between two calls of "
+                "a compiled model are not seen: call its forward uncompiled once after such a write.",
+                torch.__version__,
             )
-        return original(model, *args, **kwargs)
+            return
 
-    return compile
+        def callback_from_stance(callback: Any) -> Any:
+            if callback is not None and callback is not False:
+                try:
+                    self.before_call()
+                except Exception:
+                    return None
+            return original(callback)
+
+        self._patches.set(eval_frame, "_callback_from_stance", callback_from_stance)
+
+
+compiled_models = CompiledModels()

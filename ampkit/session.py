@@ -19,7 +19,7 @@ from torch import nn
 
 from . import models as model_casts
 from .casting.engine import Casting, active_casting
-from .compiling import compile_warning
+from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .errors import ConfigurationError
 from .logs import logger, stdout_lines
@@ -81,6 +81,7 @@ class Session:
                 )
             if not self.plan.enabled:
                 return
+            self._undo.callback(self._forget_traces)
             if self.plan.verbosity >= 1:
                 stdout_lines.attach()
                 self._undo.callback(stdout_lines.detach)
@@ -89,9 +90,8 @@ class Session:
             self._prepare_optimizers(optimizers, values)
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
-            compile_warning.acquire()
-            self._undo.callback(compile_warning.release)
             self._settle(optimizers, values)
+            self._forget_traces()
         except BaseException:
             self.close()
             raise
@@ -110,6 +110,11 @@ class Session:
     def on_close(self, undo: Callable[..., Any], *args: Any) -> None:
         """Have ``undo(*args)`` called when the session closes, before everything that `prepare` did is undone."""
         self._undo.callback(undo, *args)
+
+    def _forget_traces(self) -> None:
+        """Compiled code that holds a forward of these models must hold it as it is now."""
+        if self.models:
+            forget_traces()
 
     def _prepare_models(self, models: Sequence[nn.Module]) -> dict[torch.Tensor, Float32Value]:
         plan = self.plan
@@ -200,10 +205,8 @@ class Session:
     def _restart_device_types() -> None:
         """The engine casts where the models of its sessions live, and of those only."""
         casting = active_casting()
-        casting.device_types.clear()
-        for session in live_sessions:
-            if session.casting is casting:
-                casting.device_types.update(device_types(session.models))
+        models = [model for session in live_sessions if session.casting is casting for model in session.models]
+        casting.cast_on(device_types(models))
 
     # The iteration
 
@@ -260,7 +263,7 @@ class Session:
         else:
             _refuse_changed_dtype(model, self._left_as[model])
         if self.casting is not None:
-            self.casting.device_types.update(device_types([model], at_most=1))
+            self.casting.cast_on(self.casting.device_types | device_types([model], at_most=1))
         self._scaling.note_forward()
 
     def _after_zero_grad(self, model: nn.Module) -> None:

@@ -44,7 +44,7 @@ def snapshot(*things):
 
 def process():
     """What an initialize changes beside models and optimizers."""
-    return [*session.live_sessions, torch.mm, torch.compile]
+    return [*session.live_sessions, torch.mm, torch.compiler.config.cache_key_tag]
 
 
 def same(before, after):
@@ -291,10 +291,9 @@ POINTS = (
     ("O1", session.Casting, "_patch", 40),
     ("O4", session.Casting, "_patch_fetchers", 1),
     ("O1", session, "device_types", 1),
-    ("O2", session.compile_warning, "acquire", 1),
-    ("O3", session.compile_warning, "acquire", 1),
+    ("O2", session.OptimizerAdapter, "match_state", 1),
     ("O3", session.OptimizerAdapter, "match_state", 1),
-    ("O1", session.compile_warning, "acquire", 1),
+    ("O1", session.OptimizerAdapter, "match_state", 1),
 )
 
 

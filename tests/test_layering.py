@@ -16,7 +16,7 @@ LAYERS = [
     ["gradient_sync"],
     ["api"],
     ["session", "scaling"],
-    ["accept", "registry", "devices", "compiling", "optimizers", "models", "casting", "patching", "plan"],
+    ["accept", "registry", "devices", "optimizers", "models", "casting", "compiling", "patching", "plan"],
     ["policy", "loss_scale", "kernels"],
     ["logs", "errors"],
 ]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils import fetch as _fetch
 
+from ..compiling import forget_traces, tag_compiled_code, thread_ident
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy
@@ -65,6 +66,8 @@ class Casting:
         self._patches = PatchSet()
         self._originals: dict[tuple[int, str], Any] = {}
         self._wrappers: set[int] = set()
+        self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
+        self._tag = ""
 
     # -- from install to close
 
@@ -87,7 +90,7 @@ class Casting:
         if dropped:
             _logger.debug("This torch has no %s", ", ".join(dropped))
         self._installed = True
-        self._switch()
+        self._describe()
         _active = self
         forget_traces()
 
@@ -108,13 +111,22 @@ class Casting:
             if (id(namesake), name) not in _registered:
                 self._patch(CastRule(CastKind.NATIVE, namesake, name))
         self._patch(rule)
+        self._describe()
         forget_traces()
+
+    def cast_on(self, device_types: set[str]) -> None:
+        """Cast tensors on these device types and no others."""
+        if device_types != self.device_types:
+            self.device_types.clear()
+            self.device_types.update(device_types)
+            self._describe()
+            forget_traces()
 
     # -- on and off
 
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, would be cast."""
-        return self.enabled and threading.get_ident() not in self.suspended
+        return self.enabled and thread_ident() not in self.suspended
 
     @contextlib.contextmanager
     def disabled(self, retrace: bool = False) -> Iterator[None]:
@@ -142,7 +154,7 @@ class Casting:
     @contextlib.contextmanager
     def suspended_in_thread(self) -> Iterator[None]:
         """Casting off for this thread only: while a batch is fetched, or a model of another level runs."""
-        ident = threading.get_ident()
+        ident = thread_ident()
         if ident in self.suspended:
             yield
             return
@@ -162,6 +174,14 @@ class Casting:
 
     def _switch(self) -> None:
         self.enabled = self._installed and self._times_disabled == 0
+        tag_compiled_code(self._tag if self.enabled else "")
+
+    def _describe(self) -> None:
+        """Put everything on which it depends what is cast into a tag for compiled code."""
+        rules = sorted(f"{getattr(owner, '__name__', '')}.{name}={kind}" for owner, name, kind in self._kinds.values())
+        digest = hashlib.sha256("".join(rules).encode()).hexdigest()[:16]
+        self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
+        self._switch()
 
     def _stay_off(self) -> None:
         """For a forked child: what was patched stays in place there, and calls straight through."""
@@ -209,6 +229,7 @@ class Casting:
 
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
+        self._kinds[key] = rule.owner, rule.name, rule.kind.name
         if rule.kind is CastKind.NATIVE:
             if key in self._originals:  # patched by an earlier rule
                 self._patches.set(rule.owner, rule.name, self._originals[key])
@@ -270,6 +291,7 @@ class Casting:
     def _restore(self) -> None:
         self._patches.restore()
         self._originals.clear()
+        self._kinds.clear()
         self._wrappers.clear()
         self.drop_cache()
 
@@ -284,12 +306,6 @@ def register_rule(kind: CastKind, owner: Any, name: str) -> None:
     _registered[id(owner), name] = CastRule(kind, owner, name)
     if _active is not None:
         _active.register(kind, owner, name)
-
-
-def forget_traces() -> None:
-    """Have compiled functions traced anew: they hold what casting did at the first trace, and do not see it change."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
 
 
 def _stored(owner: Any, name: str) -> Any:

@@ -28,6 +28,9 @@ CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.bfloat16: Tensor.bfloat16,
 }
 
+# Bound once: asked for every container.
+_traced = torch.compiler.is_dynamo_compiling
+
 _LEAVES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.nn.Module, type)
 
 
@@ -40,6 +43,8 @@ def map_tensors(value: T, fn: Callable[[Tensor], Any], _inside: tuple[int, ...] 
     """
     if isinstance(value, Tensor):
         return fn(value)
+    if _traced():
+        return _map_in_trace(value, fn)
     if isinstance(value, _LEAVES) or id(value) in _inside:
         return value
     rebuild = _rebuilder(value)
@@ -81,6 +86,29 @@ def _rebuilder(value: Any) -> Callable[[Any, Callable], Any] | None:
     if callable(getattr(value, "to", None)) and hasattr(value, "__dict__"):
         return _map_attributes
     return None
+
+
+def _map_in_trace(value: Any, fn: Callable) -> Any:
+    """`map_tensors` in the terms that dynamo understands. Every container is a new one."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, tuple):
+        items = [_map_in_trace(item, fn) for item in value]
+        return type(value)(*items) if hasattr(value, "_make") else tuple(items)
+    if isinstance(value, list):
+        return [_map_in_trace(item, fn) for item in value]
+    if isinstance(value, dict):
+        mapped = {key: _map_in_trace(item, fn) for key, item in value.items()}
+        if type(value) is dict:
+            return mapped
+        return type(value)(**mapped) if dataclasses.is_dataclass(value) else type(value)(mapped)
+    if dataclasses.is_dataclass(value):
+        items = {name: _map_in_trace(getattr(value, name), fn) for name in value.__dataclass_fields__}
+        return type(value)(**items)
+    rebuild = _rebuilder(value)
+    return value if rebuild is None else rebuild(value, lambda item: _map_in_trace(item, fn))
 
 
 def _map_tuple(value: tuple, fn: Callable) -> tuple:

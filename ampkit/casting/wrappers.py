@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from threading import get_ident
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..compiling import thread_ident
 from ..errors import RefusedOperation
 from ..policy.rules import CastKind
 from .cache import is_weight
@@ -100,7 +100,7 @@ def _one_dtype(kind: CastKind, original: Callable, casting: Casting, name: str) 
     cached = (lambda x, _: cast(x)) if kind is CastKind.FP32 else casting.cache(target).cast
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casting.enabled or (suspended and get_ident() in suspended):
+        if not casting.enabled or (suspended and thread_ident() in suspended):
             return original(*args, **kwargs)
         for value in kwargs.values():
             if type(value) not in _NO_TENSORS and not _is_sizes(value):
@@ -140,7 +140,7 @@ def _promote(kind: CastKind, original: Callable, casting: Casting, name: str) ->
     suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casting.enabled or (suspended and get_ident() in suspended) or _has_dtype(args, kwargs):
+        if not casting.enabled or (suspended and thread_ident() in suspended) or _has_dtype(args, kwargs):
             return original(*args, **kwargs)
         if kwargs.get("out") is not None:
             out = kwargs.pop("out")
@@ -159,7 +159,7 @@ def _match_first(kind: CastKind, original: Callable, casting: Casting, name: str
     suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casting.enabled or (suspended and get_ident() in suspended) or not args:
+        if not casting.enabled or (suspended and thread_ident() in suspended) or not args:
             return original(*args, **kwargs)
         first, *others = args
         dtype = getattr(first, "dtype", None)
@@ -179,7 +179,7 @@ def _reject(kind: CastKind, original: Callable, casting: Casting, name: str) -> 
     suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if casting.enabled and not (suspended and get_ident() in suspended):
+        if casting.enabled and not (suspended and thread_ident() in suspended):
             first = args[0] if args else kwargs.get("input")
             if isinstance(first, Tensor) and first.dtype is torch.float16 and _is_ours(first, casting):
                 raise RefusedOperation(
@@ -197,7 +197,7 @@ def _ban(kind: CastKind, original: Callable, casting: Casting, name: str) -> Cal
     suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if casting.enabled and not (suspended and get_ident() in suspended):
+        if casting.enabled and not (suspended and thread_ident() in suspended):
             for x in tensors_in(args, kwargs):
                 if x.dtype in LOWER_PRECISION and _is_ours(x, casting):
                     raise RefusedOperation(

@@ -16,7 +16,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import nn
 
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_floating
+from ..compiling import compiled_models
 from .keep import ACTIVATION_KEY, bridge, unbridge
 from .weights import RECORD_KEY, follow_devices, forget_weights, lower_entries, settle_weights
 
@@ -36,6 +37,9 @@ watchers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = we
 
 clearers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
 """Initialized model -> what its session wants done after ``model.zero_grad()``."""
+
+# Bound once: asked in every forward.
+_compiling = torch.compiler.is_compiling
 
 _shell_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
@@ -114,6 +118,7 @@ def uninstall(model: nn.Module) -> None:
     """Undo `install`. A class that somebody derived from ours since then stays, and casts nothing any more."""
     watchers.pop(model, None)
     clearers.pop(model, None)
+    compiled_models.forget(model)
     model.__dict__.pop(CASTS_KEY, None)
     if INNER_FORWARD_KEY in model.__dict__:
         model.__dict__["forward"] = model.__dict__.pop(INNER_FORWARD_KEY)
@@ -179,6 +184,8 @@ def _shell_class(base: type) -> type:
             inner = self.__dict__.get(INNER_FORWARD_KEY)
             return _run(self, inner or functools.partial(base.forward, self), args, kwargs)
 
+        # dynamo keeps graphs by code object, and no more than a few: every class needs its own.
+        forward.__code__ = forward.__code__.replace()
         namespace = {
             "_ampkit_shell": True,
             "forward": forward,
@@ -201,30 +208,58 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
     casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
     if casts is None:
         return function(*args, **kwargs)
-    watcher = watchers.get(model)
-    if watcher is not None:
-        watcher(model)
+    traced = _compiling()
+    if traced:
+        _note_trace(model)
+    else:
+        watcher = watchers.get(model)
+        if watcher is not None:
+            watcher(model)
     outer = _running.inputs
-    with ExitStack() as stack:
-        stack.callback(setattr, _running, "inputs", outer)
-        _running.inputs = casts.inputs
-        casting = active_casting()
-        if casting is not None:
-            stack.enter_context(casting.forward_scope() if casts.patched else casting.suspended_in_thread())
-        if casts.weights is not None:
-            stack.enter_context(_lower_weights(model, casts))
-        if casts.inputs is not None:
-            args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
-        outputs = function(*args, **kwargs)
+    _running.inputs = casts.inputs
+    try:
+        with _o1_casts(casts, traced), _lower_weights(model, casts) if casts.weights is not None else nullcontext():
+            if casts.inputs is not None:
+                args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
+            outputs = function(*args, **kwargs)
+    finally:
+        _running.inputs = outer
     # Called from inside a forward that runs in the same dtype, the outputs go on to its next layer.
     inside = casts.inputs is not None and outer is casts.inputs
     return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
 
 
+def _o1_casts(casts: ForwardCasts, traced: bool) -> AbstractContextManager[None]:
+    """O1's casts are on in the forward of a model at O1, and off in those of others. A trace does without the cache."""
+    casting = active_casting()
+    if casting is None or (casts.patched and traced):
+        return nullcontext()
+    return casting.forward_scope() if casts.patched else casting.suspended_in_thread()
+
+
+def _note_trace(model: nn.Module) -> None:
+    """What precedes a forward stays outside of a graph: see `compiled_models`.
+
+    torch.export without dynamo runs this with fake weights in the model's places: see `exporting`.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_on_trace)
+
+
+def _on_trace(context: Any) -> None:
+    variable = context.get_local("model")._ComptimeVar__variable.realize()
+    watcher = watchers.get(variable.value)
+    if watcher is not None:
+        compiled_models.note(variable.value, watcher)
+
+
 class _Running(threading.local):
     """The dtype to which the innermost running forward of this thread casts its inputs."""
 
-    inputs: torch.dtype | None = None
+    def __init__(self) -> None:  # dynamo guards on the attribute being there
+        self.inputs: torch.dtype | None = None
 
 
 _running = _Running()
