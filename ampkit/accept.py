@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -33,9 +34,17 @@ def can_be_tracked(thing: Any) -> bool:
     return True
 
 
+def uncompiled(model: Any) -> Any:
+    """The model inside what ``torch.compile`` returned; anything else as it is."""
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    while isinstance(model, compiled):
+        model = model._orig_mod
+    return model
+
+
 def models(value: Any) -> list[nn.Module]:
     """The models as a list. TypeError or `ConfigurationError` for anything that is not a bare, loaded module, once each."""
-    found = flatten(value)
+    found = [uncompiled(model) for model in flatten(value)]
     if not found:
         raise TypeError("initialize() expects a model or a list or tuple of models, found none.")
     for model in found:

@@ -47,8 +47,8 @@ def initialize(
 ) -> Any:
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
 
-    ``models`` is an ``nn.Module`` or a list or tuple of them, float32 and not yet wrapped in DataParallel or
-    DistributedDataParallel; ``optimizers`` the same for optimizers, or None, and then only the models are returned. With
+    ``models`` is an ``nn.Module`` or a list or tuple of them, compiled or not, float32 and not yet wrapped in DataParallel
+    or DistributedDataParallel; ``optimizers`` the same for optimizers, or None, and then only the models are returned. With
     ``enabled=False`` nothing is touched here nor in `scale_loss`.
 
     ``opt_level`` is ``"O0"`` to ``"O5"``; every other setting that is None takes the level's default:
@@ -73,7 +73,8 @@ def initialize(
     """
     if not enabled:
         things = [
-            [item for item in accept.flatten(value) if accept.can_be_tracked(item)] for value in (models, optimizers)
+            [accept.uncompiled(item) for item in accept.flatten(value) if accept.can_be_tracked(item)]
+            for value in (models, optimizers)
         ]
         for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):
             session.close()

@@ -90,6 +90,8 @@ class Session:
             self._prepare_optimizers(optimizers, values)
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
+            model_casts.exports.acquire()
+            self._undo.callback(model_casts.exports.release)
             self._settle(optimizers, values)
             self._forget_traces()
         except BaseException:

@@ -44,7 +44,7 @@ def snapshot(*things):
 
 def process():
     """What an initialize changes beside models and optimizers."""
-    return [*session.live_sessions, torch.mm, torch.compiler.config.cache_key_tag]
+    return [*session.live_sessions, torch.mm, torch.export.export, torch.compiler.config.cache_key_tag]
 
 
 def same(before, after):

@@ -1,5 +1,6 @@
 """What a session does to a model: cast its weights, keep norms float32, cast the inputs and outputs of its forward."""
 
+from .exporting import exports as exports
 from .forward import ForwardCasts as ForwardCasts
 from .forward import cast_inputs as cast_inputs
 from .forward import clearers as clearers

@@ -26,6 +26,7 @@ from torch import nn
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_floating
 from ..compiling import compiled_models
+from ..errors import ConfigurationError
 from .keep import ACTIVATION_KEY, bridge, unbridge
 from .weights import RECORD_KEY, follow_devices, forget_weights, lower_entries, settle_weights
 
@@ -76,6 +77,14 @@ class _Shell:
         clearer = clearers.get(self)
         if clearer is not None:
             clearer(self)
+
+    def __prepare_scriptable__(self):
+        # Asked for by torch.jit.script, which compiles from source: it would find the shell's forward.
+        raise ConfigurationError(
+            f"torch.jit.script was given an initialized model ({type(self).__name__}). A script is compiled from the source of "
+            "the model, where no casts are. For a program with the casts use torch.export.export(model, args) or "
+            "torch.jit.trace(model, args); for one without, call ampkit.close() first."
+        )
 
     def __copy__(self):
         # copy.copy shares the submodules: unlike a deep copy it must not turn the shared weights into float32.
@@ -240,7 +249,7 @@ def _o1_casts(casts: ForwardCasts, traced: bool) -> AbstractContextManager[None]
 def _note_trace(model: nn.Module) -> None:
     """What precedes a forward stays outside of a graph: see `compiled_models`.
 
-    torch.export without dynamo runs this with fake weights in the model's places: see `exporting`.
+    torch.export without dynamo runs the forward with fake weights in their places: see `exporting`.
     """
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime

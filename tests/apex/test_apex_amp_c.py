@@ -69,7 +69,9 @@ def test_axpby_is_a_x_plus_b_y(x_type, y_type, out_type, device):
     flag = zeros(device)
     amp_C.multi_tensor_axpby(65536, flag, [xs, ys, outputs], 2.0, -3.0, -1)
     assert flag.item() == 0
-    assert_close(outputs, [2.0 * x.double() - 3.0 * y.double() for x, y in zip(xs, ys)], 1e-2 if out_type is HALF else 1e-5)
+    assert_close(
+        outputs, [2.0 * x.double() - 3.0 * y.double() for x, y in zip(xs, ys)], 1e-2 if out_type is HALF else 1e-5
+    )
 
 
 @pytest.mark.parametrize("checked, bad, wanted", [(-1, 0, 1), (-1, 1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)])
@@ -136,7 +138,9 @@ def test_sgd_over_its_lists(g_type, p_type, copies, nesterov, device):
         for twin, gradient in zip(twins, grads):
             twin.grad = gradient.double().cpu() * 0.5
         lists = [grads, params, momenta] + ([lower] if copies else [])
-        multi_tensor_applier(amp_C.multi_tensor_sgd, zeros(device), lists, 0.1, 0.9, 0.0, 0.1, nesterov, step == 0, False, 0.5)
+        multi_tensor_applier(
+            amp_C.multi_tensor_sgd, zeros(device), lists, 0.1, 0.9, 0.0, 0.1, nesterov, step == 0, False, 0.5
+        )
         reference.step()
     assert_close(params, [t.detach() for t in twins], 1e-2 if p_type is HALF else 1e-5)
     if copies:
@@ -166,7 +170,9 @@ def test_adam_over_its_lists_ignores_the_flag(mode, device):
     wanted = adam_reference(params, grads, mode)
     m, v = ([torch.zeros_like(p) for p in params] for _ in range(2))
     for step in range(1, 4):
-        amp_C.multi_tensor_adam(65536, zeros(device).fill_(1), [grads, params, m, v], 0.1, 0.8, 0.9, 1e-6, step, mode, 1, 0.1)
+        amp_C.multi_tensor_adam(
+            65536, zeros(device).fill_(1), [grads, params, m, v], 0.1, 0.8, 0.9, 1e-6, step, mode, 1, 0.1
+        )
     assert_close(params, wanted, 1e-4)
 
 
@@ -207,7 +213,11 @@ def test_adagrad_over_its_lists(device):
 
 @pytest.mark.parametrize("mode", [0, 1])
 def test_novograd_over_its_lists_updates_the_norms(mode, device):
-    p, g, m = torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0], device=device), torch.zeros(2, device=device)
+    p, g, m = (
+        torch.tensor([1.0, 2.0], device=device),
+        torch.tensor([3.0, 4.0], device=device),
+        torch.zeros(2, device=device),
+    )
     norms = torch.tensor([5.0], device=device)
     multi_tensor_applier(
         amp_C.multi_tensor_novograd, zeros(device), [[g], [p], [m]], norms, 0.5, 0.9, 0.5, 0.0, 1, 0, 0.1, 0, mode, 2
@@ -230,17 +240,23 @@ def test_lamb_in_one_call_and_in_two_halves(device):
     global_norm = norm.float().reshape(1).to(device)
 
     def fresh():
-        return [[t.clone() for t in ts] for ts in (grads, params)] + [[torch.zeros_like(p) for p in params] for _ in range(2)]
+        return [[t.clone() for t in ts] for ts in (grads, params)] + [
+            [torch.zeros_like(p) for p in params] for _ in range(2)
+        ]
 
     lists = fresh()
-    amp_C.multi_tensor_lamb(65536, zeros(device), lists, 0.05, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, global_norm, 1.0, False)
+    amp_C.multi_tensor_lamb(
+        65536, zeros(device), lists, 0.05, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, global_norm, 1.0, False
+    )
     assert_close(lists[1], wanted, 1e-4)
     assert_close(lists[0], r, 1e-3)  # gradients become the directions
 
     lists = fresh()
     updates = [torch.empty_like(p) for p in params]
     decay = torch.full((2,), 0.1, device=device)
-    amp_C.multi_tensor_lamb_stage1_cuda(65536, zeros(device), [*lists, updates], decay, 1, 0.9, 0.99, 1e-6, global_norm, 1.0)
+    amp_C.multi_tensor_lamb_stage1_cuda(
+        65536, zeros(device), [*lists, updates], decay, 1, 0.9, 0.99, 1e-6, global_norm, 1.0
+    )
     assert_close(updates, r, 1e-3)
     norms = [torch.stack([t.norm() for t in ts]) for ts in (lists[1], updates)]
     amp_C.multi_tensor_lamb_stage2_cuda(65536, zeros(device), [lists[1], updates], *norms, 0.05, 0.1, False)
@@ -263,7 +279,11 @@ def test_lamb_in_one_call_and_in_two_halves(device):
 
 @pytest.mark.parametrize("is_skipped", [False, True])
 def test_lars_over_its_lists(is_skipped, device):
-    p, g, m = torch.tensor([3.0, 4.0], device=device), torch.tensor([0.6, 0.8], device=device), torch.zeros(2, device=device)
+    p, g, m = (
+        torch.tensor([3.0, 4.0], device=device),
+        torch.tensor([0.6, 0.8], device=device),
+        torch.zeros(2, device=device),
+    )
     norms = torch.tensor([1.0], device=device), torch.tensor([5.0], device=device)
     args = (*norms, 0.5, 0.1, 0.0, 0.2, 0.9, 0.0, False, True, False, 1.0, is_skipped)
     amp_C.multi_tensor_lars(65536, zeros(device).fill_(1), [[g], [p], [m]], *args)

@@ -259,7 +259,8 @@ class OldScaler:
 
 
 @pytest.mark.parametrize(
-    "scaler, scale", [(OldScaler(_loss_scale=512.0, _unskipped=7, dynamic=True), 512.0), (OldScaler(cur_scale=256.0), 256.0)]
+    "scaler, scale",
+    [(OldScaler(_loss_scale=512.0, _unskipped=7, dynamic=True), 512.0), (OldScaler(cur_scale=256.0), 256.0)],
 )
 def test_checkpoints_with_a_pickled_scaler_load(scaler, scale):
     _, optimizer = make(dynamic_loss_scale=True)
@@ -354,6 +355,8 @@ def test_fp16_optimizer_passes_on_what_an_optimizer_has(capsys):
 
 def test_an_optimizer_of_initialize_is_refused():
     model = nn.Linear(2, 1)
-    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    model, optimizer = ampkit.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0
+    )
     with pytest.raises(RuntimeError, match="scale_loss"):
         FP16_Optimizer(optimizer, verbose=False)

@@ -34,7 +34,9 @@ def by_hand(x, weight, bias, dims, eps, rms):
 @pytest.mark.parametrize("name, parameters", NAMES)
 def test_norms_by_hand_in_every_mix_of_dtypes(name, shape, parameters, dtype, device):
     mixed, rms = name.startswith("Mixed"), "RMS" in name
-    norm = getattr(normalization, name)(shape, **({} if mixed else dict(elementwise_affine=parameters is not None))).to(device)
+    norm = getattr(normalization, name)(shape, **({} if mixed else dict(elementwise_affine=parameters is not None))).to(
+        device
+    )
     if parameters is not None:
         norm.to(parameters)
         with torch.no_grad():
@@ -46,7 +48,9 @@ def test_norms_by_hand_in_every_mix_of_dtypes(name, shape, parameters, dtype, de
     twin = x.detach().double().requires_grad_()
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     wanted = by_hand(twin, weight, bias, tuple(range(-len(shape), 0)), norm.eps, rms)
-    tolerance = 2e-2 if torch.bfloat16 in (dtype, parameters) else 3e-3 if torch.float16 in (dtype, parameters) else 1e-5
+    tolerance = (
+        2e-2 if torch.bfloat16 in (dtype, parameters) else 3e-3 if torch.float16 in (dtype, parameters) else 1e-5
+    )
     assert torch.allclose(output.double(), wanted, atol=tolerance * 4, rtol=tolerance)
     output.double().sin().sum().backward()
     wanted.sin().sum().backward()
@@ -68,7 +72,11 @@ def test_functional_forms_are_the_modules_with_an_eps_of_1e_6():
             by_hand(x, weight, None, (-1,), 1e-6, True),
         ),
         (functional.fused_rms_norm(x, (4,)), torch.float16, by_hand(x, None, None, (-1,), 1e-6, True)),
-        (functional.manual_rms_norm(x, (4,), weight.half(), 1e-6), torch.float16, by_hand(x, weight, None, (-1,), 1e-6, True)),
+        (
+            functional.manual_rms_norm(x, (4,), weight.half(), 1e-6),
+            torch.float16,
+            by_hand(x, weight, None, (-1,), 1e-6, True),
+        ),
     ):
         assert output.dtype is dtype
         assert torch.allclose(output.double(), value, atol=1e-2)
@@ -97,7 +105,11 @@ def test_autocast_decides_the_output():
 
 @pytest.mark.parametrize(
     "level, name",
-    list(itertools.product(["O0", "O1", "O2", "O3", "O4", "O5"], ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm"])),
+    list(
+        itertools.product(
+            ["O0", "O1", "O2", "O3", "O4", "O5"], ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm"]
+        )
+    ),
 )
 @pytest.mark.parametrize("policy", ["default", "apex"])
 def test_norms_train_at_every_level(level, name, policy):

@@ -365,7 +365,9 @@ def test_arguments_that_fused_adam_took_once_are_refused():
         optimizers.FusedAdam(make_params(torch.float32), master_weights=True)
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(lr=-1.0), dict(lr=0.1, momentum=-1.0), dict(lr=0.1, nesterov=True)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [dict(), dict(lr=-1.0), dict(lr=0.1, momentum=-1.0), dict(lr=0.1, nesterov=True)], ids=str
+)
 def test_fused_sgd_refuses_what_torchs_refuses(settings):
     with pytest.raises(ValueError):
         optimizers.FusedSGD(make_params(torch.float32), **settings)
@@ -502,7 +504,9 @@ def test_fused_optimizers_follow_float32_at_every_level(name, settings, level):
         reference.step()
     for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.allclose(mine.float(), theirs, atol=6e-2), (mine, theirs)
-    moved = [not torch.equal(a.float(), b) for a, b in zip(model.state_dict().values(), make_model().state_dict().values())]
+    moved = [
+        not torch.equal(a.float(), b) for a, b in zip(model.state_dict().values(), make_model().state_dict().values())
+    ]
     assert all(moved) or level == "O3"  # there a small step may vanish in the rounding
 
 

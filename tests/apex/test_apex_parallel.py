@@ -158,7 +158,8 @@ def run_construction(rank, results):
     results["masters"] = [p.detach().clone() for p in ampkit.master_params(optimizer)]
     results["weights"] = [p.detach().float() for p in ddp.module.parameters()]
     results["weights_are_masters"] = all(
-        torch.equal(p.detach(), m.detach().to(p.dtype)) for p, m in zip(model.parameters(), ampkit.master_params(optimizer))
+        torch.equal(p.detach(), m.detach().to(p.dtype))
+        for p, m in zip(model.parameters(), ampkit.master_params(optimizer))
     )
     ampkit.close()
 
@@ -287,7 +288,13 @@ def run_gan(rank, results):
     ampkit.close()
 
 
-SYNCBN = {"plain": {}, "relu": dict(fuse_relu=True), "relu_z": dict(fuse_relu=True), "z": {}, "last": dict(channel_last=True)}
+SYNCBN = {
+    "plain": {},
+    "relu": dict(fuse_relu=True),
+    "relu_z": dict(fuse_relu=True),
+    "z": {},
+    "last": dict(channel_last=True),
+}
 
 
 def run_syncbn(rank, results):

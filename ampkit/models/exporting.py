@@ -1,0 +1,61 @@
+"""``torch.export.export`` of initialized models: weights and masters agree in the program, and it owns its weights.
+
+A program shares its parameters with the model it came from. `close` turns those of a cast model into float32 in place, which
+a program in lower precision could not run with.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..patching import PatchSet
+from .forward import watchers
+from .weights import lower_entries
+
+
+class Exports:
+    """The patch on ``torch.export.export``, counted: put there by the first session, taken away by the last."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._patches = PatchSet()
+
+    def acquire(self) -> None:
+        if not self._users:
+            self._patches.set(torch.export, "export", _exporting(torch.export.export))
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._patches.restore()
+
+
+exports = Exports()
+
+
+def _exporting(original: Any) -> Any:
+    @functools.wraps(original)
+    def export(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        initialized = [model for model in mod.modules() if model in watchers] if isinstance(mod, nn.Module) else []
+        for model in initialized:
+            watchers[model](model)
+        program = original(mod, *args, **kwargs)
+        lowered = {tensor for model in initialized for _, _, tensor, _ in lower_entries(model)}
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        for name, tensor in program.state_dict.items():
+            if tensor in lowered:
+                copies.setdefault(tensor, _copy(tensor))
+                program.state_dict[name] = copies[tensor]
+        return program
+
+    return export
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
