@@ -1,5 +1,6 @@
 """Mixed precision for PyTorch in two lines: `initialize` and `scale_loss`."""
 
+from .api import clip_grad_norm_ as clip_grad_norm_
 from .api import close as close
 from .api import disable_casts as disable_casts
 from .api import from_grad_scaler as from_grad_scaler

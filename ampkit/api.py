@@ -165,8 +165,43 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def clip_grad_norm_(
+    optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip the gradients that ``optimizer`` will use by their norm, all of them together; returns the norm before.
+
+    Call it where ``torch.nn.utils.clip_grad_norm_`` would be, after `scale_loss`: gradients are unscaled, and at O2 and
+    O5 the masters'. With a fused optimizer it is one pass over the model's gradients at most, the factor is applied
+    inside ``step()``, and nothing waits for the device; ``error_if_nonfinite=True`` does. Gradients that are not finite
+    are left as they are: a loss scale that checks will skip the step.
+    """
+    adapter = adapter_of(optimizer)
+    if adapter is None or norm_type != 2.0:
+        params = list(master_params(optimizer))
+        grads = [param.grad for param in params if param.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.where(norm.isfinite(), norm, 0.0))
+        return norm
+    if adapter.gradients.is_open:
+        raise ConfigurationError(
+            "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
+        )
+    norm = adapter.clip_grad_norm(float(max_norm))
+    if norm is None:
+        return torch.zeros(())
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped. Pass "
+            "error_if_nonfinite=False to leave such gradients to the loss scale."
+        )
+    return norm.reshape(())
+
+
 def step_was_skipped(optimizer: Any) -> bool:
-    """Whether the last ``optimizer.step()`` was skipped for an overflow. Lets a script hold back its scheduler."""
+    """Whether the last ``optimizer.step()`` was skipped for an overflow. Lets a script hold back its scheduler.
+
+    Waits for the device where that was decided there, as fused optimizers do.
+    """
     adapter = adapter_of(optimizer)
     return adapter is not None and adapter.skipped
 
@@ -178,6 +213,8 @@ def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | i
     ``destination`` the entries are added to it. Same keys and values as checkpoints of Apex.
     """
     destination = OrderedDict() if destination is None else destination
+    for one in live_sessions:
+        one.settle_reports()
     for index, scaler in enumerate(_all_scalers()):
         destination[f"loss_scaler{index}"] = scaler.state_dict()
     return destination

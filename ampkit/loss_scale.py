@@ -1,19 +1,23 @@
 """The loss scale: the number that the loss is multiplied by, and the rule by which it moves.
 
-`StaticScaler` and `DynamicScaler` have the same verbs, so that nobody asks which one they hold. The arithmetic is on
-Python floats and knows no tensors; the one thing that waits for a device is a `Verdict`, whose found_inf flag is
-read when its answer is first needed (at ``optimizer.step()`` or at the next ``scale_loss``), not when it is written.
+`StaticScaler` and `DynamicScaler` have the same verbs, so that nobody asks which one they hold. The state of a dynamic
+scale lives where the gradients are: the kernels write their findings into a `Check`, `LossScaler.judge` moves the scale by
+a launch, and nothing waits. The host learns of it from a `Verdict`, whose numbers travel behind the launches and are
+read when somebody asks for them, or when they have arrived.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from . import kernels
 from .errors import CheckpointError, ConfigurationError, LossScaleError
 from .logs import logger
 
@@ -65,45 +69,155 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-class Verdict:
-    """Whether the gradients of one ``scale_loss`` were finite: asked late, answered once.
+class Check:
+    """What is found out about the gradients of one ``scale_loss``, in one small tensor on their device.
 
-    ``found_inf`` is the flag (float32, shape [1]) that the kernels write on the device. Reading `overflowed` is the only
-    place where the host waits for it; the scaler moves at that moment.
+    ``found_inf`` (float32, shape [1]) is the flag that kernels write. `watch` gives the place where they write the index of
+    the first tensor of a list that is not finite. Behind these stand the scaler's words as they are after the iteration,
+    so that one copy tells the host everything.
     """
 
-    def __init__(self, scaler: LossScaler, found_inf: torch.Tensor | None, *, moves_scale: bool = True) -> None:
+    def __init__(self, device: torch.device, lists: int = 0) -> None:
+        self._words = torch.zeros(_HEADER + 2 * lists, dtype=torch.int32, device=device)
+        self.found_inf = self._words[:1].view(torch.float32)
+        self._places = [self._words[i : i + 2].view(torch.int64) for i in range(_HEADER, _HEADER + 2 * lists, 2)]
+        if lists:
+            self._words[_HEADER:].view(torch.int64).fill_(kernels.NO_BAD)
+        self._watched: list[Sequence[Any]] = []
+
+    @classmethod
+    def of(cls, found_inf: torch.Tensor) -> Check:
+        """The check whose flag is somebody else's."""
+        check = cls(found_inf.device)
+        check.found_inf = found_inf
+        return check
+
+    def watch(self, things: Sequence[Any]) -> torch.Tensor | None:
+        """Where to write the index (int64, shape [1]) of the first of ``things`` whose gradient is not finite."""
+        if not things or len(self._watched) == len(self._places):
+            return None
+        self._watched.append(things)
+        return self._places[len(self._watched) - 1]
+
+    def end(self, state: torch.Tensor | None) -> HostCopy:
+        """The iteration is over: send everything to the host, the scaler's words behind it."""
+        flag = self._words[:1].view(torch.float32)
+        if flag.data_ptr() != self.found_inf.data_ptr():
+            flag.copy_(self.found_inf)
+            self.found_inf = flag
+        if state is not None:
+            self._words[1:_HEADER].copy_(state)
+        return HostCopy(self._words)
+
+    def culprits(self, words: bytes) -> list[Any]:
+        """Of each list that was watched, the first thing that was not finite."""
+        indices = struct.unpack_from(f"{len(self._places)}q", words, 4 * _HEADER)
+        return [things[index] for things, index in zip(self._watched, indices) if index < len(things)]
+
+
+_HEADER = 4  # 32-bit words: found_inf, and the three of DynamicScaler
+
+
+class HostCopy:
+    """A few words on their way from a device to the host, where nobody waits for them unless `read` is called.
+
+    On CUDA they go into pinned memory, with an event behind them. On the CPU they are there already. While a CUDA graph is
+    captured nothing is sent: they can then be read from the device only.
+    """
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+        self._event: torch.cuda.Event | None = None
+        self.is_captured = words.is_cuda and torch.cuda.is_current_stream_capturing()
+        if words.is_cuda and not self.is_captured:
+            self._words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+            self._words.copy_(words, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(words.device))
+
+    def ready(self) -> bool:
+        """Whether `read` would return without waiting."""
+        return self._event.query() if self._event is not None else self._words.device.type == "cpu"
+
+    def read(self) -> bytes:
+        """The words; waits for them where it must."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._words.cpu().numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the host has learned of one iteration: the finding, and the scaler's numbers after it."""
+
+    overflowed: bool
+    loss_scale: float
+    skips_in_a_row: int
+    skips_at_floor: int
+    culprits: tuple[Any, ...] = ()
+
+
+class Verdict:
+    """Whether the gradients of one ``scale_loss`` were finite: decided on the device, asked late.
+
+    ``found_inf`` (float32, shape [1]) is the answer there; fused optimizers take it as it is. `outcome` and `overflowed`
+    are the answer on the host, and wait for it, unless it `is_known`.
+    """
+
+    def __init__(self, scaler: LossScaler, check: Check, copy: HostCopy, *, moves_scale: bool = True) -> None:
         self.scaler = scaler
+        self.found_inf = check.found_inf
         self.moves_scale = moves_scale
         self.reported = False
-        self._found_inf = found_inf
-        self._overflowed = False
+        self._check: Check | None = check
+        self._copy: HostCopy | None = copy
+        self._outcome: Outcome | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._outcome is not None or self._copy.ready()
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it belongs to a CUDA graph, and stands for every iteration that will be replayed."""
+        return self._copy is not None and self._copy.is_captured
+
+    @property
+    def outcome(self) -> Outcome:
+        if self._outcome is None:
+            self.scaler._learn_up_to(self)
+        return self._outcome
 
     @property
     def overflowed(self) -> bool:
-        if self._found_inf is not None:
-            self._overflowed = bool(self._found_inf.item())
-            self._found_inf = None
-            self.scaler._update(self._overflowed and self.moves_scale)
-        return self._overflowed
+        return self.outcome.overflowed
+
+    def _learn(self) -> None:
+        words = self._copy.read()
+        (found,) = struct.unpack_from("f", words)
+        overflowed = found != 0.0
+        culprits = tuple(self._check.culprits(words)) if overflowed else ()
+        self._outcome = self.scaler._take(words, overflowed, self.moves_scale, culprits)
+        self._check = self._copy = None
 
 
 class LossScaler(ABC):
-    """What static and dynamic loss scales share: the current scale, the counters, their two saved keys.
+    """What static and dynamic loss scales share: the scale, the counters, their two saved keys.
 
     ``loss_scale`` may be assigned at any time and is used from the next iteration on. ``unskipped`` counts iterations
-    (exits of ``scale_loss``) since the last overflow or growth.
+    (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device.
     """
 
     dynamic: bool
 
     def __init__(self, loss_scale: float) -> None:
         self.loss_id = 0
-        self._loss_scale = float(loss_scale)
-        self.unskipped = 0
-        self.skips_in_a_row = 0
-        self.carried_found_inf: torch.Tensor | None = None
-        self._pending: Verdict | None = None
+        self.carried: Check | None = None
+        self._loss_scale = float(loss_scale)  # this and the following: as the host last knew
+        self._unskipped = 0
+        self._skips_in_a_row = 0
+        self._skips_at_floor = 0
+        self._pending: list[Verdict] = []
 
     @property
     def loss_scale(self) -> float:
@@ -116,33 +230,72 @@ class LossScaler(ABC):
             raise ConfigurationError(f"A loss scale must be a positive, finite number, found {value!r}.")
         self.settle()
         self._loss_scale = float(value)
+        self._write_state()
 
-    def judge(self, found_inf: torch.Tensor | None, *, moves_scale: bool = True) -> Verdict:
-        """End an iteration: the verdict on its gradients, which moves the scale when it is read.
+    @property
+    def unskipped(self) -> int:
+        self.settle()
+        return self._unskipped
+
+    @unskipped.setter
+    def unskipped(self, value: int) -> None:
+        self.settle()
+        self._unskipped = int(value)
+        self._write_state()
+
+    @property
+    def skips_in_a_row(self) -> int:
+        self.settle()
+        return self._skips_in_a_row
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this is a static scale of 1.0, which multiplies and checks nothing."""
+        return not self.dynamic and self._loss_scale == 1.0
+
+    def current(self, device: torch.device) -> float | torch.Tensor:
+        """The scale of an iteration that begins now: a number, or a copy of the one on ``device``, which will be its home.
+
+        While no iteration has ended, it is the same object.
+        """
+        return self._loss_scale
+
+    def judge(self, check: Check | torch.Tensor, *, moves_scale: bool = True) -> Verdict:
+        """End an iteration: the scale moves, on its device, as was found in ``check``, or by a flag of shape [1].
 
         With ``moves_scale=False`` the iteration counts as clean here whatever was found: used for gradients that other
         ranks have not seen yet, where a scale that moved on one rank alone would part them.
         """
-        self.settle()
-        self._pending = Verdict(self, found_inf, moves_scale=moves_scale)
-        return self._pending
+        if isinstance(check, torch.Tensor):
+            check = Check.of(check)
+        copy = check.end(self._advance(check.found_inf, moves_scale))
+        verdict = Verdict(self, check, copy, moves_scale=moves_scale)
+        if not copy.is_captured:  # it stands for as many iterations as the graph is replayed
+            self._pending.append(verdict)
+        return verdict
 
     def settle(self) -> None:
-        """Read a verdict that nobody has asked for yet."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.overflowed  # noqa: B018  (reading it moves the scale)
+        """Learn of everything that has happened; waits for the device."""
+        if self._pending:
+            self._learn_up_to(self._pending[-1])
+        self._read_state()
+
+    def learn_known(self) -> None:
+        """Learn of what can be learned without waiting."""
+        while self._pending and self._pending[0].is_known:
+            self._pending.pop(0)._learn()
 
     def state_dict(self) -> dict[str, float | int]:
         """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints."""
-        return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
+        return {"loss_scale": self.loss_scale, "unskipped": self._unskipped}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         validate_scaler_state(state)
         self.settle()
         self._load_scale(float(state["loss_scale"]))
-        self.unskipped = int(state["unskipped"])
-        self.skips_in_a_row = 0
+        self._unskipped = int(state["unskipped"])
+        self._skips_in_a_row = 0
+        self._write_state()
 
     def grad_scaler_state(self) -> dict[str, float | int]:
         """This loss scale as ``torch.amp.GradScaler.load_state_dict`` takes it."""
@@ -152,7 +305,7 @@ class LossScaler(ABC):
             "growth_factor": rule.growth_factor,
             "backoff_factor": rule.backoff_factor,
             "growth_interval": rule.growth_interval,
-            "_growth_tracker": self.unskipped,
+            "_growth_tracker": self._unskipped,
         }
 
     def load_grad_scaler_state(self, state: Mapping[str, float | int]) -> None:
@@ -177,24 +330,38 @@ class LossScaler(ABC):
         """Move from now on as that GradScaler did."""
 
     @abstractmethod
-    def overflow_line(self) -> str:
+    def overflow_line(self, outcome: Outcome | None = None) -> str:
         """The line that reports a skipped step."""
 
     @abstractmethod
-    def raise_if_hopeless(self, on_floor: str) -> None:
+    def raise_if_hopeless(self, on_floor: str, outcome: Outcome | None = None) -> None:
         """Raise `LossScaleError` (or warn, with ``on_floor="warn"``) when no scale will ever be small enough."""
 
     @abstractmethod
     def _load_scale(self, value: float) -> None:
         """Take over a scale from a checkpoint."""
 
-    def _update(self, overflowed: bool) -> None:
-        if overflowed:
-            self.unskipped = 0
-            self.skips_in_a_row += 1
-        else:
-            self.unskipped += 1
-            self.skips_in_a_row = 0
+    def _advance(self, found_inf: torch.Tensor, moves_scale: bool) -> torch.Tensor | None:
+        """Move the state on the device; returns its words, if there are any."""
+        return None
+
+    def _write_state(self) -> None:
+        """Bring the state on the device to what the host knows."""
+
+    def _read_state(self) -> None:
+        """Bring what the host knows to the state on the device."""
+
+    def _learn_up_to(self, verdict: Verdict) -> None:
+        # In order: counters of skips in a row count on each other.
+        while verdict._outcome is None:
+            (self._pending.pop(0) if verdict in self._pending else verdict)._learn()
+
+    def _take(self, words: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
+        """Count an iteration on the host, from the words that `Check.end` sent."""
+        counts = overflowed and moves_scale
+        self._unskipped = 0 if counts else self._unskipped + 1
+        self._skips_in_a_row = self._skips_in_a_row + 1 if counts else 0
+        return Outcome(overflowed, self._loss_scale, self._skips_in_a_row, self._skips_at_floor, culprits)
 
 
 class StaticScaler(LossScaler):
@@ -202,7 +369,7 @@ class StaticScaler(LossScaler):
 
     dynamic = False
 
-    def overflow_line(self) -> str:
+    def overflow_line(self, outcome: Outcome | None = None) -> str:
         return (
             f"Gradient overflow at the static loss scale {self._loss_scale:g} (loss scaler {self.loss_id}): this step is "
             f"skipped and the scale stays. A lower loss_scale=, or 'dynamic', avoids it."
@@ -224,12 +391,16 @@ class StaticScaler(LossScaler):
                 self._loss_scale,
             )
 
-    def raise_if_hopeless(self, on_floor: str) -> None:
+    def raise_if_hopeless(self, on_floor: str, outcome: Outcome | None = None) -> None:
         """A static scale has no floor to sit at."""
 
 
 class DynamicScaler(LossScaler):
-    """A loss scale that follows a `DynamicLossScale` between two bounds, neither of which is 0."""
+    """A loss scale that follows a `DynamicLossScale` between two bounds, neither of which is 0.
+
+    From the first iteration on its state is three words on the device of the gradients: the scale (float32), ``unskipped``,
+    and how many overflows are left before it backs off.
+    """
 
     dynamic = True
 
@@ -242,25 +413,34 @@ class DynamicScaler(LossScaler):
         self.rule = rule or DynamicLossScale()
         self.min_loss_scale = float(min_loss_scale)
         self.max_loss_scale = float(max_loss_scale)
-        self._overflows_left = self.rule.hysteresis
-        self._skips_at_floor = 0
         super().__init__(max(self.min_loss_scale, min(self.max_loss_scale, self.rule.init_scale)))
+        self._overflows_left = self.rule.hysteresis
+        self._state: torch.Tensor | None = None
+        self._snapshot: torch.Tensor | None = None
+        self._snapshot_captured = False
 
-    def overflow_line(self) -> str:
+    def current(self, device: torch.device) -> torch.Tensor:
+        self._live_on(device)
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # What a CUDA graph replays must come from the state, not from a copy that was made before it.
+        if self._snapshot is None or self._snapshot.device != device or captured != self._snapshot_captured:
+            self._snapshot, self._snapshot_captured = self._scale.reshape(()).clone(), captured
+        return self._snapshot
+
+    def overflow_line(self, outcome: Outcome | None = None) -> str:
         # Scripts search their logs for the start of this line, Apex's two spaces included.
-        return (
-            f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {self._loss_scale}"
-        )
+        scale = self.loss_scale if outcome is None else outcome.loss_scale
+        return f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {scale}"
 
-    def raise_if_hopeless(self, on_floor: str) -> None:
+    def raise_if_hopeless(self, on_floor: str, outcome: Outcome | None = None) -> None:
         """Stop after 50 skips in a row at the floor: nothing is being learned and nothing will change by itself."""
-        if (
-            self._skips_at_floor < SKIPS_AT_FLOOR_BEFORE_GIVING_UP
-            or self._skips_at_floor % SKIPS_AT_FLOOR_BEFORE_GIVING_UP
-        ):
+        if outcome is None:
+            self.settle()
+        skips = self._skips_at_floor if outcome is None else outcome.skips_at_floor
+        if skips < SKIPS_AT_FLOOR_BEFORE_GIVING_UP or skips % SKIPS_AT_FLOOR_BEFORE_GIVING_UP:
             return
         message = (
-            f"Loss scaler {self.loss_id}: {self._skips_at_floor} steps in a row were skipped with the loss scale at its floor "
+            f"Loss scaler {self.loss_id}: {skips} steps in a row were skipped with the loss scale at its floor "
             f"of {self.min_loss_scale:g}, so the gradients are not finite at any scale. Look for inf or NaN in the data "
             f"or the loss, try a lower learning rate or bfloat16 (O4, O5), or set min_loss_scale= lower; "
             f"on_floor='warn' goes on regardless."
@@ -285,28 +465,55 @@ class DynamicScaler(LossScaler):
     def _load_scale(self, value: float) -> None:
         self._loss_scale = max(value, self.min_loss_scale)
 
-    def _update(self, overflowed: bool) -> None:
-        super()._update(overflowed)
-        if overflowed:
-            self._back_off()
-        else:
-            self._skips_at_floor = 0
-            self._overflows_left = self.rule.hysteresis
-            if self.unskipped >= self.rule.growth_interval:
-                self._grow()
+    def _advance(self, found_inf: torch.Tensor, moves_scale: bool) -> torch.Tensor:
+        self._live_on(found_inf.device)
+        kernels.update_scale(
+            self._scale,
+            self._state[1:2],
+            self._state[2:3],
+            found_inf if moves_scale else torch.zeros_like(found_inf),
+            growth_factor=self.rule.growth_factor,
+            backoff_factor=self.rule.backoff_factor,
+            growth_interval=self.rule.growth_interval,
+            hysteresis=self.rule.hysteresis,
+            min_scale=self.min_loss_scale,
+            max_scale=self.max_loss_scale,
+        )
+        self._snapshot = None
+        return self._state
 
-    def _back_off(self) -> None:
-        if self._loss_scale <= self.min_loss_scale:
-            self._skips_at_floor += 1
-        self._overflows_left -= 1
-        if self._overflows_left <= 0:
-            self._loss_scale = max(self.min_loss_scale, self._loss_scale * self.rule.backoff_factor)
+    def _live_on(self, device: torch.device) -> None:
+        if self._state is None:
+            self._state = torch.zeros(3, dtype=torch.int32, device=device)
+            self._scale = self._state[:1].view(torch.float32)
+            self._write_state()
+        elif self._state.device != device:
+            self._state = self._state.to(device)
+            self._scale = self._state[:1].view(torch.float32)
+            self._snapshot = None
 
-    def _grow(self) -> None:
-        self.unskipped = 0
-        # A scale that was set by hand above the maximum stays there: growth never lowers it.
-        ceiling = max(self.max_loss_scale, self._loss_scale)
-        self._loss_scale = min(ceiling, self._loss_scale * self.rule.growth_factor)
+    def _write_state(self) -> None:
+        self._snapshot = None
+        if self._state is not None:
+            self._scale.fill_(self._loss_scale)
+            self._state[1].fill_(self._unskipped)
+            self._state[2].fill_(self._overflows_left)
+
+    def _read_state(self) -> None:
+        if self._state is not None:
+            self._loss_scale, self._unskipped, self._overflows_left = _unpacked(self._state.cpu().numpy().tobytes())
+
+    def _take(self, words: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
+        counts = overflowed and moves_scale
+        self._skips_in_a_row = self._skips_in_a_row + 1 if counts else 0
+        at_floor = self._loss_scale <= self.min_loss_scale
+        self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0
+        self._loss_scale, self._unskipped, self._overflows_left = _unpacked(words, 4)
+        return Outcome(overflowed, self._loss_scale, self._skips_in_a_row, self._skips_at_floor, culprits)
+
+
+def _unpacked(words: bytes, offset: int = 0) -> tuple[float, int, int]:
+    return struct.unpack_from("fii", words, offset)
 
 
 def validate_scaler_state(state: object) -> None:

@@ -1,23 +1,25 @@
 """The loss scaling of one session: its scalers, and what happens around every backward pass.
 
-On entry to `LossScaling.scale_loss` gradients are set aside; on exit they are collected in one pass, and the verdict
-on them is handed to the optimizers, which read it at their next step.
+On entry to `LossScaling.scale_loss` gradients are set aside; on exit they are checked and collected in one pass, the loss
+scale moves on its device, and the verdict is handed to the optimizers. Fused optimizers take it on the device, others read it
+at their next step. What nobody has read is reported at a later `scale_loss`, when it has reached the host by itself.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .casting.engine import active_casting
-from .errors import ConfigurationError, LossIdError
+from .errors import ConfigurationError, LossIdError, LossScaleError
 from .logs import logger
-from .loss_scale import DynamicScaler, LossScaler, StaticScaler, Verdict
-from .optimizers import OptimizerAdapter
+from .loss_scale import Check, DynamicScaler, LossScaler, StaticScaler, Verdict
+from .optimizers import LISTS_OF_A_COLLECTION, OptimizerAdapter, on
 from .plan import Plan
 
 SKIPS_BEFORE_DIAGNOSIS = 25
@@ -33,6 +35,8 @@ class LossScaling:
             scaler.loss_id = loss_id
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._runs_without_sync = False
+        self._hopeless: LossScaleError | None = None
+        self._unreported: deque[tuple[list[Verdict], Callable[[Verdict], str]]] = deque()
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
@@ -61,16 +65,17 @@ class LossScaling:
     ) -> Iterator[torch.Tensor]:
         """See `ampkit.scale_loss`."""
         scaler = self.scaler(loss_id)
+        self._report_known()
         if not self._checks(scaler) and not self._plan.master_weights:
             try:
                 yield loss.float()
             finally:
                 _end_of_casts(delay_unscale)
             return
-        scale = scaler.loss_scale
+        scale = scaler.current(_home(adapters))
         self._open(adapters, scale)
         try:
-            yield loss.float() * scale
+            yield loss.float() * on(scale, loss.device)
         except BaseException:
             done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
             for adapter in adapters:
@@ -100,31 +105,64 @@ class LossScaling:
         scaler = adapter.delayed_with or self.scalers[0]
         self._collect([adapter], scaler, adapter.gradients.waiting_scale, local=False, delay_overflow_check=False)
 
-    def report_skip(self, verdict: Verdict, culprit: Callable[[], str]) -> None:
+    def report_skip(self, verdict: Verdict, culprit: Callable[[Verdict], str]) -> None:
         """Log a skipped step once, name the ``culprit`` when there were many, give up when it is hopeless."""
         if verdict.reported:
             return
         verdict.reported = True
-        scaler = verdict.scaler
+        scaler, outcome = verdict.scaler, verdict.outcome
         if not verdict.moves_scale:
             logger.info(
                 "Gradient overflow under no_sync(): this step is skipped; the loss scale moves at the next sync."
             )
             return
-        logger.info(scaler.overflow_line())
-        if scaler.skips_in_a_row and scaler.skips_in_a_row % SKIPS_BEFORE_DIAGNOSIS == 0:
+        logger.info(scaler.overflow_line(outcome))
+        if outcome.skips_in_a_row and outcome.skips_in_a_row % SKIPS_BEFORE_DIAGNOSIS == 0:
             logger.warning(
                 "Loss scaler %d: %d steps in a row were skipped; the first parameter whose gradient is not finite is %s.",
                 scaler.loss_id,
-                scaler.skips_in_a_row,
-                culprit(),
+                outcome.skips_in_a_row,
+                culprit(verdict),
             )
-        scaler.raise_if_hopeless(self._plan.on_floor)
+        else:
+            logger.debug("The first parameter whose gradient is not finite is %s.", culprit(verdict))
+        scaler.raise_if_hopeless(self._plan.on_floor, outcome)
+
+    def report_late(self, verdicts: list[Verdict], culprit: Callable[[Verdict], str]) -> None:
+        """A step was taken or skipped on the device: log a skip when the host has learned of it."""
+        self._unreported.append((verdicts, culprit))
+
+    def settle(self) -> None:
+        """Wait for every verdict, and log those that nobody has read. Nothing is raised: the next `scale_loss` will."""
+        for scaler in self.scalers:
+            scaler.settle()
+        hopeless = self._hopeless
+        while self._unreported:
+            try:
+                self._report(*self._unreported.popleft())
+            except LossScaleError as error:
+                hopeless = error
+        self._hopeless = hopeless
+
+    def _report_known(self) -> None:
+        """Log what has become known since, without waiting."""
+        hopeless, self._hopeless = self._hopeless, None
+        if hopeless is not None:
+            raise hopeless
+        while self._unreported and all(verdict.is_known for verdict in self._unreported[0][0]):
+            self._report(*self._unreported.popleft())
+        for scaler in self.scalers:
+            scaler.learn_known()
+
+    def _report(self, verdicts: list[Verdict], culprit: Callable[[Verdict], str]) -> None:
+        overflows = [verdict for verdict in verdicts if verdict.overflowed]
+        if overflows:
+            self.report_skip(overflows[-1], culprit)
 
     def _checks(self, scaler: LossScaler) -> bool:
-        return self._plan.checks_gradients or scaler.loss_scale != 1.0  # it may have been set by hand
+        return self._plan.checks_gradients or not scaler.is_one  # it may have been set by hand
 
-    def _open(self, adapters: list[OptimizerAdapter], scale: float) -> None:
+    def _open(self, adapters: list[OptimizerAdapter], scale: float | torch.Tensor) -> None:
         if any(adapter.gradients.is_open for adapter in adapters):
             raise ConfigurationError(
                 "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
@@ -141,22 +179,26 @@ class LossScaling:
         self,
         adapters: list[OptimizerAdapter],
         scaler: LossScaler,
-        scale: float,
+        scale: float | torch.Tensor,
         local: bool,
         delay_overflow_check: bool,
     ) -> None:
-        found_inf = _found_inf(adapters, scaler) if self._checks(scaler) else None
+        check = None
+        if self._checks(scaler):
+            # What delay_overflow_check=True passed on is in the flag already.
+            check, scaler.carried = scaler.carried, None
+            check = check or Check(_home(adapters), LISTS_OF_A_COLLECTION * len(adapters))
         done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
         for adapter in adapters:
-            adapter.gradients.collect(scale, found_inf, local=local, done=done)
-        if found_inf is None:
+            adapter.gradients.collect(scale, check, local=local, done=done)
+        if check is None:
             return
         if delay_overflow_check:
-            scaler.carried_found_inf = found_inf
+            scaler.carried = check
             for adapter in adapters:
                 adapter.unchecked.append(scaler)
             return
-        verdict = scaler.judge(found_inf, moves_scale=not local)
+        verdict = scaler.judge(check, moves_scale=not local)
         for adapter in adapters:
             adapter.verdicts.append(verdict)
 
@@ -167,13 +209,10 @@ def _make_scaler(plan: Plan) -> LossScaler:
     return StaticScaler(plan.loss_scale)
 
 
-def _found_inf(adapters: list[OptimizerAdapter], scaler: LossScaler) -> torch.Tensor:
-    """The flag for one collection; what ``delay_overflow_check=True`` passed on is in it already."""
-    carried, scaler.carried_found_inf = scaler.carried_found_inf, None
-    if carried is not None:
-        return carried
+def _home(adapters: Sequence[OptimizerAdapter]) -> torch.device:
+    """Where the loss scale of these optimizers lives."""
     slot = next((slot for adapter in adapters for slot in adapter.gradients.slots), None)
-    return torch.zeros(1, dtype=torch.float32, device=slot.param.device if slot is not None else "cpu")
+    return slot.param.device if slot is not None else torch.device("cpu")
 
 
 def _end_of_casts(keep: bool) -> None:

@@ -103,8 +103,7 @@ class Session:
 
         Closing twice does nothing the second time.
         """
-        for scaler in self.scalers:
-            scaler.settle()
+        self._scaling.settle()
         self._undo.close()
         self._models.clear()
         self._optimizers.clear()
@@ -241,13 +240,27 @@ class Session:
 
     def report_skip(self, adapter: OptimizerAdapter, verdict: Verdict) -> None:
         """Log a skipped step; raises `LossScaleError` when it is hopeless."""
-        self._scaling.report_skip(verdict, culprit=lambda: self._name_of(adapter.gradients.first_non_finite()))
+        self._scaling.report_skip(verdict, functools.partial(self._culprit, adapter))
+
+    def report_late(self, adapter: OptimizerAdapter, verdicts: list[Verdict]) -> None:
+        """Log it if a step was skipped on the device, as soon as that is known."""
+        self._scaling.report_late(verdicts, functools.partial(self._culprit, adapter))
+
+    def settle_reports(self) -> None:
+        """Wait for every finding that the host has not heard of, and log skipped steps."""
+        self._scaling.settle()
 
     def float32_values(self) -> dict[torch.Tensor, Float32Value]:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
         if not self.plan.master_weights:
             return {}
         return {tensor: entry for model in self.models for _, _, tensor, entry in model_casts.lower_entries(model)}
+
+    def _culprit(self, adapter: OptimizerAdapter, verdict: Verdict) -> str:
+        """The name of the first parameter, in the optimizer's order, whose gradient was not finite."""
+        found = set(verdict.outcome.culprits)
+        first = next((slot.param for slot in adapter.gradients.slots if slot.param in found), None)
+        return self._name_of(adapter.gradients.first_non_finite() if first is None else first)
 
     def _name_of(self, param: torch.Tensor | None) -> str:
         if param is None:

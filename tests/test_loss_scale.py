@@ -82,13 +82,15 @@ def test_static_scale_stays_whatever_happens():
 
 def test_verdict_is_read_late_and_once():
     scaler = DynamicScaler()
-    found_inf = torch.zeros(1)
+    found_inf = torch.ones(1)
     verdict = scaler.judge(found_inf)
-    found_inf.fill_(1.0)  # a kernel that is still running when judge() returns
-    assert scaler.loss_scale == 32768.0
+    # The scale has moved on the device, in the order of launches: what is written to the flag afterwards is too late.
     found_inf.zero_()
-    assert verdict.overflowed
+    assert float(scaler.current(found_inf.device)) == 32768.0
+    assert verdict.overflowed and verdict.found_inf.item() == 1.0
     assert scaler.loss_scale == 32768.0
+    verdict.found_inf.zero_()
+    assert verdict.overflowed and scaler.skips_in_a_row == 1
 
 
 def test_verdict_that_does_not_move_the_scale_still_tells_the_overflow():

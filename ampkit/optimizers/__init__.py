@@ -9,6 +9,9 @@ from .fused_lamb import FusedMixedPrecisionLamb as FusedMixedPrecisionLamb
 from .fused_lars import FusedLARS as FusedLARS
 from .fused_novograd import FusedNovoGrad as FusedNovoGrad
 from .fused_sgd import FusedSGD as FusedSGD
+from .gradients import LISTS_OF_A_COLLECTION as LISTS_OF_A_COLLECTION
 from .gradients import Gradients as Gradients
 from .larc import LARC as LARC
 from .master import Slot as Slot
+from .scales import Scale as Scale
+from .scales import on as on

@@ -2,12 +2,13 @@
 
 The methods are installed on the instance as bound methods, so that learning-rate schedulers find their ``__func__``; the
 adapter itself sits on the optimizer and lives as long as it does. Optimizers are anything with ``param_groups``, ``state``,
-``step`` and ``zero_grad``.
+``step`` and ``zero_grad``; those that can be told on the device that a step is to be skipped are told there.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,14 +17,17 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import LOWER_PRECISION, cast_floating
 from ..errors import ClosureError, ConfigurationError
 from ..loss_scale import LossScaler, Verdict
 from ..models.weights import Float32Value, write_lower
 from ..patching import PatchSet
+from .fused import FusedOptimizer, StepInputs
 from .gradients import Gradients
 from .master import Slot, make_slots, put_params_back
+from .scales import inverse, is_one, on
 
 ADAPTER_KEY = "_ampkit"
 
@@ -39,6 +43,9 @@ class Owner(Protocol):
 
     def report_skip(self, adapter: OptimizerAdapter, verdict: Verdict) -> None:
         """Log a skipped step; raises `LossScaleError` when it is hopeless."""
+
+    def report_late(self, adapter: OptimizerAdapter, verdicts: list[Verdict]) -> None:
+        """Log it if a step was skipped on the device, as soon as that is known."""
 
 
 class _SkippedInClosure(Exception):
@@ -59,10 +66,13 @@ class OptimizerAdapter:
         self.verdicts: list[Verdict] = []
         self.unchecked: list[LossScaler] = []
         self.delayed_with: LossScaler | None = None
-        self.skipped = False
+        self._skipped: bool | torch.Tensor = False
         self.active = True
         slots: list[Slot] = []
         self.gradients = Gradients(slots)
+        self._takes_step_inputs = _takes_step_inputs(optimizer)
+        self._takes_found_inf = not self._takes_step_inputs and _takes_found_inf(optimizer)
+        self.gradients.reads_lower = self._takes_step_inputs
         try:
             for group in optimizer.param_groups:
                 slots.extend(make_slots(group, optimizer.state, values))
@@ -74,6 +84,13 @@ class OptimizerAdapter:
     @property
     def optimizer(self) -> Any:
         return self._optimizer()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped. Waits for the device where that was decided there."""
+        if isinstance(self._skipped, torch.Tensor):
+            self._skipped = bool(self._skipped.item())
+        return self._skipped
 
     @property
     def has_masters(self) -> bool:
@@ -159,13 +176,70 @@ class OptimizerAdapter:
         if callable(closure):
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *rest, **kwargs)
+        if self._takes_step_inputs:
+            return self._step_on_device(original, args, kwargs)
         self.settle_gradients()
+        if self._takes_found_inf:
+            return self._step_with_found_inf(original, args, kwargs)
         if self._must_skip():
             return self._skip()
         with _casting_disabled():
             result = original(*args, **kwargs)
         self._end_step()
         return result
+
+    def _step_on_device(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """A step of a fused optimizer, which is skipped or taken on the device."""
+        gradients, optimizer = self.gradients, self.optimizer
+        self.settle_gradients(for_fused_step=True)
+        self._write_stale()
+        found_inf = self._found_inf()
+        masters = [slot for slot in gradients.slots if slot.master is not None]
+        pending = gradients.pending
+        optimizer.inputs = StepInputs(
+            pending={slot.master: slot.param.grad for slot in pending.slots} if pending is not None else {},
+            lower={slot.master: slot.param for slot in masters},
+            inv_scale=None if pending is None or is_one(pending.scale) else inverse(pending.scale),
+            clip=gradients.clip,
+            found_inf=found_inf,
+            total_norm=gradients.total_norm,
+        )
+        try:
+            with _casting_disabled():
+                result = original(*args, **kwargs)
+        finally:
+            optimizer.inputs = None
+        for slot in masters:
+            if slot.master._version != slot.entry.value_version:
+                slot.entry.agree(slot.param)
+        _drop_casts()
+        return result
+
+    def _step_with_found_inf(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """A step of torch's own fused optimizers, which take a finding as GradScaler hands it over."""
+        found_inf, optimizer = self._found_inf(), self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = None, None if found_inf is None else found_inf.reshape(())
+        try:
+            with _casting_disabled():
+                result = original(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        self._end_step()
+        return result
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
+        """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""
+        gradients = self.gradients
+        self.settle_gradients(for_fused_step=self._takes_step_inputs)
+        norm = gradients.total_norm()
+        if norm is not None:
+            coefficient = kernels.clip_coefficient(norm, max_norm)
+            # Where the norm is not finite the finding decides: inf times 0 would make NaN of it.
+            coefficient = torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient))
+            gradients.clip = coefficient if gradients.clip is None else gradients.clip * coefficient
+            if not self._takes_step_inputs:
+                gradients.materialise()
+        return norm
 
     def _step_with_closure(
         self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -176,7 +250,7 @@ class OptimizerAdapter:
                 "have to skip a step that has begun. Use a static scale (loss_scale=128.0), or bfloat16 without one "
                 "(opt_level='O4' or 'O5'), or call the closure yourself and step() without it."
             )
-        self.skipped = False
+        self._skipped = False
 
         def evaluate() -> Any:
             self.write_masters_to_model()
@@ -199,8 +273,11 @@ class OptimizerAdapter:
         self.write_masters_to_model()
         _drop_casts()
 
-    def settle_gradients(self) -> None:
-        """Bring every pending gradient, unscaled, to where the optimizer and ``master_params`` look for it."""
+    def settle_gradients(self, for_fused_step: bool = False) -> None:
+        """Bring every pending gradient, unscaled, to where the optimizer and ``master_params`` look for it.
+
+        ``for_fused_step`` leaves those that such a step reads where they are.
+        """
         gradients = self.gradients
         gradients.drop_cleared()
         for slot in gradients.slots:
@@ -210,21 +287,50 @@ class OptimizerAdapter:
         if gradients.delayed:
             self.owner.finish_delayed(self)
         elif gradients.uncollected():
-            # backward() without scale_loss: nothing was scaled, and the masters must have the gradients all the same.
-            gradients.collect(1.0, None)
+            gradients.collect_raw()
+        if not for_fused_step:
+            gradients.materialise()
 
-    def _must_skip(self) -> bool:
+    def _write_stale(self) -> None:
+        """Bring edits of masters to the model before a step that may leave both alone."""
+        stale = [
+            slot
+            for slot in self.gradients.slots
+            if slot.master is not None and slot.master._version != slot.entry.value_version
+        ]
+        if stale:
+            write_lower([slot.master for slot in stale], [slot.param for slot in stale])
+            for slot in stale:
+                slot.entry.agree(slot.param)
+
+    def _take_verdicts(self) -> list[Verdict]:
+        """The verdicts since the last step; carried findings are judged now at the latest."""
         unchecked, self.unchecked = self.unchecked, []
         for scaler in unchecked:
-            if scaler.carried_found_inf is not None:
-                found_inf, scaler.carried_found_inf = scaler.carried_found_inf, None
-                self.verdicts.append(scaler.judge(found_inf))
+            if scaler.carried is not None:
+                check, scaler.carried = scaler.carried, None
+                self.verdicts.append(scaler.judge(check))
         verdicts, self.verdicts = self.verdicts, []
-        overflows = [verdict for verdict in verdicts if verdict.overflowed]
-        self.skipped = bool(overflows)
+        return verdicts
+
+    def _must_skip(self) -> bool:
+        overflows = [verdict for verdict in self._take_verdicts() if verdict.overflowed]
+        self._skipped = bool(overflows)
         if overflows:
             self.owner.report_skip(self, overflows[-1])
-        return self.skipped
+        return self._skipped
+
+    def _found_inf(self) -> torch.Tensor | None:
+        """The finding on all gradients of this step, on the device; the host hears of it later."""
+        verdicts = self._take_verdicts()
+        if verdicts:
+            found_inf = verdicts[0].found_inf
+            for verdict in verdicts[1:]:
+                found_inf = torch.maximum(found_inf, on(verdict.found_inf, found_inf.device))
+            self.owner.report_late(self, verdicts)
+            self.gradients.used_flag = found_inf
+        self._skipped = False if self.gradients.used_flag is None else self.gradients.used_flag
+        return self.gradients.used_flag
 
     def _skip(self) -> None:
         self.gradients.drop_overflowed()
@@ -260,6 +366,21 @@ class OptimizerAdapter:
 def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
     """The adapter that a live session put on this optimizer, if any."""
     return getattr(optimizer, "__dict__", {}).get(ADAPTER_KEY)
+
+
+def _takes_step_inputs(optimizer: Any) -> bool:
+    """Whether it is a fused optimizer of ours, whose ``step`` nobody has replaced."""
+    if not isinstance(optimizer, FusedOptimizer) or "step" in vars(optimizer):
+        return False
+    definer = next(one for one in type(optimizer).__mro__ if "step" in vars(one))
+    return optimizer.takes_step_inputs and definer.__module__.startswith(__package__ + ".")
+
+
+def _takes_found_inf(optimizer: Any) -> bool:
+    """Whether it skips by itself when told to by its attribute ``found_inf``, as torch's fused optimizers do."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 def _drop_casts() -> None:

@@ -1,19 +1,100 @@
 """What the fused optimizers share: a step in multi-tensor calls, state in float32, checkpoints of two layouts.
 
-A fused optimizer says in `FusedOptimizer.update` how the parameters of one group move; the rules themselves stand in
-``kernels/updates.py``. State is float32 whatever the parameters are. ``state_dict`` writes the layout of the torch.optim
+A fused optimizer says in `FusedOptimizer.update` how the parameters of one `Batch` move; the rules themselves are the
+kernels'. What a session, or a GradScaler, has to say about a step (scale, finding, clipping, weights to write) comes in as
+`StepInputs`, and nothing of it is read on the host: step counts are tensors on the parameters' device, and stand still
+where a step is skipped. State is float32 whatever the parameters are. ``state_dict`` writes the layout of the torch.optim
 twin, where a step count stands in the state of each parameter; ``load_state_dict`` reads that layout and Apex's, where
 it stands in the parameter group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from .. import kernels
+from .scales import Scale, on
+
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
+_KERNEL_DTYPES = (torch.float32, *_LOWER_PRECISIONS)
+# How many parameters share a step count, noted on the tensor that holds it.
+_HOLDERS = "_ampkit_holders"
+
+
+@dataclass
+class StepInputs:
+    """What is to be heeded in one step.
+
+    ``pending`` maps masters to lower-precision gradients that stand in their models, times 1 / ``inv_scale``; ``lower``
+    maps masters to the weights that receive them, rounded. Gradients elsewhere are multiplied by ``own_inv_scale``, and all
+    by ``clip``. With a ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
+    """
+
+    pending: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    lower: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    inv_scale: Scale | None = None
+    own_inv_scale: Scale | None = None
+    clip: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    total_norm: Callable[[], torch.Tensor | None] | None = None
+
+
+@dataclass
+class Batch:
+    """Parameters of one group and device that one multi-tensor call updates: all have a weight to write, or none has.
+
+    ``params`` are the keys of their state, ``targets`` what is updated: the same, but for optimizers with masters of their
+    own.
+    """
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    lower: list[torch.Tensor] | None = None
+    inv_scale: Scale | None = None
+    clip: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    targets: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.targets = self.targets or self.params
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    @property
+    def factors(self) -> dict[str, Any]:
+        """The keywords of the kernels that say what becomes of the gradients."""
+        return dict(inv_scale=self.inv_scale, clip=self.clip, found_inf=self.found_inf)
+
+    def part(self, indices: list[int]) -> Batch:
+        """Some of it."""
+        if len(indices) == len(self.params):
+            return self
+        names = ("params", "grads", "lower", "targets")
+        lists = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: [values[i] for i in indices] for name, values in lists.items()})
+
+    def one_more(self) -> Scale:
+        """What a step count goes up by: 1, or 0 where the step is skipped."""
+        return 1.0 if self.found_inf is None else 1.0 - on(self.found_inf, self.device).reshape(())
+
+    def gradient_norms(self, norm_type: int = 2) -> torch.Tensor:
+        """The norm of each gradient, as it will be used."""
+        if norm_type == 2 and all(gradient.dtype in _KERNEL_DTYPES for gradient in self.grads):
+            norms = kernels.multi_tensor_unscale_l2norm(self.grads, None, self.inv_scale, per_tensor=True)[1]
+            factors = (self.clip,)
+        else:
+            norms = kernels.gradient_norms(self.grads, norm_type)
+            factors = (self.inv_scale, self.clip)
+        for factor in factors:
+            if factor is not None:
+                norms = norms * on(factor, norms.device)
+        return norms
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -21,6 +102,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     set_grad_none = True
     keeps_float32_state = True  # an adapter leaves it alone where the parameters train in lower precision
+    takes_step_inputs = True  # a session need not read a finding, nor convert a gradient, for it
+    counts_steps = True
+    inputs: StepInputs | None = None  # of the step that runs
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by None or zeros; by default as the optimizer was constructed (``set_grad_none``)."""
@@ -38,33 +122,107 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update_groups(self) -> None:
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            self.refuse_sparse(params)
-            if params:
-                self.update(group, params)
+            self.update_group(group)
 
-    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """Move these parameters of a group, all of which have a gradient."""
+    def update_group(self, group: dict[str, Any]) -> None:
+        batches = self.batches(group)
+        if batches:
+            for step, batch in self.counted(group, batches):
+                self.update(group, batch, step)
+
+    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+        """Move the parameters of a batch; ``step`` is the number of this step, None where nobody counts."""
         raise NotImplementedError
 
-    def advance(self, group: dict[str, Any], params: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Count a step; yields the parameters by the number of their step, as in torch.optim."""
-        by_step: dict[int, list[torch.Tensor]] = {}
+    def batches(self, group: dict[str, Any]) -> list[Batch]:
+        """The parameters of a group that have a gradient, by what one call can update."""
+        inputs = self.inputs or _NOTHING
+        pending, lower = inputs.pending, inputs.lower
+        batches: dict[Any, Batch] = {}
+        for param in group["params"]:
+            gradient = pending.get(param)
+            is_pending = gradient is not None
+            if not is_pending:
+                gradient = param.grad
+                if gradient is None:
+                    continue
+                if gradient.layout is not torch.strided:
+                    raise self.sparse_error(param)
+            weight = lower.get(param)
+            key = (is_pending, weight is not None, param.device)
+            batch = batches.get(key)
+            if batch is None:
+                inv_scale = inputs.inv_scale if is_pending else inputs.own_inv_scale
+                batch = batches[key] = Batch(
+                    [], [], None if weight is None else [], inv_scale, inputs.clip, inputs.found_inf
+                )
+                batch.targets = batch.params
+            batch.params.append(param)
+            batch.grads.append(gradient)
+            if weight is not None:
+                batch.lower.append(weight)
+        return list(batches.values())
+
+    def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[torch.Tensor | None, Batch]]:
+        """Count a step; yields the parameters by the number of their step, as in torch.optim.
+
+        Parameters that have always stepped together share one count, so that counting is one launch.
+        """
+        for batch in batches:
+            if not self.counts_steps:
+                yield None, batch
+                continue
+            holders: dict[int, tuple[torch.Tensor | None, list[int]]] = {}
+            for i, param in enumerate(batch.params):
+                step = self.state[param].get("step")
+                holders.setdefault(id(step), (step, []))[1].append(i)
+            one_more = batch.one_more()
+            for step, indices in holders.values():
+                if step is None:
+                    step = torch.zeros((), dtype=torch.float32, device=batch.device)
+                    self._share(step, batch, indices)
+                elif len(indices) != getattr(step, _HOLDERS, None):  # the others do not step this time
+                    step = step.detach().to(batch.device, torch.float32, copy=True)
+                    self._share(step, batch, indices)
+                step.add_(one_more)
+                yield step, batch.part(indices)
+
+    def _share(self, step: torch.Tensor, batch: Batch, indices: list[int]) -> None:
+        setattr(step, _HOLDERS, len(indices))
+        for i in indices:
+            self.state[batch.params[i]]["step"] = step
+
+    def moments(self, params: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+        """The state of this name of each parameter, made of zeros on first use, at least float32."""
+        found = []
         for param in params:
             state = self.state[param]
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-            state["step"] += 1
-            by_step.setdefault(int(state["step"]), []).append(param)
-        yield from by_step.items()
-
-    def moments(self, params: list[torch.Tensor], name: str, initial: float = 0.0) -> list[torch.Tensor]:
-        """The state of this name of each parameter, made on first use, at least float32."""
-        for param in params:
-            if name not in self.state[param]:
+            moment = state.get(name)
+            if moment is None:
                 dtype = torch.promote_types(torch.float32, param.dtype)
-                self.state[param][name] = torch.full_like(param, initial, dtype=dtype, requires_grad=False)
-        return [self.state[param][name] for param in params]
+                moment = state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            found.append(moment)
+        return found
+
+    def global_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients, as they will be used; None where there are none."""
+        inputs = self.inputs or _NOTHING
+        if inputs.total_norm is not None:
+            return inputs.total_norm()
+        found = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        found = [gradient for gradient in found if not gradient.is_sparse]  # refused by the update, by name
+        return kernels.multi_tensor_unscale_l2norm(found, None, inputs.own_inv_scale)[0] if found else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's: every parameter has a step count of its own there, on the host."""
+        saved = super().state_dict()
+        steps: dict[int, torch.Tensor] = {}
+        for key, state in saved["state"].items():
+            step = state.get("step")
+            if isinstance(step, torch.Tensor):
+                here = steps.setdefault(id(step), step.detach().cpu())
+                saved["state"][key] = {**state, "step": here.clone()}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, of its torch.optim twin, or of Apex."""
@@ -84,6 +242,23 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
+        self._share_equal_steps()
+
+    def _share_equal_steps(self) -> None:
+        shared: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                step = self.state[param].get("step") if param in self.state else None
+                if step is not None:
+                    number = float(step)
+                    key = (index, param.device, number)
+                    if key not in shared:
+                        shared[key] = (torch.full((), number, dtype=torch.float32, device=param.device), [])
+                    shared[key][1].append(param)
+        for step, params in shared.values():
+            setattr(step, _HOLDERS, len(params))
+            for param in params:
+                self.state[param]["step"] = step
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint of either layout in ours; ``state_dict`` is a copy, two levels deep."""
@@ -102,13 +277,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                     theirs.setdefault(name, ours[name])
         return state_dict
 
-    def refuse_sparse(self, params: list[torch.Tensor]) -> None:
-        for param in params:
-            if param.grad.is_sparse:
-                raise RuntimeError(
-                    f"{type(self).__name__} does not support sparse gradients; a parameter of shape {tuple(param.shape)} has "
-                    "one. Use torch.optim.SparseAdam for it, or sparse=False in the embedding."
-                )
+    def sparse_error(self, param: torch.Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__} does not support sparse gradients; a parameter of shape {tuple(param.shape)} has "
+            "one. Use torch.optim.SparseAdam for it, or sparse=False in the embedding."
+        )
+
+
+_NOTHING = StepInputs()
 
 
 def refuse_amsgrad(optimizer: FusedOptimizer, amsgrad: bool) -> None:
@@ -118,5 +294,14 @@ def refuse_amsgrad(optimizer: FusedOptimizer, amsgrad: bool) -> None:
         )
 
 
-def gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [param.grad for param in params]
+def inputs_of_grad_scaler(optimizer: torch.optim.Optimizer, grad_scaler: Any) -> StepInputs:
+    """What a ``torch.amp.GradScaler`` has to say about a step: the scale of the gradients, and whether all are finite."""
+    state = grad_scaler._per_optimizer_states[id(optimizer)]
+    unscaled = state["stage"].name == "UNSCALED"
+    found = state["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(optimizer)
+    flags = list(found.values())
+    found_inf = None
+    if flags:
+        found_inf = torch.stack([on(flag, flags[0].device) for flag in flags]).max().reshape(1)
+    inv_scale = None if unscaled else grad_scaler._get_scale_async().double().reciprocal().float()
+    return StepInputs(own_inv_scale=inv_scale, found_inf=found_inf)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import kernels
-from .fused import FusedOptimizer, gradients
+from .fused import Batch, FusedOptimizer
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -30,14 +30,18 @@ class FusedAdagrad(FusedOptimizer):
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         self.set_grad_none = set_grad_none
 
-    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        for step, part in self.advance(group, params):
-            kernels.multi_tensor_adagrad(
-                gradients(part),
-                part,
-                self.moments(part, "sum"),
-                lr=group["lr"] / (1.0 + (step - 1) * group["lr_decay"]),
-                eps=group["eps"],
-                decoupled=bool(self.adagrad_w_mode),
-                weight_decay=group["weight_decay"],
-            )
+    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+        lr = group["lr"]
+        if group["lr_decay"]:
+            lr = lr / (1.0 + (step - 1.0) * group["lr_decay"])
+        kernels.multi_tensor_adagrad(
+            batch.grads,
+            batch.targets,
+            self.moments(batch.params, "sum"),
+            batch.lower,
+            lr=lr,
+            eps=group["eps"],
+            decoupled=bool(self.adagrad_w_mode),
+            weight_decay=group["weight_decay"],
+            **batch.factors,
+        )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import kernels
-from .fused import FusedOptimizer, gradients, refuse_amsgrad
+from .fused import Batch, FusedOptimizer, inputs_of_grad_scaler, refuse_amsgrad
 
 _REMOVED = ("grads", "output_params", "scale", "grad_norms")
 
@@ -49,6 +50,8 @@ class FusedAdam(FusedOptimizer):
         self.set_grad_none = set_grad_none
         self.capturable = capturable
         self.master_weights = master_weights
+        if master_weights:
+            self.takes_step_inputs = False  # it writes the parameters itself
         if capturable:
             self._step_supports_amp_scaling = True
             for group in self.param_groups:
@@ -84,49 +87,48 @@ class FusedAdam(FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._inverse_scale, skip = None, False
+        given = self.inputs
         if grad_scaler is not None:
-            self._inverse_scale, skip = read_grad_scaler(self, grad_scaler)
-        if not skip:
+            self.inputs = inputs_of_grad_scaler(self, grad_scaler)
+        try:
             self.update_groups()
+        finally:
+            self.inputs = given
         return loss
 
-    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        for step, part in self.advance(group, params):
-            targets = [self.state[param].get("master_param", param) for param in part]
-            kernels.multi_tensor_adam(
-                gradients(part),
-                targets,
-                self.moments(part, "exp_avg"),
-                self.moments(part, "exp_avg_sq"),
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                step=step,
-                decoupled=bool(self.adam_w_mode),
-                bias_correction=bool(group["bias_correction"]),
-                weight_decay=group["weight_decay"],
-                inv_scale=self._inverse_scale,
-            )
-            for param, target in zip(part, targets):
-                if target is not param:
-                    param.copy_(target)
+    def batches(self, group: dict[str, Any]) -> list[Batch]:
+        batches = super().batches(group)
+        return [part for batch in batches for part in self._with_masters(batch)] if self.master_weights else batches
 
-    _inverse_scale: torch.Tensor | None = None
+    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+        kernels.multi_tensor_adam(
+            batch.grads,
+            batch.targets,
+            self.moments(batch.params, "exp_avg"),
+            self.moments(batch.params, "exp_avg_sq"),
+            batch.lower,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=step,
+            decoupled=bool(self.adam_w_mode),
+            bias_correction=bool(group["bias_correction"]),
+            weight_decay=group["weight_decay"],
+            **batch.factors,
+        )
+
+    def _with_masters(self, batch: Batch) -> list[Batch]:
+        masters = [self.state[param].get("master_param") for param in batch.params]
+        with_master = [i for i, master in enumerate(masters) if master is not None]
+        without = [i for i, master in enumerate(masters) if master is None]
+        parts = [batch.part(without)] if without else []
+        if with_master:
+            part = batch.part(with_master)
+            parts.append(replace(part, targets=[masters[i] for i in with_master], lower=part.params))
+        return parts
 
     def _make_masters(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.dtype in (torch.float16, torch.bfloat16):
                     self.state[param]["master_param"] = param.detach().clone().float()
-
-
-def read_grad_scaler(optimizer: torch.optim.Optimizer, grad_scaler: Any) -> tuple[torch.Tensor | None, bool]:
-    """(1 / scale of the gradients, or None where they are unscaled already; whether one of them is not finite)."""
-    state = grad_scaler._per_optimizer_states[id(optimizer)]
-    unscaled = state["stage"].name == "UNSCALED"
-    found = state["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(optimizer)
-    skip = any(bool(flag.item()) for flag in found.values())
-    if unscaled:
-        return None, skip
-    return grad_scaler._get_scale_async().double().reciprocal().float(), skip

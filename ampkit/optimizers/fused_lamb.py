@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import kernels
-from .fused import FusedOptimizer, gradients, refuse_amsgrad
-from .fused_adam import read_grad_scaler
+from .fused import Batch, FusedOptimizer, inputs_of_grad_scaler, refuse_amsgrad
+from .scales import on
 
 
 class FusedLAMB(FusedOptimizer):
@@ -52,12 +53,11 @@ class FusedLAMB(FusedOptimizer):
         self.use_nvlamb = use_nvlamb
 
     def update_groups(self) -> None:
-        self._global_grad_norm = _norm_of_all(self)
+        self._global_grad_norm = self.global_norm()
         super().update_groups()
 
-    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        for step, part in self.advance(group, params):
-            _lamb(self, group, part, part, step, self._global_grad_norm)
+    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+        _lamb(self, group, batch, step, self._global_grad_norm)
 
     _global_grad_norm: torch.Tensor | None = None
 
@@ -70,6 +70,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
     """
 
     _step_supports_amp_scaling = True
+    takes_step_inputs = False  # it writes the parameters itself
 
     def __init__(
         self,
@@ -122,29 +123,44 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._inverse_scale, skip = None, False
+        given = self.inputs
         if grad_scaler is not None:
-            self._inverse_scale, skip = read_grad_scaler(self, grad_scaler)
-        if not skip:
+            self.inputs = inputs_of_grad_scaler(self, grad_scaler)
+        try:
             self.update_groups()
+        finally:
+            self.inputs = given
         return loss
 
     def update_groups(self) -> None:
-        norm = _norm_of_all(self)
-        self._global_grad_norm = norm if self._inverse_scale is None else norm * self._inverse_scale.to(norm)
+        self._global_grad_norm = self.global_norm()
         super().update_groups()
 
-    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        group["step"] += 1
-        targets = [self._target(param) for param in params]
-        lower = [(param, target) for param, target in zip(params, targets) if target is not param]
-        _lamb(self, group, params, targets, group["step"], self._global_grad_norm, self._inverse_scale)
-        for param, target in lower:
-            param.copy_(target)
+    def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[torch.Tensor | None, Batch]]:
+        one_more = on(batches[0].one_more(), group["step"].device)
+        group["step"] += one_more.to(group["step"].dtype) if isinstance(one_more, torch.Tensor) else 1
+        for batch in batches:
+            yield group["step"], batch
+
+    def batches(self, group: dict[str, Any]) -> list[Batch]:
+        return [part for batch in super().batches(group) for part in self._with_masters(batch)]
+
+    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+        _lamb(self, group, batch, step, self._global_grad_norm)
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         # The step stands in the group here, as in Apex.
         return self.with_our_groups(state_dict)
+
+    def _with_masters(self, batch: Batch) -> list[Batch]:
+        targets = [self._target(param) for param in batch.params]
+        with_master = [i for i, (param, target) in enumerate(zip(batch.params, targets)) if target is not param]
+        without = [i for i, (param, target) in enumerate(zip(batch.params, targets)) if target is param]
+        parts = [batch.part(without)] if without else []
+        if with_master:
+            part = batch.part(with_master)
+            parts.append(replace(part, targets=[targets[i] for i in with_master], lower=part.params))
+        return parts
 
     def _target(self, param: torch.Tensor) -> torch.Tensor:
         reduced = self.reduced_precision_dtype
@@ -156,34 +172,23 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         return state["master_param"]
 
     _global_grad_norm: torch.Tensor | None = None
-    _inverse_scale: torch.Tensor | None = None
-
-
-def _norm_of_all(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    found = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    found = [gradient for gradient in found if not gradient.is_sparse]  # refused by the update, by name
-    return kernels.multi_tensor_l2norm(found)[0] if found else None
 
 
 def _lamb(
-    optimizer: Any,
-    group: dict[str, Any],
-    params: list[torch.Tensor],
-    targets: list[torch.Tensor],
-    step: Any,
-    global_grad_norm: torch.Tensor | None,
-    inverse_scale: torch.Tensor | None = None,
+    optimizer: Any, group: dict[str, Any], batch: Batch, step: torch.Tensor, global_grad_norm: torch.Tensor | None
 ) -> None:
-    clip = None
+    factors = batch.factors
     if global_grad_norm is not None and group["max_grad_norm"] is not None:
-        clip = kernels.clip_factor(global_grad_norm, group["max_grad_norm"])
+        own = kernels.clip_factor(global_grad_norm, group["max_grad_norm"])
+        factors["clip"] = own if batch.clip is None else own * on(batch.clip, own.device)
     kernels.multi_tensor_lamb(
-        gradients(params),
-        targets,
-        optimizer.moments(params, "exp_avg"),
-        optimizer.moments(params, "exp_avg_sq"),
-        betas=group["betas"],
+        batch.grads,
+        batch.targets,
+        optimizer.moments(batch.params, "exp_avg"),
+        optimizer.moments(batch.params, "exp_avg_sq"),
+        batch.lower,
         lr=group["lr"],
+        betas=group["betas"],
         eps=group["eps"],
         step=step,
         weight_decay=group["weight_decay"],
@@ -191,6 +196,5 @@ def _lamb(
         bias_correction=bool(group["bias_correction"]),
         grad_averaging=bool(group["grad_averaging"]),
         trusts=bool(optimizer.use_nvlamb or group["weight_decay"]),
-        inv_scale=inverse_scale,
-        clip=clip,
+        **factors,
     )

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import required
 
 from .. import kernels
-from .fused import FusedOptimizer, gradients
+from .fused import Batch, FusedOptimizer
 from .fused_sgd import refuse_negative, refuse_odd_nesterov, split_by_buffer
 
 
@@ -17,6 +17,8 @@ class FusedLARS(FusedOptimizer):
 
     Groups with ``is_skipped=True`` move as in plain SGD; norms and biases are usually among them.
     """
+
+    counts_steps = False
 
     def __init__(
         self,
@@ -53,21 +55,22 @@ class FusedLARS(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        for first_run, part in split_by_buffer(self, params):
+    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+        for first_run, part in split_by_buffer(self, group, batch):
             trust = None
             if not group["is_skipped"]:
                 trust = kernels.lars_trust(
-                    kernels.gradient_norms(gradients(part)),
-                    kernels.gradient_norms(part),
+                    part.gradient_norms(),
+                    kernels.gradient_norms(part.targets),
                     trust_coefficient=group["trust_coefficient"],
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
                 )
             kernels.multi_tensor_sgd(
-                gradients(part),
-                part,
-                self.moments(part, "momentum_buffer") if group["momentum"] else None,
+                part.grads,
+                part.targets,
+                self.moments(part.params, "momentum_buffer") if group["momentum"] else None,
+                part.lower,
                 lr=group["lr"],
                 momentum=group["momentum"],
                 dampening=group["dampening"],
@@ -76,4 +79,5 @@ class FusedLARS(FusedOptimizer):
                 first_run=first_run,
                 wd_after_momentum=self.wd_after_momentum,
                 trust=trust,
+                **part.factors,
             )

@@ -8,7 +8,8 @@ import torch
 
 from .. import kernels
 from ..errors import CheckpointError
-from .fused import FusedOptimizer, gradients, refuse_amsgrad
+from .fused import Batch, FusedOptimizer, refuse_amsgrad
+from .scales import on
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -52,26 +53,31 @@ class FusedNovoGrad(FusedOptimizer):
         self.moment_mode = 0 if reg_inside_moment else 1
         self.set_grad_none = set_grad_none
 
-    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        for step, part in self.advance(group, params):
-            norms = self._running_norms(group, part)
-            kernels.multi_tensor_novograd(
-                gradients(part),
-                part,
-                self.moments(part, "exp_avg"),
-                norms,
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                step=step,
-                bias_correction=bool(group["bias_correction"]),
-                weight_decay=group["weight_decay"],
-                grad_averaging=bool(group["grad_averaging"]),
-                reg_inside_moment=self.moment_mode == 0,
-                norm_type=group["norm_type"],
-            )
-            for param, norm in zip(part, norms.unbind()):
-                self.state[param]["exp_avg_sq"] = norm.clone()
+    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+        now = batch.gradient_norms(group["norm_type"])
+        norms, before = self._running_norms(group, batch.params, now)
+        kernels.multi_tensor_novograd(
+            batch.grads,
+            batch.targets,
+            self.moments(batch.params, "exp_avg"),
+            norms,
+            batch.lower,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=step,
+            bias_correction=bool(group["bias_correction"]),
+            weight_decay=group["weight_decay"],
+            grad_averaging=bool(group["grad_averaging"]),
+            reg_inside_moment=self.moment_mode == 0,
+            norm_type=group["norm_type"],
+            grad_norms=now,
+            **batch.factors,
+        )
+        if batch.found_inf is not None:
+            norms = torch.where(on(batch.found_inf, norms.device) != 0, before, norms)
+        for param, norm in zip(batch.params, norms.unbind()):
+            self.state[param]["exp_avg_sq"] = norm.clone()
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Apex keeps the norms in the group: one tensor for its float16 parameters, and one for the others."""
@@ -90,9 +96,10 @@ class FusedNovoGrad(FusedOptimizer):
                     )
         return super().translated(state_dict)
 
-    def _running_norms(self, group: dict[str, Any], params: list[torch.Tensor]) -> torch.Tensor:
-        fresh = [param for param in params if "exp_avg_sq" not in self.state[param]]
-        for param, norm in zip(fresh, kernels.gradient_norms(gradients(fresh), group["norm_type"])):
-            self.state[param]["exp_avg_sq"] = torch.zeros_like(norm) if group["init_zero"] else norm
-        norms = [self.state[param]["exp_avg_sq"] for param in params]
-        return torch.stack([norm.to(norms[0]) for norm in norms])
+    def _running_norms(
+        self, group: dict[str, Any], params: list[torch.Tensor], now: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(The norms to start from, and what is stored: below 0 where no step was taken yet.)"""
+        none_yet = now.new_full((), -1.0)
+        stored = torch.stack([self.state[param].get("exp_avg_sq", none_yet).to(now) for param in params])
+        return torch.where(stored < 0, torch.zeros_like(now) if group["init_zero"] else now, stored), stored

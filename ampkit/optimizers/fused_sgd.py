@@ -8,15 +8,18 @@ import torch
 from torch.optim.optimizer import required
 
 from .. import kernels
-from .fused import FusedOptimizer, gradients
+from .fused import Batch, FusedOptimizer
 
 
 class FusedSGD(FusedOptimizer):
     """``torch.optim.SGD`` with momentum, over lists of tensors; state loads from and into it.
 
     ``wd_after_momentum`` adds the weight decay to the update instead of the gradient, so that it stays out of the
-    momentum. ``materialize_master_grads`` is kept for Apex's sake: master gradients exist either way.
+    momentum. ``materialize_master_grads`` is kept for Apex's sake: under `initialize` master gradients come into being when
+    somebody iterates ``master_params``.
     """
+
+    counts_steps = False
 
     def __init__(
         self,
@@ -40,34 +43,36 @@ class FusedSGD(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        settings = dict(
-            lr=group["lr"],
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            wd_after_momentum=self.wd_after_momentum,
-        )
-        if not group["momentum"]:
-            kernels.multi_tensor_sgd(gradients(params), params, None, **settings)
-            return
-        for first_run, part in split_by_buffer(self, params):
-            buffers = self.moments(part, "momentum_buffer")
-            kernels.multi_tensor_sgd(gradients(part), part, buffers, first_run=first_run, **settings)
+    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+        for first_run, part in split_by_buffer(self, group, batch):
+            kernels.multi_tensor_sgd(
+                part.grads,
+                part.targets,
+                self.moments(part.params, "momentum_buffer") if group["momentum"] else None,
+                part.lower,
+                lr=group["lr"],
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+                first_run=first_run,
+                wd_after_momentum=self.wd_after_momentum,
+                **part.factors,
+            )
 
 
-def split_by_buffer(optimizer: FusedOptimizer, params: list[torch.Tensor]) -> list[tuple[bool, list[torch.Tensor]]]:
+def split_by_buffer(optimizer: FusedOptimizer, group: dict[str, Any], batch: Batch) -> list[tuple[bool, Batch]]:
     """(True, parameters that have no momentum yet) and (False, the others)."""
-    first, later = [], []
-    for param in params:
-        # torch.optim.SGD saves None where it has no momentum.
-        if optimizer.state[param].get("momentum_buffer") is None:
-            optimizer.state[param].pop("momentum_buffer", None)
-            first.append(param)
-        else:
-            later.append(param)
-    return [(is_first, part) for is_first, part in ((True, first), (False, later)) if part]
+    if not group["momentum"]:
+        return [(False, batch)]
+    # torch.optim.SGD saves None where it has no momentum.
+    first = [i for i, p in enumerate(batch.params) if optimizer.state[p].get("momentum_buffer") is None]
+    later = [i for i, p in enumerate(batch.params) if optimizer.state[p].get("momentum_buffer") is not None]
+    parts = [(False, batch.part(later))] if later else []
+    # Without dampening a first momentum is what zeros become, also after steps that were skipped. With it the host has to
+    # know whether this is the first step that is taken.
+    skipped = first and group["dampening"] and batch.found_inf is not None and bool(batch.found_inf.item())
+    return parts if not first or skipped else [*parts, (True, batch.part(first))]
 
 
 def refuse_negative(**values: float) -> None:

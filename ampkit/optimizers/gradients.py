@@ -1,19 +1,37 @@
 """The gradients of one optimizer, from the backward pass to the step.
 
-Between two steps a gradient may be in one of three places: fresh and scaled in ``param.grad``; unscaled in ``target.grad``
-(the master's, or the parameter's own where it has no master); or set aside while a backward pass runs, so that fresh
-gradients arrive unmixed. `Gradients` moves them, one multi-tensor pass at a time.
+Between two steps a gradient may be in one of four places: fresh and scaled in ``param.grad``; `Pending` there, checked and
+still scaled, for a fused optimizer that reads lower precision; unscaled in ``target.grad`` (the master's, or the parameter's
+own where it has no master); or set aside while a backward pass runs, so that fresh gradients arrive unmixed. `Gradients`
+moves them, one multi-tensor pass at a time, and never waits for a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from .. import kernels
+from ..loss_scale import Check
 from ..models.weights import move_like
-from .master import COLLECTED, Slot, mark_collected
+from .master import COLLECTED, Slot, is_shared, mark_collected
+from .scales import Scale, inverse, is_one, on, ratio
+
+LISTS_OF_A_COLLECTION = 4  #: how many lists `Gradients.collect` checks at most
+
+
+@dataclass
+class Pending:
+    """Gradients that a fused step will read where the backward pass left them: in ``slot.param.grad``, times ``scale``.
+
+    ``norm`` is theirs, unscaled, where a pass over them has found it.
+    """
+
+    slots: list[Slot]
+    scale: Scale
+    norm: torch.Tensor | None = None
 
 
 class Gradients:
@@ -23,27 +41,38 @@ class Gradients:
     from a backward pass under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced, so they must stay there
     and take part in the next backward pass. While either holds, gradients stay; otherwise they are set aside.
 
+    ``reads_lower`` says that the optimizer takes lower-precision gradients, which then stay `pending` instead of being
+    converted. ``clip`` is what all gradients have yet to be multiplied by.
+
     ``done`` arguments: parameters already handled in this pass, for optimizers that share some; None for one optimizer.
     """
 
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
+        self.reads_lower = False
         self.is_open = False
         self.delayed = False
         self.local = False
+        self.pending: Pending | None = None
+        self.clip: torch.Tensor | None = None
+        # The finding on gradients that a step has used already, until they are cleared.
+        self.used_flag: torch.Tensor | None = None
         # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
         self.in_buckets = False
         # The scales at which gradients stand in param.grad, of parameters without and with a master.
-        self._own_scale = 1.0
-        self._low_scale = 1.0
+        self._own_scale: Scale = 1.0
+        self._low_scale: Scale = 1.0
 
-    def open(self, scale: float) -> None:
+    def open(self, scale: Scale) -> None:
         """Before a backward pass at ``scale``: bring gradients that stay to it, set the others aside."""
-        self._opened_from = (self._own_scale, self._low_scale)
         if self.uncollected():
-            self.collect(1.0, None)
+            self.collect_raw()
+        if self.clip is not None:
+            self.materialise()
+        self._opened_from = (self._own_scale, self._low_scale, self.pending)
         self.is_open = True
         if self.delayed or self.local:
+            self.pending = None
             self._rescale(scale, scale)
             return
         for slot in self.slots:
@@ -60,14 +89,18 @@ class Gradients:
         """
         self.is_open = False
         if self.delayed or self.local:
-            self._rescale(*self._opened_from)
+            own_scale, low_scale, self.pending = self._opened_from
+            self._rescale(own_scale, low_scale)
             return
         for slot in self._remaining(done):
             if slot.aside is not None or slot.param.grad is not None:
                 slot.param.grad, slot.aside = slot.aside, None
 
-    def keep_scaled(self, scale: float) -> None:
+    def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
+        if self.pending is not None:
+            waiting, self.pending = self.pending, None
+            _to_masters(waiting.slots, [slot.aside for slot in waiting.slots], inverse(waiting.scale))
         for slot in self.slots:
             if slot.master is None:
                 _join(slot, scale)
@@ -79,68 +112,135 @@ class Gradients:
 
     def collect(
         self,
-        scale: float,
-        found_inf: torch.Tensor | None,
+        scale: Scale,
+        check: Check | None,
         *,
         local: bool = False,
         done: set[torch.Tensor] | None = None,
     ) -> None:
         """After a backward pass at ``scale``: unscale fresh gradients into their targets, adding to what was there.
 
-        One pass over the fresh gradients checks them (into ``found_inf``), converts and unscales. Under ``no_sync``
-        (``local``) ``param.grad`` holds the sum of all micro-batches so far, and replaces what the master had.
+        One pass over the fresh gradients checks them (into ``check``), converts and unscales; where a fused step will
+        read them as they are, it only checks. Under ``no_sync`` (``local``) ``param.grad`` holds the sum of all
+        micro-batches so far, and replaces what the master had.
         """
         replace = self.local or local
-        fresh, fresh_out, added, before = [], [], [], []
+        before, self.pending = self.pending, None
+        waiting = set(before.slots) if before is not None else ()
+        fresh, added, summed, left, missed = [], [], [], [], []  # slots, by what happens to them
         for slot in self._remaining(done):
             if local:
-                _join(slot, scale if slot.master is None else scale / self._low_scale)
+                _join(slot, scale if slot.master is None else ratio(scale, self._low_scale))
             aside, slot.aside = slot.aside, None
             gradient = slot.param.grad
             if gradient is None:
                 slot.param.grad = aside
+                if slot in waiting and aside is not None:
+                    missed.append(slot)
                 continue
-            standing = aside if slot.master is None else (None if replace else slot.master.grad)
+            has_low_before = slot in waiting and aside is not None and not replace
+            if has_low_before and gradient.layout is not torch.strided:
+                _to_masters([slot], [aside], inverse(before.scale))
+                has_low_before = False
+            if slot.master is None:
+                standing = aside
+            else:
+                standing = None if replace else slot.master.grad
             if standing is not None and standing.layout is not gradient.layout:
                 standing = standing.to_dense()
                 gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
                 if slot.master is not None:
                     slot.master.grad = standing
             if gradient.layout is not torch.strided:
-                _collect_sparse(slot, gradient, standing, 1.0 / scale, found_inf)
-            elif standing is None:
-                fresh.append(gradient)
-                fresh_out.append(_target_gradient(slot, gradient))
-            else:
-                added.append(gradient)
-                before.append(standing)
+                _collect_sparse(slot, gradient, standing, inverse(scale), check)
+            elif has_low_before:
+                summed.append((slot, gradient, aside))
+            elif standing is not None:
+                added.append((slot, gradient, standing))
                 if slot.master is None:
                     slot.param.grad = standing
+            elif self.reads_lower and slot.master is not None and not is_shared(slot.master):
+                slot.master.grad = None
+                left.append(slot)
+            else:
+                fresh.append((slot, gradient))
             if slot.master is not None:
                 mark_collected(gradient)
-        if scale == 1.0 and found_inf is None:
-            fresh, fresh_out = _without_itself(fresh, fresh_out)
-        kernels.multi_tensor_scale(fresh, fresh_out, 1.0 / scale, found_inf)
-        kernels.multi_tensor_axpby(added, before, before, 1.0 / scale, 1.0, found_inf)
+        inv = inverse(scale)
+        if missed:
+            _to_masters(missed, [slot.param.grad for slot in missed], inverse(before.scale))
+        if fresh:
+            _unscale(fresh, inv, check)
+        if added:
+            slots, xs, ys = zip(*added)
+            _axpby(slots, xs, ys, ys, inv, 1.0, check)
+        if summed:
+            slots, xs, ys = zip(*summed)
+            outputs = [_target_gradient(slot, x) for slot, x in zip(slots, xs)]
+            _axpby(slots, xs, ys, outputs, inv, inverse(before.scale), check)
+        if left:
+            self.pending = Pending(left, scale)
+            if check is not None:
+                self.pending.norm = _norm_of_pending(self.pending, check)
         self.is_open = False
         self.delayed = False
         self.local = local
+        self.used_flag = None
         self._own_scale, self._low_scale = 1.0, scale
 
+    def collect_raw(self) -> None:
+        """Gradients of a backward pass without ``scale_loss``: nothing was scaled, and the masters must have them all the same."""
+        raw = [slot for slot in self.slots if _is_raw(slot)]
+        self.materialise()
+        if self.reads_lower and not any(is_shared(slot.master) for slot in raw):
+            self.pending = Pending(raw, 1.0)
+        else:
+            _to_masters(raw, [slot.param.grad for slot in raw], 1.0)
+        for slot in raw:
+            mark_collected(slot.param.grad)
+        self.delayed = self.local = False
+        self.used_flag = None
+        self._own_scale = self._low_scale = 1.0
+
+    def materialise(self) -> None:
+        """Bring everything, unscaled and clipped, to where ``master_params`` and ordinary optimizers look for it."""
+        pending, self.pending = self.pending, None
+        clip, self.clip = self.clip, None
+        if clip is not None:
+            left = set(pending.slots) if pending is not None else ()
+            targets = [slot.target.grad for slot in self.slots if slot not in left and slot.target.grad is not None]
+            _scale_in_place(list(dict.fromkeys(targets)), clip)
+        if pending is not None:
+            factor = inverse(pending.scale)
+            if clip is not None:
+                factor = clip * on(factor, clip.device)
+            _to_masters(pending.slots, [slot.param.grad for slot in pending.slots], factor)
+
+    def total_norm(self) -> torch.Tensor | None:
+        """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
+        norms = []
+        if self.pending is not None:
+            if self.pending.norm is None:
+                self.pending.norm = _norm_of_pending(self.pending, None)
+            norms.append(self.pending.norm)
+        left = set(self.pending.slots) if self.pending is not None else ()
+        others = [slot.target.grad for slot in self.slots if slot not in left and slot.target.grad is not None]
+        others = [_values(gradient) for gradient in dict.fromkeys(others)]
+        if others:
+            norms.append(kernels.multi_tensor_l2norm(others)[0])
+        if not norms:
+            return None
+        total = norms[0] if len(norms) == 1 else _combined(norms)
+        return total if self.clip is None else total * on(self.clip, total.device)
+
     @property
-    def waiting_scale(self) -> float:
+    def waiting_scale(self) -> Scale:
         """The scale of gradients that wait after ``delay_unscale=True``."""
         return self._low_scale
 
     def uncollected(self) -> bool:
         """Whether the model holds gradients that never went through ``scale_loss``, and so never reached a master."""
-        return not self.delayed and any(
-            slot.master is not None
-            and slot.master.grad is None
-            and slot.param.grad is not None
-            and not hasattr(slot.param.grad, COLLECTED)
-            for slot in self.slots
-        )
+        return not self.delayed and any(_is_raw(slot) for slot in self.slots)
 
     def drop_cleared(self) -> None:
         """Clearing a model's gradients clears the masters' too, and a new gradient makes the master's old one void."""
@@ -157,8 +257,11 @@ class Gradients:
             elif getattr(gradient, COLLECTED, gradient._version) != gradient._version and not _values(gradient).any():
                 # zero_grad(set_to_none=False): a counted write that left nothing but zeros.
                 master.grad = None
+        if self.pending is not None and not self.is_open:
+            self._drop_cleared_pending()
         if empty and not any(slot.aside is not None for slot in self.slots):
             self.delayed = self.local = False
+            self.clip = self.used_flag = None
 
     def clear_params(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None) -> None:
         """The part of ``zero_grad`` that nobody else sees: gradients set aside, and those on the far side of a master.
@@ -167,6 +270,9 @@ class Gradients:
         """
         if only is None:
             self.delayed = self.local = False
+            self.pending = self.clip = self.used_flag = None
+        elif self.pending is not None:
+            self._keep_pending([slot for slot in self.pending.slots if slot.param not in only])
         for slot in self.slots:
             if only is not None and slot.param not in only:
                 continue
@@ -183,6 +289,7 @@ class Gradients:
 
     def drop_overflowed(self) -> None:
         """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step."""
+        self.pending = self.clip = None
         for slot in self.slots:
             if slot.master is not None:
                 slot.master.grad = None
@@ -197,17 +304,34 @@ class Gradients:
                     return slot.param
         return None
 
-    def _rescale(self, own_scale: float, low_scale: float) -> None:
+    def _drop_cleared_pending(self) -> None:
+        kept = []
+        for slot in self.pending.slots:
+            gradient = slot.param.grad
+            if gradient is not None and (self.in_buckets or hasattr(gradient, COLLECTED)):
+                kept.append(slot)
+                if getattr(gradient, COLLECTED, None) != gradient._version:  # somebody wrote to it
+                    mark_collected(gradient)
+                    self.pending.norm = None
+        if len(kept) != len(self.pending.slots):
+            self._keep_pending(kept)
+
+    def _keep_pending(self, slots: list[Slot]) -> None:
+        self.pending = Pending(slots, self.pending.scale) if slots else None
+
+    def _rescale(self, own_scale: Scale, low_scale: Scale) -> None:
         """Bring the gradients that stay in ``param.grad`` to these scales."""
-        for has_master, factor in ((False, own_scale / self._own_scale), (True, low_scale / self._low_scale)):
-            if factor != 1.0:
+        for has_master, factor in (
+            (False, ratio(own_scale, self._own_scale)),
+            (True, ratio(low_scale, self._low_scale)),
+        ):
+            if not is_one(factor):
                 gradients = [
                     slot.param.grad
                     for slot in self.slots
                     if (slot.master is not None) is has_master and slot.param.grad is not None
                 ]
-                values = [_values(gradient) for gradient in gradients]
-                kernels.multi_tensor_scale(values, values, factor)
+                _scale_in_place(gradients, factor)
         self._own_scale, self._low_scale = own_scale, low_scale
 
     def _remaining(self, done: set[torch.Tensor] | None) -> Iterator[Slot]:
@@ -220,13 +344,73 @@ class Gradients:
                 yield slot
 
 
-def _join(slot: Slot, factor: float) -> None:
+def _is_raw(slot: Slot) -> bool:
+    return (
+        slot.master is not None
+        and slot.master.grad is None
+        and slot.param.grad is not None
+        and not hasattr(slot.param.grad, COLLECTED)
+    )
+
+
+def _unscale(fresh: list[tuple[Slot, torch.Tensor]], factor: Scale, check: Check | None) -> None:
+    """Convert and unscale fresh gradients into their targets."""
+    if is_one(factor) and check is None:  # copying a tensor onto itself is no work
+        fresh = [(slot, gradient) for slot, gradient in fresh if slot.master is not None]
+        if not fresh:
+            return
+    slots, inputs = zip(*fresh)
+    outputs = [_target_gradient(slot, gradient) for slot, gradient in fresh]
+    found_inf, first_bad = _places(check, slots)
+    kernels.multi_tensor_scale(inputs, outputs, factor, found_inf, first_bad)
+
+
+def _axpby(slots, xs, ys, outputs, a: Scale, b: Scale, check: Check | None) -> None:
+    found_inf, first_bad = _places(check, slots)
+    kernels.multi_tensor_axpby(xs, ys, outputs, a, b, found_inf, first_bad=first_bad)
+
+
+def _to_masters(slots: list[Slot], gradients: list[torch.Tensor], factor: Scale) -> None:
+    if slots:
+        outputs = [_target_gradient(slot, gradient) for slot, gradient in zip(slots, gradients)]
+        kernels.multi_tensor_scale(gradients, outputs, factor)
+
+
+def _norm_of_pending(pending: Pending, check: Check | None) -> torch.Tensor:
+    """One pass over lower-precision gradients: their norm, unscaled, and whether all are finite."""
+    found_inf, first_bad = _places(check, pending.slots)
+    gradients = [slot.param.grad for slot in pending.slots]
+    inv_scale = None if is_one(pending.scale) else inverse(pending.scale)
+    return kernels.multi_tensor_unscale_l2norm(gradients, None, inv_scale, found_inf, first_bad=first_bad)[0]
+
+
+def _places(check: Check | None, slots: list[Slot]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if check is None else (check.found_inf, check.watch([slot.param for slot in slots]))
+
+
+def _combined(norms: list[torch.Tensor]) -> torch.Tensor:
+    device = norms[0].device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    stacked = torch.cat([on(norm, device).reshape(1) for norm in norms])
+    return torch.linalg.vector_norm(stacked, dtype=wide).to(torch.float32).reshape(1)
+
+
+def _scale_in_place(gradients: list[torch.Tensor], factor: Scale) -> None:
+    values = [_values(gradient) for gradient in gradients]
+    kernels.multi_tensor_scale(values, values, factor)
+
+
+def _join(slot: Slot, factor: Scale) -> None:
     """Add what was set aside, times ``factor``, to the fresh gradient."""
     if slot.aside is not None:
-        if slot.param.grad is None:
-            slot.param.grad = slot.aside * factor
+        gradient = slot.param.grad
+        if gradient is None:
+            slot.param.grad = slot.aside * on(factor, slot.aside.device)
+        elif isinstance(factor, torch.Tensor) and gradient.layout is slot.aside.layout is torch.strided:
+            # add_(alpha=tensor) would read it.
+            kernels.multi_tensor_axpby([gradient], [slot.aside], [gradient], 1.0, factor)
         else:
-            slot.param.grad.add_(slot.aside, alpha=factor)
+            gradient.add_(slot.aside * on(factor, slot.aside.device))
         slot.aside = None
 
 
@@ -240,21 +424,15 @@ def _target_gradient(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _collect_sparse(
-    slot: Slot, gradient: torch.Tensor, standing: torch.Tensor | None, factor: float, found_inf: torch.Tensor | None
+    slot: Slot, gradient: torch.Tensor, standing: torch.Tensor | None, factor: Scale, check: Check | None
 ) -> None:
     # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
-    total = gradient.to(slot.target.dtype).coalesce() * factor
-    if found_inf is not None:
+    total = gradient.to(slot.target.dtype).coalesce() * on(factor, gradient.device)
+    if check is not None:
         finite = torch.isfinite(total._values()).all()
-        found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf)))
+        check.found_inf.copy_(torch.maximum(check.found_inf, on((~finite).to(torch.float32), check.found_inf.device)))
     slot.target.grad = total if standing is None else standing + total
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout is torch.strided else gradient._values()
-
-
-def _without_itself(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> tuple[list, list]:
-    """Copying a tensor onto itself, unscaled and unchecked, is no work."""
-    pairs = [(x, y) for x, y in zip(inputs, outputs) if x is not y]
-    return [x for x, _ in pairs], [y for _, y in pairs]

@@ -19,6 +19,15 @@ from ..models.weights import Float32Value
 COLLECTED = "_ampkit_collected"
 
 
+# Set on a master that several optimizers update.
+_SHARED = "_ampkit_shared"
+
+
+def is_shared(master: torch.Tensor) -> bool:
+    """Whether several optimizers update this master, and look for its gradient there."""
+    return hasattr(master, _SHARED)
+
+
 def mark_collected(gradient: torch.Tensor) -> None:
     """Note on a gradient of the model that the master has it."""
     setattr(gradient, COLLECTED, gradient._version)
@@ -67,6 +76,8 @@ def make_master(entry: Float32Value, param: torch.Tensor) -> nn.Parameter:
         entry.value = nn.Parameter(value, requires_grad=param.requires_grad)
         entry.value.grad, entry.gradient = entry.gradient, None
         entry.agree(param)
+    else:
+        setattr(entry.value, _SHARED, True)
     return entry.value
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import NotInitializedError
+from ...loss_scale import Check
 from ...optimizers import Slot, adapter_of
 from ...registry import session_of
 from ...session import Session
@@ -60,7 +61,8 @@ def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
     slot = next(iter(adapter.gradients.slots), None)
     scale = scaler.loss_scale()
     needs_check = scaler.dynamic or scale != 1.0
-    adapter.gradients.collect(scale, scaler.flag_on(slot.param.device) if slot is not None and needs_check else None)
+    needs_check = needs_check and slot is not None
+    adapter.gradients.collect(scale, Check.of(scaler.flag_on(slot.param.device)) if needs_check else None)
 
 
 def _master_params_to_model_params(optimizer: Any) -> None:

@@ -7,13 +7,27 @@ from typing import Any
 
 import torch
 
+from ...optimizers.fused import Batch
+
 
 class StepsInGroups:
     """Apex's layout: ``group["step"]`` counts for all parameters of the group."""
 
-    def advance(self, group: dict[str, Any], params: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        group["step"] = group.get("step", 0) + 1
-        yield group["step"], params
+    def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[torch.Tensor | None, Batch]]:
+        step = group.get("step", 0)
+        if not isinstance(step, torch.Tensor):
+            step = group["step"] = torch.full((), float(step), device=batches[0].device)
+        step.add_(batches[0].one_more())
+        for batch in batches:
+            yield step, batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step counts are plain integers there."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if "step" in group:
+                group["step"] = int(group["step"])
+        return saved
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Step counts of the core's layout, which is torch's, go to the group."""

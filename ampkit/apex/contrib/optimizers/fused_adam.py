@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...optimizers import FusedAdam as _FusedAdam
+from ....optimizers.fused import StepInputs
 
 
 class FusedAdam(_FusedAdam):
@@ -16,6 +17,8 @@ class FusedAdam(_FusedAdam):
     ``max_grad_norm`` clips by the norms passed to ``step``. ``use_mt`` and ``amp_scale_adjustment`` chose kernels, and are
     accepted.
     """
+
+    takes_step_inputs = False
 
     def __init__(
         self,
@@ -73,13 +76,10 @@ class FusedAdam(_FusedAdam):
             for param, gradient in zip(group["params"], gradients):
                 if gradient is not None:
                     param.grad = gradient.to(param.dtype)
-            params = [param for param in group["params"] if param.grad is not None]
-            self.refuse_sparse(params)
-            if params:
-                self._inverse_scale = None if scale == 1.0 else 1.0 / scale
-                self.update(group, params)
+            self.inputs = StepInputs(own_inv_scale=None if scale == 1.0 else 1.0 / scale)
+            self.update_group(group)
         finally:
-            self._inverse_scale = None
+            self.inputs = None
             for param, gradient in zip(group["params"], before):
                 param.grad = gradient
         for param, copy in zip(group["params"], copies):

@@ -1,0 +1,33 @@
+"""Arithmetic with loss scales, which are numbers (static) or tensors of one element (dynamic) that nobody may read."""
+
+from __future__ import annotations
+
+import torch
+
+Scale = float | torch.Tensor
+
+
+def inverse(scale: Scale) -> Scale:
+    """``1 / scale``."""
+    return scale.reciprocal() if isinstance(scale, torch.Tensor) else 1.0 / scale
+
+
+def ratio(new: Scale, old: Scale) -> Scale:
+    """``new / old``: the number 1.0 where they are the same object, or equal numbers."""
+    return 1.0 if new is old else new / on_device_of(old, new)
+
+
+def is_one(factor: Scale) -> bool:
+    """Whether this is the number 1.0; a tensor is never known to be."""
+    return not isinstance(factor, torch.Tensor) and factor == 1.0
+
+
+def on(value: Scale | None, device: torch.device) -> Scale | None:
+    """The value where it is needed; between CUDA devices without waiting."""
+    if not isinstance(value, torch.Tensor) or value.device == device:
+        return value
+    return value.to(device, non_blocking=value.is_cuda and device.type == "cuda")
+
+
+def on_device_of(value: Scale, other: Scale) -> Scale:
+    return on(value, other.device) if isinstance(other, torch.Tensor) else value
