@@ -345,10 +345,10 @@ class LossScaler(ABC):
         """Move the state on the device; returns its words, if there are any."""
         return None
 
-    def _write_state(self) -> None:
+    def _write_state(self) -> None:  # noqa: B027  (a static scale has no state on the device)
         """Bring the state on the device to what the host knows."""
 
-    def _read_state(self) -> None:
+    def _read_state(self) -> None:  # noqa: B027
         """Bring what the host knows to the state on the device."""
 
     def _learn_up_to(self, verdict: Verdict) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from ..models.weights import Float32Value
 
-
 # Set on a gradient that a master has taken up, to its version at that moment.
 COLLECTED = "_ampkit_collected"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...optimizers import FusedAdam as _FusedAdam
 from ....optimizers.fused import StepInputs
+from ...optimizers import FusedAdam as _FusedAdam
 
 
 class FusedAdam(_FusedAdam):

@@ -1,0 +1,383 @@
+"""The loss scale on the device: an iteration that never asks the host, and a host that learns of it late and exactly."""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampkit
+from ampkit import DynamicLossScale
+from ampkit.kernels import reference
+from ampkit.loss_scale import DynamicScaler, HostCopy
+from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+FUSED = {
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "FusedAdam": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.01),
+    "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01),
+    "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.01),
+    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.01),
+}
+READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose")
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where an operation would make the host wait for values of a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in READS:
+            raise AssertionError(f"the host reads a tensor: {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_host_reads(device, monkeypatch):
+    """No operation reads, and no value leaves a tensor by another door, but for numbers that have reached the host."""
+    reading = []
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"):
+
+            def guarded(tensor, *args, name=name, original=getattr(torch.Tensor, name), **kwargs):
+                assert reading, f"Tensor.{name} was called"
+                return original(tensor, *args, **kwargs)
+
+            patch.setattr(torch.Tensor, name, guarded)
+        original = HostCopy.read
+
+        def read(copy):
+            assert copy.ready(), "the host waits for an iteration that has not ended"
+            reading.append(copy)
+            try:
+                return original(copy)
+            finally:
+                reading.pop()
+
+        patch.setattr(HostCopy, "read", read)
+        # What plain torch does on every device but the CPU, where it looks at the values to save time.
+        patch.setattr(reference, "_norms", lambda pieces, wide: torch.stack(torch._foreach_norm(pieces, 2, dtype=wide)))
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with NoHostReads():
+                yield
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def make_model(device="cpu"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
+    return model.to(device)
+
+
+def batch(device="cpu", seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 6, generator=generator).to(device), torch.randn(4, 3, generator=generator).to(device)
+
+
+def iteration(model, optimizer, x, y, factor=1.0, clip=None, micro_batches=1, delayed=False):
+    optimizer.zero_grad()
+    for index in range(micro_batches):
+        last = index == micro_batches - 1
+        with ampkit.scale_loss(
+            F.mse_loss(model(x).float(), y) * factor, optimizer, delay_unscale=delayed and not last
+        ) as scaled:
+            scaled.backward()
+    if clip is not None:
+        ampkit.clip_grad_norm_(optimizer, clip)
+    optimizer.step()
+
+
+def prepared(make, level="O2", device="cpu", **settings):
+    model = make_model(device)
+    return ampkit.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **settings)
+
+
+def test_the_guard_against_reads_can_fail(monkeypatch):
+    for read in (
+        lambda t: t.item(),
+        lambda t: bool(t > 0),
+        lambda t: t.tolist(),
+        lambda t: torch.equal(t, t),
+        lambda t: torch.nonzero(t),
+        lambda t: t.numpy(),
+        lambda t: torch.add(t, t, alpha=t),
+    ):
+        with pytest.raises(AssertionError), no_host_reads(torch.device("cpu"), monkeypatch):
+            read(torch.ones(()))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("name", FUSED)
+def test_an_iteration_with_a_fused_optimizer_reads_nothing(name, level, device, monkeypatch):
+    model, optimizer = prepared(FUSED[name], level, device)
+    x, y = batch(device)
+    iteration(model, optimizer, x, y, clip=1.0)
+    with no_host_reads(device, monkeypatch):
+        for _ in range(2):
+            iteration(model, optimizer, x, y)
+            iteration(model, optimizer, x, y, clip=1.0)
+            iteration(model, optimizer, x, y, clip=1.0, micro_batches=3)
+            iteration(model, optimizer, x, y, clip=1.0, micro_batches=3, delayed=True)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 64.0])
+@pytest.mark.parametrize("name", FUSED)
+def test_an_overflow_is_skipped_without_a_read(name, loss_scale, device, monkeypatch):
+    model, optimizer = prepared(FUSED[name], "O2", device, loss_scale=loss_scale)
+    x, y = batch(device)
+    monkeypatch.setattr(HostCopy, "ready", lambda copy: False)  # a device that is far behind
+    iteration(model, optimizer, x, y)
+    before = [tensor.clone() for tensor in everything(model, optimizer)]
+    with no_host_reads(device, monkeypatch):
+        for factor in (math.inf, math.nan, math.inf):
+            iteration(model, optimizer, x, y, factor, clip=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
+    with no_host_reads(device, monkeypatch):
+        iteration(model, optimizer, x, y)
+    assert not any(torch.equal(a, b) for a, b in zip(before, optimizer.param_groups[0]["params"]))
+    expected = (
+        {"loss_scale": 2.0**13, "unskipped": 1} if loss_scale == "dynamic" else {"loss_scale": 64.0, "unskipped": 1}
+    )
+    assert ampkit.state_dict()["loss_scaler0"] == expected
+
+
+def everything(model, optimizer):
+    """Masters, moments and step counts."""
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return [t.detach() for t in (*optimizer.param_groups[0]["params"], *state)]
+
+
+def test_first_step_skipped_leaves_no_trace():
+    """The state that a first step makes must be as if it had not been: here against a run without the overflow."""
+    for name, make in FUSED.items():
+        results = []
+        for factors in ((math.inf, 1.0, 1.0), (1.0, 1.0)):
+            # The scale is static: both runs round alike.
+            model, optimizer = prepared(make, "O2", loss_scale=128.0)
+            for factor in factors:
+                iteration(model, optimizer, *batch(), factor, clip=5.0)
+            results.append([p.detach().clone() for p in ampkit.master_params(optimizer)])
+            ampkit.close()
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+
+
+def test_sgd_with_dampening_takes_its_first_momentum_after_a_skipped_step():
+    results = []
+    for factors in ((math.inf, 1.0, 1.0), (1.0, 1.0)):
+        model, optimizer = prepared(lambda p: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.5), loss_scale=128.0)
+        for factor in factors:
+            iteration(model, optimizer, *batch(), factor)
+        results.append([p.detach().clone() for p in ampkit.master_params(optimizer)])
+        ampkit.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_torchs_fused_optimizers_are_not_read_either(make, level, device, monkeypatch):
+    model, optimizer = prepared(lambda p: make(p, lr=0.01, fused=True), level, device)
+    x, y = batch(device)
+    iteration(model, optimizer, x, y)
+    before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    with no_host_reads(device, monkeypatch):
+        iteration(model, optimizer, x, y, math.inf, clip=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, ampkit.master_params(optimizer)))
+    with no_host_reads(device, monkeypatch):
+        iteration(model, optimizer, x, y, clip=1.0)
+    assert not any(torch.equal(a, b) for a, b in zip(before, ampkit.master_params(optimizer)))
+    assert not ampkit.step_was_skipped(optimizer)
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 1}
+    if make is not torch.optim.SGD:
+        assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_ordinary_optimizer_reads_once_at_its_step(level, monkeypatch):
+    model, optimizer = prepared(lambda p: torch.optim.SGD(p, lr=0.1), level)
+    reads = []
+    original = HostCopy.read
+    monkeypatch.setattr(HostCopy, "read", lambda copy: reads.append(1) or original(copy))
+    x, y = batch()
+    for count in range(1, 4):
+        optimizer.zero_grad()
+        with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+        assert len(reads) == count - 1
+        optimizer.step()
+        assert len(reads) == count
+
+
+# What the host learns
+
+
+def test_the_overflow_line_comes_late_and_with_its_own_numbers(capsys):
+    model, optimizer = prepared(FUSED["FusedAdam"])
+    ampkit.initialize(model, optimizer, opt_level="O2")
+    capsys.readouterr()
+    iteration(model, optimizer, *batch(), math.inf)
+    assert capsys.readouterr().out == ""
+    iteration(model, optimizer, *batch(), math.inf)
+    line = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
+    assert capsys.readouterr().out == f"{line} 32768.0\n"
+    ampkit.state_dict()
+    assert capsys.readouterr().out == f"{line} 16384.0\n"
+    iteration(model, optimizer, *batch(), math.inf)
+    ampkit.close()
+    assert capsys.readouterr().out == f"{line} 8192.0\n"
+
+
+def test_nothing_is_lost_when_the_device_is_far_behind(capsys, monkeypatch):
+    model, optimizer = prepared(FUSED["FusedAdam"])
+    ampkit.initialize(model, optimizer, opt_level="O2")
+    capsys.readouterr()
+    ready = [False]
+    monkeypatch.setattr(HostCopy, "ready", lambda copy: ready[0])
+    for factor in (math.inf, 1.0, math.inf, 1.0, 1.0):
+        iteration(model, optimizer, *batch(), factor)
+    assert capsys.readouterr().out == ""
+    ready[0] = True
+    iteration(model, optimizer, *batch())
+    scales = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert scales == [32768.0, 16384.0]
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 16384.0, "unskipped": 3}
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.bias", "3.bias"])
+def test_the_first_parameter_that_is_not_finite_is_named_without_its_gradient(name, caplog):
+    model, optimizer = prepared(FUSED["FusedAdam"], loss_scale=DynamicLossScale(init_scale=2.0**10))
+    bad = dict(model.named_parameters())
+    for other in list(bad)[list(bad).index(name) :]:  # this one and those behind it
+        bad[other].register_hook(lambda gradient: gradient * math.nan)
+    with caplog.at_level("WARNING", logger="ampkit"):
+        for _ in range(25):
+            iteration(model, optimizer, *batch())
+        assert "25 steps in a row" not in caplog.text
+        optimizer.zero_grad()
+        iteration(model, optimizer, *batch())
+    assert "25 steps in a row were skipped" in caplog.text and f"not finite is {name!r}" in caplog.text
+
+
+def test_many_skips_at_the_floor_end_the_training_late():
+    model, optimizer = prepared(FUSED["FusedSGD"], min_loss_scale=1.0, max_loss_scale=2.0)
+    for _ in range(51):  # one from 2 to 1, then 50 at the floor of 1
+        iteration(model, optimizer, *batch(), math.inf)
+    with pytest.raises(ampkit.LossScaleError, match="floor of 1"):
+        iteration(model, optimizer, *batch())
+    iteration(model, optimizer, *batch())
+    assert not ampkit.step_was_skipped(optimizer)
+
+
+def test_many_skips_found_by_state_dict_end_the_training_at_the_next_scale_loss():
+    model, optimizer = prepared(FUSED["FusedSGD"], min_loss_scale=1.0, max_loss_scale=1.0)
+    for _ in range(50):
+        iteration(model, optimizer, *batch(), math.inf)
+    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+    with pytest.raises(ampkit.LossScaleError):
+        iteration(model, optimizer, *batch())
+
+
+def test_step_was_skipped_asks_the_device():
+    model, optimizer = prepared(FUSED["FusedAdam"])
+    for factor in (1.0, math.inf, 1.0):
+        iteration(model, optimizer, *batch(), factor)
+        assert ampkit.step_was_skipped(optimizer) is (factor == math.inf)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_device_rule_is_the_rule(seed):
+    """Random rules and findings, against the rule written out in Python; factors are powers of two, so all is exact."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*values):
+        return values[torch.randint(len(values), (), generator=generator).item()]
+
+    rule = DynamicLossScale(draw(4.0, 64.0), draw(2.0, 8.0), draw(0.5, 0.25), draw(1, 2, 3), draw(1, 2, 3))
+    floor, ceiling = draw(0.5, 1.0), draw(128.0, 256.0)
+    scaler = DynamicScaler(rule, floor, ceiling)
+    scale, clean, left = min(max(rule.init_scale, floor), ceiling), 0, rule.hysteresis
+    for index in range(60):
+        if index == 30:
+            scaler.loss_scale = scale = 1024.0  # by hand, above the ceiling
+        bad = draw(True, False, False)
+        verdict = scaler.judge(torch.tensor([float(bad)]))
+        if bad:
+            clean, left = 0, left - 1
+            scale = max(floor, scale * rule.backoff_factor) if left <= 0 else scale
+        else:
+            clean, left = clean + 1, rule.hysteresis
+            if clean >= rule.growth_interval:
+                scale, clean = min(max(ceiling, scale), scale * rule.growth_factor), 0
+        if draw(True, False):
+            assert verdict.overflowed is bad
+        if draw(True, False):
+            assert scaler.state_dict() == {"loss_scale": scale, "unskipped": clean}
+        assert float(scaler.current(torch.device("cpu"))) == scale
+
+
+def test_a_scale_of_the_moment_stays_what_it_was():
+    scaler = DynamicScaler()
+    cpu = torch.device("cpu")
+    entered = scaler.current(cpu)
+    assert scaler.current(cpu) is entered
+    scaler.judge(torch.ones(1))
+    assert float(entered) == 65536.0 and float(scaler.current(cpu)) == 32768.0
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_iteration_can_be_captured_in_a_graph(level):
+    make = FUSED["FusedAdam"]
+    x, y = batch("cuda")
+    model, optimizer = prepared(make, level, "cuda")
+    twin, twin_optimizer = prepared(make, level, "cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            iteration(model, optimizer, x, y, clip=1.0)
+    torch.cuda.current_stream().wait_stream(stream)
+    factor = torch.ones((), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        iteration(model, optimizer, x, y, factor, clip=1.0)
+    for value in (1.0, math.inf, 1.0):
+        factor.fill_(value)
+        graph.replay()
+    for value in (1.0, 1.0, 1.0, 1.0, *((math.inf,) if level == "O2" else ()), 1.0):
+        iteration(twin, twin_optimizer, x, y, value, clip=1.0)
+    if level == "O2":
+        for mine, theirs in zip(optimizer.param_groups[0]["params"], twin_optimizer.param_groups[0]["params"]):
+            torch.testing.assert_close(mine, theirs)
+        assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
+    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {5 if level == "O2" else 6}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_overflow_on_one_device_skips_on_all():
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 8, device="cuda:0"), nn.Linear(8, 3, device="cuda:1")
+    model = nn.ModuleList([first, second])
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    for bad in (first, second):
+        handle = bad.weight.register_hook(lambda gradient: gradient * math.inf)
+        optimizer.zero_grad()
+        with ampkit.scale_loss(
+            second(first(torch.ones(2, 6, device="cuda:0")).to("cuda:1")).sum(), optimizer
+        ) as scaled:
+            scaled.backward()
+        handle.remove()
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**14
