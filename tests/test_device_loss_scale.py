@@ -41,12 +41,7 @@ def no_host_reads(device, monkeypatch):
     reading = []
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"):
-
-            def guarded(tensor, *args, name=name, original=getattr(torch.Tensor, name), **kwargs):
-                assert reading, f"Tensor.{name} was called"
-                return original(tensor, *args, **kwargs)
-
-            patch.setattr(torch.Tensor, name, guarded)
+            patch.setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name), reading))
         original = HostCopy.read
 
         def read(copy):
@@ -68,6 +63,14 @@ def no_host_reads(device, monkeypatch):
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
+
+
+def _guarded(name, original, reading):
+    def guarded(tensor, *args, **kwargs):
+        assert reading, f"Tensor.{name} was called"
+        return original(tensor, *args, **kwargs)
+
+    return guarded
 
 
 def make_model(device="cpu"):

@@ -182,7 +182,7 @@ def test_parameters_in_two_optimizers_are_unscaled_once(level):
 
 @pytest.mark.parametrize("shape", [(), (1,), (4, 3)])
 def test_loss_of_any_shape_is_yielded_as_float32_times_the_scale(shape):
-    _, model, optimizer = prepared("O2", loss_scale=8.0)
+    _, _, optimizer = prepared("O2", loss_scale=8.0)
     loss = torch.full(shape, 1.5, dtype=torch.bfloat16, requires_grad=True)
     with ampkit.scale_loss(loss, optimizer) as scaled:
         assert scaled.dtype is torch.float32
