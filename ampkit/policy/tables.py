@@ -186,7 +186,7 @@ TODAY = (
         ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback"),
         "coordinates need more than 8 or 11 bits",
     ),
-    RuleGroup(FP32, TORCH, ("fake_quantize_per_tensor_affine",), "which level a value falls to needs all its bits"),
+    RuleGroup(FP32, TORCH, ("fake_quantize_per_tensor_affine",), "its results are points of a grid that bfloat16 does not hold"),
     RuleGroup(FP32, F, ("rms_norm", "instance_norm"), "sums of squares; float32 weights want a float32 input"),
     RuleGroup(
         FP32,
@@ -219,7 +219,7 @@ TODAY = (
         "sums of squares",
     ),
     RuleGroup(FP32, TENSOR, ("cov", "corrcoef"), "sums of squares"),
-    RuleGroup(FP32, (TORCH, TENSOR), ("nansum", "trapezoid", "cumulative_trapezoid"), "reductions over many elements"),
+    RuleGroup(FP32, (TORCH, TENSOR), ("nansum", "trace", "trapezoid", "cumulative_trapezoid"), "reductions over many elements"),
     # Functions without lower-precision kernels: what ran in float32 before must still run.
     RuleGroup(
         FP32,
@@ -227,7 +227,7 @@ TODAY = (
         (
             "cholesky", "cholesky_inverse", "cholesky_solve", "det", "geqrf", "inverse", "logdet", "lu", "lu_solve",
             "matrix_exp", "matrix_power", "nanquantile", "ormqr", "orgqr", "pinverse", "qr", "quantile", "slogdet",
-            "svd", "trace", "triangular_solve",
+            "svd", "triangular_solve",
         ),
         "torch has no lower-precision kernel for it",
     ),
