@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
-PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis ruff
+PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff
 
 .PHONY: venv clients test cuda-build demo lint clean
 

@@ -180,6 +180,21 @@ FP32_CALLS = {
     "F.pdist": lambda a, v, b, i: F.pdist(a),
     "torch.logsumexp": lambda a, v, b, i: torch.logsumexp(a, 0),
     "torch.log1p": lambda a, v, b, i: torch.log1p(a),
+    "torch.square": lambda a, v, b, i: torch.square(a),
+    "Tensor.lgamma": lambda a, v, b, i: a.lgamma(),
+    "torch.exp2": lambda a, v, b, i: torch.exp2(a),
+    "torch.erfc": lambda a, v, b, i: torch.erfc(a),
+    "special.erfcx": lambda a, v, b, i: torch.special.erfcx(a),
+    "special.zeta": lambda a, v, b, i: torch.special.zeta(2.0, a),
+    "special.ndtri": lambda a, v, b, i: torch.special.ndtri(a),
+    "torch.igamma": lambda a, v, b, i: torch.igamma(a, a),
+    "torch.histc": lambda a, v, b, i: torch.histc(a, 4),
+    "torch.trace": lambda a, v, b, i: torch.trace(a),
+    "linalg.vander": lambda a, v, b, i: torch.linalg.vander(v),
+    "F.avg_pool3d": lambda a, v, b, i: F.avg_pool3d(i, 1),
+    "F.adaptive_avg_pool3d": lambda a, v, b, i: F.adaptive_avg_pool3d(i, 1),
+    "F.upsample": lambda a, v, b, i: F.upsample(i, scale_factor=2),
+    "torch.grid_sampler": lambda a, v, b, i: torch.grid_sampler(i, i.movedim(1, -1), 0, 0, False),
     "torch.fft.rfft": lambda a, v, b, i: torch.fft.rfft(v).abs(),
 }
 UNARY = "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan".split()
@@ -220,6 +235,12 @@ PROMOTED = {
     "torch.cross": lambda low, high: torch.cross(low, high, dim=-1),
     "linalg.cross": lambda low, high: torch.linalg.cross(low, high),
     "F.bilinear": lambda low, high: F.bilinear(low, high, high.expand(2, 3, 3)),
+    "Tensor.put": lambda low, high: low.put(torch.tensor([0, 1, 2]), high[0]),
+    "Tensor.index_reduce": lambda low, high: high.index_reduce(0, torch.tensor([0, 1, 2]), low, "mean"),
+    "F.embedding_bag": lambda low, high: F.embedding_bag(
+        torch.tensor([[0, 1, 2]]), high, per_sample_weights=low[:1], mode="sum"
+    ),
+    "torch.sparse.mm": lambda low, high: torch.sparse.mm(low.to_sparse(), high),
     "torch.lerp": lambda low, high: torch.lerp(low, high, 0.5),
     "Tensor.scatter_add": lambda low, high: high.scatter_add(0, torch.zeros(3, 3, dtype=torch.long), low),
     "Tensor.index_add": lambda low, high: low.index_add(0, torch.tensor([0, 1, 2]), high),
@@ -322,6 +343,29 @@ def test_out_keeps_object_dtype_and_storage(out_dtype):
     assert (out.dtype, out.data_ptr()) == (out_dtype, pointer)
 
 
+POSITIONAL_OUT = {
+    "torch.norm": (lambda x, out: torch.norm(x, 2, 1, True, out), (3, 1)),
+    "torch.tensordot": (lambda x, out: torch.tensordot(x, x, 1, out), (3, 3)),
+    "F.normalize": (lambda x, out: F.normalize(x, 2, 1, 1e-12, out), (3, 3)),
+}
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", POSITIONAL_OUT)
+def test_out_given_by_position_is_written_to(name, out_dtype):
+    call, shape = POSITIONAL_OUT[name]
+    low = torch.rand(3, 3).bfloat16()
+    expected = call(low.double(), torch.zeros(shape, dtype=torch.float64))
+    out = torch.zeros(shape, dtype=out_dtype)
+    with o1():
+        assert call(low, out) is out
+        assert out.dtype is out_dtype
+        assert call(low, None).shape == shape
+        with pytest.raises(TypeError, match="out"):
+            torch.norm(low, 2, 1, True, out, out=out)
+    close_to(out, expected)
+
+
 @pytest.mark.parametrize("low_first", [True, False])
 @pytest.mark.parametrize(
     "operation",
@@ -329,7 +373,14 @@ def test_out_keeps_object_dtype_and_storage(out_dtype):
         lambda x, y: x.__iadd__(y),
         lambda x, y: x.__imul__(y),
         lambda x, y: x.__ipow__(2),
+        lambda x, y: x.__isub__(y),
+        lambda x, y: x.__itruediv__(y + 1),
         lambda x, y: x.addmm_(y, y),
+        lambda x, y: (torch.addmv_(x[0], y, y[0]), x)[1],
+        lambda x, y: x.put_(torch.tensor([0]), y[:1, :1]),
+        lambda x, y: x.index_reduce_(0, torch.tensor([0, 1]), y, "mean"),
+        lambda x, y: x.square_(),
+        lambda x, y: x.log1p_(),
         lambda x, y: x.addcmul_(y, y),
         lambda x, y: x.lerp_(y, 0.5),
         lambda x, y: x.index_add_(0, torch.tensor([0, 1]), y),
@@ -337,7 +388,10 @@ def test_out_keeps_object_dtype_and_storage(out_dtype):
         lambda x, y: x.scatter_add_(0, torch.zeros(2, 2, dtype=torch.long), y),
         lambda x, y: x.__setitem__(torch.tensor([0]), y[:1]) or x,
     ],
-    ids="iadd imul ipow addmm_ addcmul_ lerp_ index_add_ index_put_ scatter_add_ setitem".split(),
+    ids=(
+        "iadd imul ipow isub itruediv addmm_ addmv_ put_ index_reduce_ square_ log1p_ addcmul_ lerp_ index_add_ index_put_ "
+        "scatter_add_ setitem"
+    ).split(),
 )
 def test_in_place_operation_keeps_object_dtype_and_storage(operation, low_first):
     x, y = torch.rand(2, 2), torch.rand(2, 2)

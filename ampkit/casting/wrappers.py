@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ _TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "B
 
 def wrap(kind: CastKind, original: Callable, casting: Casting, owner: Any, name: str) -> Callable:
     """A function to stand at ``owner.name`` in place of ``original``."""
-    wrapper = _FACTORIES[kind](kind, original, casting, name)
+    wrapper = _naming_out(_FACTORIES[kind](kind, original, casting, name), original)
     functools.update_wrapper(wrapper, original)
     # Built-in functions name modules and classes that pickle would find the original under.
     if isinstance(owner, ModuleType):
@@ -218,6 +218,23 @@ _FACTORIES = {
     CastKind.REJECT: _reject,
     CastKind.BANNED: _ban,
 }
+
+
+def _naming_out(wrapper: Callable, original: Callable) -> Callable:
+    """``wrapper`` for a function that takes ``out`` by position too, as ``torch.norm`` does: it knows the keyword only."""
+    if not isinstance(original, FunctionType):
+        return wrapper
+    names = original.__code__.co_varnames[: original.__code__.co_argcount]
+    if "out" not in names:
+        return wrapper
+    at = names.index("out")
+
+    def naming_out(*args: Any, **kwargs: Any) -> Any:
+        if at < len(args) <= len(names):
+            return wrapper(*args[:at], **dict(zip(names[at:], args[at:])), **kwargs)
+        return wrapper(*args, **kwargs)
+
+    return naming_out
 
 
 def _target(kind: CastKind, casting: Casting) -> torch.dtype:
