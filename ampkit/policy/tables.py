@@ -83,7 +83,7 @@ APEX = (
     RuleGroup(
         NATIVE,
         (TORCH, TENSOR),
-        ("addcdiv", "addcmul", "atan2", "add", "div", "mul", *_COMPARISONS),
+        ("addcdiv", "addcmul", "atan2", "add", "div", "mul", "equal", *_COMPARISONS),
         "torch promotes elementwise functions by itself",
     ),
     RuleGroup(
@@ -323,7 +323,7 @@ TODAY = (
         ),
         "selects or copies elements, which is exact in every precision",
     ),
-    RuleGroup(NATIVE, (TORCH, TENSOR), ("arctan2", "equal"), "torch promotes by itself"),
+    RuleGroup(NATIVE, (TORCH, TENSOR), ("arctan2",), "torch promotes by itself"),
     RuleGroup(NATIVE, (TORCH, TENSOR), ("arctan2_",), "torch lets the tensor written to fix the dtype by itself"),
     RuleGroup(
         NATIVE,
