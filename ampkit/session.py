@@ -190,6 +190,7 @@ class Session:
             casting.install()
         self.casting = casting
         self._undo.callback(self.stop_casting)
+        casting.rebind(models)
         self._restart_device_types()
 
     def stop_casting(self) -> None:
@@ -198,6 +199,7 @@ class Session:
         if casting is None:
             return
         if any(session.casting is casting for session in live_sessions):
+            casting.release(self.models)
             self._restart_device_types()
         else:
             casting.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data._utils import fetch as _fetch
 
 from ..compiling import forget_traces, tag_compiled_code, thread_ident
@@ -27,6 +27,8 @@ from ..policy import Policy
 from ..policy.rules import CastKind, CastRule, namesakes
 from . import rnn
 from .cache import CastCache
+from .pickling import patch_picklers
+from .rebinding import Rebinding
 from .wrappers import wrap
 
 _logger = logging.getLogger("ampkit")
@@ -68,6 +70,7 @@ class Casting:
         self._wrappers: set[int] = set()
         self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._tag = ""
+        self._rebinding = Rebinding()
 
     # -- from install to close
 
@@ -84,6 +87,8 @@ class Casting:
             self._patch_fetchers()
             self._patch_scripting()
             self._patch_tracing()
+            patch_picklers(self._patches, self._rebinding.wrapper_of)
+            self._rebinding.in_modules()
         except BaseException:
             self._restore()
             raise
@@ -111,6 +116,7 @@ class Casting:
             if (id(namesake), name) not in _registered:
                 self._patch(CastRule(CastKind.NATIVE, namesake, name))
         self._patch(rule)
+        self._rebinding.again()
         self._describe()
         forget_traces()
 
@@ -121,6 +127,14 @@ class Casting:
             self.device_types.update(device_types)
             self._describe()
             forget_traces()
+
+    def rebind(self, models: Iterable[nn.Module]) -> None:
+        """Have the functions of torch that the models hold cast too, whenever they were bound."""
+        self._rebinding.in_models(models)
+
+    def release(self, models: Iterable[nn.Module]) -> None:
+        """Undo `rebind` for models whose session ends before the engine."""
+        self._rebinding.release(models)
 
     # -- on and off
 
@@ -233,11 +247,14 @@ class Casting:
         if rule.kind is CastKind.NATIVE:
             if key in self._originals:  # patched by an earlier rule
                 self._patches.set(rule.owner, rule.name, self._originals[key])
+                self._rebinding.note(key, self._originals[key], self._originals[key])
             return
         if key not in self._originals:
             self._originals[key] = _stored(rule.owner, rule.name)
         stored = self._originals[key]
-        self._patches.set(rule.owner, rule.name, self._wrapped(stored, rule))
+        wrapped = self._wrapped(stored, rule)
+        self._patches.set(rule.owner, rule.name, wrapped)
+        self._rebinding.note(key, stored, wrapped)
 
     def _wrapped(self, stored: Any, rule: CastRule) -> Any:
         if isinstance(stored, (staticmethod, classmethod)):
@@ -293,6 +310,7 @@ class Casting:
         self._originals.clear()
         self._kinds.clear()
         self._wrappers.clear()
+        self._rebinding.undo()
         self.drop_cache()
 
 
