@@ -51,6 +51,7 @@ HOLDERS = {
     "tuple": (lambda f: (f, "x"), lambda held: held[0]),
     "named tuple": (lambda f: Table("x", f), lambda held: held.function),
     "dict": (lambda f: {"f": f}, lambda held: held["f"]),
+    "key of a dict": (lambda f: {f: 1}, lambda held: list(held)[-1]),
     "subclass of dict": (lambda f: ActivationTable(f=f, g=None), lambda held: held["f"]),
     "partial in a dict": (lambda f: {"f": functools.partial(f)}, lambda held: held["f"].func),
     "partial in a tuple": (lambda f: (functools.partial(f),), lambda held: held[0].func),

@@ -2,10 +2,10 @@
 
 ``from torch.nn.functional import linear``, ``self.act = F.gelu``, ``partial(F.softmax, dim=-1)`` and
 ``ACT2FN = {"gelu": F.gelu}`` hold the original. `Rebinding` puts the engine's wrapper in its place, in attributes of loaded
-modules and of the models' submodules: directly, in a `functools.partial`, or one level deep in a list, dict, tuple,
-dataclass or `types.SimpleNamespace`. The same walk with the map turned round is the undo: no place is remembered, nothing is
-kept alive, and what was bound while torch was patched is given back too. What cannot be reached (closures, defaults, class
-dictionaries) is logged by name.
+modules and of the models' submodules: directly, in a `functools.partial`, or one level deep in a list, dict (as a key,
+too), tuple, dataclass or `types.SimpleNamespace`. The same walk with the map turned round is the undo: no place is
+remembered, nothing is kept alive, and what was bound while torch was patched is given back too. What cannot be reached
+(closures, defaults, class dictionaries) is logged by name.
 
 The walk runs no code of others: namespaces are read below ``__getattr__``, so that lazy modules stay unloaded.
 """
@@ -112,7 +112,8 @@ class Rebinding:
 
     def _swap(self) -> Swap:
         newest_first = [(self._originals[place], function) for place, function in reversed(self._standing.items())]
-        return Swap(newest_first + [(function, self._standing[place]) for function, place in self._retired])
+        retired = [(function, self._standing[place]) for function, place in self._retired]
+        return Swap(newest_first + retired, keep_keys=True)
 
     def _undo_pairs(self) -> list[tuple[Any, Any]]:
         functions = [(function, place) for place, function in self._standing.items()] + self._retired
@@ -120,9 +121,14 @@ class Rebinding:
 
 
 class Swap:
-    """What is to be replaced by what, by identity. Of several replacements for one object the first counts."""
+    """What is to be replaced by what, by identity. Of several replacements for one object the first counts.
 
-    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+    With ``keep_keys`` a dict's keys stay beside those that replace them: where functions are looked up by identity, in a
+    table of a ``__torch_function__`` for instance, torch hands out the original of what is compiled and the wrapper of the rest.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]], keep_keys: bool = False) -> None:
+        self._keep_keys = keep_keys
         self._new: dict[int, Any] = {}
         self._old: list[Any] = []  # an id means something while its object lives
         self._handlers: dict[type, _Handler | None] = {}
@@ -198,6 +204,10 @@ class Swap:
             replacement = self._element(element)
             if replacement is not element:
                 dict.__setitem__(value, key, replacement)
+            if id(key) in self._new:
+                dict.setdefault(value, self._new[id(key)], replacement)
+                if not self._keep_keys:
+                    dict.pop(value, key, None)
         return value
 
     def _in_list(self, value: list) -> list:
@@ -258,6 +268,7 @@ def swap_in_holders(swap: Swap) -> None:
             swap._in_list(holder)
         elif type(holder) is dict:
             swap.in_namespace(holder)
+            swap._in_dict(holder)
         elif not isinstance_of(holder, (types.FrameType, types.FunctionType, types.ModuleType, type, tuple)):
             # Since Python 3.11 an object may hold its attributes without a dict.
             namespace = namespace_of(holder)
@@ -364,5 +375,6 @@ def _elements(value: Any) -> list[Any]:
         found = list.__getitem__(value, slice(None, _LONGEST_CONTAINER + 1))
     else:
         fields = value if isinstance_of(value, dict) else namespace_of(value) or {}
-        found = dict.values(fields) if dict.__len__(fields) <= _LONGEST_CONTAINER else ()
+        found = (*dict.values(fields), *dict.keys(fields)) if dict.__len__(fields) <= _LONGEST_CONTAINER else ()
+        return list(found)
     return list(found) if len(found) <= _LONGEST_CONTAINER else []
