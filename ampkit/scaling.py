@@ -172,6 +172,7 @@ class LossScaling:
         for adapter in adapters:
             adapter.gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
             adapter.gradients.drop_cleared()
+            adapter.gradients.drop_known_overflow()
         for adapter in adapters:
             adapter.gradients.open(scale)
 

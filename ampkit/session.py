@@ -242,11 +242,11 @@ class Session:
 
     def report_skip(self, adapter: OptimizerAdapter, verdict: Verdict) -> None:
         """Log a skipped step; raises `LossScaleError` when it is hopeless."""
-        self._scaling.report_skip(verdict, functools.partial(self._culprit, adapter))
+        self._scaling.report_skip(verdict, self._culprit_of(adapter))
 
     def report_late(self, adapter: OptimizerAdapter, verdicts: list[Verdict]) -> None:
         """Log it if a step was skipped on the device, as soon as that is known."""
-        self._scaling.report_late(verdicts, functools.partial(self._culprit, adapter))
+        self._scaling.report_late(verdicts, self._culprit_of(adapter))
 
     def settle_reports(self) -> None:
         """Wait for every finding that the host has not heard of, and log skipped steps."""
@@ -258,11 +258,19 @@ class Session:
             return {}
         return {tensor: entry for model in self.models for _, _, tensor, entry in model_casts.lower_entries(model)}
 
-    def _culprit(self, adapter: OptimizerAdapter, verdict: Verdict) -> str:
-        """The name of the first parameter, in the optimizer's order, whose gradient was not finite."""
-        found = set(verdict.outcome.culprits)
-        first = next((slot.param for slot in adapter.gradients.slots if slot.param in found), None)
-        return self._name_of(adapter.gradients.first_non_finite() if first is None else first)
+    def _culprit_of(self, adapter: OptimizerAdapter) -> Callable[[Verdict], str]:
+        """Tells the name of the first parameter, in the optimizer's order, whose gradient was not finite."""
+        ref = weakref.ref(adapter)
+
+        def name(verdict: Verdict) -> str:
+            adapter = ref()
+            if adapter is None:
+                return "not found (its optimizer is gone)"
+            found = set(verdict.outcome.culprits)
+            first = next((slot.param for slot in adapter.gradients.slots if slot.param in found), None)
+            return self._name_of(adapter.gradients.first_non_finite() if first is None else first)
+
+        return name
 
     def _name_of(self, param: torch.Tensor | None) -> str:
         if param is None:

@@ -90,6 +90,8 @@ class OptimizerAdapter:
         """Whether the last step was skipped. Waits for the device where that was decided there."""
         if isinstance(self._skipped, torch.Tensor):
             self._skipped = bool(self._skipped.item())
+            if self._skipped and self.gradients.used_flag is not None:
+                self.gradients.drop_overflowed()
         return self._skipped
 
     @property
@@ -329,6 +331,7 @@ class OptimizerAdapter:
                 found_inf = torch.maximum(found_inf, on(verdict.found_inf, found_inf.device))
             self.owner.report_late(self, verdicts)
             self.gradients.used_flag = found_inf
+            self.gradients.used_by += verdicts
         self._skipped = False if self.gradients.used_flag is None else self.gradients.used_flag
         return self.gradients.used_flag
 
@@ -372,8 +375,8 @@ def _takes_step_inputs(optimizer: Any) -> bool:
     """Whether it is a fused optimizer of ours, whose ``step`` nobody has replaced."""
     if not isinstance(optimizer, FusedOptimizer) or "step" in vars(optimizer):
         return False
-    definer = next(one for one in type(optimizer).__mro__ if "step" in vars(one))
-    return optimizer.takes_step_inputs and definer.__module__.startswith(__package__ + ".")
+    step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
+    return optimizer.takes_step_inputs and step.__module__.startswith(__package__ + ".")
 
 
 def _takes_found_inf(optimizer: Any) -> bool:

@@ -21,6 +21,7 @@ from .scales import Scale, on
 
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
 _KERNEL_DTYPES = (torch.float32, *_LOWER_PRECISIONS)
+_SETTINGS = (bool, int, float, str, torch.dtype)
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
 
@@ -212,6 +213,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         found = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
         found = [gradient for gradient in found if not gradient.is_sparse]  # refused by the update, by name
         return kernels.multi_tensor_unscale_l2norm(found, None, inputs.own_inv_scale)[0] if found else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the settings that stand in attributes, which torch leaves out of copies."""
+        settings = {name: value for name, value in vars(self).items() if isinstance(value, _SETTINGS)}
+        return {**settings, **super().__getstate__()}
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: every parameter has a step count of its own there, on the host."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import kernels
-from ..loss_scale import Check
+from ..loss_scale import Check, Verdict
 from ..models.weights import move_like
 from .master import COLLECTED, Slot, is_shared, mark_collected
 from .scales import Scale, inverse, is_one, on, ratio
@@ -55,8 +55,9 @@ class Gradients:
         self.local = False
         self.pending: Pending | None = None
         self.clip: torch.Tensor | None = None
-        # The finding on gradients that a step has used already, until they are cleared.
+        # The finding on gradients that a step has used already; and what was found at steps since they were cleared.
         self.used_flag: torch.Tensor | None = None
+        self.used_by: list[Verdict] = []
         # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
         self.in_buckets = False
         # The scales at which gradients stand in param.grad, of parameters without and with a master.
@@ -262,6 +263,7 @@ class Gradients:
         if empty and not any(slot.aside is not None for slot in self.slots):
             self.delayed = self.local = False
             self.clip = self.used_flag = None
+            self.used_by = []
 
     def clear_params(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None) -> None:
         """The part of ``zero_grad`` that nobody else sees: gradients set aside, and those on the far side of a master.
@@ -271,6 +273,7 @@ class Gradients:
         if only is None:
             self.delayed = self.local = False
             self.pending = self.clip = self.used_flag = None
+            self.used_by = []
         elif self.pending is not None:
             self._keep_pending([slot for slot in self.pending.slots if slot.param not in only])
         for slot in self.slots:
@@ -289,12 +292,18 @@ class Gradients:
 
     def drop_overflowed(self) -> None:
         """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step."""
-        self.pending = self.clip = None
+        self.pending = self.clip = self.used_flag = None
+        self.used_by = []
         for slot in self.slots:
             if slot.master is not None:
                 slot.master.grad = None
             elif slot.param.grad is not None:
                 slot.param.grad = torch.zeros_like(slot.param.grad)
+
+    def drop_known_overflow(self) -> None:
+        """Drop gradients that nobody has cleared since a step that turned out, without waiting, to have been skipped."""
+        if any(verdict.is_known and verdict.overflowed for verdict in self.used_by):
+            self.drop_overflowed()
 
     def first_non_finite(self) -> torch.Tensor | None:
         """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""

@@ -1,0 +1,520 @@
+"""Fused optimizers at O2 and O5: one pass from the model's gradients to masters and weights, judged by torch.optim in float64."""
+
+import copy
+import gc
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit import DynamicLossScale
+from ampkit.apex import optimizers as apex_optimizers
+from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampkit.parallel import LARC
+
+SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.1)
+ADAM = dict(lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+ADAGRAD = dict(lr=0.1, eps=1e-8, weight_decay=0.05)
+TWINS = {
+    "FusedSGD": (lambda p: FusedSGD(p, **SGD), lambda p: torch.optim.SGD(p, **SGD)),
+    "FusedSGD nesterov": (
+        lambda p: FusedSGD(p, **SGD, nesterov=True),
+        lambda p: torch.optim.SGD(p, **SGD, nesterov=True),
+    ),
+    "FusedAdam": (lambda p: FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
+    "FusedAdam L2": (lambda p: FusedAdam(p, adam_w_mode=False, **ADAM), lambda p: torch.optim.Adam(p, **ADAM)),
+    "FusedAdagrad": (lambda p: FusedAdagrad(p, **ADAGRAD), lambda p: torch.optim.Adagrad(p, **ADAGRAD)),
+    "apex FusedAdam": (lambda p: apex_optimizers.FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
+    "apex FusedSGD": (
+        lambda p: apex_optimizers.FusedSGD(p, **SGD, materialize_master_grads=False),
+        lambda p: torch.optim.SGD(p, **SGD),
+    ),
+}
+EVERY = {
+    **{name: pair[0] for name, pair in TWINS.items()},
+    "FusedLAMB": lambda p: FusedLAMB(p, lr=0.02, max_grad_norm=0.5),
+    "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.02, weight_decay=0.1),
+}
+
+
+class Net(nn.Module):
+    """Cast weights, a kept norm, a frozen layer, and a weight that some batches leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.side = nn.Linear(8, 3)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x, with_side=True):
+        hidden = self.frozen(torch.tanh(self.norm(self.first(x))))
+        return self.last(hidden) + self.side(hidden) if with_side else self.last(hidden)
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def prepared(make, level="O2", **settings):
+    torch.manual_seed(0)
+    model = Net()
+    return ampkit.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **settings)
+
+
+def backward(model, optimizer, seed=1, with_side=True, factor=1.0, **flags):
+    x, y = batch(seed)
+    with ampkit.scale_loss(factor * F.mse_loss(model(x, with_side).float(), y), optimizer, **flags) as scaled:
+        scaled.backward()
+
+
+def masters(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def scale_of(level):
+    return ampkit.state_dict()["loss_scaler0"]["loss_scale"] if level == "O2" else 1.0
+
+
+def float64_twin(make_twin, optimizer):
+    """torch.optim in float64, from the masters as they are now."""
+    params = [nn.Parameter(p.detach().double()) for p in masters(optimizer)]
+    return params, make_twin(params)
+
+
+def gradients_in_float64(model, level):
+    """What the backward pass left in the model: times the loss scale where the weights were cast."""
+    scale = scale_of(level)
+    return [
+        None if p.grad is None else p.grad.double() / (scale if p.dtype is not torch.float32 else 1.0)
+        for p in model.parameters()
+    ]
+
+
+def assert_close(found, expected, tolerance=2e-6):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance), (mine, theirs)
+
+
+def assert_model_is_the_rounded_masters(model, optimizer):
+    for weight, master in zip(model.parameters(), masters(optimizer), strict=True):
+        assert torch.equal(weight, master.to(weight.dtype))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", TWINS)
+def test_step_agrees_with_float64_torch_optim(name, level):
+    make, make_twin = TWINS[name]
+    model, optimizer = prepared(make, level)
+    params, twin = float64_twin(make_twin, optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        model.zero_grad()
+        # Apex counts steps for all of a group, not for each parameter.
+        backward(model, optimizer, step, with_side=step != 2 or name == "apex FusedAdam")
+        for param, gradient in zip(params, gradients_in_float64(model, level)):
+            param.grad = gradient
+        assert all(p.grad is None for p in masters(optimizer) if p.requires_grad and p.shape != (8,))
+        optimizer.step()
+        twin.step()
+        assert_model_is_the_rounded_masters(model, optimizer)
+    assert_close(masters(optimizer), params)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", EVERY)
+def test_materialised_gradients_give_the_same_step(name, level):
+    """``master_params`` brings float32 gradients about: they, and the step from them, are the same numbers."""
+    results = []
+    for looks in (False, True):
+        model, optimizer = prepared(EVERY[name], level, loss_scale=DynamicLossScale(init_scale=1024.0))
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, optimizer, step)
+            if looks:
+                expected = gradients_in_float64(model, "O2")  # at O5, too, the loss is scaled here
+                assert_close(
+                    [p.grad for p in ampkit.master_params(optimizer) if p.grad is not None],
+                    [gradient for gradient in expected if gradient is not None],
+                )
+            optimizer.step()
+        results.append([p.detach().clone() for p in masters(optimizer)])
+        ampkit.close()
+    assert_close(*results)
+
+
+CLIPS = {
+    "clip_grad_norm_": lambda optimizer, bound: ampkit.clip_grad_norm_(optimizer, bound),
+    "twice": lambda optimizer, bound: (
+        ampkit.clip_grad_norm_(optimizer, 2 * bound),
+        ampkit.clip_grad_norm_(optimizer, bound),
+    )[0],
+    "then looked at": lambda optimizer, bound: (
+        ampkit.clip_grad_norm_(optimizer, bound),
+        list(ampkit.master_params(optimizer)),
+    )[0],
+    "by hand": lambda optimizer, bound: torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), bound),
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("way", CLIPS)
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "torch"])
+def test_clipping_is_torchs_in_float64(name, way, level):
+    make, make_twin = TWINS.get(name, (lambda p: torch.optim.SGD(p, **SGD), lambda p: torch.optim.SGD(p, **SGD)))
+    model, optimizer = prepared(make, level, loss_scale=64.0 if level != "O5" else None)
+    params, twin = float64_twin(make_twin, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        scale = 64.0 if level == "O2" else 1.0
+        for param, weight in zip(params, model.parameters()):
+            own = 1.0 if weight.dtype is torch.float32 else scale
+            param.grad = None if weight.grad is None else weight.grad.double() / own
+        found = CLIPS[way](optimizer, 0.1)
+        expected = torch.nn.utils.clip_grad_norm_(params, 0.1)
+        assert found.shape == () and math.isclose(found.item(), expected.item(), rel_tol=1e-5)
+        optimizer.step()
+        twin.step()
+    assert_close(masters(optimizer), params, 1e-5)
+
+
+def test_clipping_with_larc_and_with_other_norms():
+    model, optimizer = prepared(lambda p: LARC(FusedSGD(p, **SGD)), loss_scale=64.0)
+    backward(model, optimizer)
+    for norm_type in (2.0, math.inf):
+        expected = torch.nn.utils.get_total_norm(
+            [p.grad.clone() for p in ampkit.master_params(optimizer) if p.grad is not None], norm_type
+        )
+        assert torch.allclose(ampkit.clip_grad_norm_(optimizer, 1e-3, norm_type), expected)
+        left = torch.nn.utils.get_total_norm([p.grad for p in masters(optimizer) if p.grad is not None], norm_type)
+        assert left <= 1.001e-3
+    optimizer.step()
+    assert_model_is_the_rounded_masters(model, optimizer)
+
+
+def test_clipping_without_a_session_is_torchs():
+    param, twin = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    param.grad, twin.grad = torch.full((4,), 3.0), torch.full((4,), 3.0)
+    assert ampkit.clip_grad_norm_(optimizer, 1.0).item() == torch.nn.utils.clip_grad_norm_([twin], 1.0).item() == 6.0
+    assert torch.equal(param.grad, twin.grad)
+
+
+@pytest.mark.parametrize("make", [lambda p: FusedSGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_an_overflow_leaves_it_to_the_loss_scale(level, make):
+    model, optimizer = prepared(make, level)
+    before = [p.detach().clone() for p in masters(optimizer)]
+    backward(model, optimizer, factor=math.inf)
+    assert not ampkit.clip_grad_norm_(optimizer, 1.0).isfinite()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        ampkit.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(optimizer)))
+
+
+def test_clipping_inside_the_block_is_refused():
+    model, optimizer = prepared(TWINS["FusedAdam"][0])
+    with pytest.raises(ampkit.ConfigurationError, match="inside the scale_loss block"):
+        with ampkit.scale_loss(model(batch(1)[0]).sum(), optimizer) as scaled:
+            scaled.backward()
+            ampkit.clip_grad_norm_(optimizer, 1.0)
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("clipped_between", [False, True])
+@pytest.mark.parametrize("delays", [(0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("growth_interval", [1, 2000])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_micro_batches_add_up(level, growth_interval, delays, clipped_between):
+    """Against float64 sums of the very gradients that each backward pass computed."""
+    rule = DynamicLossScale(init_scale=16.0, growth_factor=4.0, growth_interval=growth_interval)
+    model, optimizer = prepared(lambda p: FusedSGD(p, lr=1.0), level, loss_scale=rule if level != "O5" else None)
+    before = [p.detach().double().clone() for p in masters(optimizer)]
+    total = [torch.zeros_like(p) for p in before]
+    for index, delayed in enumerate(delays):
+        x, y = batch(index)
+        gradients = torch.autograd.grad(
+            F.mse_loss(model(x, index != 1).float(), y),
+            [p for p in model.parameters() if p.requires_grad],
+            allow_unused=True,
+        )
+        iterator = iter(gradients)
+        for i, param in enumerate(model.parameters()):
+            gradient = next(iterator) if param.requires_grad else None
+            if gradient is not None:
+                total[i] += gradient.double()
+        backward(model, optimizer, index, with_side=index != 1, delay_unscale=bool(delayed))
+        if clipped_between and index == 0 and not delayed:
+            norm = ampkit.clip_grad_norm_(optimizer, 1e-2).double()
+            total = [gradient * (1e-2 / (norm + 1e-6)) for gradient in total]
+    optimizer.step()
+    largest = max(gradient.abs().max() for gradient in total)
+    for master, start, gradient in zip(masters(optimizer), before, total):
+        assert (start - master.double() - gradient).abs().max() <= (3e-2 if any(delays) else 1e-2) * largest
+
+
+def test_second_micro_batch_makes_float32_accumulators_and_delayed_ones_do_not():
+    model, optimizer = prepared(TWINS["FusedAdam"][0])
+    cast = [
+        p for p, w in zip(masters(optimizer), model.parameters()) if w.dtype is not torch.float32 and p.requires_grad
+    ]
+    backward(model, optimizer)
+    assert all(p.grad is None for p in cast)
+    backward(model, optimizer)
+    assert all(p.grad.dtype is torch.float32 for p in cast)
+    optimizer.zero_grad()
+    for delayed in (True, True, False):
+        backward(model, optimizer, delay_unscale=delayed)
+        assert all(p.grad is None for p in cast)
+
+
+# What scripts do in between
+
+
+def one_step(level="O5", between=lambda model, optimizer: None):
+    model, optimizer = prepared(lambda p: FusedSGD(p, lr=1.0), level)
+    start = [p.detach().clone() for p in masters(optimizer)]
+    backward(model, optimizer)
+    between(model, optimizer)
+    optimizer.step()
+    return start, model, optimizer
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda m, o: o.zero_grad(),
+        lambda m, o: o.zero_grad(set_to_none=False),
+        lambda m, o: m.zero_grad(),
+        lambda m, o: m.zero_grad(set_to_none=False),
+        lambda m, o: [setattr(p, "grad", None) for p in m.parameters()],
+        lambda m, o: [p.grad.zero_() for p in m.parameters() if p.grad is not None],
+    ],
+)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_cleared_gradients_are_not_stepped(level, clear):
+    start, model, optimizer = one_step(level, clear)
+    assert all(torch.equal(a, b) for a, b in zip(start, masters(optimizer)))
+    assert not any(p.grad is not None and p.grad.any() for p in ampkit.master_params(optimizer))
+    assert ampkit.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+
+
+def test_edits_of_masters_and_weights_between_backward_and_step_count():
+    def edit(model, optimizer):
+        model.state_dict()["last.weight"].fill_(3.0)
+        with torch.no_grad():
+            model.side.weight.fill_(5.0)
+
+    _, model, optimizer = one_step(between=edit)
+    gradients = dict(zip([n for n, _ in model.named_parameters()], (p.grad for p in model.parameters())))
+    state = model.state_dict()
+    assert torch.equal(state["last.weight"], 3.0 - gradients["last.weight"].float())
+    assert torch.equal(state["side.weight"], 5.0 - gradients["side.weight"].float())
+    assert_model_is_the_rounded_masters(model, optimizer)
+
+
+def test_an_edit_survives_a_step_that_is_skipped():
+    model, optimizer = prepared(TWINS["FusedAdam"][0])
+    backward(model, optimizer, factor=math.inf)
+    model.state_dict()["last.weight"].fill_(3.0)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert torch.equal(model.last.weight.float(), torch.full((3, 8), 3.0))
+    assert torch.equal(model.state_dict()["last.weight"], torch.full((3, 8), 3.0))
+
+
+def test_a_second_step_takes_the_same_gradients_again_but_none_that_overflowed():
+    start, model, optimizer = one_step()
+    after = [p.detach().clone() for p in masters(optimizer)]
+    optimizer.step()
+    for a, b, c in zip(start, after, masters(optimizer)):
+        assert torch.allclose(a - b, b - c, atol=1e-6)
+    ampkit.close()
+    model, optimizer = prepared(lambda p: FusedSGD(p, lr=1.0))
+    before = [p.detach().clone() for p in masters(optimizer)]
+    backward(model, optimizer, factor=math.inf)
+    optimizer.step()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(optimizer)))
+    # ... and gradients without a loss scale are not held back for it.
+    optimizer.zero_grad()
+    F.mse_loss(model(batch(1)[0]).float(), batch(1)[1]).backward()
+    optimizer.step()
+    assert not torch.equal(before[0], masters(optimizer)[0])
+
+
+def test_overflow_that_nobody_clears_does_not_stop_the_training():
+    model, optimizer = prepared(lambda p: FusedSGD(p, lr=0.1))
+    backward(model, optimizer, factor=math.inf)
+    optimizer.step()
+    before = [p.detach().clone() for p in masters(optimizer)]
+    backward(model, optimizer)
+    optimizer.step()
+    assert not ampkit.step_was_skipped(optimizer) and not torch.equal(before[0], masters(optimizer)[0])
+
+
+def test_exception_in_a_block_keeps_what_was_pending():
+    model, optimizer = prepared(lambda p: FusedSGD(p, lr=1.0), loss_scale=64.0)
+    twin, twin_optimizer = prepared(lambda p: FusedSGD(p, lr=1.0), loss_scale=64.0)
+    for one in ((model, optimizer), (twin, twin_optimizer)):
+        backward(*one)
+    with pytest.raises(KeyError), ampkit.scale_loss(model(batch(2)[0]).sum(), optimizer) as scaled:
+        scaled.backward()
+        raise KeyError("a script's own mistake")
+    for one in (optimizer, twin_optimizer):
+        one.step()
+    assert all(torch.equal(a, b) for a, b in zip(masters(optimizer), masters(twin_optimizer)))
+
+
+def test_optimizers_that_share_weights_both_step():
+    torch.manual_seed(0)
+    model = Net()
+    slow, fast = FusedSGD(model.parameters(), lr=0.5), FusedSGD(model.last.parameters(), lr=2.0)
+    ampkit.initialize(model, [slow, fast], opt_level="O5", verbosity=0)
+    before = model.state_dict()["last.bias"].clone()
+    with ampkit.scale_loss(model(batch(1)[0]).float().sum(), [slow, fast]) as scaled:
+        scaled.backward()
+    slow.step()
+    fast.step()
+    # The gradient of a sum over 4 rows with respect to the bias is 4.
+    assert torch.allclose(model.state_dict()["last.bias"], before - 0.5 * 4 - 2.0 * 4)
+    assert torch.equal(model.last.bias, model.state_dict()["last.bias"].bfloat16())
+
+
+def test_groups_added_later_step_with_their_own_count_and_rate():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = FusedAdam([*model.first.parameters(), *model.norm.parameters()], lr=0.01)
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.add_param_group({"params": model.last.parameters(), "lr": 0.5})
+    optimizer.zero_grad()
+    model.zero_grad()
+    before = model.state_dict()["last.bias"].clone()
+    backward(model, optimizer)
+    optimizer.step()
+    # Adam's first step is the rate in the direction of the sign.
+    assert torch.allclose((model.state_dict()["last.bias"] - before).abs(), torch.full((3,), 0.5), rtol=1e-3)
+    steps = [int(state["step"]) for state in optimizer.state_dict()["state"].values()]
+    assert steps == [2, 2, 2, 2, 1, 1]
+
+
+def test_closures_work_with_a_static_scale():
+    model, optimizer = prepared(lambda p: FusedSGD(p, lr=1.0), loss_scale=64.0)
+    twin, twin_optimizer = prepared(lambda p: FusedSGD(p, lr=1.0), loss_scale=64.0)
+    backward(twin, twin_optimizer)
+    twin_optimizer.step()
+    assert optimizer.step(lambda: backward(model, optimizer) or 7.0) == 7.0
+    assert_close(masters(optimizer), masters(twin_optimizer), 1e-6)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_saved_and_loaded_training_goes_on_bit_for_bit(name):
+    def run(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            model.zero_grad()
+            backward(model, optimizer, step, factor=math.inf if step == 1 else 1.0)
+            optimizer.step()
+
+    model, optimizer = prepared(EVERY[name])
+    run(model, optimizer, range(4))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), ampkit.state_dict()))
+    run(model, optimizer, range(4, 7))
+    expected = [p.detach().clone() for p in masters(optimizer)]
+    ampkit.close()
+    model, optimizer = prepared(EVERY[name])
+    run(model, optimizer, range(1))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    ampkit.load_state_dict(saved[2])
+    run(model, optimizer, range(4, 7))
+    assert all(torch.equal(a, b) for a, b in zip(expected, masters(optimizer)))
+
+
+@pytest.mark.parametrize("name", [name for name in TWINS if not name.startswith("apex")])
+def test_state_goes_to_the_torch_twin_and_on(name):
+    make, make_twin = TWINS[name]
+    model, optimizer = prepared(make, "O5")
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        optimizer.step()
+    params, twin = float64_twin(make_twin, optimizer)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        for param, gradient in zip(params, gradients_in_float64(model, "O5")):
+            param.grad = gradient
+        optimizer.step()
+        twin.step()
+    assert_close(masters(optimizer), params)
+
+
+def test_a_copied_optimizer_has_its_settings():
+    for make in EVERY.values():
+        params = [nn.Parameter(torch.ones(3))]
+        optimizer = make(params)
+        twin = copy.deepcopy(optimizer)
+        for one in (optimizer, twin):
+            (param,) = one.param_groups[0]["params"]
+            param.grad = torch.full((3,), 2.0)
+            one.step()
+        assert torch.equal(optimizer.param_groups[0]["params"][0], twin.param_groups[0]["params"][0])
+
+
+# Memory
+
+
+def reachable_bytes(*roots):
+    """The bytes of all tensor storages that are reachable from these objects, each counted once."""
+    seen, storages, pending = set(), {}, list(roots)
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen or isinstance(thing, (type, type(gc), type(lambda: 0))):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            if thing.grad is not None:
+                pending.append(thing.grad)
+            pending.append(vars(thing))
+            continue
+        pending.extend(gc.get_referents(thing))
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_fused_adam_holds_sixteen_bytes_per_parameter(level, delayed):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.ones(2, 128)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for waits in (True, True, False) if delayed else (False,):
+            with ampkit.scale_loss(model(x).float().mean(), optimizer, delay_unscale=waits) as scaled:
+                scaled.backward()
+        del scaled
+        ampkit.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+    parameters = sum(p.numel() for p in model.parameters())
+    held = reachable_bytes(model, optimizer, ampkit.current_session())
+    # Weight 2, gradient 2, master 4, moments 8; and a few words for steps and flags.
+    assert 16 * parameters <= held <= 16 * parameters + 4096
+    list(ampkit.master_params(optimizer))  # brings float32 gradients about: the count can tell
+    assert reachable_bytes(model, optimizer, ampkit.current_session()) >= 20 * parameters
