@@ -303,7 +303,7 @@ def one_step(level="O5", between=lambda model, optimizer: None):
 )
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_cleared_gradients_are_not_stepped(level, clear):
-    start, model, optimizer = one_step(level, clear)
+    start, _, optimizer = one_step(level, clear)
     assert all(torch.equal(a, b) for a, b in zip(start, masters(optimizer)))
     assert not any(p.grad is not None and p.grad.any() for p in ampkit.master_params(optimizer))
     assert ampkit.clip_grad_norm_(optimizer, 1.0).item() == 0.0

@@ -123,9 +123,16 @@ class AmpOptimizerState:
         return session_of(self._optimizer()).plan.master_weights
 
     def _flat(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[Any]:
+        self._bring_gradients()
         return [what(slot) for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)]
 
+    def _bring_gradients(self) -> None:
+        """Those who look at masters here may look for their gradients, which a fused optimizer does without."""
+        if not self._gradients.is_open:
+            self._gradients.materialise()
+
     def _grouped(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[list[Any]]:
+        self._bring_gradients()
         slots = {slot.target: slot for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)}
         groups = self._optimizer().param_groups
         return [[what(slots[param]) for param in group["params"] if param in slots] for group in groups]
