@@ -1,4 +1,6 @@
-"""Builds the optional compiled kernels: ampkit/_C for the CPU and ampkit/_cuda for CUDA; pyproject.toml has the rest.
+"""Builds the optional libraries: the kernels ampkit/_C (CPU) and ampkit/_cuda, and O1's wrappers ampkit/_casting.
+
+The kernels serve every torch from 2.10 on, ampkit/_casting the torch it is built with; pyproject.toml has the rest.
 
 AMPKIT_BUILD_EXT  auto (default)  build what can be built, say loudly what was not
                   0               pure Python
@@ -40,9 +42,14 @@ def main():
         )
         return setup()
     wants_cuda = cuda_mode == "1" or (cuda_mode == "" and bool(os.environ.get("CUDA_HOME")))
-    required = {"ampkit._C": mode == "1" or cuda_mode == "1", "ampkit._cuda": cuda_mode == "1"}
+    required = {
+        "ampkit._C": mode == "1" or cuda_mode == "1",
+        "ampkit._cuda": cuda_mode == "1",
+        "ampkit._casting": mode == "1",
+    }
+    extensions = [cpu_extension(cpp_extension), casting_extension(cpp_extension)]
     setup(
-        ext_modules=[cpu_extension(cpp_extension)] + ([cuda_extension(cpp_extension)] if wants_cuda else []),
+        ext_modules=extensions + ([cuda_extension(cpp_extension)] if wants_cuda else []),
         cmdclass={"build_ext": build_command(cpp_extension, required)},
         options={"bdist_wheel": {"py_limited_api": "cp311"}},
     )
@@ -98,6 +105,18 @@ def cuda_extension(cpp_extension):
         depends=[*sources("csrc", "*.h"), *sources("csrc/cuda", "*.cuh"), *sources("csrc/functors", "*.h")],
         extra_compile_args={"cxx": [*CXX_FLAGS, "-DUSE_CUDA"], "nvcc": NVCC_FLAGS},
         py_limited_api=True,
+    )
+
+
+def casting_extension(cpp_extension):
+    import torch
+
+    return cpp_extension.CppExtension(
+        "ampkit._casting",
+        sources("csrc/casting", "*.cpp"),
+        depends=sources("csrc/casting", "*.h"),
+        define_macros=[("AMPKIT_BUILT_WITH_TORCH", f'"{torch.__version__}"')],
+        extra_compile_args={"cxx": ["-std=c++20", "-O3", "-fvisibility=hidden", "-g0"]},
     )
 
 

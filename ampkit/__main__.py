@@ -11,6 +11,7 @@ import sys
 import torch
 
 from ampkit.apex import running
+from ampkit.casting.library import dispatch
 from ampkit.kernels import implementation
 
 
@@ -67,7 +68,8 @@ def facts() -> list[tuple[str, str]]:
             ("CPU kernels", kernels.cpu_capability),
             ("CUDA kernels", f"{'loaded' if kernels.cuda else 'not loaded'}: {kernels.cuda_why}"),
         ]
-    else:
+    lines.append(("O1's wrappers", f"in {dispatch().name}: {dispatch().why}"))
+    if kernels.name != "extension" or dispatch().library is None:
         lines.append(("to build them", "pip install --no-build-isolation ."))
     return lines
 

@@ -1,69 +1,140 @@
 """What a cast costs per call: O1's wrappers beside torch.autocast, on tensors so small that only overhead shows.
 
-    python benchmarks/bench_dispatch.py
+    python benchmarks/bench_dispatch.py [--device cuda] [--dtype float16] [--repetitions 60]
 
-Weights are float32 and in the cast cache of both, activations are bfloat16, on the CPU. Repetitions of the contenders
-are interleaved, so that another job on the machine disturbs all of them alike; figures are medians in microseconds.
+Weights are float32 and in the cast cache of both, activations are in lower precision. The contenders take turns, so that
+another job on the machine disturbs all of them alike. Times are medians in microseconds; a ratio is the median of the
+ratios of neighbouring repetitions, and what follows it is the range of their middle half.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 
 from ampkit.casting import Casting
+from ampkit.casting.library import dispatch
 
-REPETITIONS = 60
-CALLS = 300
+CALLS = 400
+UNPATCHED = "torch.relu"
+
+Calls = dict[str, Callable]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--repetitions", type=int, default=60)
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
-    weight = torch.nn.Parameter(torch.rand(2, 2))
-    kernel = torch.nn.Parameter(torch.rand(2, 2, 1, 1))
-    x = torch.rand(2, 2).bfloat16()
-    image = torch.rand(1, 2, 2, 2).bfloat16()
-    low_weight, low_kernel = weight.bfloat16(), kernel.bfloat16()  # autograd records bare calls too
-    cases = {
-        "torch.mm": (lambda: torch.mm(x, weight), lambda: torch.mm(x, low_weight)),
-        "F.linear": (lambda: F.linear(x, weight), lambda: F.linear(x, low_weight)),
-        "F.conv2d": (lambda: F.conv2d(image, kernel), lambda: F.conv2d(image, low_kernel)),
-        "x @ w": (lambda: x @ weight, lambda: x @ low_weight),
-        "torch.cat": (lambda: torch.cat([x, x, x, x]), lambda: torch.cat([x, x, x, x])),
-        "torch.relu": (lambda: torch.relu(x), lambda: torch.relu(x)),
+    device, dtype = chosen.device, getattr(torch, chosen.dtype)
+
+    mixed, bare = calls(device, dtype)
+    contenders = {
+        "bare": (bare, nullcontext),
+        "autocast": (mixed, lambda: torch.autocast(device, dtype)),
+        "Python": (mixed, lambda: patched(device, dtype, in_python=True)),
     }
-    print(f"torch {torch.__version__}, median of {REPETITIONS} x {CALLS} calls, microseconds")
-    print(f"{'call':12}{'bare':>8}{'autocast':>10}{'ampkit':>8}{'over bare':>11}{'ratio':>8}")
-    for name, (mixed, bare) in cases.items():
-        plain, autocast, ours = measure(mixed, bare)
-        print(f"{name:12}{plain:8.2f}{autocast:10.2f}{ours:8.2f}{ours - plain:11.2f}{ours / autocast:8.2f}")
+    if dispatch().library is not None:
+        contenders["C++"] = (mixed, lambda: patched(device, dtype, in_python=False))
+    times = measure(contenders, chosen.repetitions)
+
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {where}, {chosen.dtype}: medians of {chosen.repetitions} x {CALLS} calls, in us")
+    print(f"wrappers in C++: {dispatch().why}")
+    report(times)
 
 
-def measure(mixed: Callable, bare: Callable) -> tuple[float, float, float]:
-    """Median microseconds per call: bare in bfloat16, mixed under autocast, mixed under ampkit."""
-    times: tuple[list, list, list] = ([], [], [])
-    casting = Casting(torch.bfloat16, device_types=("cpu",))
-    for _ in range(REPETITIONS):
-        times[0].append(timed(bare))
-        with torch.autocast("cpu", torch.bfloat16):
-            times[1].append(timed(mixed))
-        casting.install()
-        times[2].append(timed(mixed))
+def calls(device: str, dtype: torch.dtype) -> tuple[Calls, Calls]:
+    """The calls as a model makes them, and the same on tensors that need no cast."""
+    weight = torch.nn.Parameter(torch.rand(2, 2, device=device))
+    kernel = torch.nn.Parameter(torch.rand(2, 2, 1, 1, device=device))
+    x = torch.rand(2, 2, device=device).to(dtype)
+    image = torch.rand(1, 2, 2, 2, device=device).to(dtype)
+
+    def all_of(w: torch.Tensor, k: torch.Tensor) -> Calls:
+        return {
+            "torch.mm": lambda: torch.mm(x, w),
+            "F.linear": lambda: F.linear(x, w),
+            "F.conv2d": lambda: F.conv2d(image, k),
+            "x @ w": lambda: x @ w,
+            "torch.cat": lambda: torch.cat([x, x, x, x]),
+            UNPATCHED: lambda: torch.relu(x),
+        }
+
+    return all_of(weight, kernel), all_of(weight.to(dtype), kernel.to(dtype))  # autograd records the bare calls too
+
+
+@contextmanager
+def patched(device: str, dtype: torch.dtype, in_python: bool) -> Iterator[None]:
+    casting = Casting(dtype, device_types=(device,), in_python=in_python)
+    casting.install()
+    try:
+        yield
+    finally:
         casting.close()
-    bare_time, autocast, ours = (statistics.median(series) for series in times)
-    return bare_time, autocast, ours
+
+
+def measure(contenders: dict, repetitions: int) -> dict[str, dict[str, list[float]]]:
+    """Microseconds per call, by contender and call, one figure for each repetition."""
+    times = {name: {call: [] for call in mixed} for name, (mixed, _) in contenders.items()}
+    for repetition in range(repetitions + 1):
+        for name, (functions, context) in contenders.items():
+            with context():
+                for call, function in functions.items():
+                    figure = timed(function)
+                    if repetition > 0:  # the first warms up
+                        times[name][call].append(figure)
+    return times
 
 
 def timed(call: Callable) -> float:
-    call()  # fills the cache of casts
+    for _ in range(10):
+        call()  # fills the cache of casts
+    synchronize()
     start = time.perf_counter()
     for _ in range(CALLS):
         call()
-    return (time.perf_counter() - start) / CALLS * 1e6
+    elapsed = time.perf_counter() - start
+    synchronize()
+    return elapsed / CALLS * 1e6
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def report(times: dict[str, dict[str, list[float]]]) -> None:
+    ours = [name for name in ("C++", "Python") if name in times]
+    titles = "".join(f"{name:>8}{'over bare':>11}{'ratio to autocast':>24}" for name in ours)
+    print(f"{'call':12}{'bare':>8}{'autocast':>10}{titles}")
+    ratios = {name: [] for name in ours}
+    for call in times["bare"]:
+        bare, autocast = (statistics.median(times[name][call]) for name in ("bare", "autocast"))
+        line = f"{call:12}{bare:8.2f}{autocast:10.2f}"
+        for name in ours:
+            median = statistics.median(times[name][call])
+            low, ratio, high = statistics.quantiles(
+                [mine / theirs for mine, theirs in zip(times[name][call], times["autocast"][call])], n=4
+            )
+            line += f"{median:8.2f}{median - bare:11.2f}{ratio:10.3f} ({low:.3f}-{high:.3f})"
+            if call != UNPATCHED:
+                ratios[name].append(ratio)
+        print(line)
+    for name in ours:
+        mean = math.exp(statistics.fmean(map(math.log, ratios[name])))
+        print(
+            f"{name}: geometric mean of the ratios {mean:.3f}, largest {max(ratios[name]):.3f} ({UNPATCHED} left out)"
+        )
 
 
 if __name__ == "__main__":

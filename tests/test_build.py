@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ampkit import kernels
+from ampkit.casting.library import dispatch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,6 +40,7 @@ def package_with_broken_extension(tmp_path):
     shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
     # A file of that name, since an editable install would find the real library even from here.
     (tmp_path / "ampkit" / "_C.py").write_text("raise ImportError('undefined symbol: torch_parallel_for')\n")
+    (tmp_path / "ampkit" / "_casting.py").write_text("torch_version = '2.11.0'\n")
     return tmp_path
 
 
@@ -60,13 +63,48 @@ def test_the_implementation_asked_for_is_the_one_under_test():
     wish = os.environ.get("AMPKIT_EXTENSION", "auto")
     if wish != "auto":
         assert kernels.implementation().name == {"require": "extension", "off": "reference"}[wish]
+        assert dispatch().name == {"require": "C++", "off": "Python"}[wish]
+
+
+DISPATCH = "from ampkit.casting.library import dispatch; print(dispatch().name, dispatch().why)"
+OTHER_TORCH = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.11.1+cu999'); "
+
+
+@pytest.fixture
+def package_without_kernels(tmp_path):
+    """A copy of the package that has O1's wrappers in C++, and a stand-in for the kernels."""
+    if dispatch().library is None:
+        pytest.skip("needs ampkit._casting")
+    ignored = shutil.ignore_patterns("_C.*", "_cuda.*", "__pycache__")
+    shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=ignored)
+    return tmp_path
+
+
+def test_wrappers_built_with_another_torch_step_aside_and_say_so(package_without_kernels):
+    result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_without_kernels, AMPKIT_EXTENSION="auto", PYTHONPATH="")
+    reason = f"it was built with torch {torch.__version__}, and this is torch 2.11.1+cu999"
+    assert result.stdout.startswith("Python ") and reason in result.stdout, result
+    assert result.stderr.count(reason) == 1 and "O1 casts in Python" in result.stderr
+
+
+def test_wrappers_built_with_another_torch_are_an_error_where_they_are_required(package_without_kernels):
+    result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_without_kernels, AMPKIT_EXTENSION="require", PYTHONPATH="")
+    assert result.returncode != 0
+    assert "ExtensionError: AMPKIT_EXTENSION=require, but ampkit._casting could not be loaded" in result.stderr
+
+
+def test_wrappers_that_were_never_built_are_no_news(package_with_broken_extension):
+    (package_with_broken_extension / "ampkit" / "_casting.py").unlink()
+    result = run("-c", DISPATCH, cwd=package_with_broken_extension, AMPKIT_EXTENSION="auto", PYTHONPATH="")
+    assert result.stdout.startswith("Python ") and "No module named 'ampkit._casting'" in result.stdout, result
+    assert "O1" not in result.stderr
 
 
 def test_info_says_what_is_loaded_and_why():
     result = run("-m", "ampkit", "info")
     assert result.returncode == 0, result.stderr
     chosen = kernels.implementation()
-    for words in (chosen.name, chosen.why, "torch", "CPU"):
+    for words in (chosen.name, chosen.why, dispatch().name, dispatch().why, "torch", "CPU"):
         assert words in result.stdout
 
 
@@ -110,6 +148,7 @@ def test_build_without_a_working_compiler_is_pure_python_and_loud(tmp_path):
     result = build(tmp_path, "build", AMPKIT_BUILD_EXT="auto", AMPKIT_CUDA="0", **broken)
     assert result.returncode == 0, result.stderr
     assert "ampkit._C could not be built" in result.stderr
+    assert "ampkit._casting could not be built" in result.stderr
     assert libraries(tmp_path) == []
     result = run("setup.py", "build", cwd=tmp_path, PYTHONPATH="", AMPKIT_BUILD_EXT="1", AMPKIT_CUDA="0", **broken)
     assert result.returncode != 0

@@ -1,125 +1,114 @@
-"""The weight-cast cache: each weight is cast once, and a stale cast is never used.
+"""The cast cache: each weight is cast once, and a stale cast is never used.
 
-The O1 engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights.
-An entry holds as long as the weight's version counter and storage are what they were. Writes that torch itself does
-not count (``p.data.mul_()``, a numpy view) move neither, and are unseen until the cache is dropped.
+The O1 engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights
+and of activations. An entry holds as long as the version counters and the storage of the weight are what they were.
+Writes that torch itself does not count (``p.data.mul_()``, a numpy view) move neither, and are unseen until the cache
+is dropped.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
+from .store import CastStore
+
 # Bound once: each is asked on every call with a weight.
 _grad_enabled = torch.is_grad_enabled
-_inference_mode = torch.is_inference_mode_enabled
 _compiling = torch.compiler.is_compiling
-
-
-class _Entry(NamedTuple):
-    weight: weakref.ref[Tensor]
-    version: int
-    data_ptr: int
-    requires_grad: bool
-    cast: Tensor
-    storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at data_ptr
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class CastCache:
-    """Casts of weights to one dtype.
-
-    Casts made with and without grad mode, and in inference mode, are kept apart: one that autograd did not record is
-    useless for training, and one that it did would keep a graph alive through an evaluation.
+    """Casts of weights, and of the last few activations, to one dtype.
 
     Keys are weak, yet a cast that autograd recorded leads back to its weight and so keeps it alive until the next drop.
+    Casts of activations are weak on both sides: an activation that feeds several functions (q, k and v) is cast once
+    while one of them keeps the cast for its backward pass, and nothing lives longer than without the cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: CastStore) -> None:
+        #: A `CastStore`, or its twin in C++.
+        self.store = store
+        if torch.cuda.is_available():
+            self.store.capturing = torch.cuda.is_current_stream_capturing
         self.casts_made = 0
         # Set by the engine while a forward pass of one of its models runs.
         self.keep_without_grad = False
-        # Set by the engine while torch.jit traces: asking torch on every call would cost as much as the look-up.
-        self.bypassed = False
-        self._with_grad: dict[int, _Entry] = {}
-        self._without_grad: dict[int, _Entry] = {}
-        self._in_inference: dict[int, _Entry] = {}
+        self._find = self.store.find
 
     def __len__(self) -> int:
-        return len(self._with_grad) + len(self._without_grad) + len(self._in_inference)
+        return len(self.store)
+
+    @property
+    def bypassed(self) -> bool:
+        """Set by the engine while torch.jit traces: asking torch on every call would cost as much as the look-up."""
+        return self.store.bypassed
+
+    @bypassed.setter
+    def bypassed(self, bypassed: bool) -> None:
+        self.store.bypassed = bypassed
 
     def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """The kept cast of ``weight``, or ``convert(weight)``, which is kept where that is safe."""
-        # A trace must contain the cast: a tensor from outside would be frozen into it.
-        if self.bypassed or _compiling():
+        if self._must_not_be_used():
             return convert(weight)
-        if _grad_enabled():
-            entries = self._with_grad
-        else:
-            entries = self._in_inference if _inference_mode() else self._without_grad
-        entry = entries.get(id(weight))
-        if entry is not None:
-            known, version, data_ptr, requires_grad, cast, _ = entry
-            if (
-                known() is weight
-                and weight._version == version
-                and weight.data_ptr() == data_ptr
-                and weight.requires_grad is requires_grad
-            ):
-                return cast
-        return self._cast_anew(weight, convert, entries)
+        cast = self._find(weight)
+        return self._cast_anew(weight, convert) if cast is None else cast
+
+    def cast_activation(self, activation: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """``convert(activation)``, or what an earlier call made of it and somebody still uses.
+
+        For functions that only read it. Leaves are always cast anew: scripts edit them through ``.data``.
+        """
+        if self._must_not_be_used() or not _grad_enabled() or activation.grad_fn is None or activation.is_inference():
+            return convert(activation)
+        cast = self.store.find_recent(activation)
+        if cast is None:
+            cast = convert(activation)
+            if cast is not activation and not is_functorch_wrapped_tensor(cast) and type(cast) is Tensor:
+                self.store.keep_recent(activation, cast)
+        return cast
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Every weight that has a cast here, with it."""
-        entries = [entry for kept in self._kept for entry in kept.values()]
-        return [(weight, entry.cast) for entry in entries if (weight := entry.weight()) is not None]
+        return self.store.pairs()
 
     def forget(self, weight: Tensor) -> None:
         """Forget the casts of one weight."""
-        for kept in self._kept:
-            kept.pop(id(weight), None)
-
-    @property
-    def _kept(self) -> tuple[dict[int, _Entry], ...]:
-        return self._with_grad, self._without_grad, self._in_inference
+        self.store.forget(weight)
 
     def drop(self) -> None:
         """Forget every cast."""
-        self._with_grad.clear()
-        self.drop_without_grad()
+        self.store.drop()
 
     def drop_without_grad(self) -> None:
         """Forget the casts of evaluation: they never outlive the forward pass they were made in."""
-        self._without_grad.clear()
-        self._in_inference.clear()
+        self.store.drop_without_grad()
 
-    def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor], entries: dict[int, _Entry]) -> Tensor:
+    def _must_not_be_used(self) -> bool:
+        """Whether somebody records what is computed now: a tensor from outside would be frozen into a trace or a CUDA
+        graph, and would leave a mode that counts or saves operations without the cast.
+        """
+        if _compiling():
+            return True
+        store = self.store
+        return store.bypassed or _dispatch_modes() > 0 or (store.capturing is not None and store.capturing())
+
+    def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         cast = convert(weight)
         if cast is weight:  # on a device that is not the session's
             return cast
         self.casts_made += 1
-        recording = entries is self._with_grad
+        recording = _grad_enabled()
         if (recording or self.keep_without_grad) and _is_plain(weight, cast, recording):
-            key = id(weight)
-
-            def forget(dead: weakref.ref) -> None:
-                # The id may belong to another weight by now.
-                if key in entries and entries[key].weight is dead:
-                    del entries[key]
-
-            entries[key] = _Entry(
-                weakref.ref(weight, forget),
-                weight._version,
-                weight.data_ptr(),
-                weight.requires_grad,
-                cast,
-                weight.untyped_storage(),
-            )
+            address, discard = id(weight), self.store.discard
+            self.store.keep(weight, cast, weakref.ref(weight, lambda dead: discard(address, dead)))
         return cast
 
 

@@ -27,8 +27,11 @@ from ..policy import Policy
 from ..policy.rules import CastKind, CastRule, namesakes
 from . import rnn
 from .cache import CastCache
+from .calls import FastCalls
+from .library import dispatch
 from .pickling import patch_picklers
 from .rebinding import Rebinding
+from .store import CastStore
 from .wrappers import wrap
 
 _logger = logging.getLogger("ampkit")
@@ -43,7 +46,8 @@ _registered: dict[tuple[int, str], CastRule] = {}
 class Casting:
     """Casts of torch's functions by the tables of a policy, from `install` to `close`.
 
-    Tensors are cast on the device types in ``device_types`` only, a set that its owner fills.
+    Tensors are cast on the device types in ``device_types`` only, a set that its owner fills. ``in_python`` leaves the
+    library of wrappers in C++ aside.
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class Casting:
         policy: str | Mapping[str, str] | Policy = "default",
         device_types: Iterable[str] = (),
         verbosity: int = 0,
+        in_python: bool = False,
     ) -> None:
+        library = None if in_python else dispatch().library
         self.lower_precision = lower_precision
         self.device_types = set(device_types)
         self.policy = Policy.of(policy).settled(min(self.device_types, default="cpu"))
@@ -60,6 +66,9 @@ class Casting:
         self.enabled = False
         # Idents of the threads in which casting is off; empty nearly always.
         self.suspended: set[int] = set()
+        #: The wrappers in C++, where that library is loaded.
+        self.fast_calls = None if library is None else FastCalls(library, self)
+        self._make_store = CastStore if library is None else library.CastStore
         self._installed = False
         self._times_disabled = 0
         self._forwards = 0
@@ -67,7 +76,7 @@ class Casting:
         self._caches: dict[torch.dtype, CastCache] = {}
         self._patches = PatchSet()
         self._originals: dict[tuple[int, str], Any] = {}
-        self._wrappers: set[int] = set()
+        self._wrapped_by: dict[int, Any] = {}  # originals by the id of what stands in their place
         self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._tag = ""
         self._rebinding = Rebinding()
@@ -189,6 +198,8 @@ class Casting:
     def _switch(self) -> None:
         self.enabled = self._installed and self._times_disabled == 0
         tag_compiled_code(self._tag if self.enabled else "")
+        if self.fast_calls is not None:
+            self.fast_calls.switch(self.enabled)
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
@@ -206,7 +217,7 @@ class Casting:
 
     def cache(self, dtype: torch.dtype) -> CastCache:
         """The cache of weights cast to ``dtype``."""
-        return self._caches.setdefault(dtype, CastCache())
+        return self._caches.setdefault(dtype, CastCache(self._make_store()))
 
     def drop_cache(self) -> None:
         """Forget all casts of weights."""
@@ -260,7 +271,7 @@ class Casting:
         if isinstance(stored, (staticmethod, classmethod)):
             return type(stored)(wrap(rule.kind, stored.__func__, self, rule.owner, rule.name))
         wrapper = wrap(rule.kind, stored, self, rule.owner, rule.name)
-        self._wrappers.add(id(wrapper))  # alive as long as the patch is
+        self._wrapped_by[id(wrapper)] = stored  # alive as long as the patch is
         return wrapper
 
     def _patch_rnn_checks(self) -> None:
@@ -283,7 +294,7 @@ class Casting:
     def _patch_scripting(self) -> None:
         """torch.jit.script compiles what a function calls from its source, and has to see torch's own."""
         for module, name in ((torch.jit._recursive, "try_compile_fn"), (torch.jit._builtins, "_find_builtin")):
-            self._patches.set(module, name, _seeing_through(getattr(module, name), self._wrappers))
+            self._patches.set(module, name, _seeing_through(getattr(module, name), self._wrapped_by))
 
     def _patch_tracing(self) -> None:
         """A trace has to contain the casts of weights: the cache would freeze them into it."""
@@ -309,8 +320,10 @@ class Casting:
         self._patches.restore()
         self._originals.clear()
         self._kinds.clear()
-        self._wrappers.clear()
+        self._wrapped_by.clear()
         self._rebinding.undo()
+        if self.fast_calls is not None:
+            self.fast_calls.close()
         self.drop_cache()
 
 
@@ -334,12 +347,12 @@ def _stored(owner: Any, name: str) -> Any:
     return stored if isinstance(stored, (staticmethod, classmethod)) else getattr(owner, name)
 
 
-def _seeing_through(function: Callable, ours: set[int]) -> Callable:
+def _seeing_through(function: Callable, originals: dict[int, Any]) -> Callable:
     """``function`` of a callable, applied to the original where it is given one of our wrappers."""
 
     @functools.wraps(function)
     def see_through(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(fn.__wrapped__ if id(fn) in ours else fn, *args, **kwargs)
+        return function(originals.get(id(fn), fn), *args, **kwargs)
 
     return see_through
 

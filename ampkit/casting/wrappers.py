@@ -49,28 +49,50 @@ _TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "B
 
 def wrap(kind: CastKind, original: Callable, casting: Casting, owner: Any, name: str) -> Callable:
     """A function to stand at ``owner.name`` in place of ``original``."""
-    wrapper = _naming_out(_FACTORIES[kind](kind, original, casting, name), original)
+    is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
+    plain = _FACTORIES[kind](kind, original, casting, name, is_torch)
+    wrapper = _naming_out(plain, original)
+    _name_like(wrapper, original, owner, name)
+    # C++ knows out= by its keyword only, and does not write the log of casts.
+    if casting.fast_calls is None or not is_torch or wrapper is not plain or casting.verbosity >= 2:
+        return wrapper
+    target = _target(kind, casting)
+    weights = {}
+    if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
+        weights = {"store": casting.cache(target).store, "cast_weight": caster(kind, casting, name)}
+    fast = casting.fast_calls.around(wrapper, original, owner, name, kind, target, **weights)
+    if isinstance(fast, FunctionType):
+        _name_like(fast, original, owner, name)
+    return fast
+
+
+def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> None:
     functools.update_wrapper(wrapper, original)
     # Built-in functions name modules and classes that pickle would find the original under.
     if isinstance(owner, ModuleType):
         wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
     elif owner is Tensor:
         wrapper.__module__, wrapper.__qualname__ = "torch", f"Tensor.{name}"
-    return wrapper
 
 
-def caster(kind: CastKind, casting: Casting, name: str) -> Convert:
-    """The cast of a single tensor that a rule of this kind asks for (not for kinds that look at all arguments)."""
+def caster(kind: CastKind, casting: Casting, name: str, only_reads: bool = False) -> Convert:
+    """The cast of a single tensor that a rule of this kind asks for (not for kinds that look at all arguments).
+
+    ``only_reads`` tells that the cast goes to a function of torch, which will not write to it: others may share it.
+    """
     target = _target(kind, casting)
     convert = _converter(target, casting, name)
     if kind is CastKind.FP32:
         return lambda x: convert(x) if x.dtype in LOWER_PRECISION else x
     cached = casting.cache(target).cast
+    shared = casting.cache(target).cast_activation if only_reads else None
 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
             return x
-        return cached(x, convert) if is_weight(x) else convert(x)
+        if is_weight(x):
+            return cached(x, convert)
+        return convert(x) if shared is None else shared(x, convert)
 
     return lower
 
@@ -88,10 +110,10 @@ def promoter(casting: Casting, name: str, *values: Any) -> Convert | None:
     return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not widest else x
 
 
-def _one_dtype(kind: CastKind, original: Callable, casting: Casting, name: str) -> Callable:
+def _one_dtype(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
     """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype."""
     target = _target(kind, casting)
-    cast = caster(kind, casting, name)
+    cast = caster(kind, casting, name, only_reads=is_torch)
     to_be_cast = LOWER_PRECISION if kind is CastKind.FP32 else CASTABLE - {target}
     untouchable = frozenset() if kind is CastKind.FP32 else _EXACT
     suspended = casting.suspended
@@ -135,7 +157,7 @@ def _one_dtype(kind: CastKind, original: Callable, casting: Casting, name: str) 
     return wrapper
 
 
-def _promote(kind: CastKind, original: Callable, casting: Casting, name: str) -> Callable:
+def _promote(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
     """PROMOTE and PROMOTE_SEQUENCE: all to the widest dtype, where torch would refuse the mixture."""
     suspended = casting.suspended
 
@@ -154,7 +176,7 @@ def _promote(kind: CastKind, original: Callable, casting: Casting, name: str) ->
     return wrapper
 
 
-def _match_first(kind: CastKind, original: Callable, casting: Casting, name: str) -> Callable:
+def _match_first(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
     """MATCH_FIRST: in-place functions, whose first argument fixes the dtype."""
     suspended = casting.suspended
 
@@ -174,7 +196,7 @@ def _match_first(kind: CastKind, original: Callable, casting: Casting, name: str
     return wrapper
 
 
-def _reject(kind: CastKind, original: Callable, casting: Casting, name: str) -> Callable:
+def _reject(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
     """REJECT: in-place functions whose result need not fit into float16."""
     suspended = casting.suspended
 
@@ -192,7 +214,7 @@ def _reject(kind: CastKind, original: Callable, casting: Casting, name: str) -> 
     return wrapper
 
 
-def _ban(kind: CastKind, original: Callable, casting: Casting, name: str) -> Callable:
+def _ban(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
     """BANNED: functions that lose their meaning in lower precision, or that the user's policy refuses."""
     suspended = casting.suspended
 

@@ -1,0 +1,121 @@
+"""Wrappers in C++, where the library is loaded: what `wrappers.wrap` puts around a wrapper in Python.
+
+A ``Call`` of ampkit._casting stands for one name of torch. It handles common arguments, and hands everything else to the
+Python wrapper underneath it, which torch.compile traces in its place. It is made once in a process and lent to one
+engine after the other: what dynamo was told about a function, it cannot be told to forget.
+
+Note [three shapes]
+    A built-in function of a module becomes a built-in function, a built-in method of Tensor a method descriptor: they
+    bind, pickle and cost what torch's own do. A function written in Python stays one, since a built-in function cannot
+    show its signature, and calls the C++ wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..policy.rules import CastKind
+
+if TYPE_CHECKING:
+    from .engine import Casting
+
+_compiling = torch.compiler.is_compiling
+
+
+class FastCalls:
+    """The C++ wrappers of one engine, until `close`."""
+
+    def __init__(self, library: ModuleType, casting: Casting) -> None:
+        self._library = library
+        self._control = library.Switch(casting.suspended, casting.device_types)
+        self._bound: list[Any] = []
+
+    def switch(self, enabled: bool) -> None:
+        """Mirrors the engine's ``enabled``."""
+        self._control.enabled = enabled
+
+    def around(
+        self,
+        wrapper: Callable,
+        original: Callable,
+        owner: Any,
+        name: str,
+        kind: CastKind,
+        target: torch.dtype,
+        store: Any = None,
+        cast_weight: Callable[[Tensor], Tensor] | None = None,
+    ) -> Callable:
+        """What is to stand at ``owner.name``: ``wrapper`` itself, where C++ has no shape for it.
+
+        Casts of weights are looked up in ``store``, and left to ``cast_weight`` where it has none.
+        """
+        place = _place_of(self._library, owner, name, original)
+        if place is None:
+            return wrapper
+        call, function, underneath = place
+        call.bind(kind.name, original, self._control, wrapper, target, store, cast_weight)
+        self._bound.append((call, underneath, original))
+        underneath[0] = wrapper
+        return _written_in_python(function, wrapper) if isinstance(original, FunctionType) else function
+
+    def close(self) -> None:
+        """What somebody kept of these wrappers calls straight through from now on."""
+        while self._bound:
+            call, underneath, original = self._bound.pop()
+            call.unbind()
+            underneath[0] = original
+
+
+class _Place(NamedTuple):
+    call: Any
+    function: Callable
+    underneath: list[Callable]  # of one item: what dynamo traces
+
+
+_places: dict[tuple[int, str, type], _Place | None] = {}
+
+
+def _place_of(library: ModuleType, owner: Any, name: str, original: Callable) -> _Place | None:
+    key = id(owner), name, type(original)
+    if key not in _places:
+        _places[key] = _make_place(library, owner, name, original)
+    return _places[key]
+
+
+def _make_place(library: ModuleType, owner: Any, name: str, original: Callable) -> _Place | None:
+    is_method = owner is Tensor and isinstance(original, (MethodDescriptorType, WrapperDescriptorType))
+    is_function = isinstance(owner, ModuleType) and isinstance(original, BuiltinFunctionType)
+    if not (is_method or is_function or isinstance(original, FunctionType)):
+        return None
+    module = owner.__name__ if isinstance(owner, ModuleType) else "torch"
+    call = library.Call(name, module, _doc_of(original, name), original)
+    underneath = [original]
+    function = call.method(Tensor) if is_method else call.function()
+    if function is None:
+        return None
+    if is_function:
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return underneath[0](*args, **kwargs)
+
+        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
+    return _Place(call, function, underneath)
+
+
+def _doc_of(original: Callable, name: str) -> str | None:
+    signature = getattr(original, "__text_signature__", None)
+    return original.__doc__ if signature is None else f"{name}{signature}\n--\n\n{original.__doc__ or ''}"
+
+
+def _written_in_python(function: Callable, wrapper: Callable) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _compiling():
+            return wrapper(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,142 @@
+"""Where casts are kept: of weights until they are dropped, of activations for as long as somebody computes with them.
+
+A store only keeps and looks up, and checks on each look-up that the entry still holds; what is kept, and for how long,
+`CastCache` decides. This class is the specification of ampkit._casting.CastStore, its twin in C++, in which the
+wrappers in C++ find their casts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Bound once: each is asked on every call with a weight.
+_grad_enabled = torch.is_grad_enabled
+_inference_mode = torch.is_inference_mode_enabled
+
+
+class _WeightCast(NamedTuple):
+    weight: weakref.ref[Tensor]
+    cast: Tensor
+    version: int
+    cast_version: int
+    data_ptr: int
+    requires_grad: bool
+    storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at data_ptr
+
+
+class _RecentCast(NamedTuple):
+    activation: weakref.ref[Tensor]
+    cast: weakref.ref[Tensor]
+    version: int
+    cast_version: int
+
+
+class CastStore:
+    """Casts of tensors to one dtype.
+
+    Casts made with and without grad mode, and in inference mode, are kept apart: one that autograd did not record is
+    useless for training, and one that it did would keep a graph alive through an evaluation.
+    """
+
+    def __init__(self) -> None:
+        #: Nothing is looked up or kept.
+        self.bypassed = False
+        #: What tells whether the current stream is being captured into a CUDA graph, which counts as bypassed.
+        self.capturing: Callable[[], bool] | None = None
+        self._with_grad: dict[int, _WeightCast] = {}
+        self._without_grad: dict[int, _WeightCast] = {}
+        self._in_inference: dict[int, _WeightCast] = {}
+        self._recent: deque[_RecentCast] = deque(maxlen=4)
+
+    def __len__(self) -> int:
+        """The number of casts of weights."""
+        return sum(map(len, self._modes))
+
+    def find(self, weight: Tensor) -> Tensor | None:
+        """The cast of ``weight``, if there is one, neither side was written to since, and grad mode is the same."""
+        if _grad_enabled():
+            casts = self._with_grad
+        else:
+            casts = self._in_inference if _inference_mode() else self._without_grad
+        entry = casts.get(id(weight))
+        if entry is not None:
+            known, cast, version, cast_version, data_ptr, requires_grad, _ = entry
+            if (
+                known() is weight
+                and weight._version == version
+                and weight.data_ptr() == data_ptr
+                and weight.requires_grad is requires_grad
+                and (cast_version < 0 or cast._version == cast_version)
+            ):
+                return cast
+        return None
+
+    def keep(self, weight: Tensor, cast: Tensor, reference: weakref.ref[Tensor]) -> None:
+        """Keep ``cast``; ``reference`` is a weak one to ``weight``, whose callback is to call `discard`."""
+        if _grad_enabled():
+            casts = self._with_grad
+        else:
+            casts = self._in_inference if _inference_mode() else self._without_grad
+        casts[id(weight)] = _WeightCast(
+            reference,
+            cast,
+            weight._version,
+            _version_of(cast),
+            weight.data_ptr(),
+            weight.requires_grad,
+            weight.untyped_storage(),
+        )
+
+    def discard(self, address: int, reference: weakref.ref) -> None:
+        """Forget a weight that died. Its address may belong to another one by now, with another reference."""
+        for casts in self._modes:
+            if address in casts and casts[address].weight is reference:
+                del casts[address]
+
+    def forget(self, weight: Tensor) -> None:
+        """Forget the casts of one weight."""
+        for casts in self._modes:
+            casts.pop(id(weight), None)
+
+    def drop(self) -> None:
+        """Forget every cast."""
+        self._with_grad.clear()
+        self._recent.clear()
+        self.drop_without_grad()
+
+    def drop_without_grad(self) -> None:
+        """Forget the casts that autograd did not record."""
+        self._without_grad.clear()
+        self._in_inference.clear()
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Every weight that has a cast here, with it."""
+        entries = [entry for casts in self._modes for entry in casts.values()]
+        return [(weight, entry.cast) for entry in entries if (weight := entry.weight()) is not None]
+
+    def find_recent(self, activation: Tensor) -> Tensor | None:
+        """One of the last casts of activations, if it is still alive and neither side was written to since."""
+        for entry in self._recent:
+            if entry.activation() is activation and entry.version == activation._version:
+                cast = entry.cast()
+                if cast is not None and cast._version == entry.cast_version:
+                    return cast
+        return None
+
+    def keep_recent(self, activation: Tensor, cast: Tensor) -> None:
+        """Remember ``cast`` without keeping it, or ``activation``, alive."""
+        self._recent.append(_RecentCast(weakref.ref(activation), weakref.ref(cast), activation._version, cast._version))
+
+    @property
+    def _modes(self) -> tuple[dict[int, _WeightCast], ...]:
+        return self._with_grad, self._without_grad, self._in_inference
+
+
+def _version_of(cast: Tensor) -> int:
+    return -1 if cast.is_inference() else cast._version

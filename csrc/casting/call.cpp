@@ -1,0 +1,455 @@
+#include "call.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ops/to_ops.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <structmember.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Size.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace ampkit {
+
+namespace {
+
+constexpr Py_ssize_t kMaxArguments = 24;  // calls with more go to Python
+constexpr size_t kMaxMethods = 512;
+
+Call* call_of(PyObject* object) { return reinterpret_cast<Call*>(object); }
+
+bool is_tensor(PyObject* object) { return THPVariable_CheckTypeExact(Py_TYPE(object)); }
+
+bool is_lower_precision(at::ScalarType dtype) {
+  return dtype == at::ScalarType::Half || dtype == at::ScalarType::BFloat16;
+}
+
+bool is_castable(at::ScalarType dtype) { return dtype == at::ScalarType::Float || is_lower_precision(dtype); }
+
+// Dtypes that a call in lower precision is not to be mixed with.
+bool is_exact(at::ScalarType dtype) { return dtype == at::ScalarType::Double || at::isComplexType(dtype); }
+
+bool is_subclass_of_tensor(PyObject* object) {
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
+// Numbers, strings, and tuples and lists of numbers: nothing in them is ever cast.
+bool holds_no_tensors(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  if (object == Py_None || type == &PyLong_Type || type == &PyBool_Type || type == &PyFloat_Type ||
+      type == &PyUnicode_Type || type == &THPSizeType) {
+    return true;
+  }
+  if (type == &PyTuple_Type) {
+    return PyTuple_GET_SIZE(object) == 0 || Py_TYPE(PyTuple_GET_ITEM(object, 0)) == &PyLong_Type;
+  }
+  if (type == &PyList_Type) {
+    return PyList_GET_SIZE(object) == 0 || Py_TYPE(PyList_GET_ITEM(object, 0)) == &PyLong_Type;
+  }
+  return false;
+}
+
+// A mode of torch function or of dispatch, or a transform of torch.func: what they see and do is for Python to decide.
+bool is_watched() {
+  constexpr c10::DispatchKeySet watchers(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
+  return c10::impl::tls_local_dispatch_key_set().included_.has_any(watchers) || at::impl::torch_function_mode_enabled();
+}
+
+enum class Verdict { Through, Cast, Slow };
+
+// What is to be done with a call; `to_cast` gets a bit for each argument that is to be cast.
+Verdict judge(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, Py_ssize_t total, uint32_t& to_cast) {
+  at::ScalarType first = at::ScalarType::Undefined;
+  bool mixed = false;
+  for (Py_ssize_t i = 0; i < total; ++i) {
+    if (!is_tensor(args[i])) {
+      if (holds_no_tensors(args[i])) continue;
+      if (binding->kind == Kind::MatchFirst && i > 0 && !is_subclass_of_tensor(args[i])) continue;
+      return Verdict::Slow;
+    }
+    const at::ScalarType dtype = THPVariable_Unpack(args[i]).scalar_type();
+    switch (binding->kind) {
+      case Kind::Lower:
+        if (is_exact(dtype)) return Verdict::Through;
+        if (dtype != binding->target && is_castable(dtype)) to_cast |= 1u << i;
+        break;
+      case Kind::Fp32:
+        if (is_lower_precision(dtype)) to_cast |= 1u << i;
+        break;
+      case Kind::Promote:
+        if (!at::isFloatingType(dtype) && !at::isComplexType(dtype)) break;
+        mixed |= first != at::ScalarType::Undefined && dtype != first;
+        first = dtype;
+        break;
+      case Kind::MatchFirst:
+        if (i == 0) {
+          if (!is_castable(dtype)) return Verdict::Through;
+          first = dtype;
+        }
+        mixed |= is_castable(dtype) && dtype != first;
+        break;
+      case Kind::Reject:
+        if (i == 0 && nargs > 0) return dtype == at::ScalarType::Half ? Verdict::Slow : Verdict::Through;
+        mixed = true;  // given by keyword
+        break;
+      case Kind::Banned:
+        mixed |= is_lower_precision(dtype);
+        break;
+    }
+  }
+  if (to_cast != 0) return Verdict::Cast;
+  return mixed ? Verdict::Slow : Verdict::Through;
+}
+
+bool has_out(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kwnames); ++i) {
+    if (args[nargs + i] != Py_None && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i), "out") == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// 1, 0, or -1 with a Python exception.
+int is_on_our_device(const Switch* control, const at::Tensor& tensor) {
+  static PyObject* cpu = PyUnicode_InternFromString("cpu");
+  static PyObject* cuda = PyUnicode_InternFromString("cuda");
+  if (tensor.is_cpu()) return PySet_Contains(control->device_types, cpu);
+  if (tensor.is_cuda()) return PySet_Contains(control->device_types, cuda);
+  PyObject* name = PyUnicode_FromString(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true).c_str());
+  if (name == nullptr) return -1;
+  const int contained = PySet_Contains(control->device_types, name);
+  Py_DECREF(name);
+  return contained;
+}
+
+at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
+  pybind11::gil_scoped_release without_gil;
+  return at::_ops::to_dtype::call(tensor, dtype, /*non_blocking=*/false, /*copy=*/false, std::nullopt);
+}
+
+// A new reference to the cast of one argument (to itself, where it is not ours to cast), or null with an exception.
+PyObject* cast(const Binding* binding, PyObject* argument) {
+  HANDLE_TH_ERRORS
+  const at::Tensor& tensor = THPVariable_Unpack(argument);
+  if (binding->kind == Kind::Lower) {
+    const bool is_weight = Py_TYPE(argument) == reinterpret_cast<PyTypeObject*>(ParameterClass);
+    // Leaves are edited through .data, which torch does not count; what autograd made is not.
+    const bool is_activation = !is_weight && c10::GradMode::is_enabled() && !tensor.is_leaf();
+    if (is_weight || is_activation) {
+      const int bypassed = is_bypassed(binding->store);
+      if (bypassed < 0) return nullptr;
+      if (is_weight) {
+        PyObject* found = bypassed ? nullptr : binding->store->find(argument);
+        return found != nullptr ? Py_NewRef(found) : PyObject_CallOneArg(binding->cast_weight, argument);
+      }
+      if (!bypassed && !tensor.is_inference()) {
+        at::Tensor found = binding->store->find_recent(tensor);
+        if (found.defined()) return THPVariable_Wrap(std::move(found));
+        const int ours = is_on_our_device(binding->control, tensor);
+        if (ours <= 0) return ours < 0 ? nullptr : Py_NewRef(argument);
+        at::Tensor made = convert(tensor, binding->target);
+        binding->store->keep_recent(tensor, made);
+        return THPVariable_Wrap(std::move(made));
+      }
+    }
+  }
+  const int ours = is_on_our_device(binding->control, tensor);
+  if (ours <= 0) return ours < 0 ? nullptr : Py_NewRef(argument);
+  return THPVariable_Wrap(convert(tensor, binding->target));
+  END_HANDLE_TH_ERRORS
+}
+
+// Arguments that were cast, and the references to them.
+struct Arguments {
+  PyObject* values[kMaxArguments + 1];
+  PyObject* owned[kMaxArguments];
+  Py_ssize_t count = 0;
+
+  ~Arguments() {
+    for (Py_ssize_t i = 0; i < count; ++i) Py_DECREF(owned[i]);
+  }
+};
+
+void release(Binding* binding) {
+  if (binding == nullptr || --binding->references > 0) return;
+  Py_DECREF(binding->control);
+  Py_DECREF(binding->slow);
+  Py_XDECREF(binding->store);
+  Py_XDECREF(binding->cast_weight);
+  delete binding;
+}
+
+// Keeps alive what a call needs, whatever is done to the Call meanwhile.
+struct InUse {
+  PyObject* original;
+  Binding* binding;
+
+  explicit InUse(Call* call) : original(Py_NewRef(call->original)), binding(call->binding) {
+    if (binding != nullptr) ++binding->references;
+  }
+  ~InUse() {
+    Py_DECREF(original);
+    release(binding);
+  }
+  InUse(const InUse&) = delete;
+  InUse& operator=(const InUse&) = delete;
+};
+
+PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+  const InUse use(call);
+  const Binding* binding = use.binding;
+  if (binding == nullptr || !binding->control->enabled) {
+    return PyObject_Vectorcall(use.original, args, static_cast<size_t>(nargs), kwnames);
+  }
+  const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
+  uint32_t to_cast = 0;
+  Verdict verdict = Verdict::Slow;
+  if (PySet_GET_SIZE(binding->control->suspended) == 0 && total <= kMaxArguments && !is_watched() &&
+      (kwnames == nullptr || !has_out(args, nargs, kwnames))) {
+    verdict = judge(binding, args, nargs, total, to_cast);
+  }
+  if (verdict != Verdict::Cast) {
+    PyObject* callee = verdict == Verdict::Through ? use.original : binding->slow;
+    return PyObject_Vectorcall(callee, args, static_cast<size_t>(nargs), kwnames);
+  }
+  Arguments arguments;
+  std::memcpy(arguments.values + 1, args, static_cast<size_t>(total) * sizeof(PyObject*));
+  for (Py_ssize_t i = 0; i < total; ++i) {
+    if ((to_cast >> i & 1u) == 0) continue;
+    PyObject* value = cast(binding, args[i]);
+    if (value == nullptr) return nullptr;
+    arguments.owned[arguments.count++] = value;
+    arguments.values[i + 1] = value;
+  }
+  return PyObject_Vectorcall(
+      use.original, arguments.values + 1, static_cast<size_t>(nargs) | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames);
+}
+
+PyObject* as_function(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+  return run(call_of(self), args, nargs, kwnames);
+}
+
+PyObject* as_method(Call* call, PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+  const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
+  if (total < kMaxArguments) {
+    PyObject* joined[kMaxArguments];
+    joined[0] = self;
+    if (total > 0) std::memcpy(joined + 1, args, static_cast<size_t>(total) * sizeof(PyObject*));
+    return run(call, joined, nargs + 1, kwnames);
+  }
+  std::vector<PyObject*> joined(1, self);
+  joined.insert(joined.end(), args, args + total);
+  return run(call, joined.data(), nargs + 1, kwnames);
+}
+
+// A method descriptor passes no state to its C function, so each one has a function of its own.
+Call* methods[kMaxMethods];
+size_t methods_made = 0;
+
+template <size_t I>
+PyObject* trampoline(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+  return as_method(methods[I], self, args, nargs, kwnames);
+}
+
+using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+
+template <size_t... I>
+constexpr std::array<FastFunction, sizeof...(I)> make_trampolines(std::index_sequence<I...>) {
+  return {&trampoline<I>...};
+}
+
+constexpr auto trampolines = make_trampolines(std::make_index_sequence<kMaxMethods>());
+
+PyCFunction as_method_pointer(FastFunction function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyObject* call_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  static const char* keywords[] = {"name", "module", "doc", "original", nullptr};
+  PyObject *name, *module, *doc, *original;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "UUOO:Call", const_cast<char**>(keywords), &name, &module, &doc, &original)) {
+    return nullptr;
+  }
+  const char* text = doc == Py_None ? nullptr : PyUnicode_AsUTF8(doc);
+  const char* name_text = PyUnicode_AsUTF8(name);
+  if (name_text == nullptr || (doc != Py_None && text == nullptr)) return nullptr;
+  auto* self = reinterpret_cast<Call*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->definition = {name_text, as_method_pointer(&as_function), METH_FASTCALL | METH_KEYWORDS, text};
+  self->name = Py_NewRef(name);
+  self->module = Py_NewRef(module);
+  self->doc = Py_NewRef(doc);
+  self->original = Py_NewRef(original);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyObject* call_unbind(PyObject* object, PyObject*) {
+  release(std::exchange(call_of(object)->binding, nullptr));
+  Py_RETURN_NONE;
+}
+
+void call_dealloc(PyObject* object) {
+  Call* self = call_of(object);
+  Py_XDECREF(call_unbind(object, nullptr));
+  Py_CLEAR(self->name);
+  Py_CLEAR(self->module);
+  Py_CLEAR(self->doc);
+  Py_CLEAR(self->original);
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyObject* call_bind(PyObject* object, PyObject* args, PyObject* kwargs) {
+  HANDLE_TH_ERRORS
+  static const char* keywords[] = {"kind", "original", "control", "slow",
+                                   "target", "store", "cast_weight", nullptr};
+  const char* kind_name;
+  PyObject *original, *control, *slow, *dtype, *store = Py_None, *cast_weight = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "sOO!OO!|OO:bind", const_cast<char**>(keywords), &kind_name, &original, &SwitchType, &control,
+          &slow, &THPDtypeType, &dtype, &store, &cast_weight)) {
+    return nullptr;
+  }
+  static const std::pair<const char*, Kind> kinds[] = {
+      {"LOWER_PRECISION_FP", Kind::Lower}, {"BFLOAT16", Kind::Lower},          {"FP32", Kind::Fp32},
+      {"PROMOTE", Kind::Promote},          {"PROMOTE_SEQUENCE", Kind::Promote}, {"MATCH_FIRST", Kind::MatchFirst},
+      {"REJECT", Kind::Reject},            {"BANNED", Kind::Banned}};
+  const auto* kind = std::find_if(
+      std::begin(kinds), std::end(kinds), [&](const auto& item) { return std::strcmp(item.first, kind_name) == 0; });
+  if (kind == std::end(kinds)) {
+    PyErr_Format(PyExc_ValueError, "no kind is called %s", kind_name);
+    return nullptr;
+  }
+  if (kind->second == Kind::Lower && !PyObject_TypeCheck(store, &CastStoreType)) {
+    PyErr_Format(PyExc_TypeError, "kind %s needs a CastStore, got a %s", kind_name, Py_TYPE(store)->tp_name);
+    return nullptr;
+  }
+  auto* binding = new Binding();
+  binding->kind = kind->second;
+  binding->target = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+  binding->control = reinterpret_cast<Switch*>(Py_NewRef(control));
+  binding->slow = Py_NewRef(slow);
+  if (binding->kind == Kind::Lower) {
+    binding->store = reinterpret_cast<CastStore*>(Py_NewRef(store));
+    binding->cast_weight = Py_NewRef(cast_weight);
+  }
+  Call* self = call_of(object);
+  release(std::exchange(self->binding, binding));
+  Py_SETREF(self->original, Py_NewRef(original));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* call_slow(PyObject* object, void*) {
+  const Binding* binding = call_of(object)->binding;
+  return Py_NewRef(binding != nullptr ? binding->slow : call_of(object)->original);
+}
+
+PyObject* call_function(PyObject* object, PyObject*) {
+  Call* self = call_of(object);
+  return PyCFunction_NewEx(&self->definition, object, self->module);
+}
+
+PyObject* call_method(PyObject* object, PyObject* type) {
+  if (!PyType_Check(type)) {
+    PyErr_SetString(PyExc_TypeError, "method() takes the class that the method is for");
+    return nullptr;
+  }
+  if (methods_made == kMaxMethods) Py_RETURN_NONE;
+  Call* self = call_of(object);
+  methods[methods_made] = reinterpret_cast<Call*>(Py_NewRef(object));
+  self->definition.ml_meth = as_method_pointer(trampolines[methods_made++]);
+  return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &self->definition);
+}
+
+// A C function with a `self` is pickled as getattr(self, name): what stands for self is the module it is found in.
+PyObject* call_reduce(PyObject* object, PyObject*) {
+  PyObject* importlib = PyImport_ImportModule("importlib");
+  if (importlib == nullptr) return nullptr;
+  PyObject* import_module = PyObject_GetAttrString(importlib, "import_module");
+  Py_DECREF(importlib);
+  return import_module == nullptr ? nullptr : Py_BuildValue("N(O)", import_module, call_of(object)->module);
+}
+
+PyMethodDef call_methods[] = {
+    {"bind", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_bind)), METH_VARARGS | METH_KEYWORDS,
+     "Casts from now on, as the engine that owns ``control`` says."},
+    {"unbind", call_unbind, METH_NOARGS, "Calls straight through from now on."},
+    {"function", call_function, METH_NOARGS, "A function to stand in a module."},
+    {"method", call_method, METH_O, "A method to stand in a class, or None when there are too many already."},
+    {"__reduce__", call_reduce, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef call_members[] = {
+    {"original", T_OBJECT, offsetof(Call, original), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef call_getters[] = {
+    {"slow", call_slow, nullptr, "the wrapper in Python; the original while nothing is bound", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyTypeObject make_call_type() {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  type.tp_name = "ampkit._casting.Call";
+  type.tp_basicsize = sizeof(Call);
+  type.tp_flags = Py_TPFLAGS_DEFAULT;
+  type.tp_doc = "Call(name, module, doc, original): a wrapper around one function of torch.";
+  type.tp_new = call_new;
+  type.tp_dealloc = call_dealloc;
+  type.tp_methods = call_methods;
+  type.tp_members = call_members;
+  type.tp_getset = call_getters;
+  return type;
+}
+
+PyObject* switch_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  static const char* keywords[] = {"suspended", "device_types", nullptr};
+  PyObject *suspended, *device_types;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "O!O!:Switch", const_cast<char**>(keywords), &PySet_Type, &suspended, &PySet_Type,
+          &device_types)) {
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<Switch*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->suspended = Py_NewRef(suspended);
+  self->device_types = Py_NewRef(device_types);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void switch_dealloc(PyObject* object) {
+  auto* self = reinterpret_cast<Switch*>(object);
+  Py_CLEAR(self->suspended);
+  Py_CLEAR(self->device_types);
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyMemberDef switch_members[] = {
+    {"enabled", T_BOOL, offsetof(Switch, enabled), 0, nullptr}, {nullptr, 0, 0, 0, nullptr}};
+
+PyTypeObject make_switch_type() {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  type.tp_name = "ampkit._casting.Switch";
+  type.tp_basicsize = sizeof(Switch);
+  type.tp_flags = Py_TPFLAGS_DEFAULT;
+  type.tp_doc = "Switch(suspended, device_types): whether, and in which threads and on which devices, Calls cast.";
+  type.tp_new = switch_new;
+  type.tp_dealloc = switch_dealloc;
+  type.tp_members = switch_members;
+  return type;
+}
+
+}  // namespace
+
+PyTypeObject SwitchType = make_switch_type();
+PyTypeObject CallType = make_call_type();
+
+}  // namespace ampkit

@@ -1,0 +1,50 @@
+// What stands in torch's place under O1 when this library is loaded: a C function, or a method descriptor of
+// torch.Tensor, that casts the tensors among its arguments and calls the original.
+//
+// It handles what is common (tensors and parameters of exactly these types, numbers, sizes) and hands everything else
+// to the wrapper in Python (ampkit/casting/wrappers.py), which is the specification of both. A Call lives as long as
+// the process, like the functions of torch; an engine binds and unbinds it, and unbound it calls straight through.
+#pragma once
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "cast_store.h"
+
+namespace ampkit {
+
+// As in ampkit.policy.rules.CastKind, by what the fast path does: Call.bind is given the names.
+enum class Kind { Lower, Fp32, Promote, MatchFirst, Reject, Banned };
+
+// On and off, shared by all Calls of an engine.
+struct Switch {
+  PyObject_HEAD
+  char enabled;
+  PyObject* suspended;     // set of the threads in which casting is off
+  PyObject* device_types;  // set of the device types whose tensors are cast
+};
+
+// What an engine gives a Call. Counted, since whatever runs during a call may have the engine closed.
+struct Binding {
+  long references = 1;
+  Kind kind;
+  at::ScalarType target;
+  Switch* control;
+  PyObject* slow;         // the wrapper in Python
+  CastStore* store;       // null but for Kind::Lower
+  PyObject* cast_weight;  // how Python casts a weight that is not in the store; null as above
+};
+
+struct Call {
+  PyObject_HEAD
+  PyMethodDef definition;
+  PyObject* name;      // str
+  PyObject* module;    // str: where pickle finds the function
+  PyObject* doc;       // str or None
+  PyObject* original;  // what is called in the end
+  Binding* binding;    // null while no engine has it
+};
+
+extern PyTypeObject SwitchType;
+extern PyTypeObject CallType;
+
+}  // namespace ampkit

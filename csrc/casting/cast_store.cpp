@@ -1,0 +1,289 @@
+#include "cast_store.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <structmember.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <new>
+
+namespace ampkit {
+
+namespace {
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+const void* data_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->data(); }
+
+void release(WeightCast& entry) {
+  Py_DECREF(entry.weight);
+  Py_DECREF(entry.cast);
+}
+
+// The map is emptied first: releasing a cast may run Python code that comes back to it.
+void release_all(WeightCasts& casts) {
+  WeightCasts doomed;
+  doomed.swap(casts);
+  for (auto& item : doomed) release(item.second);
+}
+
+void take_out(WeightCasts& casts, PyObject* weight, PyObject* only_reference) {
+  auto found = casts.find(weight);
+  if (found == casts.end() || (only_reference != nullptr && found->second.weight != only_reference)) return;
+  WeightCast doomed = std::move(found->second);
+  casts.erase(found);
+  release(doomed);
+}
+
+}  // namespace
+
+RecentCast::RecentCast()
+    : activation(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
+      cast(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {}
+
+WeightCasts& CastStore::of_this_mode() {
+  if (c10::GradMode::is_enabled()) return with_grad;
+  return c10::InferenceMode::is_enabled() ? in_inference : without_grad;
+}
+
+PyObject* CastStore::find(PyObject* weight) {
+  WeightCasts& casts = of_this_mode();
+  auto found = casts.find(weight);
+  if (found == casts.end()) return nullptr;
+  const WeightCast& entry = found->second;
+  const at::Tensor& tensor = THPVariable_Unpack(weight);
+  const bool holds = reinterpret_cast<PyWeakReference*>(entry.weight)->wr_object == weight &&
+      version_of(tensor) == entry.version && data_of(tensor) == entry.data &&
+      tensor.requires_grad() == entry.requires_grad &&
+      version_of(THPVariable_Unpack(entry.cast)) == entry.cast_version;
+  return holds ? entry.cast : nullptr;
+}
+
+at::Tensor CastStore::find_recent(const at::Tensor& activation) {
+  for (const RecentCast& entry : recent) {
+    if (entry.activation._unsafe_get_target() != activation.unsafeGetTensorImpl()) continue;
+    if (entry.version != version_of(activation)) continue;
+    at::Tensor cast(entry.cast.lock());
+    if (cast.defined() && version_of(cast) == entry.cast_version) return cast;
+  }
+  return {};
+}
+
+void CastStore::keep_recent(const at::Tensor& activation, const at::Tensor& cast) {
+  RecentCast& entry = recent[next_recent];
+  next_recent = (next_recent + 1) % recent.size();
+  entry.activation = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(activation.getIntrusivePtr());
+  entry.cast = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(cast.getIntrusivePtr());
+  entry.version = version_of(activation);
+  entry.cast_version = version_of(cast);
+}
+
+int is_bypassed(CastStore* store) {
+  if (store->bypassed) return 1;
+  if (store->capturing == Py_None) return 0;
+  PyObject* answer = PyObject_CallNoArgs(store->capturing);
+  if (answer == nullptr) return -1;
+  const int truth = PyObject_IsTrue(answer);
+  Py_DECREF(answer);
+  return truth;
+}
+
+namespace {
+
+bool check_tensor(PyObject* object, const char* name) {
+  if (THPVariable_Check(object)) return true;
+  PyErr_Format(PyExc_TypeError, "%s is a %s; expected a Tensor", name, Py_TYPE(object)->tp_name);
+  return false;
+}
+
+PyObject* store_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  if (PyTuple_GET_SIZE(args) != 0 || (kwargs != nullptr && PyDict_GET_SIZE(kwargs) != 0)) {
+    PyErr_SetString(PyExc_TypeError, "CastStore takes no arguments");
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<CastStore*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->capturing = Py_NewRef(Py_None);
+  new (&self->with_grad) WeightCasts();
+  new (&self->without_grad) WeightCasts();
+  new (&self->in_inference) WeightCasts();
+  new (&self->recent) std::array<RecentCast, 4>();
+  return reinterpret_cast<PyObject*>(self);
+}
+
+CastStore* store_of(PyObject* self) { return reinterpret_cast<CastStore*>(self); }
+
+template <typename Do>
+void for_each_map(CastStore* store, Do&& act) {
+  for (WeightCasts* casts : {&store->with_grad, &store->without_grad, &store->in_inference}) act(*casts);
+}
+
+int store_traverse(PyObject* object, visitproc visit, void* arg) {
+  CastStore* self = store_of(object);
+  Py_VISIT(self->capturing);
+  for (WeightCasts* casts : {&self->with_grad, &self->without_grad, &self->in_inference}) {
+    for (auto& item : *casts) {
+      Py_VISIT(item.second.weight);
+      Py_VISIT(item.second.cast);
+    }
+  }
+  return 0;
+}
+
+int store_clear(PyObject* self) {
+  for_each_map(store_of(self), release_all);
+  Py_CLEAR(store_of(self)->capturing);
+  return 0;
+}
+
+void store_dealloc(PyObject* object) {
+  PyObject_GC_UnTrack(object);
+  CastStore* self = store_of(object);
+  store_clear(object);
+  for_each_map(self, [](WeightCasts& casts) { casts.~WeightCasts(); });
+  self->recent.~array();
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyObject* store_find(PyObject* self, PyObject* weight) {
+  HANDLE_TH_ERRORS
+  if (!check_tensor(weight, "weight")) return nullptr;
+  PyObject* cast = store_of(self)->find(weight);
+  return Py_NewRef(cast != nullptr ? cast : Py_None);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* store_keep(PyObject* self, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *weight, *cast, *reference;
+  if (!PyArg_ParseTuple(args, "OOO:keep", &weight, &cast, &reference)) return nullptr;
+  if (!check_tensor(weight, "weight") || !check_tensor(cast, "cast")) return nullptr;
+  if (!PyWeakref_CheckRef(reference)) {
+    PyErr_SetString(PyExc_TypeError, "reference is no weak reference");
+    return nullptr;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(weight);
+  WeightCast entry{
+      Py_NewRef(reference), Py_NewRef(cast),    version_of(tensor), version_of(THPVariable_Unpack(cast)),
+      data_of(tensor),      tensor.requires_grad(), tensor.storage()};
+  WeightCasts& casts = store_of(self)->of_this_mode();
+  take_out(casts, weight, nullptr);
+  casts.emplace(weight, std::move(entry));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* store_discard(PyObject* self, PyObject* args) {
+  PyObject *address, *reference;
+  if (!PyArg_ParseTuple(args, "OO:discard", &address, &reference)) return nullptr;
+  void* weight = PyLong_AsVoidPtr(address);
+  if (weight == nullptr && PyErr_Occurred()) return nullptr;
+  for_each_map(store_of(self), [&](WeightCasts& casts) {
+    take_out(casts, static_cast<PyObject*>(weight), reference);
+  });
+  Py_RETURN_NONE;
+}
+
+PyObject* store_forget(PyObject* self, PyObject* weight) {
+  for_each_map(store_of(self), [&](WeightCasts& casts) { take_out(casts, weight, nullptr); });
+  Py_RETURN_NONE;
+}
+
+PyObject* store_drop(PyObject* self, PyObject*) {
+  for_each_map(store_of(self), release_all);
+  for (RecentCast& entry : store_of(self)->recent) entry = RecentCast();
+  Py_RETURN_NONE;
+}
+
+PyObject* store_drop_without_grad(PyObject* self, PyObject*) {
+  release_all(store_of(self)->without_grad);
+  release_all(store_of(self)->in_inference);
+  Py_RETURN_NONE;
+}
+
+PyObject* store_pairs(PyObject* self, PyObject*) {
+  PyObject* pairs = PyList_New(0);
+  if (pairs == nullptr) return nullptr;
+  for (WeightCasts* casts : {&store_of(self)->with_grad, &store_of(self)->without_grad, &store_of(self)->in_inference}) {
+    for (auto& item : *casts) {
+      PyObject* weight = reinterpret_cast<PyWeakReference*>(item.second.weight)->wr_object;
+      if (weight == Py_None) continue;
+      PyObject* pair = PyTuple_Pack(2, weight, item.second.cast);
+      if (pair == nullptr || PyList_Append(pairs, pair) < 0) {
+        Py_XDECREF(pair);
+        Py_DECREF(pairs);
+        return nullptr;
+      }
+      Py_DECREF(pair);
+    }
+  }
+  return pairs;
+}
+
+PyObject* store_find_recent(PyObject* self, PyObject* activation) {
+  HANDLE_TH_ERRORS
+  if (!check_tensor(activation, "activation")) return nullptr;
+  at::Tensor cast = store_of(self)->find_recent(THPVariable_Unpack(activation));
+  if (!cast.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(cast));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* store_keep_recent(PyObject* self, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *activation, *cast;
+  if (!PyArg_ParseTuple(args, "OO:keep_recent", &activation, &cast)) return nullptr;
+  if (!check_tensor(activation, "activation") || !check_tensor(cast, "cast")) return nullptr;
+  store_of(self)->keep_recent(THPVariable_Unpack(activation), THPVariable_Unpack(cast));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+Py_ssize_t store_length(PyObject* self) {
+  size_t length = 0;
+  for_each_map(store_of(self), [&](WeightCasts& casts) { length += casts.size(); });
+  return static_cast<Py_ssize_t>(length);
+}
+
+PyMethodDef store_methods[] = {
+    {"find", store_find, METH_O, nullptr},
+    {"keep", store_keep, METH_VARARGS, nullptr},
+    {"discard", store_discard, METH_VARARGS, nullptr},
+    {"forget", store_forget, METH_O, nullptr},
+    {"drop", store_drop, METH_NOARGS, nullptr},
+    {"drop_without_grad", store_drop_without_grad, METH_NOARGS, nullptr},
+    {"pairs", store_pairs, METH_NOARGS, nullptr},
+    {"find_recent", store_find_recent, METH_O, nullptr},
+    {"keep_recent", store_keep_recent, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef store_members[] = {
+    {"bypassed", T_BOOL, offsetof(CastStore, bypassed), 0, nullptr},
+    {"capturing", T_OBJECT, offsetof(CastStore, capturing), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PySequenceMethods store_as_sequence = {store_length};
+
+PyTypeObject make_store_type() {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  type.tp_name = "ampkit._casting.CastStore";
+  type.tp_basicsize = sizeof(CastStore);
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+  type.tp_doc = "Casts of weights and of recent activations; see ampkit.casting.store.CastStore.";
+  type.tp_new = store_new;
+  type.tp_dealloc = store_dealloc;
+  type.tp_traverse = store_traverse;
+  type.tp_clear = store_clear;
+  type.tp_methods = store_methods;
+  type.tp_members = store_members;
+  type.tp_as_sequence = &store_as_sequence;
+  return type;
+}
+
+}  // namespace
+
+PyTypeObject CastStoreType = make_store_type();
+
+}  // namespace ampkit

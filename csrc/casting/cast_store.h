@@ -1,0 +1,55 @@
+// Casts of weights and of recent activations to one dtype: the C++ twin of ampkit.casting.store.CastStore, which says
+// what the methods mean. Python fills it; Call looks things up in it without going through Python.
+#pragma once
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <array>
+#include <unordered_map>
+
+namespace ampkit {
+
+struct WeightCast {
+  PyObject* weight;  // a weak reference, whose callback has the entry discarded
+  PyObject* cast;
+  uint32_t version;
+  uint32_t cast_version;
+  const void* data;
+  bool requires_grad;
+  c10::Storage storage;  // kept alive, so that no other storage can come to lie at `data`
+};
+
+using WeightCasts = std::unordered_map<PyObject*, WeightCast>;
+
+// Weak on both sides: whoever computes with the cast keeps it alive, the store never does.
+struct RecentCast {
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> activation;
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> cast;
+  uint32_t version = 0;
+  uint32_t cast_version = 0;
+
+  RecentCast();
+};
+
+struct CastStore {
+  PyObject_HEAD
+  char bypassed;        // look nothing up, keep nothing
+  PyObject* capturing;  // None, or what tells whether the current stream is being captured into a CUDA graph
+  WeightCasts with_grad, without_grad, in_inference;
+  std::array<RecentCast, 4> recent;
+  size_t next_recent;
+
+  // The casts of weights that are of use in the grad mode of now.
+  WeightCasts& of_this_mode();
+  // A borrowed reference, or null. Does not ask whether the store is bypassed.
+  PyObject* find(PyObject* weight);
+  at::Tensor find_recent(const at::Tensor& activation);
+  void keep_recent(const at::Tensor& activation, const at::Tensor& cast);
+};
+
+// Whether the store must not be used now: 1, 0, or -1 with a Python exception.
+int is_bypassed(CastStore* store);
+
+extern PyTypeObject CastStoreType;
+
+}  // namespace ampkit
