@@ -9,13 +9,18 @@ import torch
 import torch.nn.functional as F
 from engines import o1
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ampkit
+from ampkit.casting.library import dispatch
 
 
-@pytest.fixture
-def casting():
+@pytest.fixture(params=["C++", "Python"])
+def casting(request):
+    if request.param == "C++" and dispatch().library is None:
+        pytest.skip("needs ampkit._casting")
     torch.manual_seed(0)
-    with o1() as engine:
+    with o1(in_python=request.param == "Python") as engine:
         yield engine
 
 
@@ -77,7 +82,12 @@ def by_optimizer(p):
     torch.optim.SGD([p], lr=1.0).step()
 
 
-@pytest.mark.parametrize("edit", [in_place, by_data, by_loading, by_optimizer])
+def by_averaging(p):
+    """An EMA swapped in: its storage takes the place of the weight's, which the caller keeps to swap it back."""
+    p.ema, p.data = p.data, p.detach().clone().mul_(2)
+
+
+@pytest.mark.parametrize("edit", [in_place, by_data, by_loading, by_optimizer, by_averaging])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_edited_weight_is_cast_anew(casting, edit, mode):
     p = nn.Parameter(torch.ones(2, 2))
@@ -87,6 +97,21 @@ def test_edited_weight_is_cast_anew(casting, edit, mode):
         edit(p)
         with mode():
             assert torch.equal(product(p), torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_sees_writes_that_torch_does_not_count(casting, mode):
+    p = nn.Parameter(torch.ones(2, 2))
+    for factor in (1, 2, 4):
+        with casting.forward_scope(), mode():
+            assert torch.equal(product(p), torch.full((2, 2), float(factor)))
+        p.data.mul_(2)  # moves no version
+
+
+def test_cast_that_was_written_to_is_made_anew(casting):
+    p = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    torch.einsum("ij->ji", p).mul_(3)  # einsum returned a view of the cast
+    assert torch.equal(product(p), torch.ones(2, 2))
 
 
 def test_frozen_and_unfrozen_weight_is_cast_anew(casting):
@@ -179,6 +204,29 @@ def test_second_derivative_goes_through_the_cast(casting):
     assert (first.item(), second.item()) == (6.0, 2.0)
 
 
+def test_gradient_of_a_cached_weight_by_autograd_grad(casting):
+    w, x = nn.Parameter(torch.eye(2)), torch.ones(1, 2)
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(torch.mm(x, w).sum(), w)
+        assert torch.equal(gradient, torch.ones(2, 2))
+    assert casts_made(casting) == 1 and w.grad is None
+
+
+def test_selectively_checkpointed_layer_gets_the_gradients_of_a_plain_one(casting):
+    layers, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3, requires_grad=True)
+    layers(x).float().square().sum().backward()
+    expected = [p.grad.clone() for p in layers.parameters()]
+    layers.zero_grad()
+    kept_ops = [torch.ops.aten.addmm.default]
+    for _ in range(2):
+        layers.zero_grad()
+        result = checkpoint(
+            layers, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(kept_ops)
+        )
+        result.float().square().sum().backward()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(layers.parameters(), expected))
+
+
 def test_functional_call_uses_the_weights_it_is_given(casting):
     model, x = nn.Linear(2, 2, bias=False), torch.eye(2)
     model(x)
@@ -216,6 +264,15 @@ def test_parametrized_weight_is_not_stale(casting):
     torch.testing.assert_close(layer(torch.eye(2)).float(), 2 * before.float(), rtol=1e-2, atol=1e-2)
 
 
+def test_weight_normed_module_of_the_old_kind_is_not_stale(casting):
+    with pytest.warns(FutureWarning):
+        layer = torch.nn.utils.weight_norm(nn.Linear(2, 2, bias=False))
+    before = layer(torch.eye(2)).detach()
+    with torch.no_grad():
+        layer.weight_g.mul_(2)
+    torch.testing.assert_close(layer(torch.eye(2)).float(), 2 * before.float(), rtol=1e-2, atol=1e-2)
+
+
 def test_threads_share_the_cache(casting):
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.rand(2, 4)
     expected = model(x).detach()
@@ -243,6 +300,185 @@ def test_cache_is_bypassed_while_compiling(casting, monkeypatch):
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     torch.mm(p, p)
     assert (kept(casting), casts_made(casting)) == (1, 1)
+
+
+def test_cache_is_bypassed_while_a_cuda_graph_is_captured(casting, monkeypatch):
+    capturing = False
+    p, x = nn.Parameter(torch.rand(2, 2)), torch.rand(2, 2, requires_grad=True) * 1
+    casting.cache(torch.bfloat16).store.capturing = lambda: capturing
+    results = [torch.mm(x, p)]
+    capturing = True
+    results += [torch.mm(x, p), torch.mm(x, p)]
+    assert (casts_made(casting), kept(casting)) == (1, 1)
+    assert len({id(operand) for result in results for operand in operands(result)}) == 6
+    capturing = False
+    assert operands(torch.mm(x, p))[1] is operands(results[0])[1]
+
+
+def test_error_of_the_capture_check_is_passed_on(casting):
+    def fails():
+        raise RuntimeError("no driver")
+
+    casting.cache(torch.bfloat16).store.capturing = fails
+    with pytest.raises(RuntimeError, match="no driver"):
+        product(nn.Parameter(torch.ones(2, 2)))
+
+
+# -- activations
+
+
+def operands(result):
+    """What mm or linear without bias saved for its backward pass: activation and weight."""
+    saved = result.grad_fn
+    return saved._saved_self, saved._saved_mat2
+
+
+def activation(**settings):
+    """Something that autograd made, not a leaf."""
+    return torch.ones(3, 2, requires_grad=True, **settings) * 1.5
+
+
+def shares(first, second):
+    return operands(first)[0].data_ptr() == operands(second)[0].data_ptr()
+
+
+def test_activation_that_feeds_three_layers_is_cast_once(casting):
+    x, weights = activation(), [nn.Parameter(torch.full((2, 2), float(n))) for n in (1, 2, 3)]
+    q, k, v = (F.linear(x, w) for w in weights)
+    assert shares(q, k) and shares(k, v)
+    leaf = x.grad_fn.next_functions[0][0].variable
+    (q + k + v).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((3, 2), 1.5 * 2 * (1 + 2 + 3)))
+    assert all(torch.equal(w.grad, torch.full((2, 2), 4.5)) for w in weights)
+
+
+def test_activation_edited_in_place_is_cast_anew(casting):
+    x, w = activation(), nn.Parameter(torch.eye(2))
+    before = torch.mm(x, w)
+    x.mul_(2)
+    after = torch.mm(x, w)
+    assert not shares(before, after)
+    assert torch.equal(after.float(), torch.full((3, 2), 3.0))
+
+
+def test_cast_of_an_activation_that_was_written_to_is_made_anew(casting):
+    x, w = activation(), nn.Parameter(torch.eye(2))
+    view = torch.einsum("ij->ji", x)  # of the cast
+    with torch.no_grad():
+        view.mul_(2)
+    assert torch.equal(torch.mm(x, w).float(), torch.full((3, 2), 1.5))
+
+
+def test_leaf_is_cast_anew_since_scripts_edit_it_by_data(casting):
+    w = nn.Parameter(torch.eye(2))
+    for leaf in (torch.ones(3, 2, requires_grad=True), torch.ones(3, 2)):
+        before = torch.mm(leaf, w)
+        leaf.data += 1.0
+        assert not shares(before, torch.mm(leaf, w))
+        assert torch.equal(torch.mm(leaf, w).float(), torch.full((3, 2), 2.0))
+
+
+def test_casts_of_activations_keep_nothing_alive(casting):
+    x, w = activation(), nn.Parameter(torch.eye(2))
+    result = torch.mm(x, w)
+    low = weakref.ref(operands(result)[0])
+    source = weakref.ref(x)
+    result.sum().backward()
+    gc.collect()
+    assert low() is None, "the cast outlived the backward pass"
+    del x, result
+    gc.collect()
+    assert source() is None, "the activation outlived its graph"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_shares_no_casts_of_activations(casting, mode):
+    x, store = activation(), casting.cache(torch.bfloat16).store
+    with mode():
+        torch.mm(x, nn.Parameter(torch.eye(2)))
+        assert store.find_recent(x) is None
+    with mode():
+        y = torch.ones(3, 2) * 1.5
+        assert torch.mm(y, y.T).dtype is torch.bfloat16
+
+
+def test_cast_of_before_no_grad_is_not_shared_with_it(casting):
+    x, w = activation(), nn.Parameter(torch.eye(2))
+    result = torch.mm(x, w)
+    with torch.no_grad():
+        assert not torch.mm(x, w).requires_grad
+    assert result.requires_grad
+
+
+def test_activation_shared_by_a_checkpointed_segment_gets_its_gradient(casting):
+    q, k, v = (nn.Linear(2, 2) for _ in range(3))
+
+    def segment(x):
+        return (q(x) * k(x) + v(x)).float()
+
+    gradients = []
+    for run in (segment, lambda x: checkpoint(segment, x, use_reentrant=False)):
+        leaf = torch.ones(3, 2, requires_grad=True)
+        run(leaf * 1.5).sum().backward()
+        gradients.append(leaf.grad)
+    # Shared, the three gradients add up in bfloat16; a checkpoint lets each cast die, and they add up in float32.
+    torch.testing.assert_close(*gradients, rtol=2**-7, atol=2**-7)
+
+
+def test_function_of_the_users_gets_a_cast_of_its_own(casting):
+    x, w = activation(), nn.Parameter(torch.eye(2))
+    result = torch.mm(x, w)
+
+    @ampkit.half_function
+    def edit(x):
+        with torch.no_grad():
+            return x.zero_()
+
+    edit(x)
+    result.sum().backward()
+    assert torch.equal(w.grad, torch.full((2, 2), 4.5))
+
+
+def test_second_derivative_goes_through_a_shared_activation(casting):
+    leaf = torch.full((1, 1), 3.0, requires_grad=True)
+    x = leaf * 1
+    y = torch.mm(x, x) * torch.mm(x, x)
+    (first,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), leaf)
+    assert (first.item(), second.item()) == (4 * 27.0, 12 * 9.0)
+
+
+# -- how long a cast lives
+
+
+def step(model, optimizer, x, delay=False):
+    with ampkit.scale_loss(model(x).sum(), optimizer, delay_unscale=delay) as scaled:
+        scaled.backward()
+
+
+def test_each_scale_loss_casts_a_weight_once():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3)
+    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
+    cache = ampkit.current_session().casting.cache(torch.bfloat16)
+    counts = []
+    for _ in range(3):
+        with ampkit.scale_loss(model(x).sum() + model(x).sum(), optimizer) as scaled:
+            scaled.backward()
+        counts.append(cache.casts_made)
+        assert len(cache) == 0
+    assert counts == [4, 8, 12]
+
+
+def test_delayed_micro_batches_cast_a_weight_once_per_step():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3)
+    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
+    cache = ampkit.current_session().casting.cache(torch.bfloat16)
+    for steps in (1, 2):
+        for micro_batch in range(4):
+            step(model, optimizer, x, delay=micro_batch < 3)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert cache.casts_made == 4 * steps
 
 
 def test_close_drops_the_cache():

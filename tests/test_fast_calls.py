@@ -1,0 +1,341 @@
+"""O1's wrappers in C++, and that they mean what the wrappers in Python mean."""
+
+import copy
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+import tracemalloc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engines import o1
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ampkit.casting.library import dispatch
+from ampkit.casting.wrappers import RefusedOperation
+
+pytestmark = pytest.mark.skipif(dispatch().library is None, reason="needs ampkit._casting")
+
+LOW = torch.bfloat16
+
+
+@pytest.fixture(params=["C++", "Python"])
+def casting(request):
+    with o1(in_python=request.param == "Python") as engine:
+        yield engine
+
+
+def a():
+    return torch.linspace(-1, 1, 9).reshape(3, 3)
+
+
+@pytest.fixture
+def w():
+    return nn.Parameter(torch.linspace(0, 1, 9).reshape(3, 3))
+
+
+# -- the shape of a wrapper
+
+
+SHAPES = [
+    # owner, name, what torch has there
+    (torch, "mm", "builtin"),
+    (F, "linear", "builtin"),
+    (torch.linalg, "inv", "builtin"),
+    (torch._VF, "lstm", "builtin"),
+    (torch.Tensor, "mm", "method"),
+    (torch.Tensor, "__matmul__", "method"),
+    (torch.Tensor, "norm", "function"),
+    (torch.Tensor, "__rmatmul__", "function"),
+    (F, "softmax", "function"),
+    (torch, "einsum", "function"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "shape"), SHAPES, ids=str)
+def test_wrapper_is_of_the_kind_that_torch_has_there(owner, name, shape):
+    kind = {"builtin": inspect.isbuiltin, "method": inspect.ismethoddescriptor, "function": inspect.isfunction}[shape]
+    original = getattr(owner, name)
+    assert kind(original)
+    with o1():
+        wrapper = getattr(owner, name)
+        assert wrapper is not original and kind(wrapper)
+        assert wrapper.__doc__ == original.__doc__
+        assert wrapper.__name__ == (name if shape == "builtin" else original.__name__)
+        if shape != "method":
+            assert wrapper.__module__ == owner.__name__ if owner is not torch.Tensor else "torch"
+        try:
+            expected = inspect.signature(original)
+        except ValueError:
+            expected = None
+        if expected is not None:
+            assert inspect.signature(wrapper) == expected
+        assert pickle.loads(pickle.dumps(wrapper)) is wrapper
+        assert copy.deepcopy(wrapper) is wrapper
+
+
+@pytest.mark.parametrize(("owner", "name", "shape"), SHAPES, ids=str)
+def test_pickled_wrapper_is_torchs_own_where_ampkit_is_unknown(owner, name, shape, tmp_path):
+    with o1():
+        pickled = pickle.dumps(getattr(owner, name))
+    script = (
+        "import pickle, sys, torch, torch.nn.functional; sys.modules['ampkit'] = None; "
+        f"from torch import _VF; owner = {owner.__name__ if owner is not torch.Tensor else 'torch.Tensor'}; "
+        f"assert pickle.loads({pickled!r}) is getattr(owner, {name!r}) or 'method' in {shape!r}"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_bound_and_unbound_methods_cast(w):
+    with o1():
+        bound = a().mm
+        assert bound(w).dtype is torch.Tensor.mm(a(), w).dtype is LOW
+        assert torch.Tensor.__matmul__(a(), w).dtype is LOW
+        with pytest.raises(TypeError):
+            torch.Tensor.mm(3, w)
+        assert torch.Tensor.__matmul__(a(), "text") is NotImplemented
+
+
+def test_kept_wrapper_is_inert_between_engines_and_serves_the_next():
+    with o1():
+        mm, method = torch.mm, torch.Tensor.mm
+    assert mm(a(), a()).dtype is method(a(), a()).dtype is torch.float32
+    with o1(torch.float16):
+        assert mm(a(), a()).dtype is method(a(), a()).dtype is torch.float16
+    assert mm(a(), a()).dtype is torch.float32
+
+
+# -- what C++ hands to Python, and what both must do
+
+
+def test_engine_that_closes_in_the_midst_of_a_call_is_survived(w):
+    class Closing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            casting.close()
+            gc.collect()
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    with o1() as casting:
+        mm = torch.mm
+        result = mm(a().as_subclass(Closing), w)
+    assert result.shape == (3, 3)
+    assert mm(a(), a()).dtype is torch.float32
+
+
+CALLS = {
+    "keywords": lambda x, w: F.linear(input=x, weight=w, bias=w[0]),
+    "bias by keyword": lambda x, w: F.linear(x, w, bias=w[0]),
+    "out": lambda x, w: torch.mm(x, w, out=torch.empty(3, 3)),
+    "out None": lambda x, w: torch.mm(x, w, out=None),
+    "container": lambda x, w: torch.linalg.multi_dot([x, w, x]),
+    "sizes": lambda x, w: F.conv1d(x[None], w[None], stride=[1], padding=(1,)),
+    "dtype": lambda x, w: torch.softmax(x.bfloat16(), 0, dtype=torch.float64),
+    "dtype None": lambda x, w: torch.softmax(x.bfloat16(), 0, dtype=None),
+    "float32 function": lambda x, w: torch.exp(x.half()),
+    "promotion": lambda x, w: torch.dot(x[0], w[0].bfloat16()),
+    "no promotion": lambda x, w: torch.dot(x[0].bfloat16(), w[0].bfloat16()),
+    "index put": lambda x, w: x.bfloat16().index_put_((torch.tensor([0]),), w[:1].detach()),
+    "setitem": lambda x, w: x.__setitem__(slice(0, 1), w[:1].detach().bfloat16()) or x,
+    "setitem ...": lambda x, w: x.__setitem__(..., 2) or x,
+    "float64": lambda x, w: torch.mm(x.double(), w.double()),
+    "mixed with float64 after a cast": lambda x, w: torch.mm(x, w.double()),
+    "integers": lambda x, w: torch.mm(x.long(), x.long()),
+    "complex": lambda x, w: torch.mm(x.to(torch.complex64), x.to(torch.complex64)),
+    "requires_grad": lambda x, w: torch.addmm(w, x, w, beta=2),
+    "many arguments": lambda x, w: torch.einsum("ij," * 29 + "ij->ij", *[x] * 30),
+    "wrong number": lambda x, w: torch.mm(x),
+    "wrong type": lambda x, w: torch.mm(x, "text"),
+    "wrong keyword": lambda x, w: torch.mm(x, nothing=w),
+    "wrong shape": lambda x, w: x @ w[:2],
+    "refused": lambda x, w: x.half().exp_(),
+    "refused by keyword": lambda x, w: torch.exp_(input=x.half()),
+    "banned": lambda x, w: F.binary_cross_entropy(x.bfloat16().abs(), x.abs()),
+    "not banned": lambda x, w: F.binary_cross_entropy(x.abs(), x.abs()),
+    "sparse": lambda x, w: torch.mm(x.to_sparse(), w),
+    "meta": lambda x, w: torch.mm(x.to("meta"), w.to("meta")),
+}
+
+
+def outcome(call, **settings):
+    w = nn.Parameter(torch.linspace(0, 1, 9).reshape(3, 3))
+    with o1(torch.float16, **settings) as casting:
+        try:
+            result = call(a(), w)
+        except Exception as error:
+            return type(error), str(error)
+        if result.grad_fn is not None and not result.is_meta:
+            result.float().sum().backward()
+        made = casting.cache(torch.float16).casts_made, len(casting.cache(torch.float16))
+    value = None if result.is_meta else result.detach().to_dense()
+    return result.dtype, value, w.grad, made
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_has_the_same_outcome_in_both_languages(name):
+    fast, slow = outcome(CALLS[name]), outcome(CALLS[name], in_python=True)
+    assert len(fast) == len(slow)
+    for ours, theirs in zip(fast, slow):
+        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+
+
+def test_keywords_of_the_caller_are_not_edited(casting, w):
+    keywords = {"weight": w, "bias": w[0], "input": a()}
+    before = dict(keywords)
+    assert F.linear(**keywords).dtype is LOW
+    assert keywords.keys() == before.keys() and all(keywords[key] is before[key] for key in before)
+
+
+def test_torch_function_mode_sees_the_function_that_was_called(casting, w):
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        assert torch.mm(a(), w).dtype is LOW
+    assert "mm" in seen
+
+
+def test_dispatch_mode_sees_every_cast(casting, w):
+    class Casts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten._to_copy.default
+            return func(*args, **(kwargs or {}))
+
+    x = a()
+    torch.mm(x, w)
+    with Casts() as casts:
+        torch.mm(x, w)
+    assert casts.count == 2, "a cast of before was used, which what is recorded does not contain"
+    with FlopCounterMode(display=False) as flops:
+        torch.mm(x, w)
+    assert flops.get_total_flops() == 2 * 27
+
+
+def test_make_fx_with_real_tensors_contains_the_cast_of_a_cached_weight(casting, w):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    torch.mm(a(), w)
+    graph = make_fx(lambda x, weight: torch.mm(x, weight))(a(), w)
+    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    assert not constants
+    assert graph(a(), 2 * w.detach()).equal(torch.mm(a(), 2 * w.detach()))
+
+
+def test_suspended_thread_does_not_cast_and_others_do(casting, w):
+    seen = {}
+
+    def other():
+        seen["other"] = torch.mm(a(), w).dtype
+
+    with casting.suspended_in_thread():
+        seen["this"] = torch.mm(a(), w).dtype
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert seen == {"this": torch.float32, "other": LOW}
+
+
+def test_device_type_added_later_counts(casting):
+    casting.device_types.clear()
+    assert torch.mm(a(), a()).dtype is torch.float32
+    casting.device_types.add("cpu")
+    assert torch.mm(a(), a()).dtype is LOW
+
+
+def test_verbose_engine_logs_casts_in_python():
+    with o1(verbosity=2):
+        assert inspect.isfunction(torch.mm)
+
+
+def test_rule_changed_while_installed_takes_effect(casting, w):
+    from ampkit.policy import CastKind
+
+    assert torch.mm(a(), w).dtype is LOW
+    casting.register(CastKind.FP32, torch, "mm")
+    assert torch.mm(a().bfloat16(), w).dtype is torch.float32
+    casting.register(CastKind.NATIVE, torch, "mm")
+    assert not hasattr(torch.mm, "__wrapped__") and torch.mm(a(), w).dtype is torch.float32
+
+
+# -- references
+
+
+def arguments():
+    image, kernel = torch.rand(1, 2, 3, 3), nn.Parameter(torch.rand(2, 2, 1, 1))
+    return a(), nn.Parameter(a()), image, kernel
+
+
+LOOPS = {
+    "cached weight": lambda x, w, i, k: torch.mm(x, w),
+    "method": lambda x, w, i, k: x @ w,
+    "keywords": lambda x, w, i, k: F.linear(x, weight=w, bias=None),
+    "convolution": lambda x, w, i, k: F.conv2d(i, k),
+    "nothing to cast": lambda x, w, i, k: torch.exp(x),
+    "to float32": lambda x, w, i, k: torch.exp(x.bfloat16()),
+    "python function": lambda x, w, i, k: F.softmax(x.bfloat16(), -1),
+    "slow path": lambda x, w, i, k: torch.mm(x, w, out=torch.empty(3, 3, dtype=LOW)) if not w.requires_grad else None,
+    "shared activation": lambda x, w, i, k: (lambda h: (F.linear(h, w), F.linear(h, w)))(x * w),
+}
+
+
+def failing(call):
+    def fails(*args):
+        with pytest.raises(RuntimeError):
+            call(*args)
+
+    return fails
+
+
+LOOPS["error"] = failing(lambda x, w, i, k: torch.mm(x, w[:2]))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_calls_leave_no_references_behind(name):
+    call, args = LOOPS[name], arguments()
+    with o1():
+        for _ in range(3):
+            call(*args)
+        wrappers = torch.mm, F.linear, torch.Tensor.mm, torch.exp, F.conv2d
+        gc.collect()
+        counted = [*args, *wrappers, LOW, None, True]
+        before = [sys.getrefcount(thing) for thing in counted]
+        tracemalloc.start()
+        try:
+            start, _ = tracemalloc.get_traced_memory()
+            for _ in range(2000):
+                call(*args)
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - start
+        finally:
+            tracemalloc.stop()
+        after = [sys.getrefcount(thing) for thing in counted]
+    # What the interpreter itself caches moves a few counts; a leak would be 2000.
+    assert all(abs(x - y) < 100 for x, y in zip(before, after)), list(zip(before, after))
+    assert grown < 64 * 1024
+
+
+def test_closed_engine_is_freed():
+    with o1() as casting:
+        nn.Linear(2, 2)(torch.rand(1, 2))
+        x = torch.rand(2, 2, requires_grad=True) * 2
+        kept = torch.mm(x, x)
+    died = weakref.ref(casting)
+    del casting
+    gc.collect()
+    assert died() is None
+    kept.sum().backward()
