@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampkit.casting.library import dispatch
-from ampkit.casting.wrappers import RefusedOperation
 
 pytestmark = pytest.mark.skipif(dispatch().library is None, reason="needs ampkit._casting")
 

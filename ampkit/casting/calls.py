@@ -57,25 +57,27 @@ class FastCalls:
         place = _place_of(self._library, owner, name, original)
         if place is None:
             return wrapper
-        call, function, underneath = place
-        call.bind(kind.name, original, self._control, wrapper, target, store, cast_weight)
-        self._bound.append((call, underneath, original))
-        underneath[0] = wrapper
-        return _written_in_python(function, wrapper) if isinstance(original, FunctionType) else function
+        place.call.bind(kind.name, original, self._control, wrapper, target, store, cast_weight)
+        _traced[place.key] = wrapper
+        self._bound.append((place, original))
+        return _written_in_python(place.function, wrapper) if isinstance(original, FunctionType) else place.function
 
     def close(self) -> None:
         """What somebody kept of these wrappers calls straight through from now on."""
         while self._bound:
-            call, underneath, original = self._bound.pop()
-            call.unbind()
-            underneath[0] = original
+            place, original = self._bound.pop()
+            place.call.unbind()
+            _traced[place.key] = original
 
 
 class _Place(NamedTuple):
     call: Any
     function: Callable
-    underneath: list[Callable]  # of one item: what dynamo traces
+    key: str
 
+
+# What dynamo traces in the place of a built-in function. It needs a global to know where a function comes from.
+_traced: dict[str, Callable] = {}
 
 _places: dict[tuple[int, str, type], _Place | None] = {}
 
@@ -94,17 +96,17 @@ def _make_place(library: ModuleType, owner: Any, name: str, original: Callable) 
         return None
     module = owner.__name__ if isinstance(owner, ModuleType) else "torch"
     call = library.Call(name, module, _doc_of(original, name), original)
-    underneath = [original]
     function = call.method(Tensor) if is_method else call.function()
     if function is None:
         return None
+    key = f"torch.Tensor.{name}" if owner is Tensor else f"{module}.{name}"
     if is_function:
 
         def traced(*args: Any, **kwargs: Any) -> Any:
-            return underneath[0](*args, **kwargs)
+            return _traced[key](*args, **kwargs)
 
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
-    return _Place(call, function, underneath)
+    return _Place(call, function, key)
 
 
 def _doc_of(original: Callable, name: str) -> str | None:
