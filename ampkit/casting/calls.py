@@ -12,6 +12,7 @@ Note [three shapes]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,6 +71,11 @@ class FastCalls:
             _traced[place.key] = original
 
 
+def is_held_by_others(function: Callable) -> bool:
+    """Whether somebody still holds one of the functions that last as long as the process; others count as held."""
+    return sys.getrefcount(function) > _references.get(id(function), 0)
+
+
 class _Place(NamedTuple):
     call: Any
     function: Callable
@@ -80,6 +86,9 @@ class _Place(NamedTuple):
 _traced: dict[str, Callable] = {}
 
 _places: dict[tuple[int, str, type], _Place | None] = {}
+
+# References to each lasting function when nobody but its place and dynamo holds it.
+_references: dict[int, int] = {}
 
 
 def _place_of(library: ModuleType, owner: Any, name: str, original: Callable) -> _Place | None:
@@ -106,7 +115,10 @@ def _make_place(library: ModuleType, owner: Any, name: str, original: Callable) 
             return _traced[key](*args, **kwargs)
 
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
-    return _Place(call, function, key)
+    place = _Place(call, function, key)
+    # Who asks holds it twice more: in a list, and by a name.
+    _references[id(function)] = sys.getrefcount(function) + 2
+    return place
 
 
 def _doc_of(original: Callable, name: str) -> str | None:

@@ -321,10 +321,10 @@ class Casting:
         self._originals.clear()
         self._kinds.clear()
         self._wrapped_by.clear()
-        self._rebinding.undo()
         if self.fast_calls is not None:
             self.fast_calls.close()
         self.drop_cache()
+        self._rebinding.undo()
 
 
 def active_casting() -> Casting | None:

@@ -23,6 +23,8 @@ from typing import Any
 
 from torch import nn
 
+from .calls import is_held_by_others
+
 _logger = logging.getLogger("ampkit")
 
 # torch's own modules find their functions in the places that are patched, ours hold originals on purpose, and Python's
@@ -102,11 +104,13 @@ class Rebinding:
         swap = Swap(pairs)
         swap_in_modules(swap)
         swap_in_models(swap, self._models)
-        references = [(weakref.ref(function), original) for function, original in pairs]
+        references = [(weakref.ref(f), original) for f, original in pairs if isinstance_of(f, types.FunctionType)]
+        lasting = [(f, original) for f, original in pairs if not isinstance_of(f, types.FunctionType)]
         del swap, pairs
         for record in (self._originals, self._standing, self._retired, self._by_original, self._models):
             record.clear()
         held = [(function, original) for ref, original in references if (function := ref()) is not None]
+        held += [(function, original) for function, original in lasting if is_held_by_others(function)]
         if held:
             swap_in_holders(Swap(held))
 
