@@ -9,11 +9,43 @@
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY(ampkit, m) {
-  m.def("multi_tensor_scale(Tensor[] inputs, Tensor(a!)[] outputs, float scale, Tensor(b!)? found_inf) -> ()");
   m.def(
-      "multi_tensor_axpby(Tensor[] xs, Tensor[] ys, Tensor(a!)[] outputs, float a, float b, Tensor(b!)? found_inf, "
-      "int arg_to_check) -> ()");
+      "multi_tensor_scale(Tensor[] inputs, Tensor(a!)[] outputs, float scale, Tensor? scale_tensor, Tensor(b!)? found_inf, "
+      "Tensor(c!)? first_bad) -> ()");
+  m.def(
+      "multi_tensor_axpby(Tensor[] xs, Tensor[] ys, Tensor(a!)[] outputs, float a, Tensor? a_tensor, float b, "
+      "Tensor? b_tensor, Tensor(b!)? found_inf, int arg_to_check, Tensor(c!)? first_bad) -> ()");
   m.def("multi_tensor_l2norm(Tensor[] tensors, bool per_tensor) -> (Tensor, Tensor)");
+  m.def(
+      "multi_tensor_unscale_l2norm(Tensor[] inputs, Tensor(a!)[] outputs, float inv_scale, Tensor? inv_scale_tensor, "
+      "Tensor(b!)? found_inf, bool per_tensor, Tensor(c!)? first_bad) -> (Tensor, Tensor)");
+  m.def(
+      "multi_tensor_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momenta, Tensor(c!)[] lower, float lr, "
+      "Tensor? lr_tensor, float momentum, float dampening, float weight_decay, bool nesterov, bool first_run, "
+      "bool wd_after_momentum, Tensor? trust, float factor, Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()");
+  m.def(
+      "multi_tensor_adam(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] lower, float lr, Tensor? lr_tensor, float beta1, float beta2, float eps, float step, "
+      "Tensor? step_tensor, bool decoupled, bool bias_correction, float weight_decay, float factor, Tensor? inv_scale, "
+      "Tensor? clip, Tensor? found_inf) -> ()");
+  m.def(
+      "multi_tensor_adagrad(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] sums, Tensor(c!)[] lower, float lr, "
+      "Tensor? lr_tensor, float eps, bool decoupled, float weight_decay, float factor, Tensor? inv_scale, Tensor? clip, "
+      "Tensor? found_inf) -> ()");
+  m.def(
+      "multi_tensor_novograd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor norms, "
+      "Tensor(c!)[] lower, float lr, Tensor? lr_tensor, float beta1, float beta2, float eps, float step, "
+      "Tensor? step_tensor, bool bias_correction, float weight_decay, bool grad_averaging, bool reg_inside_moment, "
+      "float factor, Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()");
+  m.def(
+      "multi_tensor_lamb(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] lower, Tensor(e!)[] directions, float lr, Tensor? lr_tensor, float beta1, float beta2, float eps, "
+      "float step, Tensor? step_tensor, float weight_decay, bool decoupled, bool bias_correction, bool grad_averaging, "
+      "bool trusts, float factor, Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()");
+  m.def(
+      "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf, "
+      "float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale, float max_scale) "
+      "-> ()");
   m.def("plan_launches(int[] sizes, int chunk_size, int max_tensors, int max_blocks) -> Tensor");
   m.def("cpu_capability() -> str");
 }
@@ -22,6 +54,13 @@ STABLE_TORCH_LIBRARY_IMPL(ampkit, CPU, m) {
   m.impl("multi_tensor_scale", TORCH_BOX(&ampkit::multi_tensor_scale_cpu));
   m.impl("multi_tensor_axpby", TORCH_BOX(&ampkit::multi_tensor_axpby_cpu));
   m.impl("multi_tensor_l2norm", TORCH_BOX(&ampkit::multi_tensor_l2norm_cpu));
+  m.impl("multi_tensor_unscale_l2norm", TORCH_BOX(&ampkit::multi_tensor_unscale_l2norm_cpu));
+  m.impl("multi_tensor_sgd", TORCH_BOX(&ampkit::multi_tensor_sgd_cpu));
+  m.impl("multi_tensor_adam", TORCH_BOX(&ampkit::multi_tensor_adam_cpu));
+  m.impl("multi_tensor_adagrad", TORCH_BOX(&ampkit::multi_tensor_adagrad_cpu));
+  m.impl("multi_tensor_novograd", TORCH_BOX(&ampkit::multi_tensor_novograd_cpu));
+  m.impl("multi_tensor_lamb", TORCH_BOX(&ampkit::multi_tensor_lamb_cpu));
+  m.impl("update_scale", TORCH_BOX(&ampkit::update_scale_cpu));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ampkit, CompositeExplicitAutograd, m) {

@@ -13,10 +13,12 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "check.h"
+#include "functors/number.h"
 #include "ops.h"
 
 namespace ampkit {
@@ -145,16 +147,46 @@ class TensorLists {
   std::vector<std::pair<Tensor, Tensor>> written_;
 };
 
-// Where a kernel reports a value that is not finite; nullptr when nobody asked.
-inline float* found_inf_data(const char* op, const std::optional<Tensor>& found_inf, const TensorList& tensors) {
-  if (!found_inf.has_value()) return nullptr;
-  AMPKIT_CHECK(found_inf->scalar_type() == torch::headeronly::ScalarType::Float && found_inf->numel() == 1, op,
-               ": found_inf is ", torch::headeronly::toString(found_inf->scalar_type()), " of shape ",
-               describe_shape(*found_inf), "; pass a float32 tensor of shape [1]");
-  AMPKIT_CHECK(tensors.empty() || (found_inf->is_cpu() == tensors[0].is_cpu() &&
-                                   found_inf->get_device_index() == tensors[0].get_device_index()),
-               op, ": found_inf is on another device than the tensors");
-  return static_cast<float*>(found_inf->mutable_data_ptr());
+// An optional tensor of one element that a kernel reads or writes, on the lists' device; nullptr where it is absent.
+template <class T>
+T* element_data(const char* op, const char* name, const MaybeTensor& tensor, const Tensor& beside) {
+  using torch::headeronly::ScalarType;
+  constexpr ScalarType kType = std::is_same_v<T, float>     ? ScalarType::Float
+                               : std::is_same_v<T, int32_t> ? ScalarType::Int
+                                                            : ScalarType::Long;
+  if (!tensor.has_value()) return nullptr;
+  AMPKIT_CHECK(tensor->scalar_type() == kType && tensor->numel() == 1, op, ": ", name, " is ",
+               torch::headeronly::toString(tensor->scalar_type()), " of shape ", describe_shape(*tensor), "; pass a tensor of ",
+               torch::headeronly::toString(kType), " and shape [1]");
+  AMPKIT_CHECK(tensor->is_cpu() == beside.is_cpu() && tensor->get_device_index() == beside.get_device_index(), op, ": ",
+               name, " is on another device than the tensors");
+  return static_cast<T*>(tensor->mutable_data_ptr());
+}
+
+// Where a kernel reports values that are not finite: that there are any, and the first tensor that has one.
+struct Findings {
+  float* found_inf;
+  int64_t* first_bad;
+
+  Findings(const char* op, const MaybeTensor& found_inf, const MaybeTensor& first_bad, const Tensor& beside)
+      : found_inf(element_data<float>(op, "found_inf", found_inf, beside)),
+        first_bad(element_data<int64_t>(op, "first_bad", first_bad, beside)) {}
+};
+
+inline Number number(const char* op, const char* name, double value, const MaybeTensor& tensor, const Tensor& beside) {
+  return {value, element_data<float>(op, name, tensor, beside)};
+}
+
+// A factor for each tensor, float32; nullptr where it is absent.
+inline const float* vector_data(const char* op, const char* name, const MaybeTensor& vector, const TensorList& tensors) {
+  if (!vector.has_value()) return nullptr;
+  AMPKIT_CHECK(vector->scalar_type() == torch::headeronly::ScalarType::Float && vector->is_contiguous() &&
+                   vector->numel() == static_cast<int64_t>(tensors.size()),
+               op, ": ", name, " is ", torch::headeronly::toString(vector->scalar_type()), " of shape ",
+               describe_shape(*vector), "; pass a contiguous float32 tensor of shape [", tensors.size(), "]");
+  AMPKIT_CHECK(vector->is_cpu() == tensors[0].is_cpu() && vector->get_device_index() == tensors[0].get_device_index(), op,
+               ": ", name, " is on another device than the tensors");
+  return static_cast<const float*>(vector->mutable_data_ptr());
 }
 
 }  // namespace ampkit

@@ -12,6 +12,8 @@ import torch
 import torch._dynamo  # replaces torch.manual_seed; the first optimizer would import it in the midst of a test
 
 import ampkit
+from ampkit import kernels
+from ampkit.kernels import reference, switch
 
 DEVICES = [
     "cpu",
@@ -22,6 +24,20 @@ DEVICES = [
 @pytest.fixture(params=DEVICES)
 def device(request):
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["reference", "extension"])
+def ops(request, monkeypatch, device):
+    """The multi-tensor operators, with the reference or with the extension behind them."""
+    chosen = kernels.implementation()
+    if request.param == "reference":
+        monkeypatch.setattr(switch, "_kernel_devices", frozenset())
+        monkeypatch.setattr(switch, "_extension", reference)
+    elif chosen.name != "extension":
+        pytest.skip(f"no extension: {chosen.why}")
+    elif device.type == "cuda" and not chosen.cuda:
+        pytest.skip(f"no CUDA kernels: {chosen.cuda_why}")
+    return kernels
 
 
 @pytest.fixture(autouse=True)

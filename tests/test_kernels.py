@@ -9,26 +9,11 @@ import pytest
 import torch
 
 from ampkit import kernels
-from ampkit.kernels import reference, switch
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNEL_DTYPES = (F32, F16, BF16)
 # Around the edges of a vector, a tile, a block (CPU) and a chunk (CUDA).
 SIZES = (1, 3, 16, 17, 511, 513, 65535, 65536, 65537, 200_003)
-
-
-@pytest.fixture(params=["reference", "extension"])
-def ops(request, monkeypatch, device):
-    """The Python face, with the reference or with the extension behind it."""
-    chosen = kernels.implementation()
-    if request.param == "reference":
-        monkeypatch.setattr(switch, "_kernel_devices", frozenset())
-        monkeypatch.setattr(switch, "_extension", reference)
-    elif chosen.name != "extension":
-        pytest.skip(f"no extension: {chosen.why}")
-    elif device.type == "cuda" and not chosen.cuda:
-        pytest.skip(f"no CUDA kernels: {chosen.cuda_why}")
-    return kernels
 
 
 def random(size, dtype, device="cpu", spread=3.0):
@@ -321,11 +306,18 @@ def test_opcheck(device):
     out = [torch.empty_like(t) for t in y]
     found_inf = torch.zeros(1, device=device)
     ops = torch.ops.ampkit
-    for flag in (found_inf, None):
-        torch.library.opcheck(ops.multi_tensor_scale.default, (x, out, 0.5, flag))
-        torch.library.opcheck(ops.multi_tensor_axpby.default, (x, y, out, 0.5, 2.0, flag, -1))
+    number, first_bad = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    for flag, first, tensor in ((found_inf, first_bad, number), (None, None, None)):
+        torch.library.opcheck(ops.multi_tensor_scale.default, (x, out, 0.5, tensor, flag, first))
+        torch.library.opcheck(ops.multi_tensor_axpby.default, (x, y, out, 0.5, tensor, 2.0, tensor, flag, -1, first))
     for per_tensor in (False, True):
         torch.library.opcheck(ops.multi_tensor_l2norm.default, (x, per_tensor))
+        for outputs in (out, []):
+            arguments = (x, outputs, 0.5, number, found_inf, per_tensor, first_bad)
+            torch.library.opcheck(ops.multi_tensor_unscale_l2norm.default, arguments)
+    counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
+    rule = (2.0, 0.5, 2000, 1, 0.0, 1e9)
+    torch.library.opcheck(ops.update_scale.default, (number, *counters, found_inf, *rule))
 
 
 def test_face_traces_without_graph_breaks(ops, device):

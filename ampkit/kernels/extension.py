@@ -2,14 +2,13 @@
 
 Importing this module loads ampkit/_C, which registers the schemas and the CPU kernels (csrc/registration.cpp), and
 raises ImportError where that cannot be done. Lists given to these functions lie on one device and hold float32, float16
-and bfloat16 only; ampkit.kernels sees to that.
+and bfloat16 only; ampkit.kernels sees to that. A list that is absent is an empty one for the operators, and a number
+comes twice: as a float, and as a float32 tensor that is read on the device instead.
 """
 
 import importlib
 
 import torch
-
-from ampkit.kernels import reference
 
 # By name: `from ampkit import _C` would call a library that was never built a circular import.
 _C = importlib.import_module("ampkit._C")
@@ -19,30 +18,200 @@ ops = torch.ops.ampkit
 
 
 def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
-    if isinstance(scale, torch.Tensor) or first_bad is not None:
-        return reference.multi_tensor_scale(inputs, outputs, scale, found_inf, first_bad)
-    ops.multi_tensor_scale(inputs, outputs, scale, found_inf)
-    _mark_written(outputs, found_inf)
+    ops.multi_tensor_scale(inputs, outputs, *_number(scale), found_inf, first_bad)
+    _mark_written(outputs, found_inf, first_bad)
 
 
 def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1, first_bad=None):
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or first_bad is not None:
-        return reference.multi_tensor_axpby(xs, ys, outputs, a, b, found_inf, arg_to_check, first_bad)
-    ops.multi_tensor_axpby(xs, ys, outputs, a, b, found_inf, arg_to_check)
-    _mark_written(outputs, found_inf)
+    ops.multi_tensor_axpby(xs, ys, outputs, *_number(a), *_number(b), found_inf, arg_to_check, first_bad)
+    _mark_written(outputs, found_inf, first_bad)
 
 
 def multi_tensor_l2norm(tensors, per_tensor=False):
     return ops.multi_tensor_l2norm(tensors, per_tensor)
 
 
-multi_tensor_unscale_l2norm = reference.multi_tensor_unscale_l2norm
-multi_tensor_sgd = reference.multi_tensor_sgd
-multi_tensor_adam = reference.multi_tensor_adam
-multi_tensor_adagrad = reference.multi_tensor_adagrad
-multi_tensor_lamb = reference.multi_tensor_lamb
-multi_tensor_novograd = reference.multi_tensor_novograd
-update_scale = reference.update_scale
+def multi_tensor_unscale_l2norm(inputs, outputs=None, inv_scale=None, found_inf=None, per_tensor=False, first_bad=None):
+    factor = _number(1.0 if inv_scale is None else inv_scale)
+    norms = ops.multi_tensor_unscale_l2norm(inputs, outputs or [], *factor, found_inf, per_tensor, first_bad)
+    _mark_written(outputs, found_inf, first_bad)
+    return norms
+
+
+def multi_tensor_sgd(
+    grads,
+    params,
+    momenta,
+    lower=None,
+    *,
+    lr,
+    momentum=0.0,
+    dampening=0.0,
+    weight_decay=0.0,
+    nesterov=False,
+    first_run=False,
+    wd_after_momentum=False,
+    trust=None,
+    inv_scale=None,
+    clip=None,
+    found_inf=None,
+):
+    ops.multi_tensor_sgd(
+        grads,
+        params,
+        momenta if momentum else [],
+        lower or [],
+        *_number(lr),
+        momentum,
+        dampening,
+        weight_decay,
+        nesterov,
+        first_run,
+        wd_after_momentum,
+        None if trust is None else trust.to(torch.float32).contiguous(),
+        *_gradient_arguments(inv_scale, clip, found_inf),
+    )
+    _mark_written(params, momenta if momentum else None, lower)
+
+
+def multi_tensor_adam(
+    grads,
+    params,
+    exp_avgs,
+    exp_avg_sqs,
+    lower=None,
+    *,
+    lr,
+    betas,
+    eps,
+    step,
+    decoupled,
+    bias_correction=True,
+    weight_decay=0.0,
+    inv_scale=None,
+    clip=None,
+    found_inf=None,
+):
+    ops.multi_tensor_adam(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        lower or [],
+        *_number(lr),
+        *betas,
+        eps,
+        *_number(step),
+        decoupled,
+        bias_correction,
+        weight_decay,
+        *_gradient_arguments(inv_scale, clip, found_inf),
+    )
+    _mark_written(params, exp_avgs, exp_avg_sqs, lower)
+
+
+def multi_tensor_adagrad(
+    grads,
+    params,
+    sums,
+    lower=None,
+    *,
+    lr,
+    eps,
+    decoupled=False,
+    weight_decay=0.0,
+    inv_scale=None,
+    clip=None,
+    found_inf=None,
+):
+    numbers = (*_number(lr), eps, decoupled, weight_decay, *_gradient_arguments(inv_scale, clip, found_inf))
+    ops.multi_tensor_adagrad(grads, params, sums, lower or [], *numbers)
+    _mark_written(params, sums, lower)
+
+
+def multi_tensor_lamb(
+    grads,
+    params,
+    exp_avgs,
+    exp_avg_sqs,
+    lower=None,
+    directions=None,
+    *,
+    lr,
+    betas,
+    eps,
+    step,
+    weight_decay,
+    decoupled=True,
+    bias_correction=True,
+    grad_averaging=True,
+    trusts=True,
+    inv_scale=None,
+    clip=None,
+    found_inf=None,
+):
+    ops.multi_tensor_lamb(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        lower or [],
+        directions or [],
+        *_number(lr),
+        *betas,
+        eps,
+        *_number(step),
+        weight_decay,
+        decoupled,
+        bias_correction,
+        grad_averaging,
+        trusts,
+        *_gradient_arguments(inv_scale, clip, found_inf),
+    )
+    _mark_written(params, exp_avgs, exp_avg_sqs, lower, directions)
+
+
+def multi_tensor_novograd(
+    grads,
+    params,
+    exp_avgs,
+    norms,
+    lower=None,
+    *,
+    lr,
+    betas,
+    eps,
+    step,
+    bias_correction=True,
+    weight_decay=0.0,
+    grad_averaging=True,
+    reg_inside_moment=False,
+    inv_scale=None,
+    clip=None,
+    found_inf=None,
+):
+    ops.multi_tensor_novograd(
+        grads,
+        params,
+        exp_avgs,
+        norms.to(torch.float32).contiguous(),
+        lower or [],
+        *_number(lr),
+        *betas,
+        eps,
+        *_number(step),
+        bias_correction,
+        weight_decay,
+        grad_averaging,
+        reg_inside_moment,
+        *_gradient_arguments(inv_scale, clip, found_inf),
+    )
+    _mark_written(params, exp_avgs, lower)
+
+
+def update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
+    ops.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
+    _mark_written((scale, growth_tracker, hysteresis_tracker))
 
 
 def load_cuda_kernels() -> str:
@@ -50,26 +219,46 @@ def load_cuda_kernels() -> str:
     return importlib.import_module("ampkit._cuda").torch_version
 
 
-def _mark_written(outputs, found_inf):
+def _number(number):
+    if isinstance(number, torch.Tensor):
+        return 0.0, number.detach().to(torch.float32)
+    return float(number), None
+
+
+def _gradient_arguments(inv_scale, clip, found_inf):
+    factor, tensors = 1.0, []
+    for number in (inv_scale, clip):
+        value, tensor = _number(1.0 if number is None else number)
+        factor *= value if tensor is None else 1.0
+        tensors.append(tensor)
+    return factor, *tensors, found_inf
+
+
+def _mark_written(*written):
     # torch counts the writes of its own operators only. Autograd's checks and weight-cast caches read the count.
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(outputs)
-        if found_inf is not None:
-            torch.autograd.graph.increment_version(found_inf)
+        for tensors in written:
+            if tensors is not None:
+                torch.autograd.graph.increment_version(tensors)
 
 
 # What torch.compile and fake tensors need to know: operators that only write have nothing to say about results.
-@torch.library.register_fake("ampkit::multi_tensor_scale")
-def _(inputs, outputs, scale, found_inf):
+def _writes_only(*args):
     return None
 
 
-@torch.library.register_fake("ampkit::multi_tensor_axpby")
-def _(xs, ys, outputs, a, b, found_inf, arg_to_check):
-    return None
+for _name in ("scale", "axpby", "sgd", "adam", "adagrad", "lamb", "novograd"):
+    torch.library.register_fake(f"ampkit::multi_tensor_{_name}", _writes_only)
+torch.library.register_fake("ampkit::update_scale", _writes_only)
 
 
 @torch.library.register_fake("ampkit::multi_tensor_l2norm")
 def _(tensors, per_tensor):
     norms = tensors[0].new_empty(len(tensors) if per_tensor else 0, dtype=torch.float32)
     return tensors[0].new_empty(1, dtype=torch.float32), norms
+
+
+@torch.library.register_fake("ampkit::multi_tensor_unscale_l2norm")
+def _(inputs, outputs, inv_scale, inv_scale_tensor, found_inf, per_tensor, first_bad):
+    norms = inputs[0].new_empty(len(inputs) if per_tensor else 0, dtype=torch.float32)
+    return inputs[0].new_empty(1, dtype=torch.float32), norms

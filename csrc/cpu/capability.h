@@ -15,7 +15,7 @@ enum class Capability { kBaseline, kAvx2, kAvx512 };
 // What the processor has, or less if the environment variable AMPKIT_CPU_CAPABILITY (baseline, avx2, avx512) says so.
 Capability capability();
 
-// AMPKIT_VARIANT(kernel): the function of this name that was compiled for capability(). See cpu/each_capability.h.
+// AMPKIT_VARIANT(kernel), or (kernel<arguments>): the function of this name that was compiled for capability(). See cpu/each_capability.h.
 #if AMPKIT_X86_VARIANTS
 template <class Function>
 Function choose(Function baseline, Function avx2, Function avx512) {
@@ -25,9 +25,9 @@ Function choose(Function baseline, Function avx2, Function avx512) {
     default: return baseline;
   }
 }
-#define AMPKIT_VARIANT(kernel) ::ampkit::choose(&baseline::kernel, &avx2::kernel, &avx512::kernel)
+#define AMPKIT_VARIANT(...) ::ampkit::choose(&baseline::__VA_ARGS__, &avx2::__VA_ARGS__, &avx512::__VA_ARGS__)
 #else
-#define AMPKIT_VARIANT(kernel) (&baseline::kernel)
+#define AMPKIT_VARIANT(...) (&baseline::__VA_ARGS__)
 #endif
 
 }  // namespace ampkit

@@ -36,6 +36,32 @@ std::vector<Block<kDepth>> blocks_of(const std::vector<FlatTensor<kDepth>>& tens
   return blocks;
 }
 
+// Whether an output of so many elements had better be streamed past the caches: it would not stay there anyway.
+template <int kDepth>
+bool exceeds_caches(const std::vector<Block<kDepth>>& blocks) {
+  return static_cast<int64_t>(blocks.size()) > 128;
+}
+
+// What the threads of a checking kernel find.
+class SharedFindings {
+ public:
+  void report(int64_t tensor) {
+    int64_t known = first_;
+    while (tensor < known && !first_.compare_exchange_weak(known, tensor)) {
+    }
+  }
+
+  void write(const Findings& findings) const {
+    if (first_ == kNone) return;
+    if (findings.found_inf != nullptr) *findings.found_inf = 1.0f;
+    if (findings.first_bad != nullptr) *findings.first_bad = std::min<int64_t>(*findings.first_bad, first_);
+  }
+
+ private:
+  static constexpr int64_t kNone = INT64_MAX;
+  std::atomic<int64_t> first_{kNone};
+};
+
 // Calls body(index) for every block, from several threads at once where that pays.
 template <int kDepth, class Body>
 void for_each_block(const std::vector<Block<kDepth>>& blocks, const Body& body) {

@@ -5,8 +5,9 @@ namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
 // Returns whether the checked inputs of the block are finite.
-static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_x, bool check_y) {
+static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_x, bool check_y, bool streams) {
   const FlatTensor<3>& tensor = *block.tensor;
+  streams = streams && tensor.data[2] != tensor.data[0] && tensor.data[2] != tensor.data[1];
   TileBuffer x_buffer, y_buffer, out_buffer;
   int32_t highest = 0;
   for (int64_t start = 0; start < block.size; start += kTile) {
@@ -14,15 +15,16 @@ static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
     const float* x = load(tensor.data[0], tensor.dtype[0], offset, n, x_buffer);
     const float* y = load(tensor.data[1], tensor.dtype[1], offset, n, y_buffer);
-    float* out = target(tensor.data[2], tensor.dtype[2], offset, out_buffer);
+    float* out = target(tensor.data[2], tensor.dtype[2], offset, out_buffer, streams);
     const int32_t of_x = check_x ? highest_magnitude(x, n) : 0;
     const int32_t of_y = check_y ? highest_magnitude(y, n) : 0;
     highest = of_x > highest ? of_x : highest;
     highest = of_y > highest ? of_y : highest;
 #pragma GCC ivdep  // out may be x or y itself, element for element
     for (int64_t i = 0; i < n; ++i) out[i] = functor(x[i], y[i]);
-    store(out, tensor.data[2], tensor.dtype[2], offset, n);
+    store(out, tensor.data[2], tensor.dtype[2], offset, n, streams);
   }
+  finish_streams(streams);
   return highest < kInfinityBits;
 }
 
@@ -40,22 +42,26 @@ static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_
 
 namespace ampkit {
 
-void multi_tensor_axpby_cpu(const TensorList& xs, const TensorList& ys, const TensorList& outputs, double a, double b,
-                            const std::optional<Tensor>& found_inf, int64_t arg_to_check) {
+void multi_tensor_axpby_cpu(const TensorList& xs, const TensorList& ys, const TensorList& outputs, double a,
+                            const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, const MaybeTensor& found_inf,
+                            int64_t arg_to_check, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_axpby";
   AMPKIT_CHECK(arg_to_check >= -1 && arg_to_check <= 1, op, ": arg_to_check is ", arg_to_check,
                "; expected -1 (both), 0 (xs) or 1 (ys)");
-  float* flag = found_inf_data(op, found_inf, xs);
   TensorLists<3> lists(op, {{{"xs", xs, Role::kRead}, {"ys", ys, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
+  if (xs.empty()) return;
+  const Findings findings(op, found_inf, first_bad, xs[0]);
+  const AxpbyFunctor functor(number(op, "a", a, a_tensor, xs[0]), number(op, "b", b, b_tensor, xs[0]));
   const auto blocks = blocks_of(lists.flat());
-  const AxpbyFunctor functor{static_cast<float>(a), static_cast<float>(b)};
+  const bool streams = exceeds_caches(blocks);
   const auto axpby_block = AMPKIT_VARIANT(axpby_block);
-  std::atomic<bool> all_finite{true};
+  SharedFindings found;
   for_each_block(blocks, [&](int64_t i) {
-    if (!axpby_block(blocks[i], functor, arg_to_check != 1, arg_to_check != 0)) all_finite = false;
+    if (!axpby_block(blocks[i], functor, arg_to_check != 1, arg_to_check != 0, streams))
+      found.report(blocks[i].tensor - lists.flat().data());
   });
   lists.finish();
-  if (flag != nullptr && !all_finite) *flag = 1.0f;
+  found.write(findings);
 }
 
 }  // namespace ampkit

@@ -5,21 +5,23 @@ namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
 // Returns whether all inputs of the block are finite.
-static bool scale_block(const Block<2>& block, ScaleFunctor functor) {
+static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool streams) {
   const FlatTensor<2>& tensor = *block.tensor;
+  streams = streams && tensor.data[0] != tensor.data[1];
   TileBuffer in_buffer, out_buffer;
   int32_t highest = 0;
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
     const float* x = load(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
-    float* out = target(tensor.data[1], tensor.dtype[1], offset, out_buffer);
+    float* out = target(tensor.data[1], tensor.dtype[1], offset, out_buffer, streams);
     const int32_t magnitude = highest_magnitude(x, n);
     highest = magnitude > highest ? magnitude : highest;
 #pragma GCC ivdep  // out may be x itself, element for element
     for (int64_t i = 0; i < n; ++i) out[i] = functor(x[i]);
-    store(out, tensor.data[1], tensor.dtype[1], offset, n);
+    store(out, tensor.data[1], tensor.dtype[1], offset, n, streams);
   }
+  finish_streams(streams);
   return highest < kInfinityBits;
 }
 
@@ -37,20 +39,22 @@ static bool scale_block(const Block<2>& block, ScaleFunctor functor) {
 
 namespace ampkit {
 
-void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs, double scale,
-                            const std::optional<Tensor>& found_inf) {
+void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs, double scale, const MaybeTensor& scale_tensor,
+                            const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_scale";
-  float* flag = found_inf_data(op, found_inf, inputs);
   TensorLists<2> lists(op, {{{"inputs", inputs, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
+  if (inputs.empty()) return;
+  const Findings findings(op, found_inf, first_bad, inputs[0]);
+  const ScaleFunctor functor(number(op, "scale", scale, scale_tensor, inputs[0]));
   const auto blocks = blocks_of(lists.flat());
-  const ScaleFunctor functor{static_cast<float>(scale)};
+  const bool streams = exceeds_caches(blocks);
   const auto scale_block = AMPKIT_VARIANT(scale_block);
-  std::atomic<bool> all_finite{true};
+  SharedFindings found;
   for_each_block(blocks, [&](int64_t i) {
-    if (!scale_block(blocks[i], functor)) all_finite = false;
+    if (!scale_block(blocks[i], functor, streams)) found.report(blocks[i].tensor - lists.flat().data());
   });
   lists.finish();
-  if (flag != nullptr && !all_finite) *flag = 1.0f;
+  found.write(findings);
 }
 
 }  // namespace ampkit

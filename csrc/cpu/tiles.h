@@ -3,11 +3,14 @@
 //
 // A kernel walks its block in tiles small enough to stay in the first-level cache. load() gives a tile as float32: the
 // memory itself where it is float32 already, a converted copy otherwise. The arithmetic is a plain loop over float32.
-// target() and store() do the same on the way out. So an operator over k lists needs one loop, not 3^k.
+// target() and store() do the same on the way out, edit() and store() where a tile is updated in place. So an operator
+// over k lists needs one loop, not 3^k.
+//
+// Outputs that nobody reads soon may be streamed: written past the caches, which saves reading their lines first.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-constexpr int64_t kTile = 512;
+constexpr int64_t kTile = 1024;
 
 struct alignas(64) TileBuffer {
   float values[kTile];
@@ -97,18 +100,61 @@ static inline const float* load(const void* data, DType dtype, int64_t offset, i
   return buffer.values;
 }
 
-// Where to put float32 results that store() will bring to their place.
-static inline float* target(void* data, DType dtype, int64_t offset, TileBuffer& buffer) {
-  return dtype == DType::kFloat ? static_cast<float*>(data) + offset : buffer.values;
+// The same, to be updated where it lies; store() brings it home.
+static inline float* edit(void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
+  return const_cast<float*>(load(data, dtype, offset, n, buffer));
 }
 
-static inline void store(const float* values, void* data, DType dtype, int64_t offset, int64_t n) {
-  if (dtype == DType::kFloat) return;
+// Where to put float32 results that store() will bring to their place.
+static inline float* target(void* data, DType dtype, int64_t offset, TileBuffer& buffer, bool streams = false) {
+  return dtype == DType::kFloat && !streams ? static_cast<float*>(data) + offset : buffer.values;
+}
+
+// Copies past the caches. Lines that are not written whole are written the ordinary way.
+static inline void stream(void* to, const void* from, int64_t bytes) {
+  int64_t i = 0;
+#if AMPKIT_X86_VARIANTS
+  char* target = static_cast<char*>(to);
+  const char* source = static_cast<const char*>(from);
+  if (reinterpret_cast<uintptr_t>(target) % 64 == 0)
+    for (; i + 64 <= bytes; i += 64) {
+#if AMPKIT_LANES == 16
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), _mm512_loadu_si512(source + i));
+#elif AMPKIT_LANES == 8
+      for (int64_t k = i; k < i + 64; k += 32)
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(target + k), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + k)));
+#else
+      for (int64_t k = i; k < i + 64; k += 16)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(target + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + k)));
+#endif
+    }
+#endif
+  if (i < bytes) __builtin_memcpy(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, static_cast<size_t>(bytes - i));
+}
+
+// Streamed writes become visible to other threads after this.
+static inline void finish_streams(bool streams) {
+#if AMPKIT_X86_VARIANTS
+  if (streams) _mm_sfence();
+#else
+  (void)streams;
+#endif
+}
+
+static inline void store(const float* values, void* data, DType dtype, int64_t offset, int64_t n, bool streams = false) {
+  if (dtype == DType::kFloat) {
+    float* to = static_cast<float*>(data) + offset;
+    if (to != values) streams ? stream(to, values, n * 4) : static_cast<void>(__builtin_memcpy(to, values, static_cast<size_t>(n) * 4));
+    return;
+  }
   uint16_t* to = static_cast<uint16_t*>(data) + offset;
+  alignas(64) uint16_t narrow[kTile];
+  uint16_t* narrowed = streams ? narrow : to;
   if (dtype == DType::kHalf)
-    narrow_half(values, to, n);
+    narrow_half(values, narrowed, n);
   else
-    narrow_bfloat16(values, to, n);
+    narrow_bfloat16(values, narrowed, n);
+  if (streams) stream(to, narrowed, n * 2);
 }
 
 static inline int32_t highest_magnitude(const float* values, int64_t n) {
@@ -118,6 +164,40 @@ static inline int32_t highest_magnitude(const float* values, int64_t n) {
     highest = bits > highest ? bits : highest;
   }
   return highest;
+}
+
+// The squares of a tile, float32 over sixty-four lanes whatever the instruction set, so that the bits are the same. All
+// values are finite where the sum is safe; only otherwise they are looked at again (functors/multi_tensor_l2norm.h).
+static inline SumOfSquares sum_of_squares(const float* x, int64_t n) {
+#if defined(__GNUC__)
+  typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
+#else
+  typedef float Vector;
+#endif
+  constexpr int kSums = 64, kWidth = sizeof(Vector) / 4, kVectors = kSums / kWidth;
+  Vector sums[kVectors] = {};
+  int64_t i = 0;
+  for (; i + kSums <= n; i += kSums)
+    for (int k = 0; k < kVectors; ++k) {
+      const Vector v = *reinterpret_cast<const Vector*>(x + i + k * kWidth);
+      sums[k] += v * v;
+    }
+  float lanes[kSums];
+  __builtin_memcpy(lanes, sums, sizeof(lanes));
+  for (int k = 0; i + k < n; ++k) lanes[k] += x[i + k] * x[i + k];
+  for (int width = kSums / 2; width > 0; width /= 2)
+    for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
+  if (is_safe(lanes[0])) return {lanes[0], true};
+
+  const bool finite = highest_magnitude(x, n) < kInfinityBits;
+  const SquareFunctor square;
+  double wide[16] = {};
+  for (i = 0; i + 16 <= n; i += 16)
+    for (int k = 0; k < 16; ++k) wide[k] += square(x[i + k]);
+  for (int k = 0; i + k < n; ++k) wide[k] += square(x[i + k]);
+  for (int width = 8; width > 0; width /= 2)
+    for (int k = 0; k < width; ++k) wide[k] += wide[k + width];
+  return {wide[0], finite};
 }
 
 }  // namespace AMPKIT_CAPABILITY

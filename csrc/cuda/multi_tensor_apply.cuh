@@ -25,20 +25,27 @@ namespace ampkit {
 
 constexpr int kThreads = 512;
 constexpr int kWidth = 8;  // elements a thread handles at a time: one 16-byte load of a 16-bit dtype, two of float32
+constexpr int64_t kStride = kThreads * kWidth;
 constexpr int64_t kChunkSize = 64 * 1024;
-constexpr int kMaxBlocks = 320;
-
-// As many tensors as fit beside the blocks into the 4 KiB that every GPU allows for a kernel's arguments.
-constexpr int max_tensors(int depth) { return depth <= 1 ? 110 : depth == 2 ? 72 : depth == 3 ? 56 : depth == 4 ? 44 : 36; }
+constexpr int kMaxTensors = 192;
+constexpr int kMaxBlocks = 1024;
+constexpr size_t kMaxArguments = 32764;  // bytes, from CUDA 12.1 and the Volta generation on
 
 template <int kDepth>
 struct TensorTable {
-  void* data[kDepth][max_tensors(kDepth)];
-  int64_t numel[max_tensors(kDepth)];
+  void* data[kDepth][kMaxTensors];
+  int64_t numel[kMaxTensors];
+  int64_t first_block;  // index of this launch's block 0 among the blocks of all launches
+  int32_t tensor[kMaxTensors];  // index into the lists
   int32_t chunk_of_block[kMaxBlocks];
   uint8_t slot_of_block[kMaxBlocks];
-  DType dtype[kDepth][max_tensors(kDepth)];
-  int64_t first_block;  // index of this launch's block 0 among the blocks of all launches
+  DType dtype[kDepth][kMaxTensors];
+};
+
+// kWidth elements as they came from memory. They are unpacked later, so that a thread can have several loads in flight:
+// it waits where it first uses a value, not where it asks for it.
+struct Raw {
+  uint32_t words[kWidth];  // a 16-bit dtype fills the first half, two elements a word
 };
 
 template <int kDepth>
@@ -47,85 +54,105 @@ struct Chunk {
   DType dtype[kDepth];
   int64_t size;
   int64_t block;  // index among the blocks of all launches
+  int32_t tensor;  // index into the lists
   bool aligned;
 
-  // Elements i to i + kWidth as float32; zeros beyond the end.
-  __device__ void load(int list, int64_t i, float (&values)[kWidth]) const {
-    switch (dtype[list]) {
-      case DType::kFloat: return load_as<float>(list, i, values);
-      case DType::kHalf: return load_as<__half>(list, i, values);
-      case DType::kBFloat16: return load_as<__nv_bfloat16>(list, i, values);
+  // Elements i to i + kWidth; zeros beyond the end.
+  __device__ Raw fetch(int list, int64_t i) const {
+    Raw raw;
+    if (dtype[list] == DType::kFloat) {
+      const uint32_t* from = static_cast<const uint32_t*>(data[list]) + i;
+      if (aligned && i + kWidth <= size) {
+        const uint4 low = reinterpret_cast<const uint4*>(from)[0];
+        const uint4 high = reinterpret_cast<const uint4*>(from)[1];
+        raw = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      } else {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) raw.words[k] = i + k < size ? from[k] : 0;
+      }
+    } else {
+      const uint16_t* from = static_cast<const uint16_t*>(data[list]) + i;
+      if (aligned && i + kWidth <= size) {
+        const uint4 all = *reinterpret_cast<const uint4*>(from);
+        raw = {all.x, all.y, all.z, all.w, 0, 0, 0, 0};
+      } else {
+#pragma unroll
+        for (int k = 0; k < kWidth; k += 2) {
+          const uint32_t even = i + k < size ? from[k] : 0;
+          const uint32_t odd = i + k + 1 < size ? from[k + 1] : 0;
+          raw.words[k / 2] = even | odd << 16;
+        }
+      }
+    }
+    return raw;
+  }
+
+  __device__ void unpack(int list, const Raw& raw, float (&values)[kWidth]) const {
+    if (dtype[list] == DType::kFloat) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) values[k] = __uint_as_float(raw.words[k]);
+    } else if (dtype[list] == DType::kBFloat16) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) values[k] = __uint_as_float(half_word(raw, k) << 16);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        values[k] = __half2float(__ushort_as_half(static_cast<unsigned short>(half_word(raw, k))));
     }
   }
 
+  __device__ void load(int list, int64_t i, float (&values)[kWidth]) const { unpack(list, fetch(list, i), values); }
+
   __device__ void store(int list, int64_t i, const float (&values)[kWidth]) const {
-    switch (dtype[list]) {
-      case DType::kFloat: return store_as<float>(list, i, values);
-      case DType::kHalf: return store_as<__half>(list, i, values);
-      case DType::kBFloat16: return store_as<__nv_bfloat16>(list, i, values);
+    uint32_t words[kWidth];
+    if (dtype[list] == DType::kFloat) {
+      uint32_t* to = static_cast<uint32_t*>(data[list]) + i;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) words[k] = __float_as_uint(values[k]);
+      if (aligned && i + kWidth <= size) {
+        reinterpret_cast<uint4*>(to)[0] = make_uint4(words[0], words[1], words[2], words[3]);
+        reinterpret_cast<uint4*>(to)[1] = make_uint4(words[4], words[5], words[6], words[7]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k)
+          if (i + k < size) to[k] = words[k];
+      }
+      return;
+    }
+    uint16_t* to = static_cast<uint16_t*>(data[list]) + i;
+    if (dtype[list] == DType::kBFloat16) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) words[k] = __bfloat16_as_ushort(__float2bfloat16_rn(values[k]));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) words[k] = __half_as_ushort(__float2half_rn(values[k]));
+    }
+    if (aligned && i + kWidth <= size) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0] | words[1] << 16, words[2] | words[3] << 16,
+                                                 words[4] | words[5] << 16, words[6] | words[7] << 16);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        if (i + k < size) to[k] = static_cast<uint16_t>(words[k]);
     }
   }
 
  private:
-  template <class T>
-  struct alignas(16) Vector {
-    T elements[16 / sizeof(T)];
-  };
-
-  static __device__ float widen(float x) { return x; }
-  static __device__ float widen(__half x) { return __half2float(x); }
-  static __device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-  static __device__ void narrow(float x, float& to) { to = x; }
-  static __device__ void narrow(float x, __half& to) { to = __float2half_rn(x); }
-  static __device__ void narrow(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
-
-  template <class T>
-  __device__ void load_as(int list, int64_t i, float (&values)[kWidth]) const {
-    const T* from = static_cast<const T*>(data[list]) + i;
-    constexpr int kPerVector = 16 / sizeof(T);
-    if (aligned && i + kWidth <= size) {
-#pragma unroll
-      for (int v = 0; v < kWidth / kPerVector; ++v) {
-        const Vector<T> vector = reinterpret_cast<const Vector<T>*>(from)[v];
-#pragma unroll
-        for (int k = 0; k < kPerVector; ++k) values[v * kPerVector + k] = widen(vector.elements[k]);
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) values[k] = i + k < size ? widen(from[k]) : 0.0f;
-    }
-  }
-
-  template <class T>
-  __device__ void store_as(int list, int64_t i, const float (&values)[kWidth]) const {
-    T* to = static_cast<T*>(data[list]) + i;
-    constexpr int kPerVector = 16 / sizeof(T);
-    if (aligned && i + kWidth <= size) {
-#pragma unroll
-      for (int v = 0; v < kWidth / kPerVector; ++v) {
-        Vector<T> vector;
-#pragma unroll
-        for (int k = 0; k < kPerVector; ++k) narrow(values[v * kPerVector + k], vector.elements[k]);
-        reinterpret_cast<Vector<T>*>(to)[v] = vector;
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k)
-        if (i + k < size) narrow(values[k], to[k]);
-    }
-  }
+  static __device__ uint32_t half_word(const Raw& raw, int k) { return raw.words[k / 2] >> (k % 2 * 16) & 0xffff; }
 };
 
 __host__ __device__ inline int64_t bytes_per_element(DType dtype) { return dtype == DType::kFloat ? 4 : 2; }
 
 template <int kDepth, class Kernel>
-__global__ void __launch_bounds__(kThreads) multi_tensor_apply_kernel(TensorTable<kDepth> table, Kernel kernel) {
+__global__ void __launch_bounds__(kThreads)
+    multi_tensor_apply_kernel(const __grid_constant__ TensorTable<kDepth> table, const __grid_constant__ Kernel kernel) {
   const int slot = table.slot_of_block[blockIdx.x];
   const int64_t offset = table.chunk_of_block[blockIdx.x] * kChunkSize;
   const int64_t left = table.numel[slot] - offset;
   Chunk<kDepth> chunk;
   chunk.size = left < kChunkSize ? left : kChunkSize;
   chunk.block = table.first_block + blockIdx.x;
+  chunk.tensor = table.tensor[slot];
   chunk.aligned = true;
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) {
@@ -147,18 +174,19 @@ std::vector<int64_t> first_blocks(const std::vector<FlatTensor<kDepth>>& tensors
 // Runs kernel(chunk), a __device__ operator(), on every chunk of every tensor.
 template <int kDepth, class Kernel>
 void multi_tensor_apply(const std::vector<FlatTensor<kDepth>>& tensors, const Kernel& kernel, cudaStream_t stream) {
-  static_assert(sizeof(TensorTable<kDepth>) + sizeof(Kernel) <= 4096, "kernel arguments end at 4 KiB");
-  static_assert(max_tensors(kDepth) <= 256, "slots are uint8_t");
+  static_assert(sizeof(TensorTable<kDepth>) + sizeof(Kernel) <= kMaxArguments, "a launch cannot carry so many arguments");
+  static_assert(kMaxTensors <= 256, "slots are uint8_t");
   std::vector<int64_t> sizes;
   sizes.reserve(tensors.size());
   for (const FlatTensor<kDepth>& tensor : tensors) sizes.push_back(tensor.numel);
   int64_t first_block = 0;
-  for (const Launch& launch : pack_launches(sizes, kChunkSize, max_tensors(kDepth), kMaxBlocks)) {
+  for (const Launch& launch : pack_launches(sizes, kChunkSize, kMaxTensors, kMaxBlocks)) {
     TensorTable<kDepth> table;
     table.first_block = first_block;
     for (size_t slot = 0; slot < launch.tensors.size(); ++slot) {
       const FlatTensor<kDepth>& tensor = tensors[launch.tensors[slot]];
       table.numel[slot] = tensor.numel;
+      table.tensor[slot] = static_cast<int32_t>(launch.tensors[slot]);
       for (int k = 0; k < kDepth; ++k) {
         table.data[k][slot] = tensor.data[k];
         table.dtype[k][slot] = tensor.dtype[k];
@@ -181,9 +209,14 @@ inline cudaStream_t current_stream(int32_t device_index) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Many threads may write, all of them the same value: no atomics needed.
-__device__ inline void report(float* found_inf, int32_t highest_magnitude) {
-  if (found_inf != nullptr && highest_magnitude >= kInfinityBits) *found_inf = 1.0f;
+// What the threads of a block found, brought home by one of them. Every thread of the block must come here. The flag gets
+// the same value from all: no atomics needed.
+__device__ inline void report(const Findings& findings, int32_t tensor, int32_t highest_magnitude) {
+  const bool found = __syncthreads_or(highest_magnitude >= kInfinityBits);
+  if (!found || threadIdx.x != 0) return;
+  if (findings.found_inf != nullptr) *findings.found_inf = 1.0f;
+  if (findings.first_bad != nullptr)
+    atomicMin(reinterpret_cast<long long*>(findings.first_bad), static_cast<long long>(tensor));
 }
 
 __device__ inline int32_t highest_magnitude(const float (&values)[kWidth]) {

@@ -7,34 +7,42 @@ namespace ampkit {
 namespace {
 
 struct ScaleKernel {
-  ScaleFunctor functor;
-  float* found_inf;
+  Number scale;
+  Findings findings;
 
   __device__ void operator()(const Chunk<2>& chunk) const {
+    constexpr int kBatch = 2;
+    const ScaleFunctor functor(scale);
     int32_t highest = 0;
-    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kThreads * kWidth) {
-      float x[kWidth], out[kWidth];
-      chunk.load(0, i, x);
-      highest = max(highest, highest_magnitude(x));
+    for (int64_t start = threadIdx.x * kWidth; start < chunk.size; start += kBatch * kStride) {
+      Raw raw[kBatch];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) out[k] = functor(x[k]);
-      chunk.store(1, i, out);
+      for (int b = 0; b < kBatch; ++b) raw[b] = chunk.fetch(0, start + b * kStride);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        float x[kWidth], out[kWidth];
+        chunk.unpack(0, raw[b], x);
+        highest = max(highest, highest_magnitude(x));
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) out[k] = functor(x[k]);
+        chunk.store(1, start + b * kStride, out);
+      }
     }
-    report(found_inf, highest);
+    report(findings, chunk.tensor, highest);
   }
 };
 
 }  // namespace
 
 void multi_tensor_scale_cuda(const TensorList& inputs, const TensorList& outputs, double scale,
-                             const std::optional<Tensor>& found_inf) {
+                             const MaybeTensor& scale_tensor, const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_scale";
   if (inputs.empty() && outputs.empty()) return;
-  float* flag = found_inf_data(op, found_inf, inputs);
-  const int32_t device = outputs.front().get_device_index();
+  const int32_t device = (inputs.empty() ? outputs : inputs).front().get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   TensorLists<2> lists(op, {{{"inputs", inputs, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
-  multi_tensor_apply(lists.flat(), ScaleKernel{{static_cast<float>(scale)}, flag}, current_stream(device));
+  const ScaleKernel kernel{number(op, "scale", scale, scale_tensor, inputs[0]), {op, found_inf, first_bad, inputs[0]}};
+  multi_tensor_apply(lists.flat(), kernel, current_stream(device));
   lists.finish();
 }
 

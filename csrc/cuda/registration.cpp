@@ -9,6 +9,13 @@ STABLE_TORCH_LIBRARY_IMPL(ampkit, CUDA, m) {
   m.impl("multi_tensor_scale", TORCH_BOX(&ampkit::multi_tensor_scale_cuda));
   m.impl("multi_tensor_axpby", TORCH_BOX(&ampkit::multi_tensor_axpby_cuda));
   m.impl("multi_tensor_l2norm", TORCH_BOX(&ampkit::multi_tensor_l2norm_cuda));
+  m.impl("multi_tensor_unscale_l2norm", TORCH_BOX(&ampkit::multi_tensor_unscale_l2norm_cuda));
+  m.impl("multi_tensor_sgd", TORCH_BOX(&ampkit::multi_tensor_sgd_cuda));
+  m.impl("multi_tensor_adam", TORCH_BOX(&ampkit::multi_tensor_adam_cuda));
+  m.impl("multi_tensor_adagrad", TORCH_BOX(&ampkit::multi_tensor_adagrad_cuda));
+  m.impl("multi_tensor_novograd", TORCH_BOX(&ampkit::multi_tensor_novograd_cuda));
+  m.impl("multi_tensor_lamb", TORCH_BOX(&ampkit::multi_tensor_lamb_cuda));
+  m.impl("update_scale", TORCH_BOX(&ampkit::update_scale_cuda));
 }
 
 PyMODINIT_FUNC PyInit__cuda() {

@@ -9,3 +9,11 @@
 #else
 #define AMPKIT_INLINE inline
 #endif
+
+// The square root that vectorises: the C function may have to set errno, and the one of <cmath> is a template.
+#if defined(__GNUC__) && !defined(__CUDA_ARCH__)
+#define AMPKIT_SQRT(x) __builtin_sqrtf(x)
+#else
+#include <math.h>
+#define AMPKIT_SQRT(x) sqrtf(x)
+#endif

@@ -2,13 +2,15 @@
 // into a fused multiply-add, so that every device and the reference agree bit for bit.
 #pragma once
 
-#include "functors/macros.h"
+#include "functors/number.h"
 
 namespace ampkit {
 
 struct AxpbyFunctor {
   float a;
   float b;
+
+  AMPKIT_INLINE AxpbyFunctor(Number a, Number b) : a(static_cast<float>(a.get())), b(static_cast<float>(b.get())) {}
 
   AMPKIT_INLINE float operator()(float x, float y) const {
     const float ax = a * x;

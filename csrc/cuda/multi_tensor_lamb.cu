@@ -1,0 +1,129 @@
+// multi_tensor_lamb on CUDA. Memory traffic as on the CPU (cpu/multi_tensor_lamb.cpp), in three steps: moments, and sums of
+// squares of each block; the ratio of each tensor; the move.
+#include "cuda/norms.cuh"
+#include "functors/multi_tensor_l2norm.h"
+#include "functors/multi_tensor_lamb.h"
+#include "ops.h"
+#include "step_lists.h"
+
+namespace ampkit {
+namespace {
+
+struct LambMomentsKernel {
+  AdamSettings settings;
+  double* squares_of_params;  // of each block
+  double* squares_of_directions;
+  bool writes_directions;
+
+  __device__ void operator()(const Chunk<6>& chunk) const {
+    if (settings.common.skips()) return;
+    __shared__ AdamFunctor shared;
+    if (threadIdx.x == 0) shared = AdamFunctor(settings);
+    __syncthreads();
+    const AdamFunctor functor = shared;
+    const SquareFunctor square;
+    double of_params = 0, of_directions = 0;
+    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
+      Raw raw[4];
+#pragma unroll
+      for (int list = 0; list < 4; ++list) raw[list] = chunk.fetch(list, i);
+      float g[kWidth], p[kWidth], m[kWidth], v[kWidth], u[kWidth];
+      chunk.unpack(0, raw[0], g);
+      chunk.unpack(1, raw[1], p);
+      chunk.unpack(2, raw[2], m);
+      chunk.unpack(3, raw[3], v);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) functor.update_moments(g[k], p[k], m[k], v[k]);
+      chunk.store(2, i, m);
+      chunk.store(3, i, v);
+      // As the move will read them, should they be narrower.
+      if (chunk.dtype[2] != DType::kFloat) chunk.load(2, i, m);
+      if (chunk.dtype[3] != DType::kFloat) chunk.load(3, i, v);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        // Beyond the end everything is 0, and 0 / (0 + eps) may be 0 / 0.
+        u[k] = i + k < chunk.size ? functor.direction(p[k], m[k], v[k]) : 0.0f;
+        of_params += square(p[k]);
+        of_directions += square(u[k]);
+      }
+      if (writes_directions) chunk.store(5, i, u);
+    }
+    of_params = block_sum(of_params);
+    of_directions = block_sum(of_directions);
+    if (threadIdx.x == 0) {
+      squares_of_params[chunk.block] = of_params;
+      squares_of_directions[chunk.block] = of_directions;
+    }
+  }
+};
+
+struct FinishRatio {
+  const float* found_inf;
+  const double* squares_of_params;
+  const double* squares_of_directions;
+  float* ratios;
+
+  __device__ void operator()(int64_t tensor, int64_t first, int64_t last) const {
+    if (found_inf != nullptr && *found_inf != 0.0f) return;
+    const double of_params = sum_of_range(squares_of_params, first, last);
+    const double of_directions = sum_of_range(squares_of_directions, first, last);
+    if (threadIdx.x == 0) ratios[tensor] = lamb_ratio(of_params, of_directions);
+  }
+};
+
+struct LambMoveKernel {
+  AdamSettings settings;
+  const float* ratios;  // nullptr: all are 1
+  bool writes_lower;
+
+  __device__ void operator()(const Chunk<6>& chunk) const {
+    if (settings.common.skips()) return;
+    __shared__ AdamFunctor shared;
+    if (threadIdx.x == 0) shared = AdamFunctor(settings);
+    __syncthreads();
+    const AdamFunctor functor = shared;
+    const float ratio = ratios == nullptr ? 1.0f : ratios[chunk.tensor];
+    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
+      const Raw raw_p = chunk.fetch(1, i), raw_m = chunk.fetch(2, i), raw_v = chunk.fetch(3, i);
+      float p[kWidth], m[kWidth], v[kWidth];
+      chunk.unpack(1, raw_p, p);
+      chunk.unpack(2, raw_m, m);
+      chunk.unpack(3, raw_v, v);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) p[k] = p[k] - functor.lr * (functor.direction(p[k], m[k], v[k]) * ratio);
+      chunk.store(1, i, p);
+      if (writes_lower) chunk.store(4, i, p);
+    }
+  }
+};
+
+}  // namespace
+
+void multi_tensor_lamb_cuda(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
+                            const TensorList& exp_avg_sqs, const TensorList& lower, const TensorList& directions, double lr,
+                            const MaybeTensor& lr_tensor, double beta1, double beta2, double eps, double step,
+                            const MaybeTensor& step_tensor, double weight_decay, bool decoupled, bool bias_correction,
+                            bool grad_averaging, bool trusts, double factor, const MaybeTensor& inv_scale,
+                            const MaybeTensor& clip, const MaybeTensor& found_inf) {
+  constexpr const char* op = "multi_tensor_lamb";
+  const AdamSettings settings{step_settings(op, grads, lr, lr_tensor, factor, inv_scale, clip, found_inf),
+                              number(op, "step", step, step_tensor, grads[0]), beta1, beta2, eps, weight_decay,
+                              grad_averaging ? 1.0 - beta1 : 1.0, decoupled, bias_correction};
+  const int32_t device = grads.front().get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  auto lists = lamb_lists(op, grads, params, exp_avgs, exp_avg_sqs, lower, directions);
+  const std::vector<int64_t> first = first_blocks(lists.flat());
+  const int64_t blocks = first.back(), count = static_cast<int64_t>(grads.size());
+  Tensor squares = vector_beside(grads.front(), 2 * blocks, torch::headeronly::ScalarType::Double);
+  Tensor ratio = vector_beside(grads.front(), count, torch::headeronly::ScalarType::Float);
+  double* of_params = static_cast<double*>(squares.mutable_data_ptr());
+  double* of_directions = of_params + blocks;
+  float* ratios = static_cast<float*>(ratio.mutable_data_ptr());
+  multi_tensor_apply(lists.flat(), LambMomentsKernel{settings, of_params, of_directions, !directions.empty()}, stream);
+  if (trusts) for_each_tensor(first, FinishRatio{settings.common.found_inf, of_params, of_directions, ratios}, stream);
+  multi_tensor_apply(lists.flat(), LambMoveKernel{settings, trusts ? ratios : nullptr, !lower.empty()}, stream);
+  lists.finish();
+}
+
+}  // namespace ampkit

@@ -1,0 +1,86 @@
+// The last steps of reduction kernels, whose blocks leave a float64 sum each: the sums of each tensor are added, then all
+// of them. No step uses atomics, so a norm is the same bit for bit from run to run.
+#pragma once
+
+#include <algorithm>
+#include <tuple>
+
+#include "cuda/multi_tensor_apply.cuh"
+#include "functors/number.h"
+
+namespace ampkit {
+
+// The sum over all threads of a block, for thread 0. Every thread must come here.
+__device__ inline double block_sum(double value) {
+  __shared__ double of_warp[kThreads / 32];
+  __syncthreads();  // an earlier sum may still be read
+  for (int step = 16; step > 0; step /= 2) value += __shfl_down_sync(0xffffffff, value, step);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = threadIdx.x < kThreads / 32 ? of_warp[threadIdx.x] : 0.0;
+  if (threadIdx.x < 32)
+    for (int step = 16; step > 0; step /= 2) value += __shfl_down_sync(0xffffffff, value, step);
+  return value;
+}
+
+__device__ inline double sum_of_range(const double* sums, int64_t first, int64_t last) {
+  double sum = 0;
+  for (int64_t i = first + threadIdx.x; i < last; i += kThreads) sum += sums[i];
+  return block_sum(sum);
+}
+
+// Where the blocks of consecutive tensors begin and, in the next entry, end.
+constexpr int kRangesPerLaunch = 256;
+struct BlockRanges {
+  int64_t first[kRangesPerLaunch + 1];
+};
+
+// finish(tensor, first block, last block) for each tensor: one block of threads works on one.
+template <class Finish>
+__global__ void __launch_bounds__(kThreads)
+    of_each_tensor_kernel(const __grid_constant__ BlockRanges ranges, int64_t start, const __grid_constant__ Finish finish) {
+  finish(start + blockIdx.x, ranges.first[blockIdx.x], ranges.first[blockIdx.x + 1]);
+}
+
+template <class Finish>
+void for_each_tensor(const std::vector<int64_t>& first_blocks, const Finish& finish, cudaStream_t stream) {
+  const int64_t count = static_cast<int64_t>(first_blocks.size()) - 1;
+  for (int64_t start = 0; start < count; start += kRangesPerLaunch) {
+    const int64_t here = std::min<int64_t>(kRangesPerLaunch, count - start);
+    BlockRanges ranges;
+    std::copy_n(first_blocks.begin() + start, here + 1, ranges.first);
+    of_each_tensor_kernel<<<static_cast<unsigned>(here), kThreads, 0, stream>>>(ranges, start, finish);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
+
+inline Tensor vector_beside(const Tensor& tensor, int64_t size, torch::headeronly::ScalarType dtype) {
+  return torch::stable::new_empty(tensor, {&size, 1}, dtype);
+}
+
+// norms[tensor] = sqrt of the tensor's sum * |factor|
+struct FinishNorm {
+  const double* sums;
+  Number factor;
+  float* norms;
+
+  __device__ void operator()(int64_t tensor, int64_t first, int64_t last) const {
+    const double sum = sum_of_range(sums, first, last);
+    if (threadIdx.x == 0) norms[tensor] = static_cast<float>(sqrt(sum) * fabs(factor.get()));
+  }
+};
+
+// (norm of all, norm of each or [0]) from the sums of squares of all blocks.
+inline std::tuple<Tensor, Tensor> finish_norms(const Tensor& beside, const double* sums, const std::vector<int64_t>& first_blocks,
+                                               Number factor, bool per_tensor, cudaStream_t stream) {
+  using torch::headeronly::ScalarType;
+  const int64_t count = static_cast<int64_t>(first_blocks.size()) - 1;
+  Tensor norm = vector_beside(beside, 1, ScalarType::Float);
+  Tensor norms = vector_beside(beside, per_tensor ? count : 0, ScalarType::Float);
+  if (per_tensor)
+    for_each_tensor(first_blocks, FinishNorm{sums, factor, static_cast<float*>(norms.mutable_data_ptr())}, stream);
+  for_each_tensor({0, first_blocks.back()}, FinishNorm{sums, factor, static_cast<float*>(norm.mutable_data_ptr())}, stream);
+  return {norm, norms};
+}
+
+}  // namespace ampkit

@@ -1,0 +1,40 @@
+// Adagrad:
+//   d = g * factor (+ weight_decay * p, if not decoupled),  h = h + d * d
+//   p = p - lr * (d / (sqrt(h) + eps) (+ weight_decay * p, if decoupled))
+#pragma once
+
+#include "functors/multi_tensor_step.h"
+
+namespace ampkit {
+
+struct AdagradSettings {
+  StepSettings common;
+  double eps, weight_decay;
+  bool decoupled;
+};
+
+struct AdagradFunctor {
+  using Settings = AdagradSettings;
+  static constexpr int kStates = 1;
+
+  float factor, eps, decay_of_gradient, decay, lr;
+
+  AdagradFunctor() = default;
+  AMPKIT_INLINE explicit AdagradFunctor(const AdagradSettings& settings) {
+    factor = settings.common.gradient_factor();
+    eps = static_cast<float>(settings.eps);
+    decay_of_gradient = settings.decoupled ? 0.0f : static_cast<float>(settings.weight_decay);
+    decay = settings.decoupled ? static_cast<float>(settings.weight_decay) : 0.0f;
+    lr = static_cast<float>(settings.common.lr.get());
+  }
+
+  AMPKIT_INLINE float each(float value) const { return value; }
+
+  AMPKIT_INLINE void operator()(float g, float& p, float& h, float&, float) const {
+    const float d = g * factor + decay_of_gradient * p;
+    h = h + d * d;
+    p = p - lr * (d / (AMPKIT_SQRT(h) + eps) + decay * p);
+  }
+};
+
+}  // namespace ampkit

@@ -1,0 +1,15 @@
+// A number that the host gives, or one element of a tensor, which is read where the kernel runs: nobody waits for it.
+#pragma once
+
+#include "functors/macros.h"
+
+namespace ampkit {
+
+struct Number {
+  double value;
+  const float* element;  // nullptr: take the value
+
+  AMPKIT_INLINE double get() const { return element == nullptr ? value : static_cast<double>(*element); }
+};
+
+}  // namespace ampkit

@@ -1,0 +1,60 @@
+// The lists of an optimizer's step, in the order in which every driver numbers them: gradients, parameters, states, lower.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "functors/multi_tensor_step.h"
+#include "tensor_lists.h"
+
+namespace ampkit {
+
+template <int kStates>
+struct StepLists {
+  static constexpr int kDepth = kStates + 3;
+  static constexpr int kGrads = 0, kParams = 1, kLower = kStates + 2;
+
+  const char* op;
+  const TensorList& grads;
+  const TensorList& params;
+  std::array<NamedList, kStates> states;
+  const TensorList& lower;  // empty: nobody asked
+
+  // Where there is no lower, the parameters stand in, and are not touched under that number.
+  bool writes_lower() const { return !lower.empty(); }
+  TensorLists<kDepth> flatten() const { return flatten(std::make_index_sequence<kStates>()); }
+
+ private:
+  template <size_t... kState>
+  TensorLists<kDepth> flatten(std::index_sequence<kState...>) const {
+    const NamedList last{"lower", writes_lower() ? lower : params, writes_lower() ? Role::kWrite : Role::kRead};
+    return {op, {{{"grads", grads, Role::kRead}, {"params", params, Role::kWrite}, states[kState]..., last}}};
+  }
+};
+
+inline StepSettings step_settings(const char* op, const TensorList& grads, double lr, const MaybeTensor& lr_tensor,
+                                  double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip,
+                                  const MaybeTensor& found_inf) {
+  AMPKIT_CHECK(!grads.empty(), op, ": grads is empty");
+  const Tensor& beside = grads[0];
+  return {number(op, "lr", lr, lr_tensor, beside), static_cast<float>(factor),
+          element_data<float>(op, "inv_scale", inv_scale, beside), element_data<float>(op, "clip", clip, beside),
+          element_data<float>(op, "found_inf", found_inf, beside)};
+}
+
+// LAMB's lists: 0 gradients, 1 parameters, 2 and 3 moments, 4 lower, 5 directions.
+inline TensorLists<6> lamb_lists(const char* op, const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
+                                 const TensorList& exp_avg_sqs, const TensorList& lower, const TensorList& directions) {
+  const auto optional = [&](const char* name, const TensorList& list) {
+    return list.empty() ? NamedList{name, params, Role::kRead} : NamedList{name, list, Role::kWrite};
+  };
+  return {op,
+          {{{"grads", grads, Role::kRead},
+            {"params", params, Role::kWrite},
+            {"exp_avgs", exp_avgs, Role::kWrite},
+            {"exp_avg_sqs", exp_avg_sqs, Role::kWrite},
+            optional("lower", lower),
+            optional("directions", directions)}}};
+}
+
+}  // namespace ampkit
