@@ -5,10 +5,14 @@ import os
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies
 
 from ampkit import kernels
+from ampkit.kernels import reference
+from ampkit.loss_scale import DynamicLossScale, DynamicScaler
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNEL_DTYPES = (F32, F16, BF16)
@@ -369,6 +373,189 @@ print(kernels.multi_tensor_l2norm(clean)[0].item().hex())
     sources = [bits.view(F16), bits.view(BF16), torch.randn(65537) * torch.exp2(torch.randn(65537) * 12)]
     here, _ = kernels.multi_tensor_l2norm([x[x.isfinite()] for x in sources])
     assert result.stdout.strip() == here.item().hex()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_unscale_l2norm_is_the_norm_of_the_products(ops, device, dtype, writes):
+    inputs = [random(size, dtype, device) for size in (0, *SIZES)]
+    before = [x.clone() for x in inputs]
+    outputs = [torch.full_like(x, 7.0, dtype=F32) for x in inputs] if writes else None
+    found_inf, first_bad = torch.zeros(1, device=device), torch.full((1,), kernels.NO_BAD, device=device)
+    for inv_scale in (0.125, torch.tensor([0.125], device=device)):
+        norm, norms = ops.multi_tensor_unscale_l2norm(inputs, outputs, inv_scale, found_inf, True, first_bad)
+        expected = torch.stack([x.double().norm() / 8 for x in inputs])
+        torch.testing.assert_close(norm.double(), expected.norm().reshape(1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
+        assert norm.dtype is norms.dtype is F32
+        for x, out in zip(inputs, outputs or ()):
+            assert_same(out, x.float() / 8)
+    assert all(torch.equal(x, copy) for x, copy in zip(inputs, before))
+    assert found_inf.item() == 0.0 and first_bad.item() == kernels.NO_BAD
+    norm, norms = ops.multi_tensor_unscale_l2norm(inputs, inputs, -0.5)
+    assert norms.shape == (0,)
+    for x, copy in zip(inputs, before):
+        assert_same(x, copy * -0.5)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("spot", [index for _, index in SPOTS], ids=[name for name, _ in SPOTS])
+def test_unscale_l2norm_finds_the_value_wherever_it_hides(ops, device, dtype, value, spot):
+    clean = random(70_001, dtype, device)
+    planted = clean.clone()
+    planted[spot] = value
+    for where in range(3):
+        inputs = [clean, clean, clean]
+        inputs[where] = planted
+        found_inf, first_bad = torch.zeros(1, device=device), torch.full((1,), kernels.NO_BAD, device=device)
+        norm, _ = ops.multi_tensor_unscale_l2norm(inputs, None, 0.5, found_inf, first_bad=first_bad)
+        assert found_inf.item() == 1.0 and first_bad.item() == where and not norm.isfinite().item()
+
+
+def test_first_bad_is_the_smallest_index_and_only_falls(ops, device):
+    tensors = [torch.ones(3, device=device) for _ in range(6)]
+    for i in (2, 4):
+        tensors[i][1] = float("nan")
+    first_bad = torch.full((1,), kernels.NO_BAD, device=device)
+    outputs = [torch.empty_like(t) for t in tensors]
+    calls = {
+        "scale": lambda: ops.multi_tensor_scale(tensors, outputs, 1.0, None, first_bad),
+        "axpby": lambda: ops.multi_tensor_axpby(tensors, tensors, outputs, 1.0, 1.0, None, -1, first_bad),
+        "norm": lambda: ops.multi_tensor_unscale_l2norm(tensors, None, None, None, False, first_bad),
+    }
+    for call in calls.values():
+        first_bad.fill_(kernels.NO_BAD)
+        call()
+        assert first_bad.tolist() == [2]
+        first_bad.fill_(1)
+        call()
+        assert first_bad.tolist() == [1]
+    # The reference takes float64, the kernels the rest: the index is still the caller's.
+    tensors[0], first_bad[0] = torch.ones(3, dtype=torch.float64, device=device), kernels.NO_BAD
+    calls["norm"]()
+    assert first_bad.tolist() == [2]
+    tensors[0][0], first_bad[0] = float("inf"), kernels.NO_BAD
+    calls["norm"]()
+    assert first_bad.tolist() == [0]
+
+
+def test_scale_and_axpby_take_numbers_from_the_device(ops, device):
+    x = [random(size, BF16, device) for size in SIZES]
+    out = [torch.empty_like(t, dtype=F32) for t in x]
+    third = torch.tensor([1 / 3], device=device)
+    ops.multi_tensor_scale(x, out, third)
+    for t, o in zip(x, out):
+        assert_same(o, rounded(t.double() * third.double(), F32))
+    ops.multi_tensor_axpby(x, out, out, third, torch.tensor(2.0, dtype=torch.float64, device=device))
+    for t, o in zip(x, out):
+        product = rounded(t.double() * third.double(), F32)
+        assert_same(o, product + product * 2)
+
+
+def test_unscale_l2norm_of_nothing(ops):
+    found_inf = torch.zeros(1)
+    norm, norms = ops.multi_tensor_unscale_l2norm([], [], 0.5, found_inf, per_tensor=True)
+    assert norm.tolist() == [0.0] and norms.shape == (0,) and found_inf.item() == 0.0
+
+
+RULES = [
+    (DynamicLossScale(init_scale=8.0, growth_interval=2), 0.25, 64.0),
+    (DynamicLossScale(init_scale=8.0, growth_interval=3, hysteresis=2), 2.0**-14, 2.0**24),
+    (
+        DynamicLossScale(init_scale=1.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1, hysteresis=3),
+        0.5,
+        32.0,
+    ),
+]
+
+
+@pytest.mark.parametrize("rule, low, high", RULES)
+def test_update_scale_is_the_rule_of_the_host(ops, device, rule, low, high):
+    host = DynamicScaler(rule, low, high)
+    scale = torch.tensor([host.loss_scale], device=device)
+    growth = torch.zeros(1, dtype=torch.int32, device=device)
+    hysteresis = torch.full((1,), rule.hysteresis, dtype=torch.int32, device=device)
+    bad = (torch.rand(400) < torch.linspace(0.05, 0.9, 400)).tolist()
+    for found in [*bad, *[False] * 150]:
+        found_inf = torch.tensor([float(found)], device=device)
+        assert host.judge(found_inf.clone()).overflowed is found
+        returned = ops.update_scale(
+            scale,
+            growth,
+            hysteresis,
+            found_inf,
+            growth_factor=rule.growth_factor,
+            backoff_factor=rule.backoff_factor,
+            growth_interval=rule.growth_interval,
+            hysteresis=rule.hysteresis,
+            min_scale=low,
+            max_scale=high,
+        )
+        assert returned is scale
+        assert (scale.item(), growth.item()) == (host.loss_scale, host.unskipped)
+    assert scale.item() == high
+
+
+def test_update_scale_keeps_a_scale_set_above_the_maximum_and_never_reaches_infinity(ops, device):
+    counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
+    for start, high, expected in [(128.0, 64.0, 128.0), (3e38, float("inf"), 3e38), (48.0, 64.0, 64.0)]:
+        scale = torch.tensor([start], device=device)
+        ops.update_scale(scale, *counters, torch.zeros(1, device=device), growth_interval=1, max_scale=high)
+        torch.testing.assert_close(scale.cpu(), torch.tensor([expected]), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"growth_tracker is torch.float32"):
+        ops.update_scale(scale, scale, counters[0], scale)
+
+
+def test_clip_coefficient_is_torchs():
+    for max_norm in (0.5, 100.0):
+        parameter = torch.nn.Parameter(torch.ones(4))
+        parameter.grad = torch.tensor([3.0, 4.0, 0.0, 0.0])
+        norm, _ = kernels.multi_tensor_l2norm([parameter.grad])
+        clipped = parameter.grad * kernels.clip_coefficient(norm, max_norm)
+        torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+        torch.testing.assert_close(clipped, parameter.grad, rtol=1e-6, atol=0)
+    assert kernels.clip_factor(torch.tensor([2.0]), 0.0).item() == 1.0
+    assert kernels.clip_factor(torch.tensor([2.0]), 0.5).item() == 0.25
+
+
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@hypothesis.given(data=strategies.data())
+def test_extension_agrees_with_the_reference_on_anything(data):
+    needs_extension()
+    from ampkit.kernels import extension
+
+    dtypes = strategies.sampled_from(KERNEL_DTYPES)
+    sizes = data.draw(strategies.lists(strategies.integers(0, 3000), min_size=1, max_size=6), label="sizes")
+    source, other, target = (data.draw(dtypes) for _ in range(3))
+    offset = data.draw(strategies.integers(0, 9), label="offset")
+    numbers = strategies.sampled_from((1.0, 0.5, 1 / 3, -2.0, 2.0**-16))
+    a, b = data.draw(numbers), data.draw(numbers)
+    torch.manual_seed(data.draw(strategies.integers(0, 1000)))
+    magnitude = data.draw(strategies.sampled_from((1.0, 1e-25, 1e25)), label="magnitude")
+    xs = [(random(size + offset, F32)[offset:] * magnitude).to(source) for size in sizes]
+    ys = [random(size + offset, other)[offset:] for size in sizes]
+    bad = data.draw(strategies.integers(-1, len(sizes) - 1), label="bad tensor")
+    if bad >= 0 and sizes[bad]:
+        xs[bad][data.draw(strategies.integers(0, sizes[bad] - 1))] = data.draw(
+            strategies.sampled_from((1, -1))
+        ) * float("inf")
+    results = []
+    for implementation in (reference, extension):
+        outputs = [torch.zeros(size + offset, dtype=target)[offset:] for size in sizes]
+        found_inf, first_bad = torch.zeros(1), torch.full((1,), kernels.NO_BAD)
+        implementation.multi_tensor_scale(xs, outputs, a, found_inf, first_bad)
+        scaled = [out.clone() for out in outputs]
+        implementation.multi_tensor_axpby(xs, ys, outputs, a, b)
+        results.append((*scaled, *outputs, found_inf, first_bad))
+        flags = torch.zeros(1), torch.full((1,), kernels.NO_BAD)
+        norms = implementation.multi_tensor_unscale_l2norm(xs, None, a, flags[0], True, flags[1])
+        assert (found_inf, first_bad) == flags
+        results[-1] += norms
+    for expected, found in zip(results[0][:-2], results[1][:-2], strict=True):
+        assert_same(found, expected)
+    for expected, found in zip(results[0][-2:], results[1][-2:]):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0, equal_nan=True)
 
 
 def plan(sizes, chunk=10, tensors=3, blocks=4):
