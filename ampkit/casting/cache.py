@@ -20,7 +20,8 @@ from .store import CastStore
 
 # Bound once: each is asked on every call with a weight.
 _grad_enabled = torch.is_grad_enabled
-_compiling = torch.compiler.is_compiling
+_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_compiler = torch.compiler
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -56,7 +57,11 @@ class CastCache:
 
     def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """The kept cast of ``weight``, or ``convert(weight)``, which is kept where that is safe."""
-        if self._must_not_be_used():
+        # `_must_not_be_used`, written out.
+        if _dynamo_compiling() or _compiler._is_compiling_flag:
+            return convert(weight)
+        store = self.store
+        if store.bypassed or _dispatch_modes() or (store.capturing is not None and store.capturing()):
             return convert(weight)
         cast = self._find(weight)
         return self._cast_anew(weight, convert) if cast is None else cast
@@ -95,7 +100,7 @@ class CastCache:
         """Whether somebody records what is computed now: a tensor from outside would be frozen into a trace or a CUDA
         graph, and would leave a mode that counts or saves operations without the cast.
         """
-        if _compiling():
+        if _dynamo_compiling() or _compiler._is_compiling_flag:
             return True
         store = self.store
         return store.bypassed or _dispatch_modes() > 0 or (store.capturing is not None and store.capturing())

@@ -66,10 +66,10 @@ class CastStore:
             casts = self._in_inference if _inference_mode() else self._without_grad
         entry = casts.get(id(weight))
         if entry is not None:
-            known, cast, version, cast_version, data_ptr, requires_grad, _ = entry
+            # A dead weight takes its entry along, before another can have its id.
+            _, cast, version, cast_version, data_ptr, requires_grad, _ = entry
             if (
-                known() is weight
-                and weight._version == version
+                weight._version == version
                 and weight.data_ptr() == data_ptr
                 and weight.requires_grad is requires_grad
                 and (cast_version < 0 or cast._version == cast_version)

@@ -124,22 +124,24 @@ def _one_dtype(kind: CastKind, original: Callable, casting: Casting, name: str, 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not casting.enabled or (suspended and thread_ident() in suspended):
             return original(*args, **kwargs)
-        for value in kwargs.values():
-            if type(value) not in _NO_TENSORS and not _is_sizes(value):
-                return any_call(args, kwargs)
+        if kwargs:
+            for value in kwargs.values():
+                if type(value) not in _NO_TENSORS and not _is_sizes(value):
+                    return any_call(args, kwargs)
         converted = []
         for value in args:
             exact_type = type(value)
-            if exact_type is Tensor or exact_type is Parameter:
+            if exact_type is Parameter or exact_type is Tensor:
                 dtype = value.dtype
-                if dtype in to_be_cast:
-                    value = cached(value, convert) if exact_type is Parameter else cast(value)
-                elif dtype in untouchable:
-                    return original(*args, **kwargs)
+                if dtype is not target:
+                    if dtype in to_be_cast:
+                        value = cached(value, convert) if exact_type is Parameter else cast(value)
+                    elif dtype in untouchable:
+                        return original(*args, **kwargs)
             elif exact_type not in _NO_TENSORS and not _is_sizes(value):
                 return any_call(args, kwargs)
             converted.append(value)
-        return original(*converted, **kwargs)
+        return original(*converted, **kwargs) if kwargs else original(*converted)
 
     def any_call(args: tuple, kwargs: dict[str, Any]) -> Any:
         """The same for containers, subclasses and tensors given by keyword; see Note [what is never cast]."""
