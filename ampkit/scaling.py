@@ -66,6 +66,8 @@ class LossScaling:
         """See `ampkit.scale_loss`."""
         scaler = self.scaler(loss_id)
         self._report_known()
+        # From here on autograd keeps the casts of weights that the backward pass needs, and frees each when it is done with it.
+        _end_of_casts(delay_unscale)
         if not self._checks(scaler) and not self._plan.master_weights:
             try:
                 yield loss.float()

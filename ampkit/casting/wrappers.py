@@ -26,6 +26,7 @@ from ..compiling import thread_ident
 from ..errors import RefusedOperation
 from ..policy.rules import CastKind
 from .cache import is_weight
+from .inside import without_copies
 from .tensors import CASTABLE, CONVERT, LOWER_PRECISION, map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -52,15 +53,24 @@ def wrap(kind: CastKind, original: Callable, casting: Casting, owner: Any, name:
     is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
     plain = _FACTORIES[kind](kind, original, casting, name, is_torch)
     wrapper = _naming_out(plain, original)
-    _name_like(wrapper, original, owner, name)
     # C++ knows out= by its keyword only, and does not write the log of casts.
-    if casting.fast_calls is None or not is_torch or wrapper is not plain or casting.verbosity >= 2:
+    in_cpp = casting.fast_calls is not None and is_torch and wrapper is plain and casting.verbosity < 2
+    saving = None
+    if kind is CastKind.FP32:
+        log = None if casting.verbosity < 2 else lambda x: _log_cast(x, torch.float32, name)
+        saving = without_copies(wrapper, original, casting, owner, name, log)
+    wrapper = saving or wrapper
+    _name_like(wrapper, original, owner, name)
+    if not in_cpp:
         return wrapper
     target = _target(kind, casting)
     weights = {}
     if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
         weights = {"store": casting.cache(target).store, "cast_weight": caster(kind, casting, name)}
-    fast = casting.fast_calls.around(wrapper, original, owner, name, kind, target, **weights)
+    # What C++ refuses in lower precision it leaves to Python.
+    fast = casting.fast_calls.around(
+        wrapper, original, owner, name, CastKind.BANNED if saving else kind, target, **weights
+    )
     if isinstance(fast, FunctionType):
         _name_like(fast, original, owner, name)
     return fast
@@ -284,10 +294,14 @@ def _converter(dtype: torch.dtype, casting: Casting, name: str) -> Convert:
     def convert_and_log(x: Tensor) -> Tensor:
         cast = convert(x)
         if cast is not x:
-            _logger.info("%s->%s (%s)", _TYPE_NAMES[x.dtype], _TYPE_NAMES[dtype], name)
+            _log_cast(x, dtype, name)
         return cast
 
     return convert_and_log
+
+
+def _log_cast(x: Tensor, dtype: torch.dtype, name: str) -> None:
+    _logger.info("%s->%s (%s)", _TYPE_NAMES[x.dtype], _TYPE_NAMES[dtype], name)
 
 
 def _fitting(dtype: torch.dtype | None, casting: Casting, name: str) -> Convert:

@@ -1,0 +1,350 @@
+"""Functions that compute in float32 from a lower-precision tensor without keeping a float32 copy of it.
+
+A function that the tables have in float32 gets its input cast, and autograd then saves the cast: twice the bytes of the
+input, which may well be saved already. The functions here save the input as it is and go through float32 again in the
+backward pass. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
+
+Note [when the copy is made after all]
+    Where autograd records nothing, the copy is gone as soon as the function returns. Compilers fuse it, and have no use
+    for an autograd function of ours; nor have torch.jit's tracer, the transforms of torch.func and forward-mode
+    differentiation. Below `_WORTHWHILE` elements the copy costs less time than Python's part in an autograd function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from .tensors import LOWER_PRECISION
+
+if TYPE_CHECKING:
+    from .engine import Casting
+
+Log = Callable[[Tensor], None]
+
+_WORTHWHILE = 1 << 16
+
+# Bound before anything is patched.
+_grad_enabled = torch.is_grad_enabled
+_compiling = torch.compiler.is_compiling
+_tracing = torch._C._get_tracing_state
+_transform_level = torch._C._functorch.maybe_current_level
+_native_layer_norm = torch.native_layer_norm
+_native_group_norm = torch.native_group_norm
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
+
+
+def without_copies(
+    wrapper: Callable, original: Callable, casting: Casting, owner: Any, name: str, log: Log | None
+) -> Callable | None:
+    """A function around ``wrapper``, which casts ``original``'s arguments to float32; None for all other names."""
+    if any(owner is module for module in (F, torch)) and name in _COMPUTATIONS:
+        return _saving_the_input(wrapper, original, casting, _COMPUTATIONS[name], log)
+    known = any(owner is place for place in (F, torch, Tensor, torch.special)) and name in _WITH_DTYPE
+    if known and torch.accelerator.is_available():
+        return _with_dtype(wrapper, original, casting, log)
+    return None
+
+
+def _saving_the_input(
+    wrapper: Callable, original: Callable, casting: Casting, computation: _Computation, log: Log | None
+) -> Callable:
+    suspended = casting.suspended
+    device_types = casting.device_types
+
+    def save_the_input(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        if (
+            type(x) is not Tensor
+            or x.dtype not in LOWER_PRECISION
+            or not casting.enabled
+            or (suspended and get_ident() in suspended)
+            or x.device.type not in device_types
+            or not _records_plainly(x)
+            or x.numel() < _WORTHWHILE
+        ):
+            return wrapper(*args, **kwargs)
+        try:
+            x, *rest = computation.bind(*args, **kwargs)
+        except TypeError:  # torch has the better words for it
+            return wrapper(*args, **kwargs)
+        if not computation.applies(x, *rest) or not any(isinstance(t, Tensor) and t.requires_grad for t in (x, *rest)):
+            return wrapper(*args, **kwargs)
+        if log is not None:
+            log(x)
+        try:
+            return _Float32Inside.apply(computation, original, x, *rest)
+        except (IndexError, RuntimeError):  # so has it here
+            return wrapper(*args, **kwargs)
+
+    return save_the_input
+
+
+def _records_plainly(x: Tensor) -> bool:
+    """Whether autograd, and nobody else, follows what is computed now; see Note [when the copy is made after all]."""
+    return (
+        not _compiling()
+        and _grad_enabled()
+        and _transform_level() is None
+        and forward_ad._current_level < 0
+        and _tracing() is None
+        and not x.is_inference()
+    )
+
+
+def _with_dtype(wrapper: Callable, original: Callable, casting: Casting, log: Log | None) -> Callable:
+    """For functions with ``dtype=``, whose kernels convert element by element, except on the CPU."""
+    suspended = casting.suspended
+    device_types = casting.device_types
+
+    def pass_dtype(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        if (
+            type(x) is not Tensor
+            or x.is_cpu
+            or x.dtype not in LOWER_PRECISION
+            or not casting.enabled
+            or (suspended and get_ident() in suspended)
+            or x.device.type not in device_types
+            or kwargs.get("dtype") is not None
+            or kwargs.get("out") is not None
+            or any(type(value) is torch.dtype for value in args)
+        ):
+            return wrapper(*args, **kwargs)
+        if log is not None:
+            log(x)
+        return original(*args, **{**kwargs, "dtype": torch.float32})
+
+    return pass_dtype
+
+
+_WITH_DTYPE = frozenset({"softmax", "log_softmax", "softmin", "sum", "prod", "cumsum", "cumprod"})
+
+
+class _Float32Inside(torch.autograd.Function):
+    """``original(x.float(), *rest)``, with ``x`` saved as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, computation: _Computation, original: Callable, x: Tensor, *rest: Any) -> Tensor:
+        result, statistics = computation.forward(original, x.float(), *rest)
+        ctx.computation, ctx.original = computation, original
+        # Tensors go where the hooks on saved tensors see them.
+        ctx.rest = [None if isinstance(value, Tensor) else value for value in rest]
+        ctx.places = [index for index, value in enumerate(rest) if isinstance(value, Tensor)]
+        ctx.save_for_backward(x, *(rest[index] for index in ctx.places), *statistics)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        x, *saved = ctx.saved_tensors
+        rest = list(ctx.rest)
+        for index, tensor in zip(ctx.places, saved, strict=False):
+            rest[index] = tensor
+        statistics = saved[len(ctx.places) :]
+        needed = ctx.needs_input_grad[2:]
+        if _grad_enabled() or not statistics:
+            gradients = _recomputed_gradients(ctx.original, grad, needed, x, rest)
+        else:
+            gradients = ctx.computation.backward(grad, needed, statistics, x, *rest)
+        return None, None, *gradients
+
+
+def _recomputed_gradients(
+    original: Callable, grad: Tensor, needed: tuple[bool, ...], x: Tensor, rest: list[Any]
+) -> list[Tensor | None]:
+    """The gradients of ``original(x.float(), *rest)``, themselves differentiable where grad mode is on."""
+    create_graph = _grad_enabled()
+    with torch.enable_grad():
+        # Views of them: hooks on the tensors themselves belong to the backward pass outside.
+        views = [t.view_as(t) if wanted else t for t, wanted in zip((x, *rest), needed, strict=True)]
+        result = original(views[0].float(), *views[1:])
+    sources = [view for view, wanted in zip(views, needed, strict=True) if wanted]
+    found = iter(torch.autograd.grad(result, sources, grad, create_graph=create_graph))
+    return [next(found) if wanted else None for wanted in needed]
+
+
+class _Computation(NamedTuple):
+    """One function: how its arguments are called, when it is done here, and how.
+
+    ``bind`` takes what the function takes and gives it in order, ``forward`` gives the result and what ``backward`` needs
+    beside the arguments; where that is nothing, the forward pass is done again instead.
+    """
+
+    bind: Callable[..., tuple]
+    applies: Callable[..., bool]
+    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+
+
+def _are_float32(*weights: Tensor | None) -> bool:
+    return all(
+        weight is None or (type(weight) in (Tensor, Parameter) and weight.dtype is torch.float32) for weight in weights
+    )
+
+
+# -- layer_norm
+
+
+def _bind_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+    return input, normalized_shape, weight, bias, eps
+
+
+def _layer_norm_applies(x, shape, weight, bias, eps):
+    return _are_float32(weight, bias)
+
+
+def _layer_norm(original, x, shape, weight, bias, eps):
+    result, mean, rstd = _native_layer_norm(x, shape, weight, bias, eps)
+    return result, (mean, rstd)
+
+
+def _gradients_of_layer_norm(grad, needed, statistics, x, shape, weight, bias, eps):
+    mask = [needed[0], needed[2], needed[3]]
+    dx, dweight, dbias = _layer_norm_backward(grad, x.float(), shape, *statistics, weight, bias, mask)
+    return None if dx is None else dx.to(x.dtype), None, dweight, dbias, None
+
+
+# -- group_norm
+
+
+def _bind_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
+    return input, num_groups, weight, bias, eps
+
+
+def _group_norm_applies(x, groups, weight, bias, eps):
+    return (
+        _are_float32(weight, bias)
+        and x.dim() >= 2
+        and type(groups) is int
+        and groups > 0
+        and x.shape[1] % groups == 0
+        and all(weight is None or weight.shape == x.shape[1:2] for weight in (weight, bias))
+    )
+
+
+def _in_memory_format_of(x, tensor):
+    """The kernels of group_norm want all tensors in one memory format, and know channels_last on the CPU."""
+    channels_last = x.is_cpu and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return tensor.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def _group_norm_sizes(x, groups):
+    return x.shape[0], x.shape[1], x.numel() // (x.shape[0] * x.shape[1]), groups
+
+
+def _group_norm(original, x, groups, weight, bias, eps):
+    result, mean, rstd = _native_group_norm(
+        _in_memory_format_of(x, x), weight, bias, *_group_norm_sizes(x, groups), eps
+    )
+    return result, (mean, rstd)
+
+
+def _gradients_of_group_norm(grad, needed, statistics, x, groups, weight, bias, eps):
+    mask = [needed[0], needed[2], needed[3]]
+    grad, x32 = _in_memory_format_of(x, grad), _in_memory_format_of(x, x.float())
+    dx, dweight, dbias = _group_norm_backward(grad, x32, *statistics, weight, *_group_norm_sizes(x, groups), mask)
+    return None if dx is None else dx.to(x.dtype), None, dweight, dbias, None
+
+
+# -- rms_norm
+
+
+def _bind_rms_norm(input, normalized_shape, weight=None, eps=None):
+    return input, normalized_shape, weight, eps
+
+
+def _rms_norm_applies(x, shape, weight, eps):
+    return _are_float32(weight) and len(shape) > 0 and x.shape[-len(shape) :] == torch.Size(shape)
+
+
+def _rms_norm(original, x, shape, weight, eps):
+    if not x.is_cpu:  # one kernel does it all there
+        return original(x, shape, weight, eps), ()
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    rstd = x.square().mean(_last(shape), keepdim=True).add_(eps).rsqrt_()
+    result = x.mul_(rstd)
+    return result if weight is None else result.mul_(weight), (rstd,)
+
+
+def _gradients_of_rms_norm(grad, needed, statistics, x, shape, weight, eps):
+    (rstd,) = statistics
+    normalized = x.float().mul_(rstd)
+    product = grad * normalized
+    dweight = product.sum(tuple(range(x.dim() - len(shape)))) if needed[2] else None
+    dx = None
+    if needed[0]:
+        if weight is not None:
+            grad, product = grad * weight, product.mul_(weight)
+        dx = normalized.mul_(product.mean(_last(shape), keepdim=True).neg_()).add_(grad).mul_(rstd).to(x.dtype)
+    return dx, None, dweight, None
+
+
+def _last(shape):
+    return tuple(range(-len(shape), 0))
+
+
+# -- cross_entropy
+
+
+def _bind_cross_entropy(
+    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
+):
+    return input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+
+
+def _cross_entropy_applies(x, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing):
+    return (
+        type(target) is Tensor
+        and target.dtype is torch.long
+        and x.dim() >= 2
+        and target.shape == x.shape[:1] + x.shape[2:]
+        and weight is None
+        and size_average is None
+        and reduce is None
+        and reduction in ("none", "mean", "sum")
+        and label_smoothing == 0
+    )
+
+
+def _cross_entropy(original, x, target, _, __, ignore_index, ___, reduction, ____):
+    """log(sum(exp(x))) - x[target], in the memory of ``x``."""
+    ignored = target == ignore_index
+    largest = x.amax(1, keepdim=True)
+    x.sub_(largest)
+    at_target = x.gather(1, target.masked_fill(ignored, 0).unsqueeze(1))
+    log_sum = x.exp_().sum(1, keepdim=True).log_()
+    losses = (log_sum - at_target).squeeze(1).masked_fill_(ignored, 0)
+    # What each sample counts in the result.
+    share = (~ignored).float()
+    if reduction == "mean":
+        count = share.sum()
+        result, share = losses.sum() / count, share.div_(count.clamp_(min=1))
+    else:
+        result = losses.sum() if reduction == "sum" else losses
+    return result, (log_sum.add_(largest), share)
+
+
+def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, ignore_index, *others):
+    log_sum, share = statistics
+    share = share.mul(grad).unsqueeze_(1)
+    dx = x.float().sub_(log_sum).exp_().mul_(share)
+    dx.scatter_add_(1, target.masked_fill(target == ignore_index, 0).unsqueeze(1), share.neg_())
+    return dx.to(x.dtype), *(None,) * 7
+
+
+_COMPUTATIONS = {
+    "layer_norm": _Computation(_bind_layer_norm, _layer_norm_applies, _layer_norm, _gradients_of_layer_norm),
+    "group_norm": _Computation(_bind_group_norm, _group_norm_applies, _group_norm, _gradients_of_group_norm),
+    "rms_norm": _Computation(_bind_rms_norm, _rms_norm_applies, _rms_norm, _gradients_of_rms_norm),
+    "cross_entropy": _Computation(
+        _bind_cross_entropy, _cross_entropy_applies, _cross_entropy, _gradients_of_cross_entropy
+    ),
+}

@@ -1,0 +1,376 @@
+"""Functions that compute in float32 from a lower-precision input: as accurate as casting first, and half the bytes."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engines import o1
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ampkit.casting import inside
+
+LOW = [torch.bfloat16, torch.float16]
+TARGET = torch.arange(64) % 96
+IGNORING = TARGET.masked_fill(TARGET % 3 == 0, -100)
+PIXELS = torch.arange(4 * 10).reshape(4, 2, 5) % 6
+
+
+def classes(reduction, target=TARGET, **settings):
+    return lambda x: F.cross_entropy(x, target, reduction=reduction, **settings)
+
+
+# A shape of the input, the shapes of weights, and a call with them.
+CASES = {
+    "layer_norm": ((64, 96), [(96,), (96,)], lambda x, w, b: F.layer_norm(x, (96,), w, b)),
+    "layer_norm over two": ((8, 6, 16), [(6, 16), (6, 16)], lambda x, w, b: F.layer_norm(x, (6, 16), w, b, 1e-3)),
+    "layer_norm by keywords": ((64, 96), [(96,)], lambda x, w: F.layer_norm(input=x, normalized_shape=[96], weight=w)),
+    "layer_norm without weights": ((64, 96), [], lambda x: F.layer_norm(x, (96,))),
+    "layer_norm of a permuted input": (
+        (4, 96, 5, 3),
+        [(96,), (96,)],
+        lambda x, w, b: F.layer_norm(x.permute(0, 2, 3, 1), (96,), w, b),
+    ),
+    "torch.layer_norm": ((64, 96), [(96,), (96,)], lambda x, w, b: torch.layer_norm(x, (96,), w, b, 1e-5, False)),
+    "group_norm": ((4, 12, 5, 3), [(12,), (12,)], lambda x, w, b: F.group_norm(x, 3, w, b)),
+    "group_norm of channels_last": (
+        (4, 12, 5, 3),
+        [(12,), (12,)],
+        lambda x, w, b: F.group_norm(x.contiguous(memory_format=torch.channels_last), 3, w, b),
+    ),
+    "group_norm of a transposed input": ((4, 5, 12), [(12,)], lambda x, w: F.group_norm(x.transpose(1, 2), 4, w)),
+    "torch.group_norm": ((16, 12), [], lambda x: torch.group_norm(x, 4)),
+    "rms_norm": ((64, 96), [(96,)], lambda x, w: F.rms_norm(x, (96,), w)),
+    "rms_norm over two, with eps": ((8, 6, 16), [(6, 16)], lambda x, w: F.rms_norm(x, (6, 16), w, eps=1e-2)),
+    "torch.rms_norm without weights": ((64, 96), [], lambda x: torch.rms_norm(x, (96,))),
+    "cross_entropy": ((64, 96), [], classes("mean")),
+    "cross_entropy, sum": ((64, 96), [], classes("sum", IGNORING)),
+    "cross_entropy, none": ((64, 96), [], classes("none", IGNORING)),
+    "cross_entropy, mean without ignored": ((64, 96), [], classes("mean", IGNORING)),
+    "cross_entropy, ignore_index": ((64, 96), [], classes("mean", ignore_index=5)),
+    "cross_entropy of pixels": ((4, 6, 2, 5), [], classes("mean", PIXELS)),
+}
+SAVING = {
+    "layer_norm", "layer_norm by keywords", "torch.layer_norm", "group_norm", "rms_norm", "cross_entropy",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    monkeypatch.setattr(inside, "_WORTHWHILE", 0)
+
+
+def made(name, dtype):
+    shape, weights, call = CASES[name]
+    # An offset, as activations have one: it is what sums of squares suffer from.
+    x = (torch.randn(shape) + 0.5).to(dtype).requires_grad_()
+    return x, [(torch.rand(size) + 0.5).requires_grad_() for size in weights], call
+
+
+def gradients(call, tensors, factor):
+    """[result, gradients...] for a gradient of ``factor`` flowing into the result."""
+    result = call(*tensors)
+    return [result.detach(), *torch.autograd.grad(result, tensors, factor.to(result.dtype))]
+
+
+def error(found, reference):
+    return ((found.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_as_accurate_as_casting_first(name, dtype):
+    x, weights, call = made(name, dtype)
+    doubles = [t.detach().double().requires_grad_() for t in (x, *weights)]
+    factor = torch.randn_like(call(*doubles), dtype=torch.float32)
+    exact = gradients(call, doubles, factor.double())
+    cast_first = gradients(lambda x, *weights: call(x.float(), *weights), [x, *weights], factor)
+    with o1(dtype):
+        found = gradients(call, [x, *weights], factor)
+    assert [t.dtype for t in found] == [torch.float32, dtype] + [torch.float32] * len(weights)
+    for ours, theirs, reference in zip(found, cast_first, exact, strict=True):
+        assert error(ours, reference) <= 1.5 * error(theirs, reference) + 1e-7
+    for ours, reference in zip([found[0], *found[2:]], [exact[0], *exact[2:]], strict=True):
+        assert error(ours, reference) < 1e-6
+    assert error(found[1], exact[1]) < torch.finfo(dtype).eps
+
+
+def saved_by(call):
+    """[(dtype, number of elements)] of what autograd saves."""
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
+        call()
+    return saved
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize("name", CASES)
+def test_autograd_saves_no_float32_copy(name, in_python):
+    x, weights, call = made(name, torch.bfloat16)
+    with o1(in_python=in_python):
+        saved = saved_by(lambda: call(x, *weights))
+    assert [dtype for dtype, size in saved if size == x.numel()] == [torch.bfloat16]
+
+
+def test_what_is_saved_for_layer_norm_is_the_input_itself():
+    x, weights, call = made("layer_norm", torch.bfloat16)
+    saved = []
+    with o1(), saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        call(x, *weights)
+    assert {t.data_ptr() for t in (x, *weights)} <= set(saved)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_second_derivatives(name):
+    x, weights, call = made(name, torch.bfloat16)
+
+    factor = torch.randn_like(call(x.detach().float(), *weights))
+
+    def penalty(call, tensors):
+        first = torch.autograd.grad((call(*tensors) * factor).sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(g.double().square().sum() for g in first), tensors, allow_unused=True)
+
+    exact = penalty(call, [t.detach().double().requires_grad_() for t in (x, *weights)])
+    with o1():
+        found = penalty(call, [x, *weights])
+    assert exact[0] is not None
+    for ours, reference in zip(found, exact, strict=True):
+        # None for a bias, on which no gradient depends.
+        assert (
+            (ours is None or ours.count_nonzero() == 0) if reference is None else error(ours, reference) < 2e-2
+        )  # the first gradient of x is rounded to bfloat16
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm", "rms_norm"])
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["input only", "weights only"])
+def test_only_the_gradients_that_are_asked_for(name, wanted):
+    x, weights, call = made(name, torch.bfloat16)
+    x.requires_grad_(wanted[0])
+    for weight in weights:
+        weight.requires_grad_(wanted[1])
+    expected = torch.autograd.grad(
+        call(x.float(), *weights).square().sum(), tensors := [t for t in (x, *weights) if t.requires_grad]
+    )
+    with o1():
+        found = torch.autograd.grad(call(x, *weights).square().sum(), tensors)
+    for ours, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=8e-3, atol=1e-5)
+
+
+def test_hooks_on_weights_run_once():
+    x, weights, call = made("layer_norm", torch.bfloat16)
+    calls = []
+    weights[0].register_hook(lambda grad: calls.append(grad))
+    with o1():
+        torch.autograd.grad(call(x, *weights).sum(), [x, *weights], create_graph=True)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", SAVING)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_under_activation_checkpointing(name, use_reentrant):
+    x, weights, call = made(name, torch.bfloat16)
+    with o1():
+        expected = torch.autograd.grad(call(x, *weights).square().sum(), [x, *weights])
+        result = checkpoint(call, x, *weights, use_reentrant=use_reentrant).square().sum()
+        result.backward()
+    for ours, reference in zip([x.grad, *(w.grad for w in weights)], expected, strict=True):
+        assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_under_the_transforms_of_torch_func(name):
+    x, weights, call = made(name, torch.bfloat16)
+    x = x.detach()
+    with o1():
+        total = lambda x: call(x, *weights).sum()  # noqa: E731
+        found = torch.func.grad(total)(x)
+        _, tangent = torch.func.jvp(total, (x,), (torch.ones_like(x),))
+        expected = torch.autograd.grad(total(y := x.clone().requires_grad_()), y)[0]
+    torch.testing.assert_close(found, expected, rtol=8e-3, atol=1e-4)
+    torch.testing.assert_close(tangent, expected.float().sum(), rtol=5e-2, atol=5e-2)
+
+
+def test_per_sample_gradients():
+    x, weights, call = made("layer_norm", torch.bfloat16)
+    with o1():
+        each = torch.func.vmap(torch.func.grad(lambda w, row: call(row, w, weights[1]).square().sum()), (None, 0))
+        total = each(weights[0].detach(), x.detach()).sum(0)
+        expected = torch.autograd.grad(call(x, *weights).square().sum(), weights[0])[0]
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_under_forward_mode(name):
+    x, weights, call = made(name, torch.bfloat16)
+    direction = torch.randn_like(x)
+    doubles = [t.detach().double() for t in (x, *weights)]
+    exact = torch.func.jvp(lambda x: call(x, *doubles[1:]), (doubles[0],), (direction.double(),))[1]
+    with o1(), torch.autograd.forward_ad.dual_level():
+        result = call(torch.autograd.forward_ad.make_dual(x, direction), *weights)
+        tangent = torch.autograd.forward_ad.unpack_dual(result).tangent
+    assert error(tangent.detach(), exact) < 1e-5
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_without_grad_mode_and_in_inference_mode(name):
+    x, weights, call = made(name, torch.bfloat16)
+    with o1():
+        expected = call(x.float(), *weights).detach()
+        with torch.no_grad():
+            torch.testing.assert_close(call(x, *weights), expected)
+        with torch.inference_mode():
+            made_here = x.clone()
+            torch.testing.assert_close(call(made_here, *weights), expected)
+        torch.testing.assert_close(call(made_here, *weights).detach(), expected)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.groups = nn.Linear(96, 96), nn.LayerNorm(96), nn.GroupNorm(4, 96)
+
+    def forward(self, x):
+        return F.cross_entropy(self.groups(self.norm(self.linear(x)).bfloat16()).bfloat16(), TARGET)
+
+
+def test_compiled_in_one_graph():
+    model = Normed()
+    x = torch.randn(64, 96)
+    with o1():
+        expected = model(x)
+        expected.backward()
+        gradient = model.norm.weight.grad.clone()
+        model.zero_grad()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+        compiled.backward()
+    torch.testing.assert_close(compiled, expected)
+    torch.testing.assert_close(model.norm.weight.grad, gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_traced_and_saved():
+    model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.RMSNorm(96))
+    x = torch.randn(64, 96)
+    with o1():
+        expected = model(x)
+        traced = torch.jit.trace(model, x, check_trace=False)
+    buffer = io.BytesIO()
+    torch.jit.save(traced, buffer)
+    buffer.seek(0)
+    torch.testing.assert_close(torch.jit.load(buffer)(x), expected)
+
+
+def test_what_a_wrong_call_raises_is_torchs_own():
+    x = torch.randn(4, 8).bfloat16().requires_grad_()
+    calls = [
+        lambda x: F.layer_norm(x, (7,)),
+        lambda x: F.layer_norm(x, (8,), weigth=None),
+        lambda x: F.group_norm(x, 3),
+        lambda x: F.rms_norm(x, (7,)),
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2])),
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 8])),
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 3]), reduction="max"),
+    ]
+    for call in calls:
+        with pytest.raises(Exception) as plain:
+            call(x.float())
+        with o1(), pytest.raises(plain.type) as found:
+            call(x)
+        assert str(found.value) == str(plain.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.cross_entropy(x, TARGET, torch.rand(96)),
+        lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.1),
+        lambda x: F.cross_entropy(x, F.one_hot(TARGET, 96).float()),
+        lambda x: F.cross_entropy(x[0], TARGET[0]),
+        lambda x: F.cross_entropy(x, IGNORING.clamp(max=0).fill_(-100), reduction="sum"),
+    ],
+    ids=["class weights", "label smoothing", "probabilities", "one sample", "all ignored"],
+)
+def test_other_forms_of_a_call(call):
+    x = torch.randn(64, 96).bfloat16().requires_grad_()
+    generator = torch.get_rng_state()
+    expected = call(x.float())
+    gradient = torch.autograd.grad(expected.sum(), x)[0]
+    torch.set_rng_state(generator)
+    with o1():
+        found = call(x)
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), x)[0], gradient, rtol=2e-2, atol=1e-3)
+
+
+def test_mean_over_ignored_targets_only_is_not_a_number_as_in_torch():
+    x = torch.randn(4, 8).bfloat16().requires_grad_()
+    with o1():
+        assert F.cross_entropy(x, torch.full((4,), -100)).isnan()
+
+
+def test_masked_logits():
+    """Classes that a script rules out with -inf, or with the lowest number there is."""
+    for lowest in (-float("inf"), torch.finfo(torch.bfloat16).min):
+        x = torch.randn(64, 96).bfloat16()
+        x[:, :3] = lowest
+        x.requires_grad_()
+        target = TARGET.clamp(min=3)
+        exact = F.cross_entropy(y := x.detach().double().requires_grad_(), target)
+        exact.backward()
+        with o1():
+            loss = F.cross_entropy(x, target)
+            loss.backward()
+        assert error(loss.detach(), exact.detach()) < 1e-6
+        assert error(x.grad, y.grad) < 4e-3
+        assert x.grad[:, :3].count_nonzero() == 0
+
+
+def test_confident_predictions_keep_their_small_losses():
+    x = torch.zeros(64, 96).scatter_(1, TARGET[:, None], 16.0).bfloat16().requires_grad_()
+    exact = F.cross_entropy(x.double(), TARGET)  # log(1 + 95 * exp(-16)) = 1.07e-5
+    with o1():
+        torch.testing.assert_close(F.cross_entropy(x, TARGET).double(), exact, rtol=2e-2, atol=0)
+
+
+def test_small_tensors_are_cast(monkeypatch):
+    monkeypatch.setattr(inside, "_WORTHWHILE", 64 * 96 + 1)
+    x, weights, call = made("layer_norm", torch.bfloat16)
+    with o1():
+        assert (torch.float32, x.numel()) in saved_by(lambda: call(x, *weights))
+
+
+@pytest.mark.parametrize("call", ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"])
+def test_dtype_is_passed_where_the_kernels_convert(call, monkeypatch):
+    """On other devices than the CPU; the meta device tells dtypes."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    x = torch.randn(4, 8, device="meta", dtype=torch.float16)
+    with o1() as casting:
+        casting.device_types.add("meta")
+        for function in (getattr(torch, call), getattr(torch.Tensor, call)):
+            assert function(x, -1).dtype is torch.float32
+            assert function(x, -1, dtype=torch.float64).dtype is torch.float64
+            assert function(x, -1, dtype=torch.float16).dtype is torch.float16
+        if "softmax" in call:
+            assert getattr(F, call)(x, dim=-1).dtype is torch.float32
+
+
+def test_casts_inside_are_logged_too(caplog):
+    caplog.set_level(logging.INFO, "ampkit")
+    x, weights, call = made("layer_norm", torch.bfloat16)
+    with o1(verbosity=2):
+        call(x, *weights)
+    assert caplog.messages == ["BFloat16->Float (layer_norm)"]
+
+
+def test_inert_after_close_and_in_copies():
+    with o1():
+        layer_norm = F.layer_norm
+        model = copy.deepcopy(nn.Sequential(nn.LayerNorm(96)))
+    x = torch.randn(64, 96).bfloat16().requires_grad_()
+    assert layer_norm(x, (96,)).dtype is torch.bfloat16
+    assert model(torch.randn(4, 96)).dtype is torch.float32

@@ -1,0 +1,174 @@
+"""What autograd keeps for the backward pass at O1, beside torch.autocast: bytes of every storage, parameters left out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engines import o1
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+import ampkit
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block with projections of their own for query, key and value."""
+
+    def __init__(self, width=64, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.project = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        y = self.norm1(x)
+        q, k, v = (
+            layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(1000, 64), nn.Sequential(Block(), Block())
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 1000, bias=False)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.blocks(self.tokens(tokens)))).flatten(0, 1)
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 64, num_layers=2, batch_first=True), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def convolutions(channels=8):
+    """With batch norm and a shortcut, as in a ResNet."""
+
+    class Shortcut(nn.Sequential):
+        def forward(self, x):
+            return F.relu(x + super().forward(x))
+
+    def unit(inputs):
+        return [nn.Conv2d(inputs, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)]
+
+    return nn.Sequential(
+        *unit(3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        Shortcut(*unit(channels), nn.ReLU(), *unit(channels)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, 10),
+    )
+
+
+def mlp():
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+# A model, its input, its loss, and what it may keep as a part of what it keeps under torch.autocast.
+CASES = {
+    "transformer block": (Block, lambda: torch.randn(2, 64, 64), lambda y: y.square().mean(), 0.95),
+    "gpt": (Gpt, lambda: torch.arange(256).view(4, 64), lambda y: F.cross_entropy(y, torch.arange(256)), 0.95),
+    "mlp": (mlp, lambda: torch.randn(32, 64), lambda y: F.mse_loss(y, torch.ones(32, 64)), 1.0),
+    "convolutions": (
+        convolutions,
+        lambda: torch.randn(8, 3, 16, 16),
+        lambda y: F.cross_entropy(y, torch.arange(8)),
+        1.0,
+    ),
+    "lstm": (Lstm, lambda: torch.randn(4, 16, 32), lambda y: F.cross_entropy(y, torch.arange(4)), 1.0),
+}
+
+
+def bytes_saved(model, x, loss_of):
+    parameters = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    alive, sizes = [], {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            alive.append(storage)  # so that no other storage comes to lie at its address
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        loss_of(model(x))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize("case", CASES)
+def test_no_more_is_kept_than_under_autocast(case, in_python):
+    make, inputs, loss_of, part = CASES[case]
+    model, x = make(), inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = bytes_saved(model, x, loss_of)
+    with o1(in_python=in_python):
+        ours = bytes_saved(model, x, loss_of)
+    assert 0 < ours <= part * theirs
+
+
+# -- what is alive at once in a training step
+
+
+def peak_bytes(step):
+    """The most bytes that tensors made in ``step()`` take at one time, by the allocator's own account."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    alive, peak = 0, 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
+
+
+def steps_of_autocast(model, optimizer, x, loss_of):
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(x))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def steps_of_o1(model, optimizer, x, loss_of):
+    model, optimizer = ampkit.initialize(model, optimizer, "O1", verbosity=0)
+
+    def step():
+        optimizer.zero_grad()
+        with ampkit.scale_loss(loss_of(model(x)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_step_needs_no_more_memory_than_under_autocast(case):
+    make, inputs, loss_of, _ = CASES[case]
+    peaks = []
+    for steps_of in (steps_of_autocast, steps_of_o1):
+        model = make()
+        step = steps_of(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), inputs(), loss_of)
+        for _ in range(2):
+            step()  # state of the optimizer is made, and the libraries' own buffers
+        peaks.append(peak_bytes(step))
+    assert 0 < peaks[1] <= 1.02 * peaks[0]
