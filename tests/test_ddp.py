@@ -16,14 +16,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit
+from ampkit.optimizers import FusedSGD
 
 MICRO_BATCHES = 3
-# name: (level, delay_unscale, no_sync until the last micro-batch, bucket views, growth interval of the scale)
+# name: (level, delay_unscale, no_sync until the last micro-batch, bucket views, growth interval of the scale, fused optimizer)
 CASES = {
     f"{level}{'_delayed' if delayed else ''}{'_no_sync' if no_sync else ''}{'_views' if views else ''}"
-    f"{'_growing' if growth == 1 else ''}": (level, delayed, no_sync, views, growth)
-    for level, delayed, no_sync, views, growth in itertools.product(
-        ("O1", "O2"), (False, True), (False, True), (False, True), (1, 2000)
+    f"{'_growing' if growth == 1 else ''}{'_fused' if fused else ''}": (level, delayed, no_sync, views, growth, fused)
+    for (level, fused), delayed, no_sync, views, growth in itertools.product(
+        (("O1", False), ("O2", False), ("O2", True)), (False, True), (False, True), (False, True), (1, 2000)
     )
 }
 
@@ -40,9 +41,9 @@ def data(rank):
 
 
 def initialized(case):
-    level, _, _, views, growth = CASES[case]
+    level, _, _, views, growth, fused = CASES[case]
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = (FusedSGD if fused else torch.optim.SGD)(model.parameters(), lr=1.0)
     rule = ampkit.DynamicLossScale(init_scale=8.0, growth_factor=4.0, growth_interval=growth)
     model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, loss_scale=rule, verbosity=0)
     return DistributedDataParallel(model, gradient_as_bucket_view=views), optimizer
@@ -50,7 +51,7 @@ def initialized(case):
 
 def accumulate(ddp, optimizer, rank, case, spoil=None):
     """All micro-batches of one step; ``spoil`` is the (rank, micro-batch) whose loss is infinite."""
-    _, delayed, no_sync, _, _ = CASES[case]
+    _, delayed, no_sync, _, _, _ = CASES[case]
     for index, (x, y) in enumerate(data(rank)):
         last = index == MICRO_BATCHES - 1
         if no_sync and not last:

@@ -51,13 +51,15 @@ class Float32Value:
         """Whether neither a counted write nor ``p.data = ...`` has changed ``lower`` since they agreed."""
         return self.lower_version == lower._version and self.lower_ptr == lower.data_ptr()
 
-    @torch.no_grad()
     def settle(self, lower: torch.Tensor) -> None:
         """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
         if self.value is None or self.value._version != self.value_version:
             return  # What was written to the value is newer, and reaches the model before its next forward.
-        if self.counted and self.lower_id == id(lower) and self.is_unwritten(lower):
-            return
+        if not (self.counted and self.lower_id == id(lower) and self.is_unwritten(lower)):
+            self._take_over(lower)
+
+    @torch.no_grad()
+    def _take_over(self, lower: torch.Tensor) -> None:
         local = self.value.to(lower.device)
         self.value.copy_(torch.where(local.to(lower.dtype) == lower, local, lower.float()))
         self.agree(lower)

@@ -1,0 +1,260 @@
+"""What comes after the backward pass, with FusedAdam at O2 and O5, beside torch.autocast's way of doing it.
+
+    python benchmarks/bench_optimizer_step.py [--rounds 20] [--device cpu] [--dtype bfloat16] [--small]
+
+First the part after backward alone (exit of `scale_loss`, clipping, step) on the 148 tensors of GPT-2 small, against
+GradScaler, torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW(fused=True) on float32 gradients. Then whole steps of six
+Linear(2048, 2048) with a batch of 8 and four micro-batches, against torch.autocast. All contenders take turns, round
+after round, and medians are printed: what else the machine does hits all alike.
+"""
+
+import argparse
+import statistics
+import time
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampkit
+from ampkit.optimizers import FusedAdam
+
+SETTINGS = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+WARM_UP = 3
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="lower precision (default: %(default)s)")
+    parser.add_argument("--small", action="store_true", help="a hundredth of the size, to see that it runs")
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+
+    print(f"{ampkit.kernels.implementation()}")
+    contenders = {"autocast": Autocast(args.device, args.small)}
+    contenders |= {level: Ours(level, args.device, dtype, args.small) for level in ("O2", "O5")}
+    first = contenders["autocast"]
+    print(f"After backward: {len(first.params)} tensors, {first.elements / 1e6:.1f} M parameters on {args.device}")
+    print(f"{'contender':<12}{'clipping':>10}{'ms':>9}{'ratio':>8}{'bytes each':>12}{'host reads':>12}")
+    for clips in (True, False):
+        times = interleaved(
+            {name: lambda one=one: one.run(clips) for name, one in contenders.items()}, args.rounds, args.device
+        )
+        for name, one in contenders.items():
+            print(f"{name:<12}{'yes' if clips else 'no':>10}{times[name] * 1e3:>9.2f}", end="")
+            print(f"{times[name] / times['autocast']:>8.2f}{one.bytes_each():>12.1f}", end="")
+            print(f"{count_reads(lambda one=one: one.run(clips), args.device):>12}")
+    del contenders, first, one
+    ampkit.close()
+
+    steps = {
+        "autocast": autocast_steps(args.device, dtype, args.small),
+        "O5": our_steps(args.device, dtype, args.small),
+    }
+    times = interleaved(steps, args.rounds, args.device)
+    print("Whole steps: 6 x Linear(2048, 2048), batch 8, 4 micro-batches (O5 with delay_unscale=True)")
+    for name, seconds in times.items():
+        print(f"{name:<12}{'':>10}{seconds * 1e3:>9.2f}{seconds / times['autocast']:>8.2f}")
+
+
+class Gpt2(nn.Module):
+    """The parameters of GPT-2 small: 148 tensors, 124 M elements. It computes nothing here."""
+
+    def __init__(self, width=768, layers=12, vocabulary=50257, length=1024):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    nn.LayerNorm(width),
+                    nn.Linear(width, 3 * width),
+                    nn.Linear(width, width),
+                    nn.LayerNorm(width),
+                    nn.Linear(width, 4 * width),
+                    nn.Linear(4 * width, width),
+                ]
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+
+
+def gpt2(device, small):
+    torch.manual_seed(0)
+    return (Gpt2(64, 12, 5000, 128) if small else Gpt2()).to(device)
+
+
+class Contender:
+    """A model, an optimizer, and gradients that stand there as a backward pass would have left them."""
+
+    def prepare(self, model, optimizer, scale):
+        self.params, self.optimizer = list(model.parameters()), optimizer
+        self.elements = sum(p.numel() for p in self.params)
+        self.sources = [torch.randn_like(p) * (1e-3 * scale) for p in self.params]
+        self.grads = [torch.empty_like(p) for p in self.params]
+        self.loss = torch.ones((), device=self.params[0].device, requires_grad=True)
+
+    def backward(self):
+        torch._foreach_copy_(self.grads, self.sources)
+        for param, gradient in zip(self.params, self.grads):
+            param.grad = gradient
+
+    def clear(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        for param in self.params:
+            param.grad = None
+
+    def bytes_each(self):
+        self.run(True, clears=False)
+        masters = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        tensors = {id(p): p for p in self.params} | masters
+        tensors |= {id(p.grad): p.grad for p in list(tensors.values()) if p.grad is not None}
+        state = [t for s in self.optimizer.state.values() for t in s.values() if t.dim()]
+        self.clear()
+        return sum(t.untyped_storage().nbytes() for t in [*tensors.values(), *state]) / self.elements
+
+
+class Autocast(Contender):
+    """Float32 weights and gradients, GradScaler, torch's fused AdamW."""
+
+    def __init__(self, device, small):
+        model = gpt2(device, small)
+        self.scaler = torch.amp.GradScaler(torch.device(device).type)
+        self.prepare(model, torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS), self.scaler.get_scale())
+
+    def run(self, clips, clears=True):
+        self.scaler.scale(self.loss)
+        self.backward()
+        synchronize(self.loss.device)
+        start = time.perf_counter()
+        if clips:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        synchronize(self.loss.device)
+        seconds = time.perf_counter() - start
+        if clears:
+            self.clear()
+        return seconds
+
+
+class Ours(Contender):
+    """Lower-precision weights and gradients, masters, FusedAdam."""
+
+    def __init__(self, level, device, dtype, small):
+        model = gpt2(device, small)
+        optimizer = FusedAdam(model.parameters(), **SETTINGS)
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, cast_model_type=dtype, verbosity=0)
+        self.prepare(model, optimizer, ampkit.current_session().scaler(0).loss_scale)
+
+    def run(self, clips, clears=True):
+        with ampkit.scale_loss(self.loss, self.optimizer):
+            self.backward()
+            synchronize(self.loss.device)
+            start = time.perf_counter()
+        if clips:
+            ampkit.clip_grad_norm_(self.optimizer, 1.0)
+        self.optimizer.step()
+        synchronize(self.loss.device)
+        seconds = time.perf_counter() - start
+        if clears:
+            self.clear()
+        return seconds
+
+
+def linears(device, small):
+    torch.manual_seed(0)
+    width = 128 if small else 2048
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(6))).to(device)
+    return model, torch.randn(4, 8, width, device=device), torch.randn(4, 8, width, device=device)
+
+
+def autocast_steps(device, dtype, small):
+    model, xs, ys = linears(device, small)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS)
+
+    def run():
+        synchronize(device)
+        start = time.perf_counter()
+        for x, y in zip(xs, ys):
+            with torch.autocast(torch.device(device).type, dtype):
+                loss = F.mse_loss(model(x).float(), y) / 4
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    return run
+
+
+def our_steps(device, dtype, small):
+    model, xs, ys = linears(device, small)
+    optimizer = FusedAdam(model.parameters(), **SETTINGS)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", cast_model_type=dtype, verbosity=0)
+
+    def run():
+        synchronize(device)
+        start = time.perf_counter()
+        for index, (x, y) in enumerate(zip(xs, ys)):
+            loss = F.mse_loss(model(x).float(), y) / 4
+            with ampkit.scale_loss(loss, optimizer, delay_unscale=index < 3) as scaled:
+                scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    return run
+
+
+def interleaved(runs, rounds, device):
+    """Median seconds of each, taking turns; a run returns its own time."""
+    times = {name: [] for name in runs}
+    for index in range(WARM_UP + rounds):
+        for name, run in runs.items():
+            seconds = run()
+            if index >= WARM_UP:
+                times[name].append(seconds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+class Reads(TorchDispatchMode):
+    """Counts operations that hand values of a tensor to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+def count_reads(run, device):
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(warning.message) for warning in caught)
+    with Reads() as reads:
+        run()
+    return reads.count
+
+
+def synchronize(device):
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
