@@ -9,6 +9,7 @@ after round, and medians are printed: what else the machine does hits all alike.
 """
 
 import argparse
+import functools
 import statistics
 import time
 import warnings
@@ -41,21 +42,20 @@ def main():
     print(f"After backward: {len(first.params)} tensors, {first.elements / 1e6:.1f} M parameters on {args.device}")
     print(f"{'contender':<12}{'clipping':>10}{'ms':>9}{'ratio':>8}{'bytes each':>12}{'host reads':>12}")
     for clips in (True, False):
-        times = interleaved(
-            {name: lambda one=one: one.run(clips) for name, one in contenders.items()}, args.rounds, args.device
-        )
+        runs = {name: functools.partial(one.run, clips) for name, one in contenders.items()}
+        times = interleaved(runs, args.rounds)
         for name, one in contenders.items():
             print(f"{name:<12}{'yes' if clips else 'no':>10}{times[name] * 1e3:>9.2f}", end="")
             print(f"{times[name] / times['autocast']:>8.2f}{one.bytes_each():>12.1f}", end="")
-            print(f"{count_reads(lambda one=one: one.run(clips), args.device):>12}")
-    del contenders, first, one
+            print(f"{count_reads(runs[name], args.device):>12}")
+    del contenders, first, one, runs
     ampkit.close()
 
     steps = {
         "autocast": autocast_steps(args.device, dtype, args.small),
         "O5": our_steps(args.device, dtype, args.small),
     }
-    times = interleaved(steps, args.rounds, args.device)
+    times = interleaved(steps, args.rounds)
     print("Whole steps: 6 x Linear(2048, 2048), batch 8, 4 micro-batches (O5 with delay_unscale=True)")
     for name, seconds in times.items():
         print(f"{name:<12}{'':>10}{seconds * 1e3:>9.2f}{seconds / times['autocast']:>8.2f}")
@@ -213,7 +213,7 @@ def our_steps(device, dtype, small):
     return run
 
 
-def interleaved(runs, rounds, device):
+def interleaved(runs, rounds):
     """Median seconds of each, taking turns; a run returns its own time."""
     times = {name: [] for name in runs}
     for index in range(WARM_UP + rounds):
