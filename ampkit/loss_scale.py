@@ -137,7 +137,10 @@ class HostCopy:
 
     def ready(self) -> bool:
         """Whether `read` would return without waiting."""
-        return self._event.query() if self._event is not None else self._words.device.type == "cpu"
+        if self._event is None:
+            return self._words.device.type == "cpu"
+        # CUDA allows no question about an event while a graph is captured.
+        return not torch.cuda.is_current_stream_capturing() and self._event.query()
 
     def read(self) -> bytes:
         """The words; waits for them where it must."""

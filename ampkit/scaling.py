@@ -132,7 +132,8 @@ class LossScaling:
 
     def report_late(self, verdicts: list[Verdict], culprit: Callable[[Verdict], str]) -> None:
         """A step was taken or skipped on the device: log a skip when the host has learned of it."""
-        self._unreported.append((verdicts, culprit))
+        if not any(verdict.is_captured for verdict in verdicts):  # replays of a CUDA graph run without us
+            self._unreported.append((verdicts, culprit))
 
     def settle(self) -> None:
         """Wait for every verdict, and log those that nobody has read. Nothing is raised: the next `scale_loss` will."""

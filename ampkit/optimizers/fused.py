@@ -173,11 +173,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not self.counts_steps:
                 yield None, batch
                 continue
-            holders: dict[int, tuple[torch.Tensor | None, list[int]]] = {}
-            for i, param in enumerate(batch.params):
-                step = self.state[param].get("step")
-                holders.setdefault(id(step), (step, []))[1].append(i)
             one_more = batch.one_more()
+            steps = [self.state[param].get("step") for param in batch.params]
+            holders: dict[int, tuple[torch.Tensor | None, list[int]]] = {}
+            if all(step is steps[0] for step in steps):
+                holders[0] = (steps[0], list(range(len(steps))))
+            else:
+                for i, step in enumerate(steps):
+                    holders.setdefault(id(step), (step, []))[1].append(i)
             for step, indices in holders.values():
                 if step is None:
                     step = torch.zeros((), dtype=torch.float32, device=batch.device)

@@ -76,8 +76,12 @@ class FusedNovoGrad(FusedOptimizer):
         )
         if batch.found_inf is not None:
             norms = torch.where(on(batch.found_inf, norms.device) != 0, before, norms)
-        for param, norm in zip(batch.params, norms.unbind()):
-            self.state[param]["exp_avg_sq"] = norm.clone()
+        states = [self.state[param] for param in batch.params]
+        for state in states:
+            if "exp_avg_sq" not in state:
+                state["exp_avg_sq"] = norms.new_empty(())
+        # In place: a CUDA graph starts each time from where it wrote.
+        torch._foreach_copy_([state["exp_avg_sq"] for state in states], list(norms.unbind()))
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Apex keeps the norms in the group: one tensor for its float16 parameters, and one for the others."""
