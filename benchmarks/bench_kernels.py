@@ -1,9 +1,11 @@
-"""How fast the multi-tensor kernels are: GB/s beside a plain copy, and the time of the same work in plain torch.
+"""How fast the multi-tensor kernels are: GB/s beside a plain copy, and the time of the same work in public torch calls.
 
-    python benchmarks/bench_kernels.py [--parameters 124] [--device cpu] [--rounds 15]
+    python benchmarks/bench_kernels.py [--lists resnet50 gpt2 tiny] [--only adam] [--device cpu] [--rounds 11]
 
-All candidates run in turn, round after round, and medians are printed: what else the machine does hits all alike. Bytes
-are those that the operator must move: each input once, each output once.
+For each kernel, the copy, ours and torch's run in turn, round after round, and medians are printed: what else the machine
+does hits all alike. Bytes are those that the operation must move: each input read once, each output written once. The
+copy is of float32, as many bytes as the largest list has. Where torch has no fused optimizer of the kind, its foreach
+calls are the other side (ampkit/kernels/updates.py).
 """
 
 import argparse
@@ -15,103 +17,254 @@ import torch
 from ampkit import kernels
 from ampkit.kernels import reference
 
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=float, default=124, help="millions (default: %(default)s, as GPT-2 small)")
+    parser.add_argument("--lists", nargs="+", default=list(LISTS), choices=list(LISTS))
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
-
-    shapes = model_like_shapes(int(args.parameters * 1e6))
-    elements = sum(shape.numel() for shape in shapes)
-    cases = make_cases(shapes, args.device)
-    source = torch.empty(elements, device=args.device).normal_()
-    target = torch.empty_like(source)
-
-    runs = {("copy", "torch"): lambda: target.copy_(source)}
-    for name, (run, plain, _) in cases.items():
-        runs[name, "ampkit"], runs[name, "torch"] = run, plain
-    medians = interleaved_medians(runs, args.rounds, args.device)
-
-    copy_rate = elements * 8 / medians["copy", "torch"] / 1e9
-    print(f"{kernels.implementation()}")
-    print(
-        f"{elements / 1e6:.0f} M elements, {len(shapes)} tensors on {args.device}; a copy runs at {copy_rate:.1f} GB/s"
-    )
-    print(f"{'operator':<28}{'ms':>9}{'GB/s':>9}{'of copy':>9}{'torch, ms':>11}{'ratio':>8}")
-    for name, (_, _, bytes_per_element) in cases.items():
-        ours, theirs = medians[name, "ampkit"], medians[name, "torch"]
-        rate = elements * bytes_per_element / ours / 1e9
-        print(f"{name:<28}{ours * 1e3:>9.2f}{rate:>9.1f}{rate / copy_rate:>9.2f}", end="")
-        print(f"{theirs * 1e3:>11.2f}{ours / theirs:>8.2f}")
+    print(kernels.implementation())
+    for name in args.lists:
+        shapes = LISTS[name]()
+        elements = sum(shape.numel() for shape in shapes)
+        print(f"\n{name}: {len(shapes)} tensors, {elements / 1e6:.1f} M elements, on {args.device}", end="")
+        print(f", {torch.get_num_threads()} threads" if args.device == "cpu" else "")
+        print(f"{'operation':<44}{'bytes':>6}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'torch, ms':>11}{'ratio':>7}")
+        for case, (make, size) in CASES.items():
+            if args.only in case:
+                print_row(case, size, elements, *time_case(make, shapes, elements, args))
 
 
-def model_like_shapes(elements):
-    """Weights and biases in the proportions of a transformer: one large embedding, then matrices, then vectors."""
-    width = 768
-    shapes = [torch.Size((elements // 3 // width, width))]
-    while elements - sum(s.numel() for s in shapes) > 4 * width * width:
-        shapes += [torch.Size((4 * width, width)), torch.Size((width,))]
-    return shapes
+def print_row(case, size, elements, copy, ours, theirs):
+    rate, copy_rate = elements * size / ours / 1e9, elements * 8 / copy / 1e9
+    print(f"{case:<44}{size:>6}{ours * 1e3:>9.3f}{rate:>8.1f}{rate / copy_rate:>9.2f}", end="")
+    print(f"{theirs * 1e3:>11.3f}{ours / theirs:>7.2f}", flush=True)
 
 
-def make_cases(shapes, device):
-    """name: (the operator, the same in torch's best public calls, bytes per element)."""
-    lists = {
-        dtype: [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    }
-    outputs = [torch.empty(shape, device=device) for shape in shapes]
-    found_inf, one = torch.zeros(1, device=device), torch.ones(1, device=device)
-
-    def torch_unscale(inputs):
-        torch._foreach_copy_(outputs, inputs)
-        torch._amp_foreach_non_finite_check_and_unscale_(outputs, found_inf, one)
-
-    cases = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        cases[f"scale {dtype} to float32".replace("torch.", "")] = (
-            lambda inputs=lists[dtype]: kernels.multi_tensor_scale(inputs, outputs, 0.5, found_inf),
-            lambda inputs=lists[dtype]: torch_unscale(inputs),
-            6,
-        )
-    f32, bf16 = lists[torch.float32], lists[torch.bfloat16]
-    cases["scale float32 to bfloat16"] = (
-        lambda: kernels.multi_tensor_scale(f32, bf16, 1.0),
-        lambda: torch._foreach_copy_(bf16, f32),
-        6,
-    )
-    cases["scale float32 in place"] = (
-        lambda: kernels.multi_tensor_scale(f32, f32, 1.0, found_inf),
-        lambda: torch._amp_foreach_non_finite_check_and_unscale_(f32, found_inf, one),
-        8,
-    )
-    cases["axpby bfloat16, float32"] = (
-        lambda: kernels.multi_tensor_axpby(bf16, f32, f32, 0.5, 0.5, found_inf),
-        lambda: reference.multi_tensor_axpby(bf16, f32, f32, 0.5, 0.5, found_inf),
-        10,
-    )
-    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
-        cases[f"l2norm {dtype}".replace("torch.", "")] = (
-            lambda inputs=lists[dtype]: kernels.multi_tensor_l2norm(inputs),
-            lambda inputs=lists[dtype]: torch.stack(torch._foreach_norm(inputs, 2, dtype=torch.float32)).norm(),
-            size,
-        )
-    return cases
+def time_case(make, shapes, elements, args):
+    torch.manual_seed(0)
+    ours, theirs = make(shapes, args.device)
+    source, target = torch.ones(elements, device=args.device), torch.zeros(elements, device=args.device)
+    return interleaved_medians((lambda: target.copy_(source), ours, theirs), args.rounds, args.device)
 
 
 def interleaved_medians(runs, rounds, device):
-    times = {name: [] for name in runs}
+    times = [[] for _ in runs]
     for i in range(rounds + 2):
-        for name, run in runs.items():
-            start = time.perf_counter()
+        for run, seconds in zip(runs, times):
+            start = now(device)
             run()
-            if device != "cpu":
-                torch.cuda.synchronize()
             if i >= 2:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+                seconds.append(now(device) - start)
+    return [statistics.median(seconds) for seconds in times]
+
+
+def now(device):
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def resnet50_shapes():
+    """All but the last bias, which makes 160."""
+    shapes = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = [(planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)]
+            if block == 0:
+                convolutions.append((4 * planes, width, 1, 1))
+            for convolution in convolutions:
+                shapes += [convolution, convolution[:1], convolution[:1]]
+            width = 4 * planes
+    return [torch.Size(shape) for shape in [*shapes, (1000, 2048)]]
+
+
+def gpt2_shapes():
+    block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,)]
+    block += [(768, 3072), (3072,), (3072, 768), (768,)]
+    return [torch.Size(shape) for shape in [(50257, 768), (1024, 768), *block * 12, (768,), (768,)]]
+
+
+LISTS = {"resnet50": resnet50_shapes, "gpt2": gpt2_shapes, "tiny": lambda: [torch.Size((100,))] * 5000}
+
+
+def random(shapes, device, dtype=F32):
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def zeros(shapes, device, dtype=F32):
+    return [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+
+
+def flags(device):
+    """(found_inf, inverse scale)"""
+    return torch.zeros(1, device=device), torch.ones(1, device=device)
+
+
+def torch_unscale(lower, outputs, found_inf, inverse):
+    torch._foreach_copy_(outputs, lower)
+    torch._amp_foreach_non_finite_check_and_unscale_(outputs, found_inf, inverse)
+
+
+def unscale(dtype):
+    def make(shapes, device):
+        grads, outputs = random(shapes, device, dtype), zeros(shapes, device)
+        found_inf, inverse = flags(device)
+        return (
+            lambda: kernels.multi_tensor_scale(grads, outputs, inverse, found_inf),
+            lambda: torch_unscale(grads, outputs, found_inf, inverse),
+        )
+
+    return make
+
+
+def unscale_in_place(shapes, device):
+    grads = random(shapes, device)
+    found_inf, inverse = flags(device)
+    return (
+        lambda: kernels.multi_tensor_scale(grads, grads, inverse, found_inf),
+        lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse),
+    )
+
+
+def narrow(dtype):
+    def make(shapes, device):
+        masters, weights = random(shapes, device), zeros(shapes, device, dtype)
+        return (
+            lambda: kernels.multi_tensor_scale(masters, weights, 1.0),
+            lambda: torch._foreach_copy_(weights, masters),
+        )
+
+    return make
+
+
+def accumulate(shapes, device):
+    grads, sums, spare = random(shapes, device, BF16), random(shapes, device), zeros(shapes, device)
+    found_inf, inverse = flags(device)
+
+    def theirs():
+        torch_unscale(grads, spare, found_inf, inverse)
+        torch._foreach_add_(sums, spare)
+
+    return lambda: kernels.multi_tensor_axpby(grads, sums, sums, inverse, 1.0, found_inf, 0), theirs
+
+
+def norm(dtype):
+    def make(shapes, device):
+        tensors = random(shapes, device, dtype)
+        return (
+            lambda: kernels.multi_tensor_l2norm(tensors),
+            lambda: torch.stack(torch._foreach_norm(tensors, 2, dtype=F32)).norm(),
+        )
+
+    return make
+
+
+def norm_and_check(writes):
+    def make(shapes, device):
+        grads, outputs = random(shapes, device, BF16), zeros(shapes, device)
+        found_inf, inverse = flags(device)
+
+        def theirs():
+            torch_unscale(grads, outputs, found_inf, inverse)
+            return torch.stack(torch._foreach_norm(outputs, 2)).norm()
+
+        targets = outputs if writes else None
+        return lambda: kernels.multi_tensor_unscale_l2norm(grads, targets, inverse, found_inf), theirs
+
+    return make
+
+
+def step(kernel, states, settings, torch_optimizer=None):
+    """One check of the gradients and one step with masters, against check and unscale, torch's step, and copying back."""
+
+    def make(shapes, device):
+        grads, masters, weights = random(shapes, device, BF16), random(shapes, device), zeros(shapes, device, BF16)
+        moments = [zeros(shapes, device) for _ in range(states)]
+        norms = [torch.ones(len(shapes), device=device)] if kernel == "novograd" else []
+        found_inf, inverse = flags(device)
+        more = {"inv_scale": inverse, "found_inf": found_inf}
+
+        def ours():
+            _, each = kernels.multi_tensor_unscale_l2norm(grads, None, inverse, found_inf, per_tensor=bool(norms))
+            given = {"grad_norms": each} if norms else {}
+            function = getattr(kernels, f"multi_tensor_{kernel}")
+            function(grads, masters, *moments, *norms, weights, **settings, **given, **more)
+
+        outputs = zeros(shapes, device)
+        if torch_optimizer is None:
+
+            def theirs():
+                torch_unscale(grads, outputs, found_inf, inverse)
+                function = getattr(reference, f"multi_tensor_{kernel}")
+                function(outputs, masters, *moments, *norms, weights, **settings)
+
+            return ours, theirs
+
+        params = [torch.nn.Parameter(master.clone()) for master in masters]
+        for param, gradient in zip(params, outputs):
+            param.grad = gradient
+        optimizer = torch_optimizer(params)
+        found = [param.detach() for param in params]
+
+        def theirs():
+            torch_unscale(grads, outputs, found_inf, inverse)
+            optimizer.step()
+            torch._foreach_copy_(weights, found)
+
+        return ours, theirs
+
+    return make
+
+
+def fused(cls, **settings):
+    return lambda params: cls(params, fused=True, **settings)
+
+
+def scale_rule(shapes, device):
+    scale, found_inf = torch.full((1,), 2.0, device=device), torch.zeros(1, device=device)
+    counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
+    return (
+        lambda: kernels.update_scale(scale, *counters, found_inf),
+        lambda: torch._amp_update_scale_(scale, counters[0], found_inf, 2.0, 0.5, 2000),
+    )
+
+
+_ADAM = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, step=1)
+_torch = torch.optim
+#: name: (lists and device -> (ours, torch's), bytes per element)
+CASES = {
+    "scale: bfloat16 into float32, check": (unscale(BF16), 6),
+    "scale: float16 into float32, check": (unscale(F16), 6),
+    "scale: float32 in place, check": (unscale_in_place, 8),
+    "scale: float32 into bfloat16": (narrow(BF16), 6),
+    "scale: float32 into float16": (narrow(F16), 6),
+    "axpby: bfloat16 added to float32, check": (accumulate, 10),
+    "l2norm: float32": (norm(F32), 4),
+    "l2norm: bfloat16": (norm(BF16), 2),
+    "unscale_l2norm: bfloat16, check": (norm_and_check(False), 2),
+    "unscale_l2norm: bfloat16 into float32, check": (norm_and_check(True), 6),
+    "check, sgd with masters": (
+        step("sgd", 1, dict(lr=1e-3, momentum=0.9), fused(_torch.SGD, lr=1e-3, momentum=0.9)),
+        22,
+    ),
+    "check, adam with masters": (
+        step("adam", 2, dict(_ADAM, decoupled=True, weight_decay=0.01), fused(_torch.AdamW, lr=1e-3)),
+        30,
+    ),
+    "check, adagrad with masters": (
+        step("adagrad", 1, dict(lr=1e-3, eps=1e-10), fused(_torch.Adagrad, lr=1e-3)),
+        22,
+    ),
+    "check, novograd with masters": (step("novograd", 1, _ADAM), 22),
+    "check, lamb with masters": (step("lamb", 2, dict(_ADAM, weight_decay=0.01)), 42),
+    "update_scale": (scale_rule, 0),
+}
 
 
 if __name__ == "__main__":

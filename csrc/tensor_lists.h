@@ -68,8 +68,9 @@ inline bool is_dense(const Tensor& tensor) {
 }
 
 inline bool same_strides(const Tensor& x, const Tensor& y) {
-  for (int64_t d = 0; d < x.dim(); ++d)
-    if (x.size(d) != 1 && x.stride(d) != y.stride(d)) return false;
+  const auto sizes = x.sizes(), a = x.strides(), b = y.strides();
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] != 1 && a[d] != b[d]) return false;
   return true;
 }
 
@@ -81,11 +82,16 @@ class TensorLists {
     for (const NamedList& list : lists)
       AMPKIT_CHECK(list.tensors.size() == count, op, ": ", lists[0].name, " has ", count, " tensors, ", list.name,
                    " has ", list.tensors.size(), "; pass lists of one length");
+    if (count == 0) return;
+    is_cpu_ = lists[0].tensors[0].is_cpu();
+    device_index_ = lists[0].tensors[0].get_device_index();
     // All checks come before the first staging copy: an error leaves every tensor as it was.
-    for (size_t i = 0; i < count; ++i)
-      for (const NamedList& list : lists) check(lists[0], list, i);
-    flat_.reserve(count);
-    for (size_t i = 0; i < count; ++i) add(lists, i);
+    flat_.resize(count);
+    for (size_t i = 0; i < count; ++i) {
+      flat_[i].numel = lists[0].tensors[i].numel();
+      for (int k = 0; k < kDepth; ++k) flat_[i].dtype[k] = check(lists[0], lists[k], i);
+    }
+    for (size_t i = 0; i < count; ++i) locate(lists, i);
   }
 
   const std::vector<FlatTensor<kDepth>>& flat() const { return flat_; }
@@ -109,28 +115,27 @@ class TensorLists {
     }
   }
 
-  void check(const NamedList& first, const NamedList& list, size_t i) const {
+  DType check(const NamedList& first, const NamedList& list, size_t i) const {
     const Tensor& expected = first.tensors[i];
     const Tensor& found = list.tensors[i];
-    AMPKIT_CHECK(same_sizes(found, expected), op_, ": ", list.name, "[", i, "] has shape ", describe_shape(found), ", ",
-                 first.name, "[", i, "] has shape ", describe_shape(expected), "; they must be equal");
-    AMPKIT_CHECK(found.is_cpu() == first.tensors[0].is_cpu() && found.get_device_index() == first.tensors[0].get_device_index(),
-                 op_, ": ", list.name, "[", i, "] is on another device than ", first.name, "[0]; one call serves one device");
-    dtype_of(list, i);
+    AMPKIT_CHECK(&found == &expected || same_sizes(found, expected), op_, ": ", list.name, "[", i, "] has shape ",
+                 describe_shape(found), ", ", first.name, "[", i, "] has shape ", describe_shape(expected), "; they must be equal");
+    AMPKIT_CHECK(found.is_cpu() == is_cpu_ && found.get_device_index() == device_index_, op_, ": ", list.name, "[", i,
+                 "] is on another device than ", first.name, "[0]; one call serves one device");
+    return dtype_of(list, i);
   }
 
-  void add(const std::array<NamedList, kDepth>& lists, size_t i) {
-    const Tensor& first = lists[0].tensors[i];
-    bool flat = is_dense(first);
-    for (int k = 1; k < kDepth && flat; ++k) flat = same_strides(lists[k].tensors[i], first);
-    FlatTensor<kDepth> entry;
-    entry.numel = first.numel();
-    for (int k = 0; k < kDepth; ++k) {
-      entry.dtype[k] = dtype_of(lists[k], i);
-      const Tensor& tensor = lists[k].tensors[i];
-      entry.data[k] = flat ? tensor.mutable_data_ptr() : stage(tensor, lists[k].role);
+  void locate(const std::array<NamedList, kDepth>& lists, size_t i) {
+    bool flat = true;
+    for (int k = 0; k < kDepth && flat; ++k) flat = lists[k].tensors[i].is_contiguous();
+    if (!flat) {
+      flat = is_dense(lists[0].tensors[i]);
+      for (int k = 1; k < kDepth && flat; ++k) flat = same_strides(lists[k].tensors[i], lists[0].tensors[i]);
     }
-    flat_.push_back(entry);
+    for (int k = 0; k < kDepth; ++k) {
+      const Tensor& tensor = lists[k].tensors[i];
+      flat_[i].data[k] = flat ? tensor.mutable_data_ptr() : stage(tensor, lists[k].role);
+    }
   }
 
   void* stage(const Tensor& tensor, Role role) {
@@ -142,6 +147,8 @@ class TensorLists {
   }
 
   const char* op_;
+  bool is_cpu_ = true;
+  int32_t device_index_ = 0;
   std::vector<FlatTensor<kDepth>> flat_;
   std::vector<std::pair<Tensor, Tensor>> read_;  // kept alive until the kernels are done
   std::vector<std::pair<Tensor, Tensor>> written_;

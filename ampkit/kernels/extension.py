@@ -15,6 +15,8 @@ _C = importlib.import_module("ampkit._C")
 
 built_with: str = _C.torch_version
 ops = torch.ops.ampkit
+if not hasattr(ops, "multi_tensor_adam"):
+    raise ImportError("ampkit/_C was built from older sources; build it again")
 
 
 def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):

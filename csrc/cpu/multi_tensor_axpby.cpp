@@ -4,24 +4,37 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
+template <class X>
+static int32_t axpby_tile(const X* x, const float* y, float* out, int64_t n, AxpbyFunctor functor, int32_t x_mask, int32_t y_mask) {
+  int32_t highest = 0;
+#pragma GCC ivdep  // out may be x or y itself, element for element
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = widen(x[i]);
+    const int32_t of_x = magnitude_bits(value) & x_mask, of_y = magnitude_bits(y[i]) & y_mask;
+    const int32_t magnitude = of_x > of_y ? of_x : of_y;
+    highest = magnitude > highest ? magnitude : highest;
+    out[i] = functor(value, y[i]);
+  }
+  return highest;
+}
+
 // Returns whether the checked inputs of the block are finite.
 static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_x, bool check_y, bool streams) {
   const FlatTensor<3>& tensor = *block.tensor;
   streams = streams && tensor.data[2] != tensor.data[0] && tensor.data[2] != tensor.data[1];
   TileBuffer x_buffer, y_buffer, out_buffer;
+  const int32_t x_mask = check_x ? -1 : 0, y_mask = check_y ? -1 : 0;
   int32_t highest = 0;
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    const float* x = load(tensor.data[0], tensor.dtype[0], offset, n, x_buffer);
+    const Source x = source(tensor.data[0], tensor.dtype[0], offset, n, x_buffer);
     const float* y = load(tensor.data[1], tensor.dtype[1], offset, n, y_buffer);
     float* out = target(tensor.data[2], tensor.dtype[2], offset, out_buffer, streams);
-    const int32_t of_x = check_x ? highest_magnitude(x, n) : 0;
-    const int32_t of_y = check_y ? highest_magnitude(y, n) : 0;
-    highest = of_x > highest ? of_x : highest;
-    highest = of_y > highest ? of_y : highest;
-#pragma GCC ivdep  // out may be x or y itself, element for element
-    for (int64_t i = 0; i < n; ++i) out[i] = functor(x[i], y[i]);
+    const int32_t magnitude =
+        x.is_bfloat16 ? axpby_tile(static_cast<const BFloat16*>(x.data), y, out, n, functor, x_mask, y_mask)
+                      : axpby_tile(static_cast<const float*>(x.data), y, out, n, functor, x_mask, y_mask);
+    highest = magnitude > highest ? magnitude : highest;
     store(out, tensor.data[2], tensor.dtype[2], offset, n, streams);
   }
   finish_streams(streams);

@@ -10,7 +10,7 @@ static double squares_of_block(const Block<1>& block) {
   double sum = 0;
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    sum += sum_of_squares(load(tensor.data[0], tensor.dtype[0], block.offset + start, n, buffer), n).sum;
+    sum += sum_of_squares(source(tensor.data[0], tensor.dtype[0], block.offset + start, n, buffer), n).sum;
   }
   return sum;
 }

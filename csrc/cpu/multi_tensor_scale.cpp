@@ -4,6 +4,26 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
+// Returns the highest magnitude of the inputs.
+template <class In, class Out>
+static int32_t scale_tile(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
+  int32_t highest = 0;
+#pragma GCC ivdep  // out may be x itself, element for element
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = widen(x[i]);
+    const int32_t magnitude = magnitude_bits(value);
+    highest = magnitude > highest ? magnitude : highest;
+    narrow(functor(value), out[i]);
+  }
+  return highest;
+}
+
+template <class In>
+static int32_t scale_tile(const In* x, const Sink& to, int64_t n, ScaleFunctor functor) {
+  return to.is_bfloat16 ? scale_tile(x, static_cast<BFloat16*>(to.data), n, functor)
+                        : scale_tile(x, static_cast<float*>(to.data), n, functor);
+}
+
 // Returns whether all inputs of the block are finite.
 static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool streams) {
   const FlatTensor<2>& tensor = *block.tensor;
@@ -13,13 +33,12 @@ static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool stream
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    const float* x = load(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
-    float* out = target(tensor.data[1], tensor.dtype[1], offset, out_buffer, streams);
-    const int32_t magnitude = highest_magnitude(x, n);
+    const Source from = source(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
+    const Sink to = sink(tensor.data[1], tensor.dtype[1], offset, out_buffer, streams);
+    const int32_t magnitude = from.is_bfloat16 ? scale_tile(static_cast<const BFloat16*>(from.data), to, n, functor)
+                                               : scale_tile(static_cast<const float*>(from.data), to, n, functor);
     highest = magnitude > highest ? magnitude : highest;
-#pragma GCC ivdep  // out may be x itself, element for element
-    for (int64_t i = 0; i < n; ++i) out[i] = functor(x[i]);
-    store(out, tensor.data[1], tensor.dtype[1], offset, n, streams);
+    finish(to, tensor.data[1], tensor.dtype[1], offset, n, streams);
   }
   finish_streams(streams);
   return highest < kInfinityBits;

@@ -6,6 +6,20 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
+template <class In, class Out>
+static void unscale_tile(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
+#pragma GCC ivdep  // out may be x itself, element for element
+  for (int64_t i = 0; i < n; ++i) narrow(functor(widen(x[i])), out[i]);
+}
+
+template <class In>
+static void unscale_tile(const In* x, const Sink& to, int64_t n, ScaleFunctor functor) {
+  if (to.is_bfloat16)
+    unscale_tile(x, static_cast<BFloat16*>(to.data), n, functor);
+  else
+    unscale_tile(x, static_cast<float*>(to.data), n, functor);
+}
+
 static SumOfSquares unscale_block(const Block<2>& block, ScaleFunctor functor, bool writes, bool streams) {
   const FlatTensor<2>& tensor = *block.tensor;
   streams = streams && tensor.data[0] != tensor.data[1];
@@ -14,15 +28,17 @@ static SumOfSquares unscale_block(const Block<2>& block, ScaleFunctor functor, b
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    const float* x = load(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
-    const SumOfSquares squares = sum_of_squares(x, n);
+    const Source from = source(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
+    const SumOfSquares squares = sum_of_squares(from, n);
     all.sum += squares.sum;
     all.finite = all.finite && squares.finite;
     if (!writes) continue;
-    float* out = target(tensor.data[1], tensor.dtype[1], offset, out_buffer, streams);
-#pragma GCC ivdep  // out may be x itself, element for element
-    for (int64_t i = 0; i < n; ++i) out[i] = functor(x[i]);
-    store(out, tensor.data[1], tensor.dtype[1], offset, n, streams);
+    const Sink to = sink(tensor.data[1], tensor.dtype[1], offset, out_buffer, streams);
+    if (from.is_bfloat16)
+      unscale_tile(static_cast<const BFloat16*>(from.data), to, n, functor);
+    else
+      unscale_tile(static_cast<const float*>(from.data), to, n, functor);
+    finish(to, tensor.data[1], tensor.dtype[1], offset, n, streams);
   }
   finish_streams(writes && streams);
   return all;

@@ -6,6 +6,9 @@
 // target() and store() do the same on the way out, edit() and store() where a tile is updated in place. So an operator
 // over k lists needs one loop, not 3^k.
 //
+// The busiest kernels convert bfloat16 within their loop instead, which is a shift: source() and sink() leave it alone, and
+// the loop is a template over float and BFloat16.
+//
 // Outputs that nobody reads soon may be streamed: written past the caches, which saves reading their lines first.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
@@ -157,34 +160,88 @@ static inline void store(const float* values, void* data, DType dtype, int64_t o
   if (streams) stream(to, narrowed, n * 2);
 }
 
-static inline int32_t highest_magnitude(const float* values, int64_t n) {
+struct BFloat16 {
+  uint16_t bits;
+};
+
+static inline float widen(float x) { return x; }
+static inline float widen(BFloat16 x) { return float_from_bfloat16(x.bits); }
+static inline void narrow(float x, float& to) { to = x; }
+static inline void narrow(float x, BFloat16& to) { to.bits = bfloat16_from_float(x); }
+
+// Elements [offset, offset + n) as a loop reads them: float, or BFloat16 if this says so.
+struct Source {
+  const void* data;
+  bool is_bfloat16;
+};
+
+static inline Source source(const void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
+  if (dtype == DType::kBFloat16) return {static_cast<const uint16_t*>(data) + offset, true};
+  return {load(data, dtype, offset, n, buffer), false};
+}
+
+// Where a loop puts its results, as float or BFloat16; finish() brings them to their place.
+struct Sink {
+  void* data;
+  bool is_bfloat16;
+};
+
+static inline Sink sink(void* data, DType dtype, int64_t offset, TileBuffer& buffer, bool streams) {
+  if (dtype == DType::kBFloat16) return {streams ? static_cast<void*>(buffer.values) : static_cast<uint16_t*>(data) + offset, true};
+  return {target(data, dtype, offset, buffer, streams), false};
+}
+
+static inline void finish(const Sink& sink, void* data, DType dtype, int64_t offset, int64_t n, bool streams) {
+  if (!sink.is_bfloat16)
+    store(static_cast<const float*>(sink.data), data, dtype, offset, n, streams);
+  else if (streams)
+    stream(static_cast<uint16_t*>(data) + offset, sink.data, n * 2);
+}
+
+template <class T>
+static inline int32_t highest_magnitude(const T* values, int64_t n) {
   int32_t highest = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const int32_t bits = magnitude_bits(values[i]);
+    const int32_t bits = magnitude_bits(widen(values[i]));
     highest = bits > highest ? bits : highest;
   }
   return highest;
 }
 
+#if defined(__GNUC__)
+typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
+typedef uint32_t WordVector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
+typedef uint16_t HalfVector __attribute__((vector_size(2 * AMPKIT_LANES), aligned(2), may_alias));
+
+static inline __attribute__((always_inline)) Vector load_vector(const float* x) { return *reinterpret_cast<const Vector*>(x); }
+
+static inline __attribute__((always_inline)) Vector load_vector(const BFloat16* x) {
+  const WordVector bits = __builtin_convertvector(*reinterpret_cast<const HalfVector*>(x), WordVector) << 16;
+  return reinterpret_cast<const Vector&>(bits);
+}
+#else
+typedef float Vector;
+template <class T>
+static inline Vector load_vector(const T* x) {
+  return widen(*x);
+}
+#endif
+
 // The squares of a tile, float32 over sixty-four lanes whatever the instruction set, so that the bits are the same. All
 // values are finite where the sum is safe; only otherwise they are looked at again (functors/multi_tensor_l2norm.h).
-static inline SumOfSquares sum_of_squares(const float* x, int64_t n) {
-#if defined(__GNUC__)
-  typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
-#else
-  typedef float Vector;
-#endif
+template <class T>
+static inline SumOfSquares sum_of_squares(const T* x, int64_t n) {
   constexpr int kSums = 64, kWidth = sizeof(Vector) / 4, kVectors = kSums / kWidth;
   Vector sums[kVectors] = {};
   int64_t i = 0;
   for (; i + kSums <= n; i += kSums)
     for (int k = 0; k < kVectors; ++k) {
-      const Vector v = *reinterpret_cast<const Vector*>(x + i + k * kWidth);
+      const Vector v = load_vector(x + i + k * kWidth);
       sums[k] += v * v;
     }
   float lanes[kSums];
   __builtin_memcpy(lanes, sums, sizeof(lanes));
-  for (int k = 0; i + k < n; ++k) lanes[k] += x[i + k] * x[i + k];
+  for (int k = 0; i + k < n; ++k) lanes[k] += widen(x[i + k]) * widen(x[i + k]);
   for (int width = kSums / 2; width > 0; width /= 2)
     for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
   if (is_safe(lanes[0])) return {lanes[0], true};
@@ -193,11 +250,16 @@ static inline SumOfSquares sum_of_squares(const float* x, int64_t n) {
   const SquareFunctor square;
   double wide[16] = {};
   for (i = 0; i + 16 <= n; i += 16)
-    for (int k = 0; k < 16; ++k) wide[k] += square(x[i + k]);
-  for (int k = 0; i + k < n; ++k) wide[k] += square(x[i + k]);
+    for (int k = 0; k < 16; ++k) wide[k] += square(widen(x[i + k]));
+  for (int k = 0; i + k < n; ++k) wide[k] += square(widen(x[i + k]));
   for (int width = 8; width > 0; width /= 2)
     for (int k = 0; k < width; ++k) wide[k] += wide[k + width];
   return {wide[0], finite};
+}
+
+static inline SumOfSquares sum_of_squares(const Source& from, int64_t n) {
+  return from.is_bfloat16 ? sum_of_squares(static_cast<const BFloat16*>(from.data), n)
+                          : sum_of_squares(static_cast<const float*>(from.data), n);
 }
 
 }  // namespace AMPKIT_CAPABILITY
