@@ -90,6 +90,7 @@ SAMPLES: dict[str, tuple[Callable, Callable[[], Inputs]]] = {
     **elementwise("reciprocal", low=1e-5, high=1.0),
     **elementwise("tan", low=-1.57, high=1.57),
     "pow": (lambda x: torch.pow(x, 2), lambda: (normal(4096, scale=100.0),)),
+    "gelu": (F.gelu, lambda: (normal(4096, scale=3.0),)),
     "softplus": (F.softplus, lambda: (normal(4096, scale=4.0),)),
     "softmax": (lambda x: F.softmax(x, -1), lambda: (normal(64, 1000, scale=4.0),)),
     "log_softmax": (lambda x: F.log_softmax(x, -1), lambda: (normal(64, 1000, scale=4.0),)),
@@ -233,10 +234,12 @@ def short(path: str, name: str) -> str:
 
 
 def choices() -> dict[str, tuple[str, str, RuleGroup]]:
-    """The functions on which torch's lists disagree: what CUDA's says, what the CPU's says, and the default's group."""
-    cuda, cpu, default = kinds(CUDA_LIST), kinds(CPU_LIST), kinds(DEFAULT)
+    """The functions on which torch's lists disagree, or the default and Apex: what CUDA's list says, what the CPU's says,
+    and the default's group.
+    """
+    cuda, cpu, default, apex = kinds(CUDA_LIST), kinds(CPU_LIST), kinds(DEFAULT), kinds(APEX_ONLY)
     found = {}
-    for key in {**cuda, **cpu}:
+    for key in {**cuda, **cpu, **apex}:
         path, name = key
         group = default.get(key)
         if (
@@ -246,10 +249,10 @@ def choices() -> dict[str, tuple[str, str, RuleGroup]]:
         ):
             continue
         says = [WORDS[table[key].kind] if key in table else "-" for table in (cuda, cpu)]
-        matters = {*says, WORDS[group.kind]} & {"lower", "fp32"}
+        matters = key in apex or {*says, WORDS[group.kind]} & {"lower", "fp32"}
         # torch.nn.functional's row is the one that layers meet.
         known = short(*key) in found and path != "torch.nn.functional"
-        if says[0] != says[1] and matters and not known:
+        if (key in apex or says[0] != says[1]) and matters and not known:
             found[short(*key)] = (*says, group)
     return dict(sorted(found.items(), key=lambda item: (item[1][2].kind.name, item[1][2].reason, item[0])))
 
@@ -394,7 +397,7 @@ as they are.
 
 ```python
 ampkit.initialize(model, optimizer, policy="apex")  # or "autocast"
-ampkit.initialize(model, optimizer, policy={{"torch.nn.functional.gelu": "lower"}})
+ampkit.initialize(model, optimizer, policy={{"torch.nn.functional.gelu": "fp32"}})
 ampkit.initialize(model, optimizer, policy=ampkit.Policy("apex", {{"torch.exp": "native"}}, banned="fp32"))
 ```
 
@@ -415,7 +418,8 @@ can overflow float16 from ordinary inputs, or loses accuracy, or has no kernel. 
 list and so computes in the precision of its inputs. The last columns are relative errors against float64 of result / gradient,
 measured on the CPU; rounding the result alone gives about 2e-04 in float16 and 2e-03 in bfloat16. Rows of Apex's are kept where
 rounding is all they save: the results of these functions are what losses and statistics are made of, and scripts written
-for Apex count on float32.
+for Apex count on float32. gelu is the exception: no list of torch's knows it, and it is an activation, whose result goes
+to the next layer.
 
 {choices}
 

@@ -47,8 +47,6 @@ CASES = {
     "rms_norm": ((64, 96), [(96,)], lambda x, w: F.rms_norm(x, (96,), w)),
     "rms_norm over two, with eps": ((8, 6, 16), [(6, 16)], lambda x, w: F.rms_norm(x, (6, 16), w, eps=1e-2)),
     "torch.rms_norm without weights": ((64, 96), [], lambda x: torch.rms_norm(x, (96,))),
-    "gelu": ((64, 96), [], lambda x: F.gelu(x)),
-    "gelu by tanh": ((64, 96), [], lambda x: F.gelu(x, approximate="tanh")),
     "cross_entropy": ((64, 96), [], classes("mean")),
     "cross_entropy, sum": ((64, 96), [], classes("sum", IGNORING)),
     "cross_entropy, none": ((64, 96), [], classes("none", IGNORING)),
@@ -57,7 +55,7 @@ CASES = {
     "cross_entropy of pixels": ((4, 6, 2, 5), [], classes("mean", PIXELS)),
 }
 SAVING = {
-    "layer_norm", "layer_norm by keywords", "torch.layer_norm", "group_norm", "rms_norm", "gelu", "cross_entropy",
+    "layer_norm", "layer_norm by keywords", "torch.layer_norm", "group_norm", "rms_norm", "cross_entropy",
 }  # fmt: skip
 
 

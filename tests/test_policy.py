@@ -22,7 +22,7 @@ APEX_LOWER = {
     torch.Tensor: "__matmul__ prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm",
 }
 APEX_FP32 = {
-    torch.nn.functional: "interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm "
+    torch.nn.functional: "interpolate grid_sample softplus softmin log_softmax softmax layer_norm group_norm "
     "local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy "
     "hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss "
     "multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss "
@@ -232,9 +232,9 @@ POOLED = {
 }
 BF16, F32 = torch.bfloat16, torch.float32
 EXPECTED = {
-    "default": {"max_pool3d": BF16, "adaptive_max_pool3d": BF16, "gelu": F32, "tensordot": BF16},
-    "autocast-cpu": {"max_pool3d": F32, "adaptive_max_pool3d": F32, "gelu": F32, "tensordot": BF16},
-    "autocast-cuda": {"max_pool3d": BF16, "adaptive_max_pool3d": BF16, "gelu": F32, "tensordot": F32},
+    "default": {"max_pool3d": BF16, "adaptive_max_pool3d": BF16, "gelu": BF16, "tensordot": BF16},
+    "autocast-cpu": {"max_pool3d": F32, "adaptive_max_pool3d": F32, "gelu": BF16, "tensordot": BF16},
+    "autocast-cuda": {"max_pool3d": BF16, "adaptive_max_pool3d": BF16, "gelu": BF16, "tensordot": F32},
     "apex": {"max_pool3d": BF16, "adaptive_max_pool3d": BF16, "gelu": F32, "tensordot": BF16},
 }
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Log = Callable[[Tensor], None]
 
-_WORTHWHILE = 1 << 14
+_WORTHWHILE = 1 << 16
 
 # Bound before anything is patched.
 _grad_enabled = torch.is_grad_enabled
@@ -40,7 +40,6 @@ _native_layer_norm = torch.native_layer_norm
 _native_group_norm = torch.native_group_norm
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
-_gelu_backward = torch.ops.aten.gelu_backward.default
 
 
 def without_copies(
@@ -60,7 +59,6 @@ def _saving_the_input(
 ) -> Callable:
     suspended = casting.suspended
     device_types = casting.device_types
-    computed = computation.by_position(original)
 
     def save_the_input(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
@@ -83,7 +81,7 @@ def _saving_the_input(
         if log is not None:
             log(x)
         try:
-            return _Float32Inside.apply(computation, computed, x, *rest)
+            return _Float32Inside.apply(computation, original, x, *rest)
         except (IndexError, RuntimeError):  # so has it here
             return wrapper(*args, **kwargs)
 
@@ -138,11 +136,10 @@ class _Float32Inside(torch.autograd.Function):
     def forward(ctx: Any, computation: _Computation, original: Callable, x: Tensor, *rest: Any) -> Tensor:
         result, statistics = computation.forward(original, x.float(), *rest)
         ctx.computation, ctx.original = computation, original
-        ctx.recomputes = statistics is None
         # Tensors go where the hooks on saved tensors see them.
         ctx.rest = [None if isinstance(value, Tensor) else value for value in rest]
         ctx.places = [index for index, value in enumerate(rest) if isinstance(value, Tensor)]
-        ctx.save_for_backward(x, *(rest[index] for index in ctx.places), *(statistics or ()))
+        ctx.save_for_backward(x, *(rest[index] for index in ctx.places), *statistics)
         return result
 
     @staticmethod
@@ -153,7 +150,7 @@ class _Float32Inside(torch.autograd.Function):
             rest[index] = tensor
         statistics = saved[len(ctx.places) :]
         needed = ctx.needs_input_grad[2:]
-        if _grad_enabled() or ctx.recomputes:
+        if _grad_enabled() or not statistics:
             gradients = _recomputed_gradients(ctx.original, grad, needed, x, rest)
         else:
             gradients = ctx.computation.backward(grad, needed, statistics, x, *rest)
@@ -178,15 +175,13 @@ class _Computation(NamedTuple):
     """One function: how its arguments are called, when it is done here, and how.
 
     ``bind`` takes what the function takes and gives it in order, ``forward`` gives the result and what ``backward`` needs
-    beside the arguments; where that is None, the forward pass is done again instead. ``by_position`` makes the function
-    take its arguments as ``bind`` gives them.
+    beside the arguments; where that is nothing, the forward pass is done again instead.
     """
 
     bind: Callable[..., tuple]
     applies: Callable[..., bool]
-    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...] | None]]
+    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
     backward: Callable[..., tuple[Tensor | None, ...]]
-    by_position: Callable[[Callable], Callable] = lambda function: function
 
 
 def _are_float32(*weights: Tensor | None) -> bool:
@@ -272,7 +267,7 @@ def _rms_norm_applies(x, shape, weight, eps):
 
 def _rms_norm(original, x, shape, weight, eps):
     if not x.is_cpu:  # one kernel does it all there
-        return original(x, shape, weight, eps), None
+        return original(x, shape, weight, eps), ()
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     rstd = x.square().mean(_last(shape), keepdim=True).add_(eps).rsqrt_()
     result = x.mul_(rstd)
@@ -345,31 +340,7 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
     return dx.to(x.dtype), *(None,) * 7
 
 
-# -- gelu
-
-
-def _bind_gelu(input, *, approximate="none"):
-    return input, approximate
-
-
-def _gelu_applies(x, approximate):
-    return True
-
-
-def _gelu_by_position(function):
-    return lambda x, approximate: function(x, approximate=approximate)
-
-
-def _gelu(original, x, approximate):
-    return original(x, approximate), ()
-
-
-def _gradients_of_gelu(grad, needed, statistics, x, approximate):
-    return _gelu_backward(grad, x.float(), approximate=approximate).to(x.dtype), None
-
-
 _COMPUTATIONS = {
-    "gelu": _Computation(_bind_gelu, _gelu_applies, _gelu, _gradients_of_gelu, _gelu_by_position),
     "layer_norm": _Computation(_bind_layer_norm, _layer_norm_applies, _layer_norm, _gradients_of_layer_norm),
     "group_norm": _Computation(_bind_group_norm, _group_norm_applies, _group_norm, _gradients_of_group_norm),
     "rms_norm": _Computation(_bind_rms_norm, _rms_norm_applies, _rms_norm, _gradients_of_rms_norm),

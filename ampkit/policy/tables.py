@@ -51,7 +51,7 @@ APEX = (
         LOWER, (VF, TORCH), ("rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell"), "matrix products and gates"
     ),
     RuleGroup(FP32, F, ("interpolate", "grid_sample"), "coordinates need more than 8 or 11 bits"),
-    RuleGroup(FP32, F, ("softplus", "softmin", "log_softmax", "softmax", "gelu"), "built on exp"),
+    RuleGroup(FP32, F, ("softplus", "softmin", "log_softmax", "softmax"), "built on exp"),
     RuleGroup(
         FP32,
         F,
@@ -331,9 +331,16 @@ TODAY = (
         ("concat", "concatenate", "hstack", "vstack", "dstack", "outer", "ger", "kron", "where", "maximum", "minimum"),
         "torch promotes by itself",
     ),
+    RuleGroup(
+        NATIVE,
+        F,
+        ("gelu",),
+        "computes in float32 inside and rounds its result once, as a matrix product after it would",
+    ),
 )
 
 APEX_ONLY = (
+    RuleGroup(FP32, F, ("gelu",), "built on exp; Apex had it in float32"),
     RuleGroup(FP32, TENSOR, ("cpu",), "Apex brought tensors to the host as float32; scripts then call numpy()"),
 )
 
