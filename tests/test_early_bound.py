@@ -20,7 +20,7 @@ import torch
 from engines import o1
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.functional import gelu, linear, softmax
+from torch.nn.functional import linear, softmax, softplus
 from torch.utils.data import DataLoader, Dataset
 
 import ampkit
@@ -88,12 +88,12 @@ def test_modules_attributes_follow_and_come_back(holder, owner, name, module):
 def test_attributes_of_submodules_follow_and_come_back(holder):
     make, find = HOLDERS[holder]
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
-    model[1][0].held = make(F.gelu)
-    original = F.gelu
+    model[1][0].held = make(F.softplus)
+    original = F.softplus
     ampkit.initialize(model, opt_level="O1", verbosity=0)
-    assert find(model[1][0].held) is F.gelu is not original
+    assert find(model[1][0].held) is F.softplus is not original
     ampkit.close()
-    assert find(model[1][0].held) is F.gelu is original
+    assert find(model[1][0].held) is F.softplus is original
 
 
 def test_from_imports_are_cast():
@@ -101,15 +101,15 @@ def test_from_imports_are_cast():
     with o1():
         assert linear(X, W).dtype is torch.bfloat16
         assert softmax(X.bfloat16(), dim=-1).dtype is torch.float32
-        assert gelu(X.bfloat16()).dtype is torch.float32
+        assert softplus(X.bfloat16()).dtype is torch.float32
     assert linear is F.linear is torch._C._nn.linear
     assert softmax(X.bfloat16(), dim=-1).dtype is torch.bfloat16
 
 
 def test_activation_of_a_transformer_layer_is_cast():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, activation=F.gelu, dropout=0.0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, activation=F.softplus, dropout=0.0)
     ampkit.initialize(layer, opt_level="O1", verbosity=0)
-    assert layer.activation is F.gelu
+    assert layer.activation is F.softplus
     assert layer.activation(torch.ones(2).bfloat16()).dtype is torch.float32
     ampkit.close()
     assert layer.activation(torch.ones(2).bfloat16()).dtype is torch.bfloat16
@@ -139,21 +139,21 @@ def test_one_name_works_over_two_engines(module):
 
 def test_second_session_rebinds_its_model_and_the_first_keeps_its_own():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    first.act = second.act = original = F.gelu
+    first.act = second.act = original = F.softplus
     ampkit.initialize(first, opt_level="O1", verbosity=0)
     one = ampkit.current_session()
     assert second.act is original
     ampkit.initialize(second, opt_level="O1", verbosity=0)
-    assert first.act is second.act is F.gelu is not original
+    assert first.act is second.act is F.softplus is not original
     one.close()
-    assert first.act is original and second.act is F.gelu is not original
+    assert first.act is original and second.act is F.softplus is not original
     ampkit.close()
-    assert second.act is F.gelu is original
+    assert second.act is F.softplus is original
 
 
 def test_model_at_another_level_is_left():
     model = nn.Linear(3, 3)
-    model.act = original = F.gelu
+    model.act = original = F.softplus
     ampkit.initialize(model, opt_level="O2", verbosity=0)
     ampkit.initialize(nn.Linear(3, 3), opt_level="O1", verbosity=0)
     assert model.act is original
@@ -161,14 +161,14 @@ def test_model_at_another_level_is_left():
 
 def test_copies_made_meanwhile_are_given_back_wherever_they_are():
     model = nn.Linear(3, 3)
-    model.act, model.table = F.gelu, {"act": functools.partial(F.softmax, dim=-1)}
+    model.act, model.table = F.softplus, {"act": functools.partial(F.softmax, dim=-1)}
     ampkit.initialize(model, opt_level="O1", verbosity=0)
     twin = copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))
-    assert twin.act is loaded.act is F.gelu
+    assert twin.act is loaded.act is F.softplus
     ampkit.close()
     for each in (model, twin, loaded):
-        assert each.act is F.gelu and each.table["act"].func is F.softmax
+        assert each.act is F.softplus and each.table["act"].func is F.softmax
         pickle.loads(pickle.dumps(each))
 
 
@@ -323,7 +323,7 @@ def test_rebinding_keeps_nothing_alive(module):
         pass
 
     model = Held(3, 3)
-    model.act = module.act = functools.partial(F.gelu)
+    model.act = module.act = functools.partial(F.softplus)
     refs = weakref.ref(model), weakref.ref(module.act)
     ampkit.initialize(model, opt_level="O1", verbosity=0)
     keep_active = nn.Linear(1, 1)
@@ -357,22 +357,22 @@ def closure_over(function):
 
 
 class HoldsInClass:
-    act = staticmethod(F.gelu)
-    table: typing.ClassVar = {"gelu": F.gelu}
+    act = staticmethod(F.softplus)
+    table: typing.ClassVar = {"softplus": F.softplus}
 
-    def method(self, act=F.gelu):
+    def method(self, act=F.softplus):
         return act
 
-    def keyword(self, *, act=F.gelu):
+    def keyword(self, *, act=F.softplus):
         return act
 
 
-def decorated_default(x, act=F.gelu):
+def decorated_default(x, act=F.softplus):
     return act(x)
 
 
 decorated = torch.no_grad()(decorated_default)
-held_in_closure = closure_over(F.gelu)
+held_in_closure = closure_over(F.softplus)
 
 OUT_OF_REACH = {
     f"{__name__}.HoldsInClass.act (in the class)",
@@ -392,7 +392,7 @@ def nothing_logged_yet():
 
 def test_what_stays_is_logged_once_by_name(caplog, nothing_logged_yet):
     class Local(nn.Linear):
-        act = staticmethod(F.gelu)
+        act = staticmethod(F.softplus)
 
     local = f"{__name__}.{Local.__qualname__}.act (in the class)"
     with caplog.at_level(logging.INFO, logger="ampkit"):
@@ -445,15 +445,15 @@ def test_streams_name_nothing_of_ampkit():
 
 def test_model_is_saved_and_loaded_while_patched():
     model = nn.Linear(3, 3)
-    model.act, unreachable = F.gelu, Holder([Holder(F.softmax)])
-    gelu_before, softmax_before = F.gelu, F.softmax
+    model.act, unreachable = F.softplus, Holder([Holder(F.softmax)])
+    softplus_before, softmax_before = F.softplus, F.softmax
     ampkit.initialize(model, opt_level="O1", verbosity=0)
     file = io.BytesIO()
     torch.save([model, unreachable], file)
     ampkit.close()
     file.seek(0)
     loaded, holder = torch.load(file, weights_only=False)
-    assert loaded.act is gelu_before and holder.function[0].function is softmax_before
+    assert loaded.act is softplus_before and holder.function[0].function is softmax_before
     assert torch.equal(loaded.weight, model.weight)
 
 
