@@ -169,6 +169,6 @@ def test_a_training_step_needs_no_more_memory_than_under_autocast(case):
         model = make()
         step = steps_of(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), inputs(), loss_of)
         for _ in range(2):
-            step()  # state of the optimizer is made, and the libraries' own buffers
-        peaks.append(peak_bytes(step))
+            step()  # state of the optimizer is made
+        peaks.append(min(peak_bytes(step) for _ in range(3)))  # libraries make buffers of their own now and then
     assert 0 < peaks[1] <= 1.02 * peaks[0]
