@@ -318,7 +318,7 @@ def _is_ours(x: Tensor, casting: Casting) -> bool:
 
 def _is_sizes(value: Any) -> bool:
     """Whether ``value`` is a tuple or list of numbers (a stride, a normalized_shape), which holds nothing to cast."""
-    return type(value) in (tuple, list) and (not value or type(value[0]) is int)
+    return type(value) in (tuple, list) and (len(value) == 0 or type(value[0]) is int)
 
 
 def _has_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:

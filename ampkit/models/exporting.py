@@ -45,12 +45,9 @@ def _exporting(original: Any) -> Any:
         for model in initialized:
             watchers[model](model)
         program = original(mod, *args, **kwargs)
-        lowered = {tensor for model in initialized for _, _, tensor, _ in lower_entries(model)}
-        copies: dict[torch.Tensor, torch.Tensor] = {}
-        for name, tensor in program.state_dict.items():
-            if tensor in lowered:
-                copies.setdefault(tensor, _copy(tensor))
-                program.state_dict[name] = copies[tensor]
+        if any(True for model in initialized for _ in lower_entries(model)):
+            copies = {tensor: _copy(tensor) for tensor in program.state_dict.values()}
+            program.state_dict.update({name: copies[tensor] for name, tensor in program.state_dict.items()})
         return program
 
     return export

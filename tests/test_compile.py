@@ -1,0 +1,570 @@
+"""torch.compile, torch.export and torch.jit on initialized models: one graph, eager's dtypes and losses, nothing stale."""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampkit
+from ampkit.casting.tensors import tensors_in
+from ampkit.errors import ConfigurationError
+
+LEVELS = ("O1", "O2", "O5")
+
+
+class MLP(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x):  # dynamo leaves forwards of torch.nn's own classes uncompiled when they come first
+        return super().forward(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).split(width, dim=2)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary=32, width=16, layers=2, length=8):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.ModuleList(Block(width, heads=2) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, num_layers=2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def make_mlp():
+    return MLP(), torch.randn(8, 16), torch.arange(8) % 4
+
+
+def make_resnet():
+    torchvision = pytest.importorskip("torchvision")
+    return torchvision.models.resnet18(num_classes=4), torch.randn(2, 3, 32, 32), torch.arange(2)
+
+
+def make_gpt():
+    ids = torch.randint(32, (2, 9))
+    return GPT(), ids[:, :-1], ids[:, 1:]
+
+
+def make_lstm():
+    return Recurrent(), torch.randn(4, 6, 8), torch.arange(4)
+
+
+MODELS = {"mlp": make_mlp, "resnet18": make_resnet, "gpt": make_gpt, "lstm": make_lstm}
+
+
+class Graphs:
+    """A backend that counts the graphs it is given and has another one compile them."""
+
+    def __init__(self, backend="aot_eager"):
+        self.count = 0
+        self._compile = torch._dynamo.lookup_backend(backend)
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return self._compile(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def what_the_plain_model_needs(name):
+    """For an LSTM to be trained in one graph on the CPU."""
+    if name == "lstm":
+        with torch._dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=False):
+            yield
+    else:
+        yield
+
+
+def initialized(make, level, **settings):
+    """A model, its optimizer and a batch, the same numbers each time."""
+    torch.manual_seed(0)
+    model, inputs, targets = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if level is not None:
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+    return model, optimizer, inputs, targets
+
+
+def step(forward, optimizer, inputs, targets):
+    """One training step; the output and the loss."""
+    optimizer.zero_grad()
+    outputs = forward(inputs)
+    loss = F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
+    if ampkit.api.session_of(optimizer) is None:
+        loss.backward()
+    else:
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    return outputs, loss
+
+
+def train(forward, optimizer, inputs, targets, steps=3):
+    outputs, losses = zip(*(step(forward, optimizer, inputs, targets) for _ in range(steps)))
+    return [o.dtype for o in outputs], [loss.item() for loss in losses]
+
+
+def train_eagerly(make, level):
+    model, *rest = initialized(make, level)
+    try:
+        return train(model, *rest)
+    finally:
+        ampkit.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_model_trains_in_one_graph_as_it_does_uncompiled(name, level):
+    with what_the_plain_model_needs(name):
+        dtypes, losses = train_eagerly(MODELS[name], level)
+        model, *rest = initialized(MODELS[name], level)
+        graphs = Graphs()
+        compiled_dtypes, compiled_losses = train(torch.compile(model, fullgraph=True, backend=graphs), *rest)
+    assert graphs.count == 1
+    assert compiled_dtypes == dtypes
+    assert compiled_losses == pytest.approx(losses, rel=4e-3)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_inductor_trains_as_uncompiled(level):
+    dtypes, losses = train_eagerly(make_mlp, level)
+    model, *rest = initialized(make_mlp, level)
+    compiled_dtypes, compiled_losses = train(torch.compile(model, fullgraph=True), *rest)
+    assert compiled_dtypes == dtypes
+    assert compiled_losses == pytest.approx(losses, rel=1e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_are_cast_inside_the_graph_at_o1_and_not_at_o2(level):
+    model, _, inputs, _ = initialized(make_mlp, level)
+    casts = []
+
+    def look(graph, example_inputs):
+        for node in graph.graph.nodes:
+            source = node.args[0] if node.args else None
+            if str(node.target) in ("bfloat16", "to") and getattr(source, "op", "") == "placeholder":
+                casts.append(source.name)
+        return graph.forward
+
+    assert torch.compile(model, fullgraph=True, backend=look)(inputs).dtype is model(inputs).dtype
+    parameters = [name for name in casts if "parameters" in name]
+    assert len(parameters) == (6 if level == "O1" else 0), casts  # weights and biases of three linear layers
+
+
+def script_of_an_ordinary_training(forward, model, optimizer, inputs, targets, level):
+    """What may happen between two calls in a training loop."""
+    for _ in range(3):
+        step(forward, optimizer, inputs, targets)
+    model.eval()
+    with torch.no_grad():
+        forward(inputs)
+    model.train()
+    step(forward, optimizer, inputs, targets)
+    model.zero_grad()
+    step(forward, optimizer, inputs, targets)
+    if level is not None:
+        state = ampkit.state_dict()
+        state["loss_scaler0"]["loss_scale"] = 4.0
+        ampkit.load_state_dict(state)
+    step(forward, optimizer, inputs, targets)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    step(forward, optimizer, inputs, targets)
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+        next(iter(model.state_dict().values())).mul_(0.5)
+    step(forward, optimizer, inputs, targets)
+
+
+@functools.cache
+def graphs_of_an_ordinary_training(name, level):
+    model, optimizer, inputs, targets = initialized(MODELS[name], level)
+    graphs = Graphs("eager")
+    forward = torch.compile(model, fullgraph=True, backend=graphs)
+    with what_the_plain_model_needs(name):
+        script_of_an_ordinary_training(forward, model, optimizer, inputs, targets, level)
+    ampkit.close()
+    torch._dynamo.reset()
+    return graphs.count
+
+
+@pytest.mark.parametrize("level", ("O0", *LEVELS))
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_training_recompiles_no_more_than_a_plain_model(name, level):
+    plain = graphs_of_an_ordinary_training(name, None)
+    assert 1 <= graphs_of_an_ordinary_training(name, level) <= plain
+
+
+# -- before and after initialize
+
+
+def compiled_module(model):
+    return torch.compile(model, fullgraph=True, backend="eager")
+
+
+def compiled_in_place(model):
+    model.compile(fullgraph=True, backend="eager")
+    return model
+
+
+def compiled_submodule(model):
+    model[0] = torch.compile(model[0], fullgraph=True, backend="eager")
+    return model
+
+
+def compiled_function(model):
+    return torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
+
+
+# The backend that compiles fastest: how dynamo traces and guards is the same with all of them.
+HOW = (compiled_module, compiled_in_place, compiled_submodule, compiled_function)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("compiled", HOW)
+def test_compiled_before_initialize_is_as_compiled_after(compiled, called_before, level):
+    want = train_eagerly(make_mlp, level)
+    torch.manual_seed(0)
+    model, inputs, targets = make_mlp()
+    forward = compiled(model)
+    if called_before:
+        with torch.no_grad():
+            assert forward(inputs).dtype is torch.float32
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    dtypes, losses = train(forward, optimizer, inputs, targets)
+    assert dtypes == want[0] and losses == pytest.approx(want[1], rel=4e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_takes_a_compiled_model_and_returns_it(level):
+    want = train_eagerly(make_mlp, level)
+    torch.manual_seed(0)
+    model, inputs, targets = make_mlp()
+    forward = compiled_module(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    returned, optimizer = ampkit.initialize(forward, optimizer, opt_level=level, verbosity=0)
+    assert returned is forward
+    dtypes, losses = train(forward, optimizer, inputs, targets)
+    assert dtypes == want[0] and losses == pytest.approx(want[1], rel=4e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_step_compiled_with_its_loss_trains_as_uncompiled(level):
+    def loss_of(model, inputs, targets):
+        return F.cross_entropy(model(inputs), targets)
+
+    losses = {}
+    for way, function in (
+        ("eager", loss_of),
+        ("compiled", torch.compile(loss_of, fullgraph=True, backend="aot_eager")),
+    ):
+        model, optimizer, inputs, targets = initialized(make_mlp, level)
+        losses[way] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = function(model, inputs, targets)
+            with ampkit.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            losses[way].append(loss.item())
+        assert loss.dtype is torch.float32
+        ampkit.close()
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=4e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_classes_of_models_do_not_share_their_graphs(level):
+    class Other(MLP):
+        pass
+
+    with torch._dynamo.config.patch(recompile_limit=1):  # graphs kept for one function
+        for kind in (MLP, Other):
+            model = ampkit.initialize(kind(), opt_level=level, verbosity=0)
+            compiled_module(model)(torch.randn(2, 16))
+
+
+# -- nothing stale
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("compiled", HOW)
+def test_after_close_compiled_code_computes_in_float32(compiled, level):
+    model, optimizer, inputs, targets = initialized(make_mlp, level)
+    forward = compiled(model)
+    step(forward, optimizer, inputs, targets)
+    ampkit.close()
+    plain = MLP()
+    plain.load_state_dict({name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()})
+    torch.testing.assert_close(forward(inputs), plain(inputs))
+
+
+class Functions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Operators(nn.Module):
+    """Casts that dynamo leaves to methods and operators of Tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return (x @ self.weight).mm(self.weight)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make_model", [Functions, Operators])
+def test_disable_casts_and_its_end_reach_compiled_code(make_model, backend):
+    model = ampkit.initialize(make_model(), opt_level="O1", verbosity=0)
+    forward = torch.compile(model, fullgraph=True, backend=backend)
+    x = torch.randn(2, 8)
+    assert forward(x).dtype is torch.bfloat16
+    with ampkit.disable_casts():
+        assert forward(x).dtype is torch.float32
+    assert forward(x).dtype is torch.bfloat16
+    ampkit.close()
+    assert forward(x).dtype is torch.float32
+
+
+def test_another_level_reaches_compiled_code():
+    model, x = MLP(), torch.randn(2, 16)
+    forward = compiled_module(model)
+    for level, dtype in (("O1", torch.bfloat16), ("O2", torch.float32), ("O1", torch.bfloat16), ("O0", torch.float32)):
+        ampkit.initialize(model, opt_level=level, verbosity=0)
+        assert forward(x).dtype is dtype
+        assert torch.equal(forward(x), model(x))
+
+
+def write_masters(model):
+    for value in model.state_dict().values():
+        value.mul_(1.5)
+
+
+def write_weights(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+
+
+def load(model):
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def replace_data(model):
+    for param in model.parameters():
+        param.data = param.data * 1.5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("write", [write_masters, write_weights, load, replace_data])
+@pytest.mark.parametrize("compiled", HOW)
+def test_weights_written_between_two_compiled_forwards_are_seen(compiled, write, level):
+    torch.manual_seed(0)
+    model = MLP()
+    for param in model.parameters():
+        param.data = param.data.bfloat16().float()  # exact in bfloat16, and so is 1.5 times that, nearly always
+    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    forward, x = compiled(model), torch.randn(4, 16)
+    before = forward(x).float()
+    write(model)
+    after = forward(x)
+    assert not torch.allclose(after.float(), before)
+    assert torch.equal(after, model(x))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_weights_written_between_compiled_steps_reach_the_masters(level):
+    model = nn.Linear(4, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    forward = compiled_module(model)
+    forward(torch.ones(1, 4))
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    with ampkit.scale_loss(forward(torch.ones(1, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model.state_dict()["weight"].tolist() == [[1.5] * 4]  # 2 - 0.5 * 1
+
+
+def test_changed_dtype_is_refused_by_name_when_compiled():
+    model = ampkit.initialize(MLP(), opt_level="O2", verbosity=0)
+    forward, x = compiled_module(model), torch.randn(2, 16)
+    forward(x)
+    model[3].half()
+    with pytest.raises(ConfigurationError, match=r"'3\.weight' is torch\.float16"):
+        forward(x)
+
+
+def test_compiled_model_at_o2_is_not_cast_by_an_o1_session():
+    first = ampkit.initialize(MLP(), opt_level="O1", verbosity=0)
+    second = nn.Sequential(nn.Linear(16, 16), nn.Softmax(dim=-1))  # at O1 softmax would be float32
+    second = ampkit.initialize(second, opt_level="O3", cast_model_outputs=torch.bfloat16, verbosity=0)
+    x = torch.randn(2, 16)
+    assert torch.equal(compiled_module(second)(x), second(x))
+    assert compiled_module(first)(x).dtype is torch.bfloat16
+
+
+def test_code_on_disk_is_kept_apart_by_what_is_cast():
+    def tag():
+        return torch.compiler.config.cache_key_tag
+
+    tags = [tag()]
+    for settings in (
+        {"opt_level": "O1"},
+        {"opt_level": "O1", "patch_torch_functions_type": torch.float16},
+        {"opt_level": "O1", "policy": "apex"},
+    ):
+        model = ampkit.initialize(MLP(), verbosity=0, **settings)
+        tags.append(tag())
+        with ampkit.disable_casts():
+            assert tag() == tags[0]
+        del model
+        ampkit.close()
+        assert tag() == tags[0]
+    assert len(set(tags)) == 4
+
+
+# -- copies, containers
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_deep_copy_of_a_model_compiles(level):
+    model, optimizer, inputs, targets = initialized(make_mlp, level)
+    step(compiled_module(model), optimizer, inputs, targets)
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(torch.compile(twin, backend="aot_eager")(inputs), twin(inputs))
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Record:
+    logits: torch.Tensor
+    count: int
+
+
+class Contained(nn.Module):
+    def __init__(self, container):
+        super().__init__()
+        self.linear, self.container = nn.Linear(4, 4), container
+
+    def forward(self, x, extra=None):
+        y = self.linear(x) + extra["y"]
+        return self.container(y)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "container",
+    [lambda y: (y, y), lambda y: [y, 1], lambda y: {"y": y, "n": None}, lambda y: Pair(y, y), lambda y: Record(y, 2)],
+)
+def test_containers_pass_in_and_out_of_one_graph(container, level):
+    model = ampkit.initialize(Contained(container), opt_level=level, verbosity=0)
+    x, extra = torch.randn(2, 4), {"y": torch.randn(2, 4)}
+    want, got = model(x, extra=extra), torch.compile(model, fullgraph=True, backend="eager")(x, extra=extra)
+    assert type(got) is type(want)
+    for a, b in zip(tensors_in(got), tensors_in(want), strict=True):
+        assert a.dtype is b.dtype and torch.equal(a, b)
+
+
+# -- export, trace, script
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_exported_program_holds_the_casts_and_outlives_the_session(level, strict):
+    model, _, inputs, _ = initialized(make_mlp, level)
+    want = model(inputs)
+    program = torch.export.export(model, (inputs,), strict=strict)
+    assert torch.equal(program.module()(inputs), want)
+    assert torch.bfloat16 in {node.meta["val"].dtype for node in program.graph.nodes if "linear" in node.name}
+    ampkit.close()
+    assert torch.equal(program.module()(inputs), want)
+    assert model(inputs).dtype is torch.float32
+
+
+def test_export_sees_masters_written_since_the_last_forward():
+    model = nn.Linear(4, 4, bias=False)
+    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    model.state_dict()["weight"].fill_(0.5)
+    program = torch.export.export(model, (torch.ones(1, 4),))
+    assert program.module()(torch.ones(1, 4)).tolist() == [[2.0] * 4]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_traced_model_computes_as_the_model(level):
+    model, _, inputs, _ = initialized(make_mlp, level)
+    want = model(inputs)
+    traced = torch.jit.trace(model, (inputs,))
+    assert torch.equal(traced(inputs), want)
+    if level == "O1":
+        ampkit.close()
+        assert torch.equal(traced(inputs), want)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_script_of_an_initialized_model_says_what_to_do(level):
+    model = ampkit.initialize(MLP(), opt_level=level, verbosity=0)
+    with pytest.raises(ConfigurationError, match=r"torch\.export\.export"):
+        torch.jit.script(nn.Sequential(model))
+    ampkit.close()
+    assert torch.jit.script(model)(torch.randn(2, 16)).dtype is torch.float32
