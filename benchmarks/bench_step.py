@@ -1,10 +1,11 @@
 """A whole training step at O1 beside torch.autocast with GradScaler: time, and bytes kept for the backward pass.
 
-    python benchmarks/bench_step.py [--rounds 30] [--device cpu] [--dtype bfloat16] [--only gpt]
+    python benchmarks/bench_step.py [--rounds 30] [--device cpu] [--dtype bfloat16] [--only gpt] [--compile]
 
 Each contender trains in a process of its own, since O1 patches torch for the whole process. The processes take turns,
 step by step, so that another job on the machine disturbs both alike; figures are medians over the rounds, after a
 warm-up. Bytes are those of all tensors that autograd saves in one step, each storage counted once, parameters left out.
+With ``--compile`` both compile their models with torch.compile; the autocast region is then around the compiled call.
 """
 
 import argparse
@@ -108,7 +109,7 @@ CONTENDERS = ("ampkit", "autocast")
 class Trainer:
     """One contender's model, and one step of it."""
 
-    def __init__(self, contender, case, device, dtype):
+    def __init__(self, contender, case, device, dtype, compiled):
         torch.manual_seed(0)
         self.model, batches, self.loss_name = make_case(case)
         self.model.to(device)
@@ -125,6 +126,9 @@ class Trainer:
         else:
             self.scaler = torch.amp.GradScaler(device.type)
             self.step = self.step_of_autocast
+        if compiled:
+            torch._dynamo.config.allow_rnn = True
+            self.model = torch.compile(self.model, fullgraph=True)
 
     def step_of_ampkit(self):
         import ampkit
@@ -173,23 +177,23 @@ class Trainer:
             torch.cuda.synchronize(self.device)
 
 
-def serve(connection, contender, case, device, dtype, threads):
+def serve(connection, contender, case, device, dtype, compiled, threads):
     """Steps when told to, until told to stop: the body of a contender's process."""
     torch.set_num_threads(threads)
     with contextlib.suppress(EOFError):
-        trainer = Trainer(contender, case, torch.device(device), dtype)
+        trainer = Trainer(contender, case, torch.device(device), dtype, compiled)
         while (task := connection.recv()) != "stop":
             connection.send(getattr(trainer, task)())
 
 
-def compare(case, rounds, device, dtype):
+def compare(case, rounds, device, dtype, compiled=False):
     """{contender: (median seconds, bytes saved)}, and the median and quartiles of the ratios of neighbouring steps."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for contender in CONTENDERS:
         pipes[contender], theirs = context.Pipe()
         process = context.Process(
-            target=serve, args=(theirs, contender, case, device, dtype, torch.get_num_threads()), daemon=True
+            target=serve, args=(theirs, contender, case, device, dtype, compiled, torch.get_num_threads()), daemon=True
         )
         process.start()
         processes.append(process)
@@ -218,12 +222,13 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--only", choices=CASES, action="append", help="one of the cases; may be given several times")
+    parser.add_argument("--compile", action="store_true", help="compile both models")
     args = parser.parse_args()
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     print(f"torch {torch.__version__}, {device}, {args.dtype}, {torch.get_num_threads()} threads, {args.rounds} rounds")
     print(f"{'step of':<14}{'autocast':>12}{'O1':>12}{'ratio':>8}{'quartiles':>14}{'saved MB':>18}{'ratio':>8}")
     for case in args.only or CASES:
-        found, (low, ratio, high) = compare(case, args.rounds, device, dtype)
+        found, (low, ratio, high) = compare(case, args.rounds, device, dtype, args.compile)
         (ours, our_bytes), (theirs, their_bytes) = found["ampkit"], found["autocast"]
         print(
             f"{case:<14}{theirs * 1e3:>9.2f} ms{ours * 1e3:>9.2f} ms{ratio:>8.2f}{low:>8.2f}-{high:.2f}"
