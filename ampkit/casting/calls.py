@@ -76,6 +76,14 @@ def is_held_by_others(function: Callable) -> bool:
     return sys.getrefcount(function) > _references.get(id(function), 0)
 
 
+def tables_of_dynamo() -> tuple[dict, dict]:
+    """Where dynamo keeps what it was told about the functions that last as long as the process."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables import PolyfilledFunctionVariable
+
+    return get_torch_obj_rule_map(), PolyfilledFunctionVariable._get_polyfill_handlers()
+
+
 class _Place(NamedTuple):
     call: Any
     function: Callable

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from .calls import is_held_by_others
+from .calls import is_held_by_others, tables_of_dynamo
 
 _logger = logging.getLogger("ampkit")
 
@@ -263,8 +263,9 @@ def swap_in_holders(swap: Swap) -> None:
 
     This walks the heap, once. It is for the undo: copies of a model, say, that were made while torch was patched.
     """
+    left_alone = {id(swap._old), *map(id, tables_of_dynamo())}
     for holder in gc.get_referrers(*swap._old):
-        if holder is swap._old:
+        if id(holder) in left_alone or (type(holder) is dict and "__torch_dynamo_original__" in holder):
             continue
         if type(holder) is functools.partial:
             swap._in_partial(holder)
