@@ -54,9 +54,7 @@ CASES = {
     "cross_entropy, ignore_index": ((64, 96), [], classes("mean", ignore_index=5)),
     "cross_entropy of pixels": ((4, 6, 2, 5), [], classes("mean", PIXELS)),
 }
-SAVING = {
-    "layer_norm", "layer_norm by keywords", "torch.layer_norm", "group_norm", "rms_norm", "cross_entropy",
-}  # fmt: skip
+SAVING = ("layer_norm", "layer_norm by keywords", "torch.layer_norm", "group_norm", "rms_norm", "cross_entropy")
 
 
 @pytest.fixture(autouse=True)
