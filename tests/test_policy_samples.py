@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from autocast_lists import lists
 from engines import o1
 
 from ampkit.casting.tensors import map_tensors, tensors_in
 from ampkit.policy import CastKind, Policy
-
-lists = pytest.importorskip("torch.testing._internal.autocast_test_lists", reason="needs expecttest")
 
 LOW = (torch.float16, torch.bfloat16)
 OWNERS = {torch: "torch", F: "torch.nn.functional", torch.linalg: "torch.linalg", torch.Tensor: "torch.Tensor"}

@@ -7,7 +7,8 @@ engine after the other: what dynamo was told about a function, it cannot be told
 Note [three shapes]
     A built-in function of a module becomes a built-in function, a built-in method of Tensor a method descriptor: they
     bind, pickle and cost what torch's own do. A function written in Python stays one, since a built-in function cannot
-    show its signature, and calls the C++ wrapper.
+    show its signature, and calls the C++ wrapper; and so does one whose own name (``linalg_norm``) is not the one it is
+    found, and pickled, under.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class FastCalls:
         place.call.bind(kind.name, original, self._control, wrapper, target, store, cast_weight)
         _traced[place.key] = wrapper
         self._bound.append((place, original))
-        return _written_in_python(place.function, wrapper) if isinstance(original, FunctionType) else place.function
+        in_python = isinstance(original, FunctionType) or original.__name__ != name
+        return _written_in_python(place.function, wrapper) if in_python else place.function
 
     def close(self) -> None:
         """What somebody kept of these wrappers calls straight through from now on."""
