@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -306,13 +306,13 @@ def close() -> None:
 
 def _session_for(optimizers: Sequence[Any]) -> Session | None:
     """The session that owns these optimizers; None where the newest session is disabled and they are nobody's."""
-    sessions = _unique(session_of(optimizer) for optimizer in optimizers)
-    strangers = [optimizer for optimizer in optimizers if session_of(optimizer) is None]
+    owners = [session_of(optimizer) for optimizer in optimizers]
+    sessions = _unique(owners)
     newest = current_session()
     if not sessions and newest is not None and not newest.plan.enabled:
         return None
-    if strangers:
-        raise not_initialized(strangers[0])
+    if None in owners:
+        raise not_initialized(optimizers[owners.index(None)])
     if not sessions:
         raise NotInitializedError("scale_loss was given no optimizer. Pass the optimizer, or a list of optimizers.")
     if len(sessions) > 1:
@@ -336,5 +336,5 @@ def _all_scalers() -> list[LossScaler]:
     return [scaler for one in live_sessions for scaler in one.scalers]
 
 
-def _unique(sessions: Iterator[Session | None]) -> list[Session]:
+def _unique(sessions: Iterable[Session | None]) -> list[Session]:
     return list(dict.fromkeys(one for one in sessions if one is not None))

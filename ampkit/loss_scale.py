@@ -1,9 +1,8 @@
 """The loss scale: the number that the loss is multiplied by, and the rule by which it moves.
 
 `StaticScaler` and `DynamicScaler` have the same verbs, so that nobody asks which one they hold. The state of a dynamic
-scale lives where the gradients are: the kernels write their findings into a `Check`, `LossScaler.judge` moves the scale by
-a launch, and nothing waits. The host learns of it from a `Verdict`, whose numbers travel behind the launches and are
-read when somebody asks for them, or when they have arrived.
+scale lives where the gradients are: `LossScaler.judge` moves it by a launch, as a `findings.Check` says, and nothing waits.
+The host learns of it from a `findings.Verdict`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from . import kernels
 from .errors import CheckpointError, ConfigurationError, LossScaleError
+from .findings import Check, Outcome, Verdict
 from .logs import logger
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
@@ -67,141 +67,6 @@ def _is_positive(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-class Check:
-    """What is found out about the gradients of one ``scale_loss``, in one small tensor on their device.
-
-    ``found_inf`` (float32, shape [1]) is the flag that kernels write. `watch` gives the place where they write the index of
-    the first tensor of a list that is not finite. Behind these stand the scaler's words as they are after the iteration,
-    so that one copy tells the host everything.
-    """
-
-    def __init__(self, device: torch.device, lists: int = 0) -> None:
-        self._words = torch.zeros(_HEADER + 2 * lists, dtype=torch.int32, device=device)
-        self.found_inf = self._words[:1].view(torch.float32)
-        self._places = [self._words[i : i + 2].view(torch.int64) for i in range(_HEADER, _HEADER + 2 * lists, 2)]
-        if lists:
-            self._words[_HEADER:].view(torch.int64).fill_(kernels.NO_BAD)
-        self._watched: list[Sequence[Any]] = []
-
-    @classmethod
-    def of(cls, found_inf: torch.Tensor) -> Check:
-        """The check whose flag is somebody else's."""
-        check = cls(found_inf.device)
-        check.found_inf = found_inf
-        return check
-
-    def watch(self, things: Sequence[Any]) -> torch.Tensor | None:
-        """Where to write the index (int64, shape [1]) of the first of ``things`` whose gradient is not finite."""
-        if not things or len(self._watched) == len(self._places):
-            return None
-        self._watched.append(things)
-        return self._places[len(self._watched) - 1]
-
-    def end(self, state: torch.Tensor | None) -> HostCopy:
-        """The iteration is over: send everything to the host, the scaler's words behind it."""
-        flag = self._words[:1].view(torch.float32)
-        if flag.data_ptr() != self.found_inf.data_ptr():
-            flag.copy_(self.found_inf)
-            self.found_inf = flag
-        if state is not None:
-            self._words[1:_HEADER].copy_(state)
-        return HostCopy(self._words)
-
-    def culprits(self, words: bytes) -> list[Any]:
-        """Of each list that was watched, the first thing that was not finite."""
-        indices = struct.unpack_from(f"{len(self._places)}q", words, 4 * _HEADER)
-        return [things[index] for things, index in zip(self._watched, indices) if index < len(things)]
-
-
-_HEADER = 4  # 32-bit words: found_inf, and the three of DynamicScaler
-
-
-class HostCopy:
-    """A few words on their way from a device to the host, where nobody waits for them unless `read` is called.
-
-    On CUDA they go into pinned memory, with an event behind them. On the CPU they are there already. While a CUDA graph is
-    captured nothing is sent: they can then be read from the device only.
-    """
-
-    def __init__(self, words: torch.Tensor) -> None:
-        self._words = words
-        self._event: torch.cuda.Event | None = None
-        self.is_captured = words.is_cuda and torch.cuda.is_current_stream_capturing()
-        if words.is_cuda and not self.is_captured:
-            self._words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-            self._words.copy_(words, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(words.device))
-
-    def ready(self) -> bool:
-        """Whether `read` would return without waiting."""
-        if self._event is None:
-            return self._words.device.type == "cpu"
-        # CUDA allows no question about an event while a graph is captured.
-        return not torch.cuda.is_current_stream_capturing() and self._event.query()
-
-    def read(self) -> bytes:
-        """The words; waits for them where it must."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._words.cpu().numpy().tobytes()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the host has learned of one iteration: the finding, and the scaler's numbers after it."""
-
-    overflowed: bool
-    loss_scale: float
-    skips_in_a_row: int
-    skips_at_floor: int
-    culprits: tuple[Any, ...] = ()
-
-
-class Verdict:
-    """Whether the gradients of one ``scale_loss`` were finite: decided on the device, asked late.
-
-    ``found_inf`` (float32, shape [1]) is the answer there; fused optimizers take it as it is. `outcome` and `overflowed`
-    are the answer on the host, and wait for it, unless it `is_known`.
-    """
-
-    def __init__(self, scaler: LossScaler, check: Check, copy: HostCopy, *, moves_scale: bool = True) -> None:
-        self.scaler = scaler
-        self.found_inf = check.found_inf
-        self.moves_scale = moves_scale
-        self.reported = False
-        self._check: Check | None = check
-        self._copy: HostCopy | None = copy
-        self._outcome: Outcome | None = None
-
-    @property
-    def is_known(self) -> bool:
-        return self._outcome is not None or self._copy.ready()
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether it belongs to a CUDA graph, and stands for every iteration that will be replayed."""
-        return self._copy is not None and self._copy.is_captured
-
-    @property
-    def outcome(self) -> Outcome:
-        if self._outcome is None:
-            self.scaler._learn_up_to(self)
-        return self._outcome
-
-    @property
-    def overflowed(self) -> bool:
-        return self.outcome.overflowed
-
-    def _learn(self) -> None:
-        words = self._copy.read()
-        (found,) = struct.unpack_from("f", words)
-        overflowed = found != 0.0
-        culprits = tuple(self._check.culprits(words)) if overflowed else ()
-        self._outcome = self.scaler._take(words, overflowed, self.moves_scale, culprits)
-        self._check = self._copy = None
 
 
 class LossScaler(ABC):
@@ -271,22 +136,22 @@ class LossScaler(ABC):
         """
         if isinstance(check, torch.Tensor):
             check = Check.of(check)
-        copy = check.end(self._advance(check.found_inf, moves_scale))
-        verdict = Verdict(self, check, copy, moves_scale=moves_scale)
-        if not copy.is_captured:  # it stands for as many iterations as the graph is replayed
+        check.end(self._advance(check.found_inf, moves_scale))
+        verdict = Verdict(self, check, moves_scale=moves_scale)
+        if not verdict.is_captured:  # it stands for as many iterations as the graph is replayed
             self._pending.append(verdict)
         return verdict
 
     def settle(self) -> None:
         """Learn of everything that has happened; waits for the device."""
         if self._pending:
-            self._learn_up_to(self._pending[-1])
+            self.learn_up_to(self._pending[-1])
         self._read_state()
 
     def learn_known(self) -> None:
         """Learn of what can be learned without waiting."""
         while self._pending and self._pending[0].is_known:
-            self._pending.pop(0)._learn()
+            self._pending.pop(0).learn()
 
     def state_dict(self) -> dict[str, float | int]:
         """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints."""
@@ -354,13 +219,13 @@ class LossScaler(ABC):
     def _read_state(self) -> None:  # noqa: B027
         """Bring what the host knows to the state on the device."""
 
-    def _learn_up_to(self, verdict: Verdict) -> None:
-        # In order: counters of skips in a row count on each other.
-        while verdict._outcome is None:
-            (self._pending.pop(0) if verdict in self._pending else verdict)._learn()
+    def learn_up_to(self, verdict: Verdict) -> None:
+        """Learn of what happened up to this verdict, in order: counters of skips in a row count on each other."""
+        while not verdict.is_learned:
+            (self._pending.pop(0) if verdict in self._pending else verdict).learn()
 
-    def _take(self, words: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
-        """Count an iteration on the host, from the words that `Check.end` sent."""
+    def count(self, state: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
+        """Count an iteration on the host, from the words of the state after it."""
         counts = overflowed and moves_scale
         self._unskipped = 0 if counts else self._unskipped + 1
         self._skips_in_a_row = self._skips_in_a_row + 1 if counts else 0
@@ -427,7 +292,7 @@ class DynamicScaler(LossScaler):
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # What a CUDA graph replays must come from the state, not from a copy that was made before it.
         if self._snapshot is None or self._snapshot.device != device or captured != self._snapshot_captured:
-            self._snapshot, self._snapshot_captured = self._scale.reshape(()).clone(), captured
+            self._snapshot, self._snapshot_captured = self._scale[0].clone(), captured
         return self._snapshot
 
     def overflow_line(self, outcome: Outcome | None = None) -> str:
@@ -472,8 +337,8 @@ class DynamicScaler(LossScaler):
         self._live_on(found_inf.device)
         kernels.update_scale(
             self._scale,
-            self._state[1:2],
-            self._state[2:3],
+            self._growth_tracker,
+            self._hysteresis_tracker,
             found_inf if moves_scale else torch.zeros_like(found_inf),
             growth_factor=self.rule.growth_factor,
             backoff_factor=self.rule.backoff_factor,
@@ -487,36 +352,39 @@ class DynamicScaler(LossScaler):
 
     def _live_on(self, device: torch.device) -> None:
         if self._state is None:
-            self._state = torch.zeros(3, dtype=torch.int32, device=device)
-            self._scale = self._state[:1].view(torch.float32)
+            self._place(torch.zeros(3, dtype=torch.int32, device=device))
             self._write_state()
         elif self._state.device != device:
-            self._state = self._state.to(device)
-            self._scale = self._state[:1].view(torch.float32)
+            self._place(self._state.to(device))
             self._snapshot = None
+
+    def _place(self, state: torch.Tensor) -> None:
+        self._state = state
+        self._scale = state[:1].view(torch.float32)
+        self._growth_tracker, self._hysteresis_tracker = state[1:2], state[2:3]
 
     def _write_state(self) -> None:
         self._snapshot = None
         if self._state is not None:
             self._scale.fill_(self._loss_scale)
-            self._state[1].fill_(self._unskipped)
-            self._state[2].fill_(self._overflows_left)
+            self._growth_tracker.fill_(self._unskipped)
+            self._hysteresis_tracker.fill_(self._overflows_left)
 
     def _read_state(self) -> None:
         if self._state is not None:
             self._loss_scale, self._unskipped, self._overflows_left = _unpacked(self._state.cpu().numpy().tobytes())
 
-    def _take(self, words: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
+    def count(self, state: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
         counts = overflowed and moves_scale
         self._skips_in_a_row = self._skips_in_a_row + 1 if counts else 0
         at_floor = self._loss_scale <= self.min_loss_scale
         self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0
-        self._loss_scale, self._unskipped, self._overflows_left = _unpacked(words, 4)
+        self._loss_scale, self._unskipped, self._overflows_left = _unpacked(state)
         return Outcome(overflowed, self._loss_scale, self._skips_in_a_row, self._skips_at_floor, culprits)
 
 
-def _unpacked(words: bytes, offset: int = 0) -> tuple[float, int, int]:
-    return struct.unpack_from("fii", words, offset)
+def _unpacked(state: bytes) -> tuple[float, int, int]:
+    return struct.unpack("fii", state)
 
 
 def validate_scaler_state(state: object) -> None:

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .casting.engine import active_casting
 from .errors import ConfigurationError, LossIdError, LossScaleError
+from .findings import Check, Verdict
 from .logs import logger
-from .loss_scale import Check, DynamicScaler, LossScaler, StaticScaler, Verdict
+from .loss_scale import DynamicScaler, LossScaler, StaticScaler
 from .optimizers import LISTS_OF_A_COLLECTION, OptimizerAdapter, on
 from .plan import Plan
 
@@ -67,7 +68,7 @@ class LossScaling:
         scaler = self.scaler(loss_id)
         self._report_known()
         # From here on autograd keeps the casts of weights that the backward pass needs, and frees each when it is done with it.
-        _end_of_casts(delay_unscale)
+        _end_of_casts(delay_unscale, before_backward=True)
         if not self._checks(scaler) and not self._plan.master_weights:
             try:
                 yield loss.float()
@@ -219,7 +220,7 @@ def _home(adapters: Sequence[OptimizerAdapter]) -> torch.device:
     return slot.param.device if slot is not None else torch.device("cpu")
 
 
-def _end_of_casts(keep: bool) -> None:
+def _end_of_casts(keep: bool, before_backward: bool = False) -> None:
     casting = active_casting()
     if casting is not None and not keep:
-        casting.drop_cache()
+        casting.drop_cache(before_backward)

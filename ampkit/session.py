@@ -22,8 +22,9 @@ from .casting.engine import Casting, active_casting
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .errors import ConfigurationError
+from .findings import Verdict
 from .logs import logger, stdout_lines
-from .loss_scale import LossScaler, Verdict
+from .loss_scale import LossScaler
 from .models import Float32Value, ForwardCasts, Kept
 from .optimizers import OptimizerAdapter, adapter_of
 from .plan import LOWER_PRECISIONS, OPT_LEVELS, Plan, defaults_of

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit import DynamicLossScale
+from ampkit.findings import HostCopy
 from ampkit.kernels import reference
-from ampkit.loss_scale import DynamicScaler, HostCopy
+from ampkit.loss_scale import DynamicScaler
 from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 FUSED = {

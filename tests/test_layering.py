@@ -17,7 +17,7 @@ LAYERS = [
     ["api"],
     ["session", "scaling"],
     ["accept", "registry", "devices", "optimizers", "models", "casting", "compiling", "patching", "plan"],
-    ["policy", "loss_scale", "kernels"],
+    ["policy", "loss_scale", "findings", "kernels"],
     ["logs", "errors"],
 ]
 RANK = {room: (level, place) for level, rooms in enumerate(LAYERS) for place, room in enumerate(rooms)}

@@ -8,7 +8,6 @@ is dropped.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -38,13 +37,24 @@ class CastCache:
         self.store = store
         if torch.cuda.is_available():
             self.store.capturing = torch.cuda.is_current_stream_capturing
-        self.casts_made = 0
-        # Set by the engine while a forward pass of one of its models runs.
-        self.keep_without_grad = False
         self._find = self.store.find
 
     def __len__(self) -> int:
         return len(self.store)
+
+    @property
+    def casts_made(self) -> int:
+        """How many casts of weights were made so far."""
+        return self.store.casts_made
+
+    @property
+    def keep_without_grad(self) -> bool:
+        """Set by the engine while a forward pass of one of its models runs."""
+        return self.store.keep_without_grad
+
+    @keep_without_grad.setter
+    def keep_without_grad(self, keep: bool) -> None:
+        self.store.keep_without_grad = keep
 
     @property
     def bypassed(self) -> bool:
@@ -88,9 +98,9 @@ class CastCache:
         """Forget the casts of one weight."""
         self.store.forget(weight)
 
-    def drop(self) -> None:
-        """Forget every cast."""
-        self.store.drop()
+    def drop(self, before_backward: bool = False) -> None:
+        """Forget every cast; ``before_backward`` tells that no forward pass follows."""
+        self.store.drop(before_backward=before_backward)
 
     def drop_without_grad(self) -> None:
         """Forget the casts of evaluation: they never outlive the forward pass they were made in."""
@@ -109,11 +119,11 @@ class CastCache:
         cast = convert(weight)
         if cast is weight:  # on a device that is not the session's
             return cast
-        self.casts_made += 1
+        store = self.store
+        store.casts_made += 1
         recording = _grad_enabled()
-        if (recording or self.keep_without_grad) and _is_plain(weight, cast, recording):
-            address, discard = id(weight), self.store.discard
-            self.store.keep(weight, cast, weakref.ref(weight, lambda dead: discard(address, dead)))
+        if (recording or store.keep_without_grad) and _is_plain(weight, cast, recording):
+            store.keep(weight, cast)
         return cast
 
 

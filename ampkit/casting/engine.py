@@ -219,10 +219,10 @@ class Casting:
         """The cache of weights cast to ``dtype``."""
         return self._caches.setdefault(dtype, CastCache(self._make_store()))
 
-    def drop_cache(self) -> None:
-        """Forget all casts of weights."""
+    def drop_cache(self, before_backward: bool = False) -> None:
+        """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
         for cache in self._caches.values():
-            cache.drop()
+            cache.drop(before_backward)
 
     def cached_casts(self) -> dict[Tensor, Tensor]:
         """The casts of weights that are kept now, by weight."""

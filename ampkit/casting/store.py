@@ -49,6 +49,10 @@ class CastStore:
         self.bypassed = False
         #: What tells whether the current stream is being captured into a CUDA graph, which counts as bypassed.
         self.capturing: Callable[[], bool] | None = None
+        #: Casts that autograd did not record are kept too, until `drop_without_grad`.
+        self.keep_without_grad = False
+        #: How many casts of weights were made, kept or not.
+        self.casts_made = 0
         self._with_grad: dict[int, _WeightCast] = {}
         self._without_grad: dict[int, _WeightCast] = {}
         self._in_inference: dict[int, _WeightCast] = {}
@@ -77,14 +81,15 @@ class CastStore:
                 return cast
         return None
 
-    def keep(self, weight: Tensor, cast: Tensor, reference: weakref.ref[Tensor]) -> None:
-        """Keep ``cast``; ``reference`` is a weak one to ``weight``, whose callback is to call `discard`."""
+    def keep(self, weight: Tensor, cast: Tensor) -> None:
+        """Keep ``cast`` for as long as ``weight`` lives, to which it must not lead back other than by autograd."""
         if _grad_enabled():
             casts = self._with_grad
         else:
             casts = self._in_inference if _inference_mode() else self._without_grad
-        casts[id(weight)] = _WeightCast(
-            reference,
+        address, discard = id(weight), self._discard
+        casts[address] = _WeightCast(
+            weakref.ref(weight, lambda dead: discard(address, dead)),
             cast,
             weight._version,
             _version_of(cast),
@@ -93,19 +98,17 @@ class CastStore:
             weight.untyped_storage(),
         )
 
-    def discard(self, address: int, reference: weakref.ref) -> None:
-        """Forget a weight that died. Its address may belong to another one by now, with another reference."""
-        for casts in self._modes:
-            if address in casts and casts[address].weight is reference:
-                del casts[address]
-
     def forget(self, weight: Tensor) -> None:
         """Forget the casts of one weight."""
         for casts in self._modes:
             casts.pop(id(weight), None)
 
-    def drop(self) -> None:
-        """Forget every cast."""
+    def drop(self, *, before_backward: bool = False) -> None:
+        """Forget every cast.
+
+        The twin in C++ casts in one go what the last forward pass has used: ``before_backward`` tells it that the
+        casts made until the next drop belong to a backward pass.
+        """
         self._with_grad.clear()
         self._recent.clear()
         self.drop_without_grad()
@@ -132,6 +135,12 @@ class CastStore:
     def keep_recent(self, activation: Tensor, cast: Tensor) -> None:
         """Remember ``cast`` without keeping it, or ``activation``, alive."""
         self._recent.append(_RecentCast(weakref.ref(activation), weakref.ref(cast), activation._version, cast._version))
+
+    def _discard(self, address: int, reference: weakref.ref) -> None:
+        """Forget a weight that died. Its address may belong to another one by now, with another reference."""
+        for casts in self._modes:
+            if address in casts and casts[address].weight is reference:
+                del casts[address]
 
     @property
     def _modes(self) -> tuple[dict[int, _WeightCast], ...]:

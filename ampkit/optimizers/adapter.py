@@ -21,7 +21,8 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import LOWER_PRECISION, cast_floating
 from ..errors import ClosureError, ConfigurationError
-from ..loss_scale import LossScaler, Verdict
+from ..findings import Verdict
+from ..loss_scale import LossScaler
 from ..models.weights import Float32Value, write_lower
 from ..patching import PatchSet
 from .fused import FusedOptimizer, StepInputs

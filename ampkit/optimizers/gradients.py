@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import kernels
-from ..loss_scale import Check, Verdict
+from ..findings import Check, Verdict
 from ..models.weights import move_like
 from .master import COLLECTED, Slot, is_shared, mark_collected
 from .scales import Scale, inverse, is_one, on, ratio

@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "weight_casts.h"
+
 namespace ampkit {
 
 namespace {
@@ -147,8 +149,12 @@ PyObject* cast(const Binding* binding, PyObject* argument) {
       const int bypassed = is_bypassed(binding->store);
       if (bypassed < 0) return nullptr;
       if (is_weight) {
-        PyObject* found = bypassed ? nullptr : binding->store->find(argument);
-        return found != nullptr ? Py_NewRef(found) : PyObject_CallOneArg(binding->cast_weight, argument);
+        if (bypassed || !is_plain_weight(tensor)) return PyObject_CallOneArg(binding->cast_weight, argument);
+        PyObject* found = binding->store->find(argument);
+        if (found != nullptr) return Py_NewRef(found);
+        const int ours = is_on_our_device(binding->control, tensor);
+        if (ours <= 0) return ours < 0 ? nullptr : Py_NewRef(argument);
+        return make_weight_cast(binding->store, argument, binding->target);
       }
       if (!bypassed && !tensor.is_inference()) {
         at::Tensor found = binding->store->find_recent(tensor);

@@ -5,6 +5,7 @@
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <new>
 
 namespace ampkit {
@@ -29,13 +30,33 @@ void release_all(WeightCasts& casts) {
   for (auto& item : doomed) release(item.second);
 }
 
-void take_out(WeightCasts& casts, PyObject* weight, PyObject* only_reference) {
-  auto found = casts.find(weight);
-  if (found == casts.end() || (only_reference != nullptr && found->second.weight != only_reference)) return;
-  WeightCast doomed = std::move(found->second);
-  casts.erase(found);
+void take_out(WeightCasts& casts, WeightCasts::iterator place) {
+  if (place == casts.end()) return;
+  WeightCast doomed = std::move(place->second);
+  casts.erase(place);
   release(doomed);
 }
+
+template <typename Do>
+void for_each_map(CastStore* store, Do&& act) {
+  for (WeightCasts* casts : {&store->with_grad, &store->without_grad, &store->in_inference}) act(*casts);
+}
+
+void forget_last_used(CastStore* store) {
+  std::vector<PyObject*> doomed;
+  doomed.swap(store->last_used);
+  for (PyObject* reference : doomed) Py_DECREF(reference);
+}
+
+// The callback of the weak references to weights: the address may belong to another weight by now.
+PyObject* discard(PyObject* store, PyObject* reference) {
+  for_each_map(reinterpret_cast<CastStore*>(store), [&](WeightCasts& casts) {
+    take_out(casts, std::find_if(casts.begin(), casts.end(), [&](const auto& item) { return item.second.weight == reference; }));
+  });
+  Py_RETURN_NONE;
+}
+
+PyMethodDef discard_definition = {"discard", discard, METH_O, nullptr};
 
 }  // namespace
 
@@ -52,13 +73,31 @@ PyObject* CastStore::find(PyObject* weight) {
   WeightCasts& casts = of_this_mode();
   auto found = casts.find(weight);
   if (found == casts.end()) return nullptr;
-  const WeightCast& entry = found->second;
+  WeightCast& entry = found->second;
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   const bool holds = reinterpret_cast<PyWeakReference*>(entry.weight)->wr_object == weight &&
       version_of(tensor) == entry.version && data_of(tensor) == entry.data &&
       tensor.requires_grad() == entry.requires_grad &&
       version_of(THPVariable_Unpack(entry.cast)) == entry.cast_version;
-  return holds ? entry.cast : nullptr;
+  if (!holds) return nullptr;
+  entry.used = true;
+  return entry.cast;
+}
+
+bool CastStore::keep(PyObject* weight, PyObject* cast, bool used) {
+  if (on_death == nullptr && (on_death = PyCFunction_New(&discard_definition, reinterpret_cast<PyObject*>(this))) == nullptr) {
+    return false;
+  }
+  PyObject* reference = PyWeakref_NewRef(weight, on_death);
+  if (reference == nullptr) return false;
+  const at::Tensor& tensor = THPVariable_Unpack(weight);
+  WeightCast entry{
+      reference,       Py_NewRef(cast),        used,            version_of(tensor), version_of(THPVariable_Unpack(cast)),
+      data_of(tensor), tensor.requires_grad(), tensor.storage()};
+  WeightCasts& casts = of_this_mode();
+  take_out(casts, casts.find(weight));
+  casts.emplace(weight, std::move(entry));
+  return true;
 }
 
 at::Tensor CastStore::find_recent(const at::Tensor& activation) {
@@ -106,23 +145,19 @@ PyObject* store_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   auto* self = reinterpret_cast<CastStore*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->capturing = Py_NewRef(Py_None);
-  new (&self->with_grad) WeightCasts();
-  new (&self->without_grad) WeightCasts();
-  new (&self->in_inference) WeightCasts();
+  for_each_map(self, [](WeightCasts& casts) { new (&casts) WeightCasts(); });
+  new (&self->last_used) std::vector<PyObject*>();
   new (&self->recent) std::array<RecentCast, 4>();
   return reinterpret_cast<PyObject*>(self);
 }
 
 CastStore* store_of(PyObject* self) { return reinterpret_cast<CastStore*>(self); }
 
-template <typename Do>
-void for_each_map(CastStore* store, Do&& act) {
-  for (WeightCasts* casts : {&store->with_grad, &store->without_grad, &store->in_inference}) act(*casts);
-}
-
 int store_traverse(PyObject* object, visitproc visit, void* arg) {
   CastStore* self = store_of(object);
   Py_VISIT(self->capturing);
+  Py_VISIT(self->on_death);
+  for (PyObject* reference : self->last_used) Py_VISIT(reference);
   for (WeightCasts* casts : {&self->with_grad, &self->without_grad, &self->in_inference}) {
     for (auto& item : *casts) {
       Py_VISIT(item.second.weight);
@@ -134,6 +169,8 @@ int store_traverse(PyObject* object, visitproc visit, void* arg) {
 
 int store_clear(PyObject* self) {
   for_each_map(store_of(self), release_all);
+  forget_last_used(store_of(self));
+  Py_CLEAR(store_of(self)->on_death);
   Py_CLEAR(store_of(self)->capturing);
   return 0;
 }
@@ -143,6 +180,7 @@ void store_dealloc(PyObject* object) {
   CastStore* self = store_of(object);
   store_clear(object);
   for_each_map(self, [](WeightCasts& casts) { casts.~WeightCasts(); });
+  self->last_used.~vector();
   self->recent.~array();
   Py_TYPE(object)->tp_free(object);
 }
@@ -157,43 +195,34 @@ PyObject* store_find(PyObject* self, PyObject* weight) {
 
 PyObject* store_keep(PyObject* self, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *weight, *cast, *reference;
-  if (!PyArg_ParseTuple(args, "OOO:keep", &weight, &cast, &reference)) return nullptr;
+  PyObject *weight, *cast;
+  if (!PyArg_ParseTuple(args, "OO:keep", &weight, &cast)) return nullptr;
   if (!check_tensor(weight, "weight") || !check_tensor(cast, "cast")) return nullptr;
-  if (!PyWeakref_CheckRef(reference)) {
-    PyErr_SetString(PyExc_TypeError, "reference is no weak reference");
-    return nullptr;
-  }
-  const at::Tensor& tensor = THPVariable_Unpack(weight);
-  WeightCast entry{
-      Py_NewRef(reference), Py_NewRef(cast),    version_of(tensor), version_of(THPVariable_Unpack(cast)),
-      data_of(tensor),      tensor.requires_grad(), tensor.storage()};
-  WeightCasts& casts = store_of(self)->of_this_mode();
-  take_out(casts, weight, nullptr);
-  casts.emplace(weight, std::move(entry));
+  if (!store_of(self)->keep(weight, cast, /*used=*/true)) return nullptr;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* store_discard(PyObject* self, PyObject* args) {
-  PyObject *address, *reference;
-  if (!PyArg_ParseTuple(args, "OO:discard", &address, &reference)) return nullptr;
-  void* weight = PyLong_AsVoidPtr(address);
-  if (weight == nullptr && PyErr_Occurred()) return nullptr;
-  for_each_map(store_of(self), [&](WeightCasts& casts) {
-    take_out(casts, static_cast<PyObject*>(weight), reference);
-  });
-  Py_RETURN_NONE;
-}
-
 PyObject* store_forget(PyObject* self, PyObject* weight) {
-  for_each_map(store_of(self), [&](WeightCasts& casts) { take_out(casts, weight, nullptr); });
+  for_each_map(store_of(self), [&](WeightCasts& casts) { take_out(casts, casts.find(weight)); });
   Py_RETURN_NONE;
 }
 
-PyObject* store_drop(PyObject* self, PyObject*) {
-  for_each_map(store_of(self), release_all);
-  for (RecentCast& entry : store_of(self)->recent) entry = RecentCast();
+PyObject* store_drop(PyObject* object, PyObject* args, PyObject* kwargs) {
+  static const char* keywords[] = {"before_backward", nullptr};
+  int before_backward = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$p:drop", const_cast<char**>(keywords), &before_backward)) return nullptr;
+  CastStore* self = store_of(object);
+  // Activation checkpointing casts in the backward pass what one segment uses; that is no forward pass to go by.
+  if (!self->in_backward && !self->with_grad.empty()) {
+    forget_last_used(self);
+    for (const auto& item : self->with_grad) {
+      if (item.second.used) self->last_used.push_back(Py_NewRef(item.second.weight));
+    }
+  }
+  self->in_backward = static_cast<char>(before_backward);
+  for_each_map(self, release_all);
+  for (RecentCast& entry : self->recent) entry = RecentCast();
   Py_RETURN_NONE;
 }
 
@@ -250,9 +279,8 @@ Py_ssize_t store_length(PyObject* self) {
 PyMethodDef store_methods[] = {
     {"find", store_find, METH_O, nullptr},
     {"keep", store_keep, METH_VARARGS, nullptr},
-    {"discard", store_discard, METH_VARARGS, nullptr},
     {"forget", store_forget, METH_O, nullptr},
-    {"drop", store_drop, METH_NOARGS, nullptr},
+    {"drop", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&store_drop)), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"drop_without_grad", store_drop_without_grad, METH_NOARGS, nullptr},
     {"pairs", store_pairs, METH_NOARGS, nullptr},
     {"find_recent", store_find_recent, METH_O, nullptr},
@@ -261,6 +289,8 @@ PyMethodDef store_methods[] = {
 
 PyMemberDef store_members[] = {
     {"bypassed", T_BOOL, offsetof(CastStore, bypassed), 0, nullptr},
+    {"keep_without_grad", T_BOOL, offsetof(CastStore, keep_without_grad), 0, nullptr},
+    {"casts_made", T_PYSSIZET, offsetof(CastStore, casts_made), 0, nullptr},
     {"capturing", T_OBJECT, offsetof(CastStore, capturing), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 

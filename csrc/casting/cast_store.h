@@ -1,17 +1,19 @@
 // Casts of weights and of recent activations to one dtype: the C++ twin of ampkit.casting.store.CastStore, which says
-// what the methods mean. Python fills it; Call looks things up in it without going through Python.
+// what the methods mean. Call looks things up in it, and fills it, without going through Python.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
 #include <unordered_map>
+#include <vector>
 
 namespace ampkit {
 
 struct WeightCast {
-  PyObject* weight;  // a weak reference, whose callback has the entry discarded
+  PyObject* weight;  // a weak reference, whose callback discards the entry
   PyObject* cast;
+  bool used;  // not only cast ahead
   uint32_t version;
   uint32_t cast_version;
   const void* data;
@@ -33,9 +35,14 @@ struct RecentCast {
 
 struct CastStore {
   PyObject_HEAD
-  char bypassed;        // look nothing up, keep nothing
+  char bypassed;           // look nothing up, keep nothing
+  char keep_without_grad;  // keep casts of evaluation too
+  char in_backward;        // from a drop before a backward pass to the next drop
+  Py_ssize_t casts_made;
   PyObject* capturing;  // None, or what tells whether the current stream is being captured into a CUDA graph
+  PyObject* on_death;   // the callback of the weak references
   WeightCasts with_grad, without_grad, in_inference;
+  std::vector<PyObject*> last_used;  // weak references to the weights that the last forward pass used
   std::array<RecentCast, 4> recent;
   size_t next_recent;
 
@@ -43,6 +50,8 @@ struct CastStore {
   WeightCasts& of_this_mode();
   // A borrowed reference, or null. Does not ask whether the store is bypassed.
   PyObject* find(PyObject* weight);
+  // Returns false with a Python exception.
+  bool keep(PyObject* weight, PyObject* cast, bool used);
   at::Tensor find_recent(const at::Tensor& activation);
   void keep_recent(const at::Tensor& activation, const at::Tensor& cast);
 };

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import NotInitializedError
-from ...loss_scale import Check
+from ...findings import Check
 from ...optimizers import Slot, adapter_of
 from ...registry import session_of
 from ...session import Session

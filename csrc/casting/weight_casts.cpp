@@ -1,0 +1,117 @@
+#include "weight_casts.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/to_ops.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include <vector>
+
+namespace ampkit {
+
+namespace {
+
+// On the CPU a large cast is best made where it is used, while it is in the caches.
+constexpr int64_t kSmallOnCpu = 1 << 15;
+
+bool is_worth_casting_ahead(const at::Tensor& weight) { return !weight.is_cpu() || weight.numel() <= kSmallOnCpu; }
+
+// The weights that the last forward pass used and that may be cast in one go with `weight`; new references.
+std::vector<PyObject*> companions_of(CastStore* store, PyObject* weight) {
+  const at::Tensor& first = THPVariable_Unpack(weight);
+  bool contains_first = false;
+  std::vector<PyObject*> found;
+  for (PyObject* reference : store->last_used) {
+    PyObject* other = reinterpret_cast<PyWeakReference*>(reference)->wr_object;
+    if (other == weight) contains_first = true;
+    if (other == weight || other == Py_None || Py_TYPE(other) != Py_TYPE(weight)) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(other);
+    const bool fits = tensor.requires_grad() && tensor.is_leaf() && tensor.scalar_type() == first.scalar_type() &&
+        tensor.device() == first.device() && is_plain_weight(tensor) && is_worth_casting_ahead(tensor);
+    if (fits && store->with_grad.find(other) == store->with_grad.end()) found.push_back(Py_NewRef(other));
+  }
+  if (contains_first) return found;
+  for (PyObject* other : found) Py_DECREF(other);
+  return {};
+}
+
+// What autograd would have recorded for a call of to(). Its place in the backward pass is the one of the gradient's
+// accumulation: at once, as if the cast had been made where it is used. DDP sends gradients while others are computed.
+void record_cast(const at::Tensor& weight, const at::Tensor& cast) {
+  using torch::autograd::generated::ToCopyBackward0;
+  auto node = std::shared_ptr<ToCopyBackward0>(new ToCopyBackward0(UINT64_MAX), torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(weight));
+  node->self_options = weight.options();
+  torch::autograd::set_history(cast, node);
+}
+
+// Casts them with one call, each with an edge of its own to its weight.
+std::vector<at::Tensor> cast_together(const std::vector<at::Tensor>& weights, at::ScalarType dtype) {
+  std::vector<at::Tensor> casts;
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (const at::Tensor& weight : weights) casts.push_back(at::empty_like(weight, weight.options().dtype(dtype)));
+    at::_foreach_copy_(casts, weights);
+  }
+  for (size_t i = 0; i < weights.size(); ++i) record_cast(weights[i], casts[i]);
+  return casts;
+}
+
+// Keeps the casts of `weights`, the first of which was asked for; a new reference to that one's.
+PyObject* keep_together(CastStore* store, const std::vector<PyObject*>& weights, std::vector<at::Tensor> casts) {
+  PyObject* asked_for = nullptr;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    PyObject* cast = THPVariable_Wrap(std::move(casts[i]));
+    const bool kept = cast != nullptr && store->keep(weights[i], cast, /*used=*/i == 0);
+    if (i == 0) asked_for = Py_XNewRef(cast);
+    Py_XDECREF(cast);
+    if (!kept) {
+      Py_CLEAR(asked_for);
+      break;
+    }
+  }
+  return asked_for;
+}
+
+PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<PyObject*> weights, at::ScalarType dtype) {
+  weights.insert(weights.begin(), Py_NewRef(weight));
+  std::vector<at::Tensor> tensors;
+  for (PyObject* object : weights) tensors.push_back(THPVariable_Unpack(object));
+  store->casts_made += static_cast<Py_ssize_t>(weights.size());
+  PyObject* cast = keep_together(store, weights, cast_together(tensors, dtype));
+  for (PyObject* object : weights) Py_DECREF(object);
+  return cast;
+}
+
+}  // namespace
+
+bool is_plain_weight(const at::Tensor& weight) {
+  constexpr c10::DispatchKeySet wrappers(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
+  return weight.layout() == at::kStrided && !weight.is_inference() && !weight.key_set().has_any(wrappers) &&
+      !torch::autograd::isFwGradDefined(weight);
+}
+
+PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
+  const at::Tensor& tensor = THPVariable_Unpack(weight);
+  const bool recording = c10::GradMode::is_enabled();
+  if (recording && !store->in_backward && tensor.requires_grad() && is_worth_casting_ahead(tensor)) {
+    std::vector<PyObject*> companions = companions_of(store, weight);
+    if (!companions.empty()) return cast_with_companions(store, weight, std::move(companions), dtype);
+  }
+  at::Tensor made;
+  {
+    pybind11::gil_scoped_release without_gil;
+    made = at::_ops::to_dtype::call(tensor, dtype, /*non_blocking=*/false, /*copy=*/false, std::nullopt);
+  }
+  ++store->casts_made;
+  const bool kept = recording ? !made.is_inference() : store->keep_without_grad;
+  PyObject* cast = THPVariable_Wrap(std::move(made));
+  if (cast != nullptr && kept && !store->keep(weight, cast, /*used=*/true)) Py_CLEAR(cast);
+  return cast;
+}
+
+}  // namespace ampkit

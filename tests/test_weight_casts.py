@@ -1,0 +1,198 @@
+"""Casts of weights made in C++: what the last forward pass used is cast in one go at the first use of the next."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from engines import o1
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from ampkit.casting.library import dispatch
+
+pytestmark = pytest.mark.skipif(dispatch().library is None, reason="needs ampkit._casting")
+
+LOW = torch.bfloat16
+
+
+@pytest.fixture
+def casting():
+    torch.manual_seed(0)
+    with o1(in_python=False) as engine:
+        yield engine
+
+
+def make_model(depth=3, width=4):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def casts_made(casting):
+    return casting.cache(LOW).casts_made
+
+
+def cast_weights(casting):
+    return set(casting.cached_casts())
+
+
+def train_once(casting, model, x):
+    """The casts' way through an iteration: used forward, dropped for the backward pass, dropped after it."""
+    loss = model(x).float().square().sum()
+    casting.drop_cache(before_backward=True)
+    loss.backward()
+    casting.drop_cache()
+    return loss.detach()
+
+
+def test_second_iteration_casts_all_weights_at_the_first_use(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    assert casts_made(casting) == 6
+    model[1](x)
+    assert cast_weights(casting) == set(model.parameters())
+    model(x)
+    assert casts_made(casting) == 12
+
+
+def test_first_iteration_casts_what_it_uses(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    model[1](x)
+    assert cast_weights(casting) == set(model[1].parameters())
+
+
+def test_losses_and_gradients_are_those_of_single_casts(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    twin = copy.deepcopy(model)
+    train_once(casting, model, x)  # so that the next pass casts ahead
+    model.zero_grad()
+    together = train_once(casting, model, x)
+    casting.close()
+    with o1(in_python=True) as single:
+        alone = train_once(single, twin, x)
+    assert torch.equal(together, alone)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_each_cast_leads_back_to_its_own_weight(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    model(x)
+    for weight, cast in casting.cached_casts().items():
+        assert (cast.dtype, cast.requires_grad) == (LOW, True)
+        ((accumulate, _),) = cast.grad_fn.next_functions
+        assert accumulate.variable is weight
+        assert torch.equal(cast.detach(), weight.detach().to(LOW))
+
+
+def test_gradients_arrive_while_others_are_still_to_be_computed(casting):
+    """As they do for single casts: DDP reduces the last layer's while the first layer's backward pass runs."""
+    model, x = make_model(), torch.rand(2, 4)
+    arrived = []
+    for index, layer in enumerate(model):
+        layer.register_full_backward_hook(lambda *_, index=index: arrived.append(f"backward of {index}"))
+        layer.weight.register_post_accumulate_grad_hook(lambda _, index=index: arrived.append(f"gradient of {index}"))
+    x = x.requires_grad_()
+    train_once(casting, model, x)
+    single = arrived.copy()
+    arrived.clear()
+    train_once(casting, model, x)
+    assert arrived == single
+    assert arrived.index("gradient of 2") < arrived.index("backward of 0")
+
+
+def test_second_derivatives_go_through(casting):
+    weight = nn.Parameter(torch.full((1, 1), 3.0))
+    other = nn.Parameter(torch.full((1, 1), 5.0))
+    for _ in range(2):
+        x = torch.full((1, 1), 2.0, requires_grad=True)
+        y = torch.mm(torch.mm(torch.mm(x, weight), other), weight)  # 45 x, 90 by the weight at 3: 2 * 5 * 3 * x
+        (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), weight)
+        casting.drop_cache()
+    assert (first.item(), second.item()) == (60.0, 20.0)
+
+
+def test_recomputed_segment_casts_only_what_it_uses(casting):
+    model, x = make_model(), torch.rand(2, 4, requires_grad=True)
+    cast_in_backward = []
+
+    def segment(x):
+        y = model[1](x)
+        cast_in_backward.append(cast_weights(casting))
+        return y
+
+    def iterate():
+        cast_in_backward.clear()
+        with set_checkpoint_early_stop(False):
+            loss = model[2](checkpoint(segment, model[0](x), use_reentrant=False)).sum()
+        casting.drop_cache(before_backward=True)
+        loss.backward()
+        casting.drop_cache()
+
+    for _ in range(2):
+        iterate()
+        assert len(cast_in_backward) == 2
+        assert cast_in_backward[-1] == set(model[1].parameters())
+    model[0](x)
+    assert cast_weights(casting) == set(model.parameters())
+
+
+def test_weight_that_was_cast_in_vain_is_not_cast_ahead_again(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    first_two = model[:2]
+    train_once(casting, first_two, x)  # casts the third layer in vain
+    assert casts_made(casting) == 12
+    train_once(casting, first_two, x)
+    assert casts_made(casting) == 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.requires_grad_(False),
+        lambda weight: setattr(weight, "data", weight.data.double()),
+        lambda weight: setattr(weight, "data", weight.data.to(LOW)),
+    ],
+    ids=["frozen", "float64", "lower precision"],
+)
+def test_weight_that_has_changed_its_kind_is_left_out(casting, change):
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    change(model[2].weight)
+    model[0](x)
+    assert cast_weights(casting) == set(model.parameters()) - {model[2].weight}
+
+
+def test_changed_values_are_cast_anew(casting):
+    model, x = make_model(1), torch.rand(2, 4)
+    train_once(casting, model, x)
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+        model[0].bias.fill_(1.0)
+    assert torch.equal(model(torch.ones(1, 4)).detach().float(), torch.full((1, 4), 9.0))
+
+
+def test_weight_that_died_is_forgotten(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    del model[2]
+    gc.collect()
+    model(x)
+    assert cast_weights(casting) == set(model.parameters())
+
+
+def test_large_weight_on_the_cpu_is_cast_where_it_is_used(casting):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2**14)), torch.rand(2, 4)
+    train_once(casting, model, x)
+    model[0](x)
+    assert cast_weights(casting) == set(model.parameters()) - {model[2].weight}
+
+
+def test_evaluation_casts_what_it_uses(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    with torch.no_grad(), casting.forward_scope():
+        model[0](x)
+        assert cast_weights(casting) == set(model[0].parameters())
