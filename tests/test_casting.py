@@ -605,7 +605,7 @@ def test_wrapper_keeps_the_metadata_of(owner, name):
 
 
 def scripted(x):
-    return F.softmax(torch.mm(x, x), dim=-1) @ x
+    return F.softmax(torch.mm(x, x), dim=-1) @ x + F.cross_entropy(x, x) + F.mse_loss(x, x.T)
 
 
 def test_scripting_other_code_works_while_active():

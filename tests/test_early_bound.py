@@ -25,6 +25,7 @@ from torch.nn.functional import linear, softmax, softplus
 from torch.utils.data import DataLoader, Dataset
 
 import ampkit
+from ampkit import Policy
 from ampkit.casting import rebinding
 
 X = torch.linspace(-2.0, 2.0, 6).reshape(2, 3)
@@ -374,8 +375,8 @@ def test_wrapper_that_was_kept_is_inert_after_close():
 
 
 def closure_over(function):
-    def call(*args):
-        return function(*args)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
 
     return call
 
@@ -428,6 +429,157 @@ def test_what_stays_is_logged_once_by_name(caplog, nothing_logged_yet):
     assert len(first) == 1 and both == first
     named = {name for name in first[0].split(": ", 1)[1].split(", ") if name.startswith(__name__ + ".")}
     assert named == OUT_OF_REACH | {local}
+
+
+def test_what_is_cast_by_what_it_calls_is_not_logged(caplog, nothing_logged_yet):
+    class Local(nn.Linear):
+        loss = staticmethod(F.cross_entropy)
+        norm = staticmethod(F.layer_norm)
+
+    with caplog.at_level(logging.INFO, logger="ampkit"):
+        ampkit.initialize(Local(2, 2), opt_level="O1", verbosity=0)
+    assert "HoldsInClass.act" in caplog.text and "<locals>.Local" not in caplog.text
+
+
+def test_what_is_not_cast_by_what_it_calls_any_more_is_logged(caplog, nothing_logged_yet):
+    class Local(nn.Linear):
+        softmax = staticmethod(F.softmax)
+
+    with caplog.at_level(logging.INFO, logger="ampkit"):
+        ampkit.initialize(Local(2, 2), opt_level="O1", verbosity=0, policy={"torch.nn.functional.softmax": "bfloat16"})
+    assert "<locals>.Local.softmax (in the class)" in caplog.text
+
+
+# Functions that are cast by what they call, wherever they are held
+
+torch.manual_seed(0)
+ROWS = torch.randn(16, 8).bfloat16()
+CLASSES = torch.arange(16) % 8
+IMAGE = torch.randn(2, 2, 6, 6).bfloat16()
+VOLUME = torch.randn(2, 2, 8, 8, 8).bfloat16()
+# name -> arguments; results in bfloat16 would be off by 1e-3 and more
+CAST_BELOW = {
+    "cross_entropy": (ROWS, CLASSES),
+    "nll_loss": (ROWS, CLASSES),
+    "mse_loss": (ROWS, ROWS.flip(0)),
+    "l1_loss": (ROWS, ROWS.flip(0)),
+    "smooth_l1_loss": (ROWS, ROWS.flip(0)),
+    "huber_loss": (ROWS, ROWS.flip(0)),
+    "soft_margin_loss": (ROWS, ROWS.flip(0).sign()),
+    "multi_margin_loss": (ROWS, CLASSES),
+    "multilabel_margin_loss": (ROWS, torch.stack([torch.randperm(8) for _ in range(16)])),
+    "adaptive_avg_pool3d": (VOLUME, 2),
+    "interpolate": (IMAGE, None, 1.7, "bicubic"),
+    "grid_sample": (IMAGE, torch.rand(2, 4, 4, 2).bfloat16(), "bilinear", "zeros", False),
+    "softmax": (ROWS, -1),
+    "layer_norm": (ROWS, (8,)),
+}
+
+
+def in_a_local(function):
+    held = function
+    return lambda *args: held(*args)
+
+
+def in_a_default(function):
+    def call(*args, function=function):
+        return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("hold", [in_a_local, closure_over, in_a_default])
+@pytest.mark.parametrize("name", CAST_BELOW)
+def test_function_out_of_reach_is_cast_by_what_it_calls(name, hold):
+    arguments = CAST_BELOW[name]
+    held = hold(getattr(F, name))
+    exact = held(*(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments))
+    with o1():
+        result = held(*arguments)
+        assert result.dtype is torch.float32
+        torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
+        assert torch.equal(getattr(F, name)(*arguments), result)
+
+
+def test_every_kind_of_interpolation_out_of_reach_is_cast():
+    interpolate = closure_over(F.interpolate)
+    shapes = {1: ("nearest", "nearest-exact", "linear"), 2: ("nearest", "nearest-exact", "bilinear", "bicubic")}
+    with o1():
+        for dims, modes in {**shapes, 3: ("nearest", "nearest-exact", "trilinear")}.items():
+            for mode in modes:
+                x = torch.randn(1, 1, *[6] * dims).bfloat16()
+                assert interpolate(x, scale_factor=2.0, mode=mode).dtype is torch.float32
+        for mode in ("bilinear", "bicubic"):
+            assert interpolate(IMAGE, size=(3, 3), mode=mode, antialias=True).dtype is torch.float32
+
+
+def test_banned_loss_is_refused_out_of_reach_too():
+    held = closure_over(F.binary_cross_entropy)
+    p, y = torch.rand(4).bfloat16(), torch.ones(4).bfloat16()
+    with o1(), pytest.raises(ampkit.RefusedOperation, match="binary_cross_entropy_with_logits"):
+        held(p, y)
+    with o1(policy=Policy(banned="fp32")):
+        assert held(p, y).dtype is torch.float32
+    with o1(policy=Policy(banned="allow")):
+        assert held(p, y).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "change, dtype", [("native", torch.bfloat16), ("fp32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+@pytest.mark.parametrize("name", ["mse_loss", "huber_loss"])
+def test_changed_row_of_a_loss_holds_out_of_reach(name, change, dtype):
+    held = closure_over(getattr(F, name))
+    x = ROWS.float() if change == "bfloat16" else ROWS
+    with o1(policy={f"torch.nn.functional.{name}": change}):
+        assert held(x, x.flip(0)).dtype is dtype
+        assert getattr(F, name)(x, x.flip(0)).dtype is dtype
+
+
+def test_row_of_a_kernels_own_wins_over_its_functions():
+    held = closure_over(F.mse_loss)
+    with o1(policy={"torch.nn.functional.mse_loss": "fp32", "torch._C._nn.mse_loss": "native"}):
+        assert held(ROWS, ROWS).dtype is torch.bfloat16
+        assert F.mse_loss(ROWS, ROWS).dtype is torch.float32
+    assert held(ROWS, ROWS).dtype is torch.bfloat16
+
+
+def test_changed_row_of_grid_sample_is_not_overruled_by_what_it_calls():
+    image, grid = IMAGE.float(), torch.rand(2, 4, 4, 2)
+    with o1(policy={"torch.nn.functional.grid_sample": "bfloat16"}):
+        assert F.grid_sample(image, grid, align_corners=False).dtype is torch.bfloat16
+
+
+def test_registered_loss_is_cast_out_of_reach_at_once():
+    held = closure_over(F.mse_loss)
+    try:
+        with o1():
+            assert held(ROWS, ROWS).dtype is torch.float32
+            ampkit.register_half_function(F, "mse_loss")
+            assert held(ROWS.float(), ROWS.float()).dtype is torch.bfloat16
+    finally:
+        _forget_registrations()
+    assert torch._C._nn.mse_loss(ROWS, ROWS).dtype is torch.bfloat16
+
+
+def test_gradients_of_a_loss_out_of_reach_come_in_the_activations_dtype():
+    held = closure_over(F.cross_entropy)
+    x = ROWS.clone().requires_grad_()
+    exact = ROWS.double().requires_grad_()
+    held(exact, CLASSES).backward()
+    with o1():
+        held(x, CLASSES).backward()
+    assert x.grad.dtype is torch.bfloat16
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)
+
+
+def test_loss_out_of_reach_compiles():
+    held = closure_over(F.cross_entropy)
+    exact = held(ROWS.double(), CLASSES)
+    with o1():
+        result = torch.compile(lambda x: held(x, CLASSES), fullgraph=True, backend="eager")(ROWS)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=0)
 
 
 # Pickling, as long as torch is patched

@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..compiling import forget_traces, tag_compiled_code, thread_ident
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy
-from ..policy.rules import CastKind, CastRule, namesakes
+from ..policy.rules import CastKind, CastRule, kernels, namesakes
 from . import rnn
 from .cache import CastCache
 from .calls import FastCalls
@@ -121,9 +122,10 @@ class Casting:
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
         """Put a rule of the user's in place at once; it replaces a rule of the tables for the same function."""
         rule = CastRule(kind, owner, name)
-        for namesake in namesakes(rule):
-            if (id(namesake), name) not in _registered:
-                self._patch(CastRule(CastKind.NATIVE, namesake, name))
+        brought = [CastRule(CastKind.NATIVE, *namesake) for namesake in namesakes(rule)] + kernels(rule)
+        for below in brought:
+            if (id(below.owner), below.name) not in _registered:
+                self._patch(below)
         self._patch(rule)
         self._rebinding.again()
         self._describe()
@@ -139,7 +141,7 @@ class Casting:
 
     def rebind(self, models: Iterable[nn.Module]) -> None:
         """Have the functions of torch that the models hold cast too, whenever they were bound."""
-        self._rebinding.in_models(models)
+        self._rebinding.in_models(models, self._cast_below())
 
     def release(self, models: Iterable[nn.Module]) -> None:
         """Undo `rebind` for models whose session ends before the engine."""
@@ -266,6 +268,17 @@ class Casting:
         wrapped = self._wrapped(stored, rule)
         self._patches.set(rule.owner, rule.name, wrapped)
         self._rebinding.note(key, stored, wrapped)
+
+    def _cast_below(self) -> list[Callable]:
+        """Functions of torch.nn.functional in Python all of whose `namesakes` and `kernels` are cast by the same rule."""
+        found = []
+        for key, (owner, name, kind) in self._kinds.items():
+            rule = CastRule(CastKind[kind], owner, name)
+            below = namesakes(rule) + [(kernel.owner, kernel.name) for kernel in kernels(rule)]
+            kinds = {self._kinds.get((id(place), named), (None, None, None))[2] for place, named in below}
+            if kinds == {kind} and isinstance(self._originals.get(key), types.FunctionType):
+                found.append(self._originals[key])
+        return found
 
     def _wrapped(self, stored: Any, rule: CastRule) -> Any:
         if isinstance(stored, (staticmethod, classmethod)):

@@ -5,7 +5,7 @@
 modules and of the models' submodules: directly, in a `functools.partial`, or one level deep in a list, dict (as a key,
 too), tuple, dataclass or `types.SimpleNamespace`. The same walk with the map turned round is the undo: no place is
 remembered, nothing is kept alive, and what was bound while torch was patched is given back too. What cannot be reached
-(closures, defaults, class dictionaries) is logged by name.
+(closures, defaults, class dictionaries) is logged by name, except functions that are cast by what they call: losses, say.
 
 The walk runs no code of others: namespaces are read below ``__getattr__``, so that lazy modules stay unloaded.
 """
@@ -75,12 +75,16 @@ class Rebinding:
         """Have all that loaded modules hold cast."""
         swap_in_modules(self._swap())
 
-    def in_models(self, models: Iterable[nn.Module]) -> None:
-        """Have all that the models' submodules hold cast, and log what stays as it was."""
+    def in_models(self, models: Iterable[nn.Module], cast_below: Iterable[Callable] = ()) -> None:
+        """Have all that the models' submodules hold cast, and log what stays as it was.
+
+        Originals ``cast_below`` are cast by what they call, wherever they are held.
+        """
         swap, models = self._swap(), list(models)
         self._models.update(models)
         swap_in_models(swap, models)
-        found = [name for name in out_of_reach(swap, models, _searched) if name not in _logged]
+        uncast = self._swap(left_out=cast_below)
+        found = [name for name in out_of_reach(uncast, models, _searched) if name not in _logged]
         _searched.update(name for name, _ in _loaded_modules())
         _logged.update(found)
         if found:
@@ -114,8 +118,10 @@ class Rebinding:
         if held:
             swap_in_holders(Swap(held))
 
-    def _swap(self) -> Swap:
-        newest_first = [(self._originals[place], function) for place, function in reversed(self._standing.items())]
+    def _swap(self, left_out: Iterable[Callable] = ()) -> Swap:
+        left_out = set(map(id, left_out))
+        standing = reversed([place for place in self._standing if id(self._originals[place]) not in left_out])
+        newest_first = [(self._originals[place], self._standing[place]) for place in standing]
         retired = [(function, self._standing[place]) for function, place in self._retired]
         return Swap(newest_first + retired, keep_keys=True)
 

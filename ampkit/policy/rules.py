@@ -43,6 +43,28 @@ LINALG = "torch.linalg"
 SPECIAL = "torch.special"
 VF = "torch._VF"
 
+# What functions of torch.nn.functional that are written in Python call: in torch, where it is not their own name,
+_OTHER_NAMES = {"grid_sample": "grid_sampler"}
+# and in torch._C._nn.
+_KERNELS = {
+    "adaptive_avg_pool3d": ("adaptive_avg_pool3d",),
+    "binary_cross_entropy": ("binary_cross_entropy",),
+    "cross_entropy": ("cross_entropy_loss",),
+    "huber_loss": ("huber_loss",),
+    "interpolate": (
+        *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
+        *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+    ),
+    "l1_loss": ("l1_loss",),
+    "mse_loss": ("mse_loss",),
+    "multi_margin_loss": ("multi_margin_loss",),
+    "multilabel_margin_loss": ("multilabel_margin_loss",),
+    "nll_loss": ("nll_loss_nd",),
+    "smooth_l1_loss": ("smooth_l1_loss",),
+    "soft_margin_loss": ("soft_margin_loss",),
+}
+
 
 @dataclass(frozen=True)
 class RuleGroup:
@@ -76,7 +98,7 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
     """The rules that hold for the installed torch, and the names of the tables that it lacks.
 
     One rule is left for each attribute. A later group wins over an earlier one, and ``extra_rules`` win over both: a rule
-    for a function of torch.nn.functional also over the tables' rules for `namesakes`.
+    for a function of torch.nn.functional also over the tables' rules for `namesakes`. It holds for its `kernels` too.
     """
     rules: dict[tuple[int, str], CastRule] = {}
     dropped = []
@@ -90,22 +112,37 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
                 dropped.extend(f"{path}.{name}" for path, _ in owners)
     extra_rules = list(extra_rules)
     for rule in extra_rules:
-        for owner in namesakes(rule):
-            rules.pop((id(owner), rule.name), None)
+        for owner, name in namesakes(rule):
+            rules.pop((id(owner), name), None)
     for rule in extra_rules:
         rules[id(rule.owner), rule.name] = rule
+    for below in [below for rule in rules.values() for below in kernels(rule)]:
+        rules.setdefault((id(below.owner), below.name), below)
     return list(rules.values()), dropped
 
 
-def namesakes(rule: CastRule) -> list[Any]:
-    """Where torch.nn.functional's functions find what they are made of: ``F.softmax`` calls ``Tensor.softmax``.
+def namesakes(rule: CastRule) -> list[tuple[Any, str]]:
+    """Public names that a function of torch.nn.functional looks up when called: ``F.softmax`` calls ``Tensor.softmax``.
 
     A user who registers the one means what it computes in, which a rule for the other would overrule.
     """
-    if rule.owner is not resolve_owner("torch.nn.functional"):
+    if rule.owner is not resolve_owner(F):
         return []
-    owners = [resolve_owner(path) for path in ("torch", "torch.Tensor")]
-    return [owner for owner in owners if hasattr(owner, rule.name)]
+    name = _OTHER_NAMES.get(rule.name, rule.name)
+    owners = [resolve_owner(path) for path in (TORCH, TENSOR)]
+    return [(owner, name) for owner in owners if hasattr(owner, name)]
+
+
+def kernels(rule: CastRule) -> list[CastRule]:
+    """The same rule for what a function of torch.nn.functional looks up in torch._C._nn when called.
+
+    Scripts bind such functions where nobody finds them, in a local variable or a closure; what they call is found.
+    """
+    if rule.owner is not resolve_owner(F):
+        return []
+    owner = resolve_owner("torch._C._nn")
+    names = [name for name in _KERNELS.get(rule.name, ()) if hasattr(owner, name)]
+    return [CastRule(rule.kind, owner, name, rule.reason) for name in names]
 
 
 def resolve_owner(path: str) -> Any | None:
