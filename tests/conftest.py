@@ -13,6 +13,7 @@ import torch._dynamo  # replaces torch.manual_seed; the first optimizer would im
 
 import ampkit
 from ampkit import kernels
+from ampkit.casting.library import dispatch
 from ampkit.kernels import reference, switch
 
 DEVICES = [
@@ -26,15 +27,34 @@ def device(request):
     return torch.device(request.param)
 
 
-@pytest.fixture(params=["reference", "extension"])
+# What is built, and why it is missing where it is.
+COMPILED = {
+    "kernels": lambda: None if kernels.implementation().name == "extension" else kernels.implementation().why,
+    "wrappers": lambda: None if dispatch().library is not None else dispatch().why,
+}
+
+
+def pytest_collection_modifyitems(config, items):
+    """With AMPKIT_EXTENSION=off, tests of what is compiled are no part of the run; the run with it has them."""
+    if os.environ.get("AMPKIT_EXTENSION") == "off":
+        compiled = [item for item in items if item.get_closest_marker("compiled")]
+        config.hook.pytest_deselected(items=compiled)
+        items[:] = [item for item in items if item not in set(compiled)]
+
+
+def pytest_runtest_setup(item):
+    for marker in item.iter_markers("compiled"):
+        if (why := COMPILED[marker.args[0]]()) is not None:
+            pytest.skip(f"no compiled {marker.args[0]}: {why}")
+
+
+@pytest.fixture(params=["reference", pytest.param("extension", marks=pytest.mark.compiled("kernels"))])
 def ops(request, monkeypatch, device):
     """The multi-tensor operators, with the reference or with the extension behind them."""
     chosen = kernels.implementation()
     if request.param == "reference":
         monkeypatch.setattr(switch, "_kernel_devices", frozenset())
         monkeypatch.setattr(switch, "_extension", reference)
-    elif chosen.name != "extension":
-        pytest.skip(f"no extension: {chosen.why}")
     elif device.type == "cuda" and not chosen.cuda:
         pytest.skip(f"no CUDA kernels: {chosen.cuda_why}")
     return kernels

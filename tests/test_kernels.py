@@ -296,13 +296,8 @@ def test_devices_may_mix(ops, device):
     torch.testing.assert_close(norms, torch.tensor([2.0, 3.0, 4.0]).sqrt())
 
 
-def needs_extension():
-    if kernels.implementation().name != "extension":
-        pytest.skip(f"no extension: {kernels.implementation().why}")
-
-
+@pytest.mark.compiled("kernels")
 def test_opcheck(device):
-    needs_extension()
     if device.type == "cuda" and not kernels.implementation().cuda:
         pytest.skip("no CUDA kernels")
     x = [torch.randn(5, device=device), torch.randn(3, 4, device=device).half()]
@@ -343,10 +338,10 @@ def test_face_traces_without_graph_breaks(ops, device):
     assert all(master.eq(1.0).all() for master in masters)
 
 
+@pytest.mark.compiled("kernels")
 @pytest.mark.parametrize("capability", ["baseline", "avx2", "avx512"])
 def test_every_instruction_set_gives_the_same_bits(capability):
     """Each set runs in a process of its own, on all float16 and bfloat16 values and many float32 ones."""
-    needs_extension()
     script = """
 import torch
 from ampkit import kernels
@@ -520,10 +515,10 @@ def test_clip_coefficient_is_torchs():
     assert kernels.clip_factor(torch.tensor([2.0]), 0.5).item() == 0.25
 
 
+@pytest.mark.compiled("kernels")
 @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 def test_extension_agrees_with_the_reference_on_anything(data):
-    needs_extension()
     from ampkit.kernels import extension
 
     dtypes = strategies.sampled_from(KERNEL_DTYPES)
@@ -560,7 +555,6 @@ def test_extension_agrees_with_the_reference_on_anything(data):
 
 
 def plan(sizes, chunk=10, tensors=3, blocks=4):
-    needs_extension()
     return torch.ops.ampkit.plan_launches(sizes, chunk, tensors, blocks).tolist()
 
 
@@ -578,12 +572,14 @@ PLANS = {
 }
 
 
+@pytest.mark.compiled("kernels")
 @pytest.mark.parametrize("case", PLANS)
 def test_launch_plan(case):
     sizes, rows = PLANS[case]
     assert plan(sizes) == rows
 
 
+@pytest.mark.compiled("kernels")
 def test_launch_plan_covers_every_chunk_once():
     sizes = [(i * 7919) % 2000 for i in range(5000)] + [1 << 33]
     chunk, tensors, blocks = 1 << 16, 72, 320

@@ -378,16 +378,11 @@ def test_versions_of_all_that_is_written_move(ops, device):
     assert lists.grads[0]._version == 0 or lists.grads[0]._version == before[0] * 0
 
 
-def needs_extension():
-    if kernels.implementation().name != "extension":
-        pytest.skip(f"no extension: {kernels.implementation().why}")
-
-
+@pytest.mark.compiled("kernels")
 @pytest.mark.parametrize("tensors", [False, True], ids=["floats", "tensors"])
 @pytest.mark.parametrize("name", ["sgd", *ONE_EACH])
 def test_opcheck(device, name, tensors, monkeypatch):
     """The arguments that the face gives to the operator, recorded and checked."""
-    needs_extension()
     if device.type == "cuda" and not kernels.implementation().cuda:
         pytest.skip("no CUDA kernels")
     op, _, states, _, settings = STEPS[name]
@@ -417,10 +412,10 @@ dtypes = strategies.sampled_from((F32, F16, BF16))
 numbers = strategies.floats(0.0, 1.0).map(lambda x: round(x, 3))
 
 
+@pytest.mark.compiled("kernels")
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 def test_extension_agrees_with_the_reference_on_anything(data):
-    needs_extension()
     from ampkit.kernels import extension
 
     name = data.draw(strategies.sampled_from(sorted(STEPS)), label="step")
@@ -460,9 +455,9 @@ def run_step_directly(implementation, op, vector, shifted, lists, settings):
         function(*shifted, *lists.states, lists.lower, **({vector: lists.vector} if vector else {}), **settings)
 
 
+@pytest.mark.compiled("kernels")
 @pytest.mark.parametrize("capability", ["baseline", "avx2"])
 def test_every_instruction_set_gives_the_same_bits(capability):
-    needs_extension()
     script = "import sys; sys.path[:0] = ['.', 'tests']; import test_step_kernels as t; print(t.fingerprint())"
     environment = {**os.environ, "AMPKIT_CPU_CAPABILITY": capability}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)

@@ -8,7 +8,10 @@ import pytest
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 if not transformers.__version__.startswith("4."):
-    pytest.skip("transformers 5 has no apex backend", allow_module_level=True)
+    pytest.skip(
+        f"transformers {transformers.__version__} has no apex backend; `make clients` installs 4.57",
+        allow_module_level=True,
+    )
 
 SCRIPT = """
 import sys
