@@ -4,8 +4,9 @@
 
 First the part after backward alone (exit of `scale_loss`, clipping, step) on the 148 tensors of GPT-2 small, against
 GradScaler, torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW(fused=True) on float32 gradients. Then whole steps of six
-Linear(2048, 2048) with a batch of 8 and four micro-batches, against torch.autocast. All contenders take turns, round
-after round, and medians are printed: what else the machine does hits all alike.
+Linear(2048, 2048) with a batch of 8 and four micro-batches, against torch.autocast; "bare" is the floor, forward and backward
+passes of the same layers in lower precision, without an optimizer. All contenders take turns, round after round, and medians are
+printed: what else the machine does hits all alike. Freed memory stays with the process (memory.py).
 """
 
 import argparse
@@ -16,6 +17,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
+from memory import keep_freed_memory
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +36,7 @@ def main():
     parser.add_argument("--small", action="store_true", help="a hundredth of the size, to see that it runs")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
+    keep_freed_memory()
 
     print(f"{ampkit.kernels.implementation()}")
     contenders = {"autocast": Autocast(args.device, args.small)}
@@ -53,12 +56,16 @@ def main():
 
     steps = {
         "autocast": autocast_steps(args.device, dtype, args.small),
-        "O5": our_steps(args.device, dtype, args.small),
+        "O5, delay_unscale": our_steps(args.device, dtype, args.small, delays=True),
+        "O5, in float32": our_steps(args.device, dtype, args.small, delays=False),
+        "bare": bare_passes(args.device, dtype, args.small),
     }
     times = interleaved(steps, args.rounds)
-    print("Whole steps: 6 x Linear(2048, 2048), batch 8, 4 micro-batches (O5 with delay_unscale=True)")
+    print(
+        "Whole steps: 6 x Linear(2048, 2048), batch 8, 4 micro-batches, which add up with delay_unscale or in float32"
+    )
     for name, seconds in times.items():
-        print(f"{name:<12}{'':>10}{seconds * 1e3:>9.2f}{seconds / times['autocast']:>8.2f}")
+        print(f"{name:<22}{seconds * 1e3:>9.2f}{seconds / times['autocast']:>8.2f}")
 
 
 class Gpt2(nn.Module):
@@ -193,7 +200,7 @@ def autocast_steps(device, dtype, small):
     return run
 
 
-def our_steps(device, dtype, small):
+def our_steps(device, dtype, small, delays):
     model, xs, ys = linears(device, small)
     optimizer = FusedAdam(model.parameters(), **SETTINGS)
     model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", cast_model_type=dtype, verbosity=0)
@@ -203,10 +210,26 @@ def our_steps(device, dtype, small):
         start = time.perf_counter()
         for index, (x, y) in enumerate(zip(xs, ys)):
             loss = F.mse_loss(model(x).float(), y) / 4
-            with ampkit.scale_loss(loss, optimizer, delay_unscale=index < 3) as scaled:
+            with ampkit.scale_loss(loss, optimizer, delay_unscale=delays and index < 3) as scaled:
                 scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    return run
+
+
+def bare_passes(device, dtype, small):
+    model, xs, ys = linears(device, small)
+    model.to(dtype)
+
+    def run():
+        synchronize(device)
+        start = time.perf_counter()
+        for x, y in zip(xs.to(dtype), ys):
+            F.mse_loss(model(x).float(), y).backward()
+            model.zero_grad()
         synchronize(device)
         return time.perf_counter() - start
 

@@ -6,24 +6,24 @@ Each contender trains in a process of its own, since O1 patches torch for the wh
 step by step, so that another job on the machine disturbs both alike; figures are medians over the rounds, after a
 warm-up. Bytes are those of all tensors that autograd saves in one step, each storage counted once, parameters left out.
 
-Both contenders' processes keep the memory that they free: glibc would give it back to the system, and ask for it again,
-by the accident of which block lies on top of the heap, at the price of thousands of page faults a step.
+The processes keep the memory that they free (memory.py). "bare" is the floor: forward and backward passes alone, of a model
+that is in lower precision throughout, without float32 weights, scaling or an optimizer; what is left of autocast's step is
+all that a way of mixing precisions can save.
 With ``--compile`` both compile their models with torch.compile; the autocast region is then around the compiled call.
 """
 
 import argparse
 import contextlib
 import multiprocessing
-import os
 import statistics
 import time
 
 import torch
 import torch.nn.functional as F
+from memory import keep_freed_memory
 from torch import nn
 
 WARM_UP = 3
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 
 
 class Mlp(nn.Module):
@@ -108,7 +108,7 @@ def make_case(name):
 
 
 CASES = ("mlp", "resnet18", "gpt", "lstm", "accumulation")
-CONTENDERS = ("ampkit", "autocast")
+CONTENDERS = ("ampkit", "autocast", "bare")
 
 
 class Trainer:
@@ -128,9 +128,13 @@ class Trainer:
                 self.model, self.optimizer, "O1", patch_torch_functions_type=dtype, verbosity=0
             )
             self.step = self.step_of_ampkit
-        else:
+        elif contender == "autocast":
             self.scaler = torch.amp.GradScaler(device.type)
             self.step = self.step_of_autocast
+        else:
+            self.model.to(dtype)
+            self.batches = [(x.to(dtype) if x.is_floating_point() else x, y) for x, y in self.batches]
+            self.step = self.step_of_bare
         if compiled:
             torch._dynamo.config.allow_rnn = True
             self.model = torch.compile(self.model, fullgraph=True)
@@ -153,6 +157,11 @@ class Trainer:
             self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def step_of_bare(self):
+        for x, y in self.batches:
+            getattr(F, self.loss_name)(self.model(x).float(), y).backward()
+            self.model.zero_grad()
 
     def timed_step(self):
         self.synchronize()
@@ -185,6 +194,7 @@ class Trainer:
 def serve(connection, contender, case, device, dtype, compiled, threads):
     """Steps when told to, until told to stop: the body of a contender's process."""
     torch.set_num_threads(threads)
+    keep_freed_memory()
     with contextlib.suppress(EOFError):
         trainer = Trainer(contender, case, torch.device(device), dtype, compiled)
         while (task := connection.recv()) != "stop":
@@ -193,7 +203,6 @@ def serve(connection, contender, case, device, dtype, compiled, threads):
 
 def compare(case, rounds, device, dtype, compiled=False):
     """{contender: (median seconds, bytes saved)}, and the median and quartiles of the ratios of neighbouring steps."""
-    os.environ.update(KEEP_MEMORY)  # for the processes to come
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for contender in CONTENDERS:
@@ -211,7 +220,7 @@ def compare(case, rounds, device, dtype, compiled=False):
     saved = {contender: ask(contender, "saved_bytes") for contender in CONTENDERS}
     times = {contender: [] for contender in CONTENDERS}
     for index in range(WARM_UP + rounds):
-        for contender in CONTENDERS if index % 2 else reversed(CONTENDERS):
+        for contender in CONTENDERS[index % 3 :] + CONTENDERS[: index % 3]:
             seconds = ask(contender, "timed_step")
             if index >= WARM_UP:
                 times[contender].append(seconds)
@@ -232,12 +241,15 @@ def main():
     args = parser.parse_args()
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     print(f"torch {torch.__version__}, {device}, {args.dtype}, {torch.get_num_threads()} threads, {args.rounds} rounds")
-    print(f"{'step of':<14}{'autocast':>12}{'O1':>12}{'ratio':>8}{'quartiles':>14}{'saved MB':>18}{'ratio':>8}")
+    print(
+        f"{'step of':<14}{'autocast':>12}{'O1':>12}{'ratio':>8}{'quartiles':>14}{'bare':>8}{'saved MB':>18}{'ratio':>8}"
+    )
     for case in args.only or CASES:
         found, (low, ratio, high) = compare(case, args.rounds, device, dtype, args.compile)
-        (ours, our_bytes), (theirs, their_bytes) = found["ampkit"], found["autocast"]
+        (ours, our_bytes), (theirs, their_bytes), (bare, _) = (found[contender] for contender in CONTENDERS)
         print(
             f"{case:<14}{theirs * 1e3:>9.2f} ms{ours * 1e3:>9.2f} ms{ratio:>8.2f}{low:>8.2f}-{high:.2f}"
+            f"{bare / theirs:>8.2f}"
             f"{their_bytes / 1e6:>10.2f} {our_bytes / 1e6:>7.2f}{our_bytes / their_bytes:>8.3f}",
             flush=True,
         )
