@@ -80,6 +80,16 @@ class Batch:
         lists = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: [values[i] for i in indices] for name, values in lists.items()})
 
+    def apart(self, masters: list[torch.Tensor | None]) -> list[Batch]:
+        """Parameters without a master of the optimizer's own, and those with one, which is updated and rounded into them."""
+        own = [i for i, master in enumerate(masters) if master is None]
+        mastered = [i for i, master in enumerate(masters) if master is not None]
+        parts = [self.part(own)] if own else []
+        if mastered:
+            part = self.part(mastered)
+            parts.append(replace(part, targets=[masters[i] for i in mastered], lower=part.params))
+        return parts
+
     def one_more(self) -> Scale:
         """What a step count goes up by: 1, or 0 where the step is skipped."""
         return 1.0 if self.found_inf is None else 1.0 - on(self.found_inf, self.device).reshape(())
@@ -113,11 +123,21 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
+        return self.step_under(None, closure)
+
+    def step_under(self, grad_scaler: Any, closure: Callable[[], Any] | None) -> Any:
+        """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.update_groups()
+        given = self.inputs
+        if grad_scaler is not None:
+            self.inputs = _inputs_of_grad_scaler(self, grad_scaler)
+        try:
+            self.update_groups()
+        finally:
+            self.inputs = given
         return loss
 
     @torch.no_grad()
@@ -303,7 +323,7 @@ def refuse_amsgrad(optimizer: FusedOptimizer, amsgrad: bool) -> None:
         )
 
 
-def inputs_of_grad_scaler(optimizer: torch.optim.Optimizer, grad_scaler: Any) -> StepInputs:
+def _inputs_of_grad_scaler(optimizer: torch.optim.Optimizer, grad_scaler: Any) -> StepInputs:
     """What a ``torch.amp.GradScaler`` has to say about a step: the scale of the gradients, and whether all are finite."""
     state = grad_scaler._per_optimizer_states[id(optimizer)]
     unscaled = state["stage"].name == "UNSCALED"

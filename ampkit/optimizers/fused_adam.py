@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import kernels
-from .fused import Batch, FusedOptimizer, inputs_of_grad_scaler, refuse_amsgrad
+from .fused import Batch, FusedOptimizer, refuse_amsgrad
 
 _REMOVED = ("grads", "output_params", "scale", "grad_norms")
 
@@ -83,22 +82,13 @@ class FusedAdam(FusedOptimizer):
                 f"FusedAdam has been updated. Simply initialize it like torch.optim.AdamW and call step(); {', '.join(given)} "
                 "can no longer be passed to it. For mixed precision call initialize(model, optimizer, opt_level='O2')."
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        given = self.inputs
-        if grad_scaler is not None:
-            self.inputs = inputs_of_grad_scaler(self, grad_scaler)
-        try:
-            self.update_groups()
-        finally:
-            self.inputs = given
-        return loss
+        return self.step_under(grad_scaler, closure)
 
     def batches(self, group: dict[str, Any]) -> list[Batch]:
         batches = super().batches(group)
-        return [part for batch in batches for part in self._with_masters(batch)] if self.master_weights else batches
+        if not self.master_weights:
+            return batches
+        return [part for batch in batches for part in batch.apart(self._masters_of(batch.params))]
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
         kernels.multi_tensor_adam(
@@ -117,15 +107,8 @@ class FusedAdam(FusedOptimizer):
             **batch.factors,
         )
 
-    def _with_masters(self, batch: Batch) -> list[Batch]:
-        masters = [self.state[param].get("master_param") for param in batch.params]
-        with_master = [i for i, master in enumerate(masters) if master is not None]
-        without = [i for i, master in enumerate(masters) if master is None]
-        parts = [batch.part(without)] if without else []
-        if with_master:
-            part = batch.part(with_master)
-            parts.append(replace(part, targets=[masters[i] for i in with_master], lower=part.params))
-        return parts
+    def _masters_of(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        return [self.state[param].get("master_param") for param in params]
 
     def _make_masters(self) -> None:
         for group in self.param_groups:

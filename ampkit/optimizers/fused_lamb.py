@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import kernels
-from .fused import Batch, FusedOptimizer, inputs_of_grad_scaler, refuse_amsgrad
+from .fused import Batch, FusedOptimizer, refuse_amsgrad
 from .scales import on
 
 
@@ -119,18 +118,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        given = self.inputs
-        if grad_scaler is not None:
-            self.inputs = inputs_of_grad_scaler(self, grad_scaler)
-        try:
-            self.update_groups()
-        finally:
-            self.inputs = given
-        return loss
+        return self.step_under(grad_scaler, closure)
 
     def update_groups(self) -> None:
         self._global_grad_norm = self.global_norm()
@@ -143,7 +131,8 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             yield group["step"], batch
 
     def batches(self, group: dict[str, Any]) -> list[Batch]:
-        return [part for batch in super().batches(group) for part in self._with_masters(batch)]
+        batches = super().batches(group)
+        return [part for batch in batches for part in batch.apart([self._master_of(param) for param in batch.params])]
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
         _lamb(self, group, batch, step, self._global_grad_norm)
@@ -152,20 +141,10 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         # The step stands in the group here, as in Apex.
         return self.with_our_groups(state_dict)
 
-    def _with_masters(self, batch: Batch) -> list[Batch]:
-        targets = [self._target(param) for param in batch.params]
-        with_master = [i for i, (param, target) in enumerate(zip(batch.params, targets)) if target is not param]
-        without = [i for i, (param, target) in enumerate(zip(batch.params, targets)) if target is param]
-        parts = [batch.part(without)] if without else []
-        if with_master:
-            part = batch.part(with_master)
-            parts.append(replace(part, targets=[targets[i] for i in with_master], lower=part.params))
-        return parts
-
-    def _target(self, param: torch.Tensor) -> torch.Tensor:
+    def _master_of(self, param: torch.Tensor) -> torch.Tensor | None:
         reduced = self.reduced_precision_dtype
         if param.dtype is not reduced and (reduced is not None or param.dtype not in (torch.float16, torch.bfloat16)):
-            return param
+            return None
         state = self.state[param]
         if "master_param" not in state:
             state["master_param"] = param.detach().clone().float()
