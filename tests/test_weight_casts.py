@@ -9,9 +9,7 @@ from engines import o1
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from ampkit.casting.library import dispatch
-
-pytestmark = pytest.mark.skipif(dispatch().library is None, reason="needs ampkit._casting")
+pytestmark = pytest.mark.compiled("wrappers")
 
 LOW = torch.bfloat16
 

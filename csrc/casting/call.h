@@ -9,19 +9,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "cast_store.h"
+#include "switch.h"
 
 namespace ampkit {
 
 // As in ampkit.policy.rules.CastKind, by what the fast path does: Call.bind is given the names.
 enum class Kind { Lower, Fp32, Promote, MatchFirst, Reject, Banned };
-
-// On and off, shared by all Calls of an engine.
-struct Switch {
-  PyObject_HEAD
-  char enabled;
-  PyObject* suspended;     // set of the threads in which casting is off
-  PyObject* device_types;  // set of the device types whose tensors are cast
-};
 
 // What an engine gives a Call. Counted, since whatever runs during a call may have the engine closed.
 struct Binding {
@@ -44,7 +37,6 @@ struct Call {
   Binding* binding;    // null while no engine has it
 };
 
-extern PyTypeObject SwitchType;
 extern PyTypeObject CallType;
 
 }  // namespace ampkit
