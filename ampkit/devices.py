@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from torch import nn
 
 
-def device_types(models: Sequence[nn.Module], at_most: int | None = None) -> set[str]:
-    """The device types that the models' (first ``at_most``) parameters live on; their buffers, where there are none."""
-    found = {param.device.type for model in models for param in itertools.islice(model.parameters(), at_most)}
+def device_types(models: Sequence[nn.Module]) -> set[str]:
+    """The device types that the models' parameters live on; their buffers, where there are none."""
+    found = {param.device.type for model in models for param in model.parameters()}
     found = found or {buffer.device.type for model in models for buffer in model.buffers()}
     return found or {"cpu"}
 

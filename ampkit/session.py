@@ -289,8 +289,15 @@ class Session:
         else:
             _refuse_changed_dtype(model, self._left_as[model])
         if self.casting is not None:
-            self.casting.cast_on(self.casting.device_types | device_types([model], at_most=1))
+            self._cast_where_it_is(model)
         self._scaling.note_forward()
+
+    def _cast_where_it_is(self, model: nn.Module) -> None:
+        """The model may have moved since: ask one of its parameters."""
+        first = next((param for ref, _ in self._left_as[model] if (param := ref()) is not None), None)
+        here = device_types([model]) if first is None else {first.device.type}
+        if not here <= self.casting.device_types:
+            self.casting.cast_on(self.casting.device_types | here)
 
     def _after_zero_grad(self, model: nn.Module) -> None:
         params = set(model.parameters())
