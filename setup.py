@@ -80,6 +80,7 @@ CXX_FLAGS = [
     "-fno-trapping-math",
     "-ffp-contract=off",
     "-Wno-maybe-uninitialized",  # gcc's own intrinsics trip over it
+    "-Wno-psabi",  # vectors are passed to inlined functions only
     "-g0",
 ]
 NVCC_FLAGS = [f"-DTORCH_TARGET_VERSION={TARGET_TORCH}", "-DUSE_CUDA", "-std=c++17", "-O3", "-fmad=false", "--threads=2"]

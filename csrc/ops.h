@@ -16,10 +16,10 @@
 #include <tuple>
 #include <vector>
 
+#include "tensor_list.h"
+
 namespace ampkit {
 
-using torch::stable::Tensor;
-using TensorList = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 
 // outputs[i] = inputs[i] * scale; found_inf becomes 1 if an input is not finite, first_bad the first such index.

@@ -36,7 +36,7 @@ inline StepSettings step_settings(const char* op, const TensorList& grads, doubl
                                   double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip,
                                   const MaybeTensor& found_inf) {
   AMPKIT_CHECK(!grads.empty(), op, ": grads is empty");
-  const Tensor& beside = grads[0];
+  const TensorView beside = grads[0];
   return {number(op, "lr", lr, lr_tensor, beside), static_cast<float>(factor),
           element_data<float>(op, "inv_scale", inv_scale, beside), element_data<float>(op, "clip", clip, beside),
           element_data<float>(op, "found_inf", found_inf, beside)};

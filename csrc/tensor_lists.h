@@ -39,25 +39,26 @@ struct FlatTensor {
   int64_t numel;
 };
 
-inline std::string describe_shape(const Tensor& tensor) {
+inline std::string describe_shape(TensorView tensor) {
   std::ostringstream text;
+  const char* comma = "";
   text << "[";
-  for (int64_t d = 0; d < tensor.dim(); ++d) text << (d == 0 ? "" : ", ") << tensor.size(d);
+  for (int64_t size : tensor.sizes()) text << std::exchange(comma, ", ") << size;
   text << "]";
   return text.str();
 }
 
-inline bool same_sizes(const Tensor& x, const Tensor& y) {
-  const auto a = x.sizes(), b = y.sizes();
-  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
-}
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline bool are_equal(Sizes a, Sizes b) { return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin()); }
 
 // Whether the elements fill their memory without gaps or overlap, in whatever order of dimensions.
-inline bool is_dense(const Tensor& tensor) {
+inline bool is_dense(TensorView tensor) {
   if (tensor.is_contiguous()) return true;
+  const Sizes sizes = tensor.sizes(), strides = tensor.strides();
   std::vector<std::pair<int64_t, int64_t>> dims;
-  for (int64_t d = 0; d < tensor.dim(); ++d)
-    if (tensor.size(d) != 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] != 1) dims.emplace_back(strides[d], sizes[d]);
   std::sort(dims.begin(), dims.end());
   int64_t expected = 1;
   for (const auto& [stride, size] : dims) {
@@ -67,8 +68,8 @@ inline bool is_dense(const Tensor& tensor) {
   return true;
 }
 
-inline bool same_strides(const Tensor& x, const Tensor& y) {
-  const auto sizes = x.sizes(), a = x.strides(), b = y.strides();
+inline bool same_strides(TensorView x, TensorView y) {
+  const Sizes sizes = x.sizes(), a = x.strides(), b = y.strides();
   for (size_t d = 0; d < sizes.size(); ++d)
     if (sizes[d] != 1 && a[d] != b[d]) return false;
   return true;
@@ -77,7 +78,7 @@ inline bool same_strides(const Tensor& x, const Tensor& y) {
 template <int kDepth>
 class TensorLists {
  public:
-  TensorLists(const char* op, const std::array<NamedList, kDepth>& lists) : op_(op) {
+  TensorLists(const char* op, const std::array<NamedList, kDepth>& lists) : op_(op), lists_(lists) {
     const size_t count = lists[0].tensors.size();
     for (const NamedList& list : lists)
       AMPKIT_CHECK(list.tensors.size() == count, op, ": ", lists[0].name, " has ", count, " tensors, ", list.name,
@@ -85,13 +86,13 @@ class TensorLists {
     if (count == 0) return;
     is_cpu_ = lists[0].tensors[0].is_cpu();
     device_index_ = lists[0].tensors[0].get_device_index();
+    flat_.reserve(count);
     // All checks come before the first staging copy: an error leaves every tensor as it was.
-    flat_.resize(count);
-    for (size_t i = 0; i < count; ++i) {
-      flat_[i].numel = lists[0].tensors[i].numel();
-      for (int k = 0; k < kDepth; ++k) flat_[i].dtype[k] = check(lists[0], lists[k], i);
-    }
-    for (size_t i = 0; i < count; ++i) locate(lists, i);
+    std::vector<size_t> staged;
+    for (size_t i = 0; i < count; ++i)
+      if (!flatten(i)) staged.push_back(i);
+    for (size_t i : staged)
+      for (int k = 0; k < kDepth; ++k) flat_[i].data[k] = stage(lists[k].tensors[i].share(), lists[k].role);
   }
 
   const std::vector<FlatTensor<kDepth>>& flat() const { return flat_; }
@@ -102,40 +103,44 @@ class TensorLists {
   }
 
  private:
-  DType dtype_of(const NamedList& list, size_t i) const {
-    using torch::headeronly::ScalarType;
-    const ScalarType type = list.tensors[i].scalar_type();
-    switch (type) {
-      case ScalarType::Float: return DType::kFloat;
-      case ScalarType::Half: return DType::kHalf;
-      case ScalarType::BFloat16: return DType::kBFloat16;
-      default:
-        fail(op_, ": ", list.name, "[", i, "] is ", torch::headeronly::toString(type),
-             "; the kernels take Float, Half and BFloat16");
-    }
-  }
-
-  DType check(const NamedList& first, const NamedList& list, size_t i) const {
-    const Tensor& expected = first.tensors[i];
-    const Tensor& found = list.tensors[i];
-    AMPKIT_CHECK(&found == &expected || same_sizes(found, expected), op_, ": ", list.name, "[", i, "] has shape ",
-                 describe_shape(found), ", ", first.name, "[", i, "] has shape ", describe_shape(expected), "; they must be equal");
-    AMPKIT_CHECK(found.is_cpu() == is_cpu_ && found.get_device_index() == device_index_, op_, ": ", list.name, "[", i,
-                 "] is on another device than ", first.name, "[0]; one call serves one device");
-    return dtype_of(list, i);
-  }
-
-  void locate(const std::array<NamedList, kDepth>& lists, size_t i) {
-    bool flat = true;
-    for (int k = 0; k < kDepth && flat; ++k) flat = lists[k].tensors[i].is_contiguous();
-    if (!flat) {
-      flat = is_dense(lists[0].tensors[i]);
-      for (int k = 1; k < kDepth && flat; ++k) flat = same_strides(lists[k].tensors[i], lists[0].tensors[i]);
-    }
+  // Reads each tensor's record once, for it is seldom in the cache. Returns whether the row can be used in place.
+  bool flatten(size_t i) {
+    FlatTensor<kDepth>& flat = flat_.emplace_back();
+    const Sizes expected = lists_[0].tensors[i].sizes();
+    flat.numel = 1;
+    for (int64_t size : expected) flat.numel *= size;
+    bool contiguous = true;
     for (int k = 0; k < kDepth; ++k) {
-      const Tensor& tensor = lists[k].tensors[i];
-      flat_[i].data[k] = flat ? tensor.mutable_data_ptr() : stage(tensor, lists[k].role);
+      const TensorView tensor = lists_[k].tensors[i];
+      AMPKIT_CHECK(k == 0 || are_equal(tensor.sizes(), expected), op_, ": ", lists_[k].name, "[", i, "] has shape ",
+                   describe_shape(tensor), ", ", lists_[0].name, "[", i, "] has shape ",
+                   describe_shape(lists_[0].tensors[i]), "; they must be equal");
+      AMPKIT_CHECK(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), op_, ": ", lists_[k].name, "[",
+                   i, "] is on another device than ", lists_[0].name, "[0]; one call serves one device");
+      flat.dtype[k] = dtype_of(k, i);
+      flat.data[k] = tensor.mutable_data_ptr();
+      contiguous = contiguous && tensor.is_contiguous();
     }
+    return contiguous || share_layout(i);
+  }
+
+  DType dtype_of(int k, size_t i) const {
+    static const int32_t float_code = aoti_torch_dtype_float32(), half_code = aoti_torch_dtype_float16(),
+                         bfloat16_code = aoti_torch_dtype_bfloat16();
+    const TensorView tensor = lists_[k].tensors[i];
+    const int32_t code = tensor.dtype_code();
+    if (code == float_code) return DType::kFloat;
+    if (code == half_code) return DType::kHalf;
+    if (code == bfloat16_code) return DType::kBFloat16;
+    fail(op_, ": ", lists_[k].name, "[", i, "] is ", torch::headeronly::toString(tensor.share().scalar_type()),
+         "; the kernels take Float, Half and BFloat16");
+  }
+
+  bool share_layout(size_t i) const {
+    const TensorView first = lists_[0].tensors[i];
+    bool shared = is_dense(first);
+    for (int k = 1; k < kDepth && shared; ++k) shared = same_strides(lists_[k].tensors[i], first);
+    return shared;
   }
 
   void* stage(const Tensor& tensor, Role role) {
@@ -147,6 +152,7 @@ class TensorLists {
   }
 
   const char* op_;
+  const std::array<NamedList, kDepth> lists_;
   bool is_cpu_ = true;
   int32_t device_index_ = 0;
   std::vector<FlatTensor<kDepth>> flat_;
@@ -156,7 +162,7 @@ class TensorLists {
 
 // An optional tensor of one element that a kernel reads or writes, on the lists' device; nullptr where it is absent.
 template <class T>
-T* element_data(const char* op, const char* name, const MaybeTensor& tensor, const Tensor& beside) {
+T* element_data(const char* op, const char* name, const MaybeTensor& tensor, TensorView beside) {
   using torch::headeronly::ScalarType;
   constexpr ScalarType kType = std::is_same_v<T, float>     ? ScalarType::Float
                                : std::is_same_v<T, int32_t> ? ScalarType::Int
@@ -175,12 +181,12 @@ struct Findings {
   float* found_inf;
   int64_t* first_bad;
 
-  Findings(const char* op, const MaybeTensor& found_inf, const MaybeTensor& first_bad, const Tensor& beside)
+  Findings(const char* op, const MaybeTensor& found_inf, const MaybeTensor& first_bad, TensorView beside)
       : found_inf(element_data<float>(op, "found_inf", found_inf, beside)),
         first_bad(element_data<int64_t>(op, "first_bad", first_bad, beside)) {}
 };
 
-inline Number number(const char* op, const char* name, double value, const MaybeTensor& tensor, const Tensor& beside) {
+inline Number number(const char* op, const char* name, double value, const MaybeTensor& tensor, TensorView beside) {
   return {value, element_data<float>(op, name, tensor, beside)};
 }
 

@@ -83,6 +83,18 @@ def test_l2norm_survives_squares_outside_float32(ops, device, magnitude):
     torch.testing.assert_close(norm.cpu(), torch.tensor([2 * magnitude]))
 
 
+@pytest.mark.parametrize("dtype", (F32, BF16))
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+def test_unscale_l2norm_in_place_of_squares_outside_float32(ops, device, dtype, magnitude):
+    x = torch.full((5000,), magnitude, dtype=dtype, device=device)
+    expected = 5000**0.5 * x[0].item() / 2
+    found_inf = torch.zeros(1, device=device)
+    norm, _ = ops.multi_tensor_unscale_l2norm([x], [x], 0.5, found_inf)
+    torch.testing.assert_close(norm.cpu(), torch.tensor([expected]), rtol=1e-6, atol=0)
+    assert found_inf.item() == 0.0
+    assert_same(x, torch.full_like(x, magnitude) * 0.5)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_l2norm_of_non_finite_values_is_not_finite(ops, device, value):
     norm, norms = ops.multi_tensor_l2norm([torch.ones(3, device=device), torch.tensor([1, value], device=device)], True)
@@ -499,7 +511,7 @@ def test_update_scale_keeps_a_scale_set_above_the_maximum_and_never_reaches_infi
         scale = torch.tensor([start], device=device)
         ops.update_scale(scale, *counters, torch.zeros(1, device=device), growth_interval=1, max_scale=high)
         torch.testing.assert_close(scale.cpu(), torch.tensor([expected]), rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match=r"growth_tracker is torch.float32"):
+    with pytest.raises(RuntimeError, match=r"growth_tracker is (torch\.float32|Float) of shape"):
         ops.update_scale(scale, scale, counters[0], scale)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ampkit.kernels.switch import kernels_of, routes
+from ampkit.kernels.switch import Route, kernels_of, serve
 from ampkit.kernels.updates import gradient_norms, move_norms
 
 Tensors = Sequence[torch.Tensor]
@@ -36,11 +36,13 @@ def multi_tensor_scale(
     first_bad: Tensor | None = None,
 ) -> None:
     """outputs[i] = inputs[i] * scale. Inputs are checked; outputs, which may be the inputs, are written in any case."""
-    lists = {"inputs": inputs, "outputs": outputs}
-    for route in routes("multi_tensor_scale", lists, found_inf, first_bad):
+
+    def call(route):
         flags = route.flags(found_inf, first_bad)
         route.kernels.multi_tensor_scale(*route.lists, route.here(scale), *flags)
         route.report(flags, found_inf, first_bad)
+
+    serve("multi_tensor_scale", {"inputs": inputs, "outputs": outputs}, call, found_inf, first_bad)
 
 
 @torch.no_grad()
@@ -55,11 +57,13 @@ def multi_tensor_axpby(
     first_bad: Tensor | None = None,
 ) -> None:
     """outputs[i] = a * xs[i] + b * ys[i]; ``arg_to_check`` says who is checked: -1 both, 0 ``xs``, 1 ``ys``."""
-    lists = {"xs": xs, "ys": ys, "outputs": outputs}
-    for route in routes("multi_tensor_axpby", lists, found_inf, first_bad):
+
+    def call(route):
         flag, first = flags = route.flags(found_inf, first_bad)
         route.kernels.multi_tensor_axpby(*route.lists, route.here(a), route.here(b), flag, arg_to_check, first)
         route.report(flags, found_inf, first_bad)
+
+    serve("multi_tensor_axpby", {"xs": xs, "ys": ys, "outputs": outputs}, call, found_inf, first_bad)
 
 
 @torch.no_grad()
@@ -68,10 +72,11 @@ def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Ten
 
     Both lie on the device of the first tensor. Huge and tiny values keep their norm.
     """
-    parts = []
-    for route in routes("multi_tensor_l2norm", {"tensors": tensors}):
-        parts.append((route.indices, *route.kernels.multi_tensor_l2norm(*route.lists, per_tensor)))
-    return _joined_norms(tensors, parts, per_tensor)
+
+    def call(route):
+        return route.kernels.multi_tensor_l2norm(*route.lists, per_tensor)
+
+    return _joined_norms(tensors, serve("multi_tensor_l2norm", {"tensors": tensors}, call), per_tensor)
 
 
 @torch.no_grad()
@@ -88,12 +93,15 @@ def multi_tensor_unscale_l2norm(
     ``outputs``, which may be the inputs, receive the products; without them nothing but the inputs is read, and nothing
     written: the pass before a fused step, which unscales by itself.
     """
-    parts = []
-    for route in routes("multi_tensor_unscale_l2norm", {"inputs": inputs, "outputs": outputs}, found_inf, first_bad):
+
+    def call(route):
         flag, first = flags = route.flags(found_inf, first_bad)
         norms = route.kernels.multi_tensor_unscale_l2norm(*route.lists, route.here(inv_scale), flag, per_tensor, first)
-        parts.append((route.indices, *norms))
         route.report(flags, found_inf, first_bad)
+        return norms
+
+    lists = {"inputs": inputs, "outputs": outputs}
+    parts = serve("multi_tensor_unscale_l2norm", lists, call, found_inf, first_bad)
     return _joined_norms(inputs, parts, per_tensor)
 
 
@@ -122,21 +130,21 @@ def multi_tensor_sgd(
     momentum. ``trust`` holds a factor of the decayed gradient for each tensor.
     """
     lists = {"grads": grads, "params": params, "momenta": momenta if momentum else None, "lower": lower}
-    for route in routes("multi_tensor_sgd", lists):
-        route.kernels.multi_tensor_sgd(
-            *route.lists,
-            lr=route.here(lr),
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            first_run=first_run,
-            wd_after_momentum=wd_after_momentum,
-            trust=route.rows(trust),
-            inv_scale=route.here(inv_scale),
-            clip=route.here(clip),
-            found_inf=route.here(found_inf),
-        )
+    _step(
+        "multi_tensor_sgd",
+        lists,
+        rows={"trust": trust},
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        first_run=first_run,
+        wd_after_momentum=wd_after_momentum,
+        inv_scale=inv_scale,
+        clip=clip,
+        found_inf=found_inf,
+    )
 
 
 @torch.no_grad()
@@ -160,20 +168,20 @@ def multi_tensor_adam(
 ) -> None:
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
     lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "lower": lower}
-    for route in routes("multi_tensor_adam", lists):
-        route.kernels.multi_tensor_adam(
-            *route.lists,
-            lr=route.here(lr),
-            betas=betas,
-            eps=eps,
-            step=route.here(step),
-            decoupled=decoupled,
-            bias_correction=bias_correction,
-            weight_decay=weight_decay,
-            inv_scale=route.here(inv_scale),
-            clip=route.here(clip),
-            found_inf=route.here(found_inf),
-        )
+    _step(
+        "multi_tensor_adam",
+        lists,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        step=step,
+        decoupled=decoupled,
+        bias_correction=bias_correction,
+        weight_decay=weight_decay,
+        inv_scale=inv_scale,
+        clip=clip,
+        found_inf=found_inf,
+    )
 
 
 @torch.no_grad()
@@ -193,17 +201,17 @@ def multi_tensor_adagrad(
 ) -> None:
     """Adagrad (Duchi et al. 2011), with L2 regularisation or ``decoupled`` weight decay."""
     lists = {"grads": grads, "params": params, "sums": sums, "lower": lower}
-    for route in routes("multi_tensor_adagrad", lists):
-        route.kernels.multi_tensor_adagrad(
-            *route.lists,
-            lr=route.here(lr),
-            eps=eps,
-            decoupled=decoupled,
-            weight_decay=weight_decay,
-            inv_scale=route.here(inv_scale),
-            clip=route.here(clip),
-            found_inf=route.here(found_inf),
-        )
+    _step(
+        "multi_tensor_adagrad",
+        lists,
+        lr=lr,
+        eps=eps,
+        decoupled=decoupled,
+        weight_decay=weight_decay,
+        inv_scale=inv_scale,
+        clip=clip,
+        found_inf=found_inf,
+    )
 
 
 @torch.no_grad()
@@ -233,22 +241,23 @@ def multi_tensor_lamb(
     ``clip=clip_factor(unscaled norm of all gradients, max_grad_norm)``.
     """
     lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    for route in routes("multi_tensor_lamb", {**lists, "lower": lower, "directions": directions}):
-        route.kernels.multi_tensor_lamb(
-            *route.lists,
-            lr=route.here(lr),
-            betas=betas,
-            eps=eps,
-            step=route.here(step),
-            weight_decay=weight_decay,
-            decoupled=decoupled,
-            bias_correction=bias_correction,
-            grad_averaging=grad_averaging,
-            trusts=trusts,
-            inv_scale=route.here(inv_scale),
-            clip=route.here(clip),
-            found_inf=route.here(found_inf),
-        )
+    lists |= {"lower": lower, "directions": directions}
+    _step(
+        "multi_tensor_lamb",
+        lists,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        step=step,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        bias_correction=bias_correction,
+        grad_averaging=grad_averaging,
+        trusts=trusts,
+        inv_scale=inv_scale,
+        clip=clip,
+        found_inf=found_inf,
+    )
 
 
 @torch.no_grad()
@@ -288,27 +297,24 @@ def multi_tensor_novograd(
                 grad_norms = grad_norms * (factor.to(grad_norms) if isinstance(factor, Tensor) else factor)
     move_norms(norms, grad_norms, betas[1], norm_type, found_inf)
     lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "lower": lower}
-    for route in routes("multi_tensor_novograd", lists):
-        *columns, low = route.lists
-        route.kernels.multi_tensor_novograd(
-            *columns,
-            route.rows(norms),
-            low,
-            lr=route.here(lr),
-            betas=betas,
-            eps=eps,
-            step=route.here(step),
-            bias_correction=bias_correction,
-            weight_decay=weight_decay,
-            grad_averaging=grad_averaging,
-            reg_inside_moment=reg_inside_moment,
-            inv_scale=route.here(inv_scale),
-            clip=route.here(clip),
-            found_inf=route.here(found_inf),
-        )
+    _step(
+        "multi_tensor_novograd",
+        lists,
+        rows={"norms": norms},
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        step=step,
+        bias_correction=bias_correction,
+        weight_decay=weight_decay,
+        grad_averaging=grad_averaging,
+        reg_inside_moment=reg_inside_moment,
+        inv_scale=inv_scale,
+        clip=clip,
+        found_inf=found_inf,
+    )
 
 
-@torch.no_grad()
 def update_scale(
     scale: Tensor,
     growth_tracker: Tensor,
@@ -329,14 +335,6 @@ def update_scale(
     clean iteration gives all chances back, and the ``growth_interval``-th in a row lets the scale grow, to ``max_scale``
     at most, and never to infinity. ``growth_tracker`` counts clean iterations since the last overflow or growth.
     """
-    tensors = {"scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
-    for name, tensor in tensors.items():
-        expected = torch.float32 if name == "scale" else torch.int32
-        if tensor.dtype is not expected or tensor.numel() != 1 or tensor.device != scale.device:
-            raise RuntimeError(
-                f"update_scale: {name} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; pass {expected} "
-                f"of shape [1] on {scale.device}"
-            )
     kernels = kernels_of(scale.device)
     found_inf = found_inf.to(scale.device, torch.float32, non_blocking=True)
     rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
@@ -344,15 +342,28 @@ def update_scale(
     return scale
 
 
-def _joined_norms(tensors: Tensors, parts: list, per_tensor: bool) -> tuple[Tensor, Tensor]:
-    if len(parts) == 1 and parts[0][0] is None:
-        return parts[0][1:]
+def _step(op: str, lists: dict, rows: dict[str, Tensor | None] | None = None, **settings: Any) -> None:
+    """One of the steps, over its lists; ``rows`` are vectors with one element a tensor."""
+
+    def call(route):
+        here = {name: route.here(value) for name, value in settings.items()}
+        here |= {name: route.rows(vector) for name, vector in (rows or {}).items()}
+        getattr(route.kernels, op)(**dict(zip(lists, route.lists)), **here)
+
+    serve(op, lists, call)
+
+
+def _joined_norms(tensors: Tensors, parts: list[tuple[Route, tuple]], per_tensor: bool) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1 and parts[0][0].indices is None:
+        return parts[0][1]
     if not parts:
         return torch.zeros(1), torch.zeros(0)
     device = tensors[0].device
-    norm = torch.cat([norm.to(device, torch.float64) for _, norm, _ in parts]).square().sum(dim=0, keepdim=True).sqrt()
-    norms = torch.cat([norms.to(device) for _, _, norms in parts])
+    norm = (
+        torch.cat([norm.to(device, torch.float64) for _, (norm, _) in parts]).square().sum(dim=0, keepdim=True).sqrt()
+    )
+    norms = torch.cat([norms.to(device) for _, (_, norms) in parts])
     if per_tensor:
-        order = torch.tensor([i for indices, _, _ in parts for i in indices], device=device)
+        order = torch.tensor([i for route, _ in parts for i in route.indices], device=device)
         norms = torch.empty_like(norms).index_copy_(0, order, norms)
     return norm.to(torch.float32), norms

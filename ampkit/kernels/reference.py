@@ -8,7 +8,7 @@ the optimizers' rules, complex ones.
 
 import torch
 
-from ampkit.kernels.checks import check_lists, compute_dtype
+from ampkit.kernels.checks import check_flag, check_lists, compute_dtype
 from ampkit.kernels.updates import (
     multi_tensor_adagrad,
     multi_tensor_adam,
@@ -92,6 +92,7 @@ def multi_tensor_unscale_l2norm(inputs, outputs=None, inv_scale=None, found_inf=
     return norms
 
 
+@torch.no_grad()
 def update_scale(
     scale,
     growth_tracker,
@@ -105,6 +106,9 @@ def update_scale(
     max_scale,
 ):
     """Moves a loss scale and its two counters on their device, as `DynamicScaler` does on the host."""
+    check_flag("update_scale", "scale", scale, torch.float32)
+    check_flag("update_scale", "growth_tracker", growth_tracker, torch.int32)
+    check_flag("update_scale", "hysteresis_tracker", hysteresis_tracker, torch.int32)
     bad = found_inf != 0
     left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
     clean = torch.where(bad, 0, growth_tracker + 1)

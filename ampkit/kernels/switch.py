@@ -2,11 +2,11 @@
 
 The choice is made once, at import, by AMPKIT_EXTENSION: ``auto`` (default) takes the extension if it loads, ``off``
 never does, ``require`` raises ExtensionError where ``auto`` would fall back. implementation() tells what was chosen and
-why. The faces (faces.py) ask routes() and call what it yields.
+why. The faces (faces.py) say what to call, and serve() with whom.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,31 +83,48 @@ def kernels_of(device: torch.device) -> Any:
     return _extension if device.type in _kernel_devices else reference
 
 
-def routes(
+def serve(
     op: str,
     lists: dict[str, Tensors | None],
+    call: Callable[[Route], Any],
     found_inf: torch.Tensor | None = None,
     first_bad: torch.Tensor | None = None,
-) -> Iterator[Route]:
-    """Once if one call can serve everything, otherwise for each device and, on a device with kernels, apart for the
-    tensors that these cannot take. Lists that are None stay so. Raises before the first one if the lists do not fit.
+) -> list[tuple[Route, Any]]:
+    """Call ``call(route)`` once if that can serve everything, otherwise for each device and, on a device with kernels,
+    apart for the tensors that these cannot take; returns each route with what its call returned. Lists that are None stay
+    so. Raises before anything is written if the lists do not fit.
     """
     check_flag(op, "found_inf", found_inf, torch.float32)
     check_flag(op, "first_bad", first_bad, torch.int64)
+    first, *others = (column for column in lists.values() if column is not None)
+    if not first or any(len(column) != len(first) for column in others):
+        check_lists(op, **lists)
+        return []
+    device = first[0].device
+    # A look at every tensor from Python takes longer than the work on small ones. The kernels look anyway, and refuse
+    # before they write. (In a graph their fakes stand for them, which do not.)
+    if device.type in _kernel_devices and not torch.compiler.is_compiling():
+        everything = Route(_extension, list(lists.values()), device)
+        try:
+            return [(everything, call(everything))]
+        except RuntimeError:
+            routes = _routes(op, lists)
+            if routes[0].kernels is _extension and routes[0].indices is None:
+                raise
+    else:
+        routes = _routes(op, lists)
+    return [(route, call(route)) for route in routes]
+
+
+def _routes(op: str, lists: dict[str, Tensors | None]) -> list[Route]:
     columns = list(lists.values())
     given = [column for column in columns if column is not None]
-    first = given[0]
-    if not first or len({len(column) for column in given}) != 1:
-        check_lists(op, **lists)
-        return
-    device = first[0].device
+    device = given[0][0].device
     if all({tensor.device for tensor in column} == {device} for column in given):
         if device.type not in _kernel_devices:
-            yield Route(reference, columns, device)
-            return
+            return [Route(reference, columns, device)]
         if all({tensor.dtype for tensor in column} <= KERNEL_DTYPES for column in given):
-            yield Route(_extension, columns, device)
-            return
+            return [Route(_extension, columns, device)]
 
     # Groups of one call must not be half done when a later one turns out to be wrong.
     check_lists(op, **lists)
@@ -117,9 +134,12 @@ def routes(
         fits = all(tensor.device == device and tensor.dtype in KERNEL_DTYPES for tensor in row)
         kernels = _extension if fits and device.type in _kernel_devices else reference
         groups.setdefault((device, kernels), []).append(i)
-    for (device, kernels), indices in groups.items():
-        chosen = [None if column is None else [column[i] for i in indices] for column in columns]
-        yield Route(kernels, chosen, device, indices)
+    return [
+        Route(
+            kernels, [None if column is None else [column[i] for i in indices] for column in columns], device, indices
+        )
+        for (device, kernels), indices in groups.items()
+    ]
 
 
 def _choose(wish: str) -> tuple:

@@ -6,12 +6,11 @@ namespace AMPKIT_CAPABILITY {
 
 static double squares_of_block(const Block<1>& block) {
   const FlatTensor<1>& tensor = *block.tensor;
-  TileBuffer buffer;
   double sum = 0;
-  for (int64_t start = 0; start < block.size; start += kTile) {
-    const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    sum += sum_of_squares(source(tensor.data[0], tensor.dtype[0], block.offset + start, n, buffer), n).sum;
-  }
+  visit(tensor.data[0], tensor.dtype[0], block.offset, [&](const auto* x) {
+    for (int64_t i = 0; i < block.size; i += kSquares)
+      sum += sum_of_squares(x + i, block.size - i < kSquares ? block.size - i : kSquares).sum;
+  });
   return sum;
 }
 

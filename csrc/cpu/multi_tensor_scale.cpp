@@ -4,44 +4,29 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-// Returns the highest magnitude of the inputs.
-template <class In, class Out>
-static int32_t scale_tile(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
-  int32_t highest = 0;
-#pragma GCC ivdep  // out may be x itself, element for element
-  for (int64_t i = 0; i < n; ++i) {
-    const float value = widen(x[i]);
-    const int32_t magnitude = magnitude_bits(value);
-    highest = magnitude > highest ? magnitude : highest;
-    narrow(functor(value), out[i]);
-  }
-  return highest;
+// Returns whether all inputs are finite, if asked to look. out may be x itself, element for element.
+template <bool kChecks, bool kStreams, class In, class Out>
+static bool scale_run(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
+  Words distances = {};
+  for_each_vector(x, n, [&](int64_t i, Vector v, int64_t count) {
+    if (kChecks) distances |= distance_to_itself(v);
+    put<kStreams>(out + i, functor(v), count);
+  });
+  return are_zero(distances);
 }
 
-template <class In>
-static int32_t scale_tile(const In* x, const Sink& to, int64_t n, ScaleFunctor functor) {
-  return to.is_bfloat16 ? scale_tile(x, static_cast<BFloat16*>(to.data), n, functor)
-                        : scale_tile(x, static_cast<float*>(to.data), n, functor);
-}
-
-// Returns whether all inputs of the block are finite.
-static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool streams) {
+static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool checks, bool streams) {
   const FlatTensor<2>& tensor = *block.tensor;
-  streams = streams && tensor.data[0] != tensor.data[1];
-  TileBuffer in_buffer, out_buffer;
-  int32_t highest = 0;
-  for (int64_t start = 0; start < block.size; start += kTile) {
-    const int64_t offset = block.offset + start;
-    const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    const Source from = source(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
-    const Sink to = sink(tensor.data[1], tensor.dtype[1], offset, out_buffer, streams);
-    const int32_t magnitude = from.is_bfloat16 ? scale_tile(static_cast<const BFloat16*>(from.data), to, n, functor)
-                                               : scale_tile(static_cast<const float*>(from.data), to, n, functor);
-    highest = magnitude > highest ? magnitude : highest;
-    finish(to, tensor.data[1], tensor.dtype[1], offset, n, streams);
-  }
+  const int64_t n = block.size;
+  streams = streams && can_stream(tensor.data[1], tensor.dtype[1], tensor.data[0]);
+  const bool finite = visit(tensor.data[0], tensor.dtype[0], block.offset, [&](const auto* x) {
+    return visit(tensor.data[1], tensor.dtype[1], block.offset, [&](auto* out) {
+      if (streams) return checks ? scale_run<true, true>(x, out, n, functor) : scale_run<false, true>(x, out, n, functor);
+      return checks ? scale_run<true, false>(x, out, n, functor) : scale_run<false, false>(x, out, n, functor);
+    });
+  });
   finish_streams(streams);
-  return highest < kInfinityBits;
+  return finite;
 }
 
 }  // namespace AMPKIT_CAPABILITY
@@ -66,11 +51,11 @@ void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs,
   const Findings findings(op, found_inf, first_bad, inputs[0]);
   const ScaleFunctor functor(number(op, "scale", scale, scale_tensor, inputs[0]));
   const auto blocks = blocks_of(lists.flat());
-  const bool streams = exceeds_caches(blocks);
+  const bool checks = findings.found_inf != nullptr || findings.first_bad != nullptr, streams = exceeds_caches(blocks);
   const auto scale_block = AMPKIT_VARIANT(scale_block);
   SharedFindings found;
   for_each_block(blocks, [&](int64_t i) {
-    if (!scale_block(blocks[i], functor, streams)) found.report(blocks[i].tensor - lists.flat().data());
+    if (!scale_block(blocks[i], functor, checks, streams)) found.report(blocks[i].tensor - lists.flat().data());
   });
   lists.finish();
   found.write(findings);

@@ -6,41 +6,32 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-template <class In, class Out>
-static void unscale_tile(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
-#pragma GCC ivdep  // out may be x itself, element for element
-  for (int64_t i = 0; i < n; ++i) narrow(functor(widen(x[i])), out[i]);
-}
-
-template <class In>
-static void unscale_tile(const In* x, const Sink& to, int64_t n, ScaleFunctor functor) {
-  if (to.is_bfloat16)
-    unscale_tile(x, static_cast<BFloat16*>(to.data), n, functor);
-  else
-    unscale_tile(x, static_cast<float*>(to.data), n, functor);
+template <bool kStreams, class In, class Out>
+static SumOfSquares unscale_run(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
+  const auto write = [&](int64_t i, Vector v, int64_t count) { put<kStreams>(out + i, functor(v), count); };
+  if (static_cast<const void*>(x) != out) return sum_of_squares(x, n, write);
+  const SumOfSquares squares = sum_of_squares(x, n);  // may look twice: before anything is overwritten
+  for_each_vector(x, n, write);
+  return squares;
 }
 
 static SumOfSquares unscale_block(const Block<2>& block, ScaleFunctor functor, bool writes, bool streams) {
   const FlatTensor<2>& tensor = *block.tensor;
-  streams = streams && tensor.data[0] != tensor.data[1];
-  TileBuffer in_buffer, out_buffer;
+  streams = writes && streams && can_stream(tensor.data[1], tensor.dtype[1], tensor.data[0]);
   SumOfSquares all = {0, true};
-  for (int64_t start = 0; start < block.size; start += kTile) {
+  for (int64_t start = 0; start < block.size; start += kSquares) {
     const int64_t offset = block.offset + start;
-    const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    const Source from = source(tensor.data[0], tensor.dtype[0], offset, n, in_buffer);
-    const SumOfSquares squares = sum_of_squares(from, n);
+    const int64_t n = block.size - start < kSquares ? block.size - start : kSquares;
+    const SumOfSquares squares = visit(tensor.data[0], tensor.dtype[0], offset, [&](const auto* x) {
+      if (!writes) return sum_of_squares(x, n);
+      return visit(tensor.data[1], tensor.dtype[1], offset, [&](auto* out) {
+        return streams ? unscale_run<true>(x, out, n, functor) : unscale_run<false>(x, out, n, functor);
+      });
+    });
     all.sum += squares.sum;
     all.finite = all.finite && squares.finite;
-    if (!writes) continue;
-    const Sink to = sink(tensor.data[1], tensor.dtype[1], offset, out_buffer, streams);
-    if (from.is_bfloat16)
-      unscale_tile(static_cast<const BFloat16*>(from.data), to, n, functor);
-    else
-      unscale_tile(static_cast<const float*>(from.data), to, n, functor);
-    finish(to, tensor.data[1], tensor.dtype[1], offset, n, streams);
   }
-  finish_streams(writes && streams);
+  finish_streams(streams);
   return all;
 }
 

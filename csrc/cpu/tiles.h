@@ -1,19 +1,21 @@
-// Tiles: how CPU kernels read and write any dtype with float32 arithmetic. Included once per instruction set, by
+// How CPU kernels read and write any dtype with float32 arithmetic. Included once per instruction set, by
 // cpu/each_capability.h.
 //
-// A kernel walks its block in tiles small enough to stay in the first-level cache. load() gives a tile as float32: the
-// memory itself where it is float32 already, a converted copy otherwise. The arithmetic is a plain loop over float32.
-// target() and store() do the same on the way out, edit() and store() where a tile is updated in place. So an operator
-// over k lists needs one loop, not 3^k.
+// Vectors: visit() gives a kernel its memory as float, Half or BFloat16; load_vector() and store_vector() convert on the
+// way, in registers. The kernels that do little arithmetic are loops over these, for one list in and one out.
 //
-// The busiest kernels convert bfloat16 within their loop instead, which is a shift: source() and sink() leave it alone, and
-// the loop is a template over float and BFloat16.
+// Tiles: an operator over k lists would need 3^k such loops. It walks its block in tiles small enough to stay in the
+// first-level cache instead. load() gives a tile as float32: the memory itself where it is float32 already, a converted copy
+// otherwise. The arithmetic is a plain loop over float32. target() and store() do the same on the way out, edit() and store()
+// where a tile is updated in place. bfloat16, which is a shift, is left alone by source() and sink(), for loops that are
+// templates over float and BFloat16.
 //
 // Outputs that nobody reads soon may be streamed: written past the caches, which saves reading their lines first.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
 constexpr int64_t kTile = 1024;
+constexpr int64_t kSquares = 4096;  // at most, for is_safe()
 
 struct alignas(64) TileBuffer {
   float values[kTile];
@@ -40,66 +42,192 @@ static inline uint16_t bfloat16_from_float(float x) {
   return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<uint16_t>(rounded);
 }
 
-// Without branches, so that the loops around these two vectorise. The exponent is moved by multiplying with 2^112,
-// which also normalises subnormals; infinity and NaN come out at 2^16 and above, and get their exponent back.
-static inline float float_from_half(uint16_t x) {
-  const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fff) << 13;
-  const float moved = float_from_bits(magnitude) * 0x1p112f;
-  const uint32_t special = (x & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
-  return float_from_bits(bits_from_float(moved) | special | static_cast<uint32_t>(x & 0x8000) << 16);
+struct Half {
+  uint16_t bits;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+static inline float widen(float x) { return x; }
+static inline float widen(BFloat16 x) { return float_from_bfloat16(x.bits); }
+static inline void narrow(float x, float& to) { to = x; }
+static inline void narrow(float x, BFloat16& to) { to.bits = bfloat16_from_float(x); }
+
+// Vector: as many floats as a register holds, or one. Words are its bits; a comparison gives all ones where it holds.
+#if defined(__GNUC__)
+#define AMPKIT_VECTOR_INLINE static inline __attribute__((always_inline))
+constexpr int kLanes = AMPKIT_LANES;
+typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
+typedef uint16_t HalfWords __attribute__((vector_size(2 * AMPKIT_LANES), aligned(2), may_alias));
+
+AMPKIT_VECTOR_INLINE Words words_of(Vector x) { return reinterpret_cast<const Words&>(x); }
+AMPKIT_VECTOR_INLINE Vector vector_of(Words x) { return reinterpret_cast<const Vector&>(x); }
+// Signed, which is faster: neither has its highest bit set.
+AMPKIT_VECTOR_INLINE Words is_above(Words x, int32_t limit) {
+  typedef int32_t Integers __attribute__((vector_size(4 * AMPKIT_LANES), may_alias));
+  return reinterpret_cast<const Words&>(static_cast<const Integers&>(reinterpret_cast<const Integers&>(x) > limit));
+}
+AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
+  return __builtin_convertvector(*reinterpret_cast<const HalfWords*>(x), Words);
+}
+AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
+#if AMPKIT_LANES == 8
+  const __m256i words = reinterpret_cast<const __m256i_u&>(x);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
+#else
+  *reinterpret_cast<HalfWords*>(to) = __builtin_convertvector(x, HalfWords);
+#endif
+}
+#else
+#define AMPKIT_VECTOR_INLINE static inline
+constexpr int kLanes = 1;
+typedef float Vector;
+typedef uint32_t Words;
+static inline Words words_of(Vector x) { return bits_from_float(x); }
+static inline Vector vector_of(Words x) { return float_from_bits(x); }
+static inline Words is_above(Words x, int32_t limit) { return static_cast<int32_t>(x) > limit ? ~0u : 0u; }
+static inline Words load_words(const uint16_t* x) { return *x; }
+static inline void store_words(uint16_t* to, Words x) { *to = static_cast<uint16_t>(x); }
+#endif
+
+AMPKIT_VECTOR_INLINE Words either(Words condition, Words yes, Words no) { return (condition & yes) | (~condition & no); }
+
+#if AMPKIT_LANES == 16
+AMPKIT_VECTOR_INLINE Vector vector_from_halves(const uint16_t* x) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+}
+AMPKIT_VECTOR_INLINE void store_halves(uint16_t* to, Vector x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif AMPKIT_LANES == 8
+AMPKIT_VECTOR_INLINE Vector vector_from_halves(const uint16_t* x) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+}
+AMPKIT_VECTOR_INLINE void store_halves(uint16_t* to, Vector x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+// The exponent is moved by multiplying with 2^112, which also normalises subnormals; infinity and NaN come out at 2^16 and
+// above, and get their exponent back.
+AMPKIT_VECTOR_INLINE Vector vector_from_halves(const uint16_t* x) {
+  const Words half = load_words(x);
+  const Words moved = words_of(vector_of((half & 0x7fff) << 13) * 0x1p112f);
+  return vector_of(moved | (is_above(half & 0x7fff, 0x7bff) & 0x7f800000) | (half & 0x8000) << 16);
 }
 
 // Subnormals are rounded by adding 0.5, whose last place is theirs; normal numbers by adding half of theirs.
-static inline uint16_t half_from_float(float x) {
-  const uint32_t bits = bits_from_float(x);
-  const uint32_t magnitude = bits & 0x7fffffff;
-  const uint32_t subnormal = bits_from_float(float_from_bits(magnitude) + 0.5f) - 0x3f000000;
-  const uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-  const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
-  return static_cast<uint16_t>((magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000));
+AMPKIT_VECTOR_INLINE void store_halves(uint16_t* to, Vector x) {
+  const Words bits = words_of(x), magnitude = bits & 0x7fffffff;
+  const Words subnormal = words_of(vector_of(magnitude) + 0.5f) - 0x3f000000;
+  const Words normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Words special = (is_above(magnitude, 0x7f800000) & 0x200) | 0x7c00;
+  const Words finite = either(is_above(magnitude, 0x387fffff), normal, subnormal);
+  store_words(to, either(is_above(magnitude, 0x477fffff), special, finite) | ((bits >> 16) & 0x8000));
 }
-
-static inline void widen_half(const uint16_t* from, float* to, int64_t n) {
-  int64_t i = 0;
-#if AMPKIT_LANES == 16
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
-#elif AMPKIT_LANES == 8
-  for (; i + 8 <= n; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
 #endif
-  for (; i < n; ++i) to[i] = float_from_half(from[i]);
+
+AMPKIT_VECTOR_INLINE Vector load_vector(const float* x) { return *reinterpret_cast<const Vector*>(x); }
+AMPKIT_VECTOR_INLINE Vector load_vector(const Half* x) { return vector_from_halves(&x->bits); }
+AMPKIT_VECTOR_INLINE Vector load_vector(const BFloat16* x) { return vector_of(load_words(&x->bits) << 16); }
+
+AMPKIT_VECTOR_INLINE void store_vector(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
+AMPKIT_VECTOR_INLINE void store_vector(Half* to, Vector x) { store_halves(&to->bits, x); }
+// As bfloat16_from_float.
+AMPKIT_VECTOR_INLINE void store_vector(BFloat16* to, Vector x) {
+  const Words bits = words_of(x);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  store_words(&to->bits, either(is_above(bits & 0x7fffffff, 0x7f800000), Words{} + 0x7fc0, rounded));
 }
 
-static inline void narrow_half(const float* from, uint16_t* to, int64_t n) {
-  int64_t i = 0;
-#if AMPKIT_LANES == 16
-  for (; i + 16 <= n; i += 16)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#elif AMPKIT_LANES == 8
-  for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+// The first n of a vector; the rest is 0, and not written.
+template <class T>
+AMPKIT_VECTOR_INLINE Vector load_part(const T* x, int64_t n) {
+  T part[kLanes] = {};
+  __builtin_memcpy(part, x, static_cast<size_t>(n) * sizeof(T));
+  return load_vector(part);
+}
+
+template <class T>
+AMPKIT_VECTOR_INLINE void store_part(T* to, Vector x, int64_t n) {
+  T part[kLanes];
+  store_vector(part, x);
+  __builtin_memcpy(to, part, static_cast<size_t>(n) * sizeof(T));
+}
+
+// The finite check: v - v is 0, or NaN where v is not finite. Collected by |=.
+AMPKIT_VECTOR_INLINE Words distance_to_itself(Vector v) { return words_of(v - v); }
+
+static inline bool are_zero(const Words& words) {
+  uint32_t lanes[kLanes];
+  __builtin_memcpy(lanes, &words, sizeof(lanes));
+  uint32_t any = 0;
+  for (int k = 0; k < kLanes; ++k) any |= lanes[k];
+  return any == 0;
+}
+
+// Past the caches; the address is a multiple of a vector's size.
+AMPKIT_VECTOR_INLINE void stream_vector(float* to, Vector x) {
+#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
+  _mm512_stream_ps(to, x);
+#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
+  _mm256_stream_ps(to, x);
+#elif AMPKIT_X86_VARIANTS
+  _mm_stream_ps(to, x);
+#else
+  store_vector(to, x);
 #endif
-  for (; i < n; ++i) to[i] = half_from_float(from[i]);
+}
+template <class T>
+AMPKIT_VECTOR_INLINE void stream_vector(T* to, Vector x) {
+  store_vector(to, x);
 }
 
-static inline void widen_bfloat16(const uint16_t* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = float_from_bfloat16(from[i]);
+// Whether to stream to a tensor: only float32 is worth it, and what is read from the same lines is in the cache already.
+static inline bool can_stream(const void* to, DType dtype, const void* from) {
+  return dtype == DType::kFloat && to != from && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
-static inline void narrow_bfloat16(const float* from, uint16_t* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = bfloat16_from_float(from[i]);
+// Calls body with the memory of elements [offset, ...), as a pointer to their type.
+template <class Body>
+AMPKIT_VECTOR_INLINE auto visit(void* data, DType dtype, int64_t offset, const Body& body) {
+  if (dtype == DType::kFloat) return body(static_cast<float*>(data) + offset);
+  if (dtype == DType::kHalf) return body(static_cast<Half*>(data) + offset);
+  return body(static_cast<BFloat16*>(data) + offset);
+}
+
+// Calls body(i, v, count) for the vectors v of elements [i, i + count) of x; count is kLanes for all but the last.
+template <class T, class Body>
+AMPKIT_VECTOR_INLINE void for_each_vector(const T* x, int64_t n, const Body& body) {
+  int64_t i = 0;
+#pragma GCC unroll 4
+  for (; i + kLanes <= n; i += kLanes) body(i, load_vector(x + i), kLanes);
+  if (i < n) body(i, load_part(x + i, n - i), n - i);
+}
+
+template <bool kStreams, class T>
+AMPKIT_VECTOR_INLINE void put(T* to, Vector x, int64_t count) {
+  if (count < kLanes)
+    store_part(to, x, count);
+  else
+    kStreams ? stream_vector(to, x) : store_vector(to, x);
+}
+
+template <class In, class Out>
+static inline void convert(const In* from, Out* to, int64_t n) {
+  for_each_vector(from, n, [&](int64_t i, Vector v, int64_t count) { put<false>(to + i, v, count); });
 }
 
 // Elements [offset, offset + n) as float32.
 static inline const float* load(const void* data, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
   if (dtype == DType::kFloat) return static_cast<const float*>(data) + offset;
-  const uint16_t* from = static_cast<const uint16_t*>(data) + offset;
   if (dtype == DType::kHalf)
-    widen_half(from, buffer.values, n);
+    convert(static_cast<const Half*>(data) + offset, buffer.values, n);
   else
-    widen_bfloat16(from, buffer.values, n);
+    convert(static_cast<const BFloat16*>(data) + offset, buffer.values, n);
   return buffer.values;
 }
 
@@ -154,20 +282,11 @@ static inline void store(const float* values, void* data, DType dtype, int64_t o
   alignas(64) uint16_t narrow[kTile];
   uint16_t* narrowed = streams ? narrow : to;
   if (dtype == DType::kHalf)
-    narrow_half(values, narrowed, n);
+    convert(values, reinterpret_cast<Half*>(narrowed), n);
   else
-    narrow_bfloat16(values, narrowed, n);
+    convert(values, reinterpret_cast<BFloat16*>(narrowed), n);
   if (streams) stream(to, narrowed, n * 2);
 }
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-static inline float widen(float x) { return x; }
-static inline float widen(BFloat16 x) { return float_from_bfloat16(x.bits); }
-static inline void narrow(float x, float& to) { to = x; }
-static inline void narrow(float x, BFloat16& to) { to.bits = bfloat16_from_float(x); }
 
 // Elements [offset, offset + n) as a loop reads them: float, or BFloat16 if this says so.
 struct Source {
@@ -199,67 +318,60 @@ static inline void finish(const Sink& sink, void* data, DType dtype, int64_t off
 }
 
 template <class T>
-static inline int32_t highest_magnitude(const T* values, int64_t n) {
-  int32_t highest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t bits = magnitude_bits(widen(values[i]));
-    highest = bits > highest ? bits : highest;
+static SumOfSquares wide_sum_of_squares(const T* x, int64_t n) {
+  constexpr int kSums = 16;
+  const SquareFunctor square;
+  double sums[kSums] = {};
+  Words distances = {};
+  for (int64_t i = 0; i < n; i += kSums) {
+    float values[kSums] = {};
+    convert(x + i, values, n - i < kSums ? n - i : kSums);
+    for (int k = 0; k < kSums; ++k) sums[k] += square(values[k]);
+    for (int k = 0; k < kSums; k += kLanes) {
+      const Vector v = load_vector(values + k);
+      distances |= distance_to_itself(v);
+    }
   }
-  return highest;
+  for (int width = kSums / 2; width > 0; width /= 2)
+    for (int k = 0; k < width; ++k) sums[k] += sums[k + width];
+  return {sums[0], are_zero(distances)};
 }
 
-#if defined(__GNUC__)
-typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
-typedef uint32_t WordVector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
-typedef uint16_t HalfVector __attribute__((vector_size(2 * AMPKIT_LANES), aligned(2), may_alias));
-
-static inline __attribute__((always_inline)) Vector load_vector(const float* x) { return *reinterpret_cast<const Vector*>(x); }
-
-static inline __attribute__((always_inline)) Vector load_vector(const BFloat16* x) {
-  const WordVector bits = __builtin_convertvector(*reinterpret_cast<const HalfVector*>(x), WordVector) << 16;
-  return reinterpret_cast<const Vector&>(bits);
-}
-#else
-typedef float Vector;
-template <class T>
-static inline Vector load_vector(const T* x) {
-  return widen(*x);
-}
-#endif
-
-// The squares of a tile, float32 over sixty-four lanes whatever the instruction set, so that the bits are the same. All
-// values are finite where the sum is safe; only otherwise they are looked at again (functors/multi_tensor_l2norm.h).
-template <class T>
-static inline SumOfSquares sum_of_squares(const T* x, int64_t n) {
-  constexpr int kSums = 64, kWidth = sizeof(Vector) / 4, kVectors = kSums / kWidth;
+// The squares of at most kSquares elements, as a float32 sum over sixty-four lanes whatever the instruction set, so that the
+// bits are the same. also(i, v, count) gets every vector, as in for_each_vector, to write it somewhere else. All values are
+// finite where the sum is safe; only otherwise they are looked at again (functors/multi_tensor_l2norm.h).
+template <class T, class Also>
+static inline SumOfSquares sum_of_squares(const T* x, int64_t n, const Also& also) {
+  constexpr int kSums = 64, kVectors = kSums / kLanes;
   Vector sums[kVectors] = {};
   int64_t i = 0;
-  for (; i + kSums <= n; i += kSums)
+  for (; i + kSums <= n; i += kSums) {
+#if defined(__GNUC__)
+    // Processors fetch ahead too little by themselves for elements that take so little time.
+    if (sizeof(T) == 2)
+      for (int k = 0; k < kSums; k += 32) __builtin_prefetch(x + i + 512 + k);
+#endif
+#pragma GCC unroll 16
     for (int k = 0; k < kVectors; ++k) {
-      const Vector v = load_vector(x + i + k * kWidth);
+      const Vector v = load_vector(x + i + k * kLanes);
       sums[k] += v * v;
+      also(i + k * kLanes, v, kLanes);
     }
+  }
+  for_each_vector(x + i, n - i, [&](int64_t k, Vector v, int64_t count) {
+    sums[k / kLanes] += v * v;
+    also(i + k, v, count);
+  });
   float lanes[kSums];
   __builtin_memcpy(lanes, sums, sizeof(lanes));
-  for (int k = 0; i + k < n; ++k) lanes[k] += widen(x[i + k]) * widen(x[i + k]);
   for (int width = kSums / 2; width > 0; width /= 2)
     for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
-  if (is_safe(lanes[0])) return {lanes[0], true};
-
-  const bool finite = highest_magnitude(x, n) < kInfinityBits;
-  const SquareFunctor square;
-  double wide[16] = {};
-  for (i = 0; i + 16 <= n; i += 16)
-    for (int k = 0; k < 16; ++k) wide[k] += square(widen(x[i + k]));
-  for (int k = 0; i + k < n; ++k) wide[k] += square(widen(x[i + k]));
-  for (int width = 8; width > 0; width /= 2)
-    for (int k = 0; k < width; ++k) wide[k] += wide[k + width];
-  return {wide[0], finite};
+  return is_safe(lanes[0]) ? SumOfSquares{lanes[0], true} : wide_sum_of_squares(x, n);
 }
 
-static inline SumOfSquares sum_of_squares(const Source& from, int64_t n) {
-  return from.is_bfloat16 ? sum_of_squares(static_cast<const BFloat16*>(from.data), n)
-                          : sum_of_squares(static_cast<const float*>(from.data), n);
+template <class T>
+static inline SumOfSquares sum_of_squares(const T* x, int64_t n) {
+  return sum_of_squares(x, n, [](int64_t, Vector, int64_t) {});
 }
 
 }  // namespace AMPKIT_CAPABILITY

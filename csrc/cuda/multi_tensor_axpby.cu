@@ -40,7 +40,7 @@ void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const T
   AMPKIT_CHECK(arg_to_check >= -1 && arg_to_check <= 1, op, ": arg_to_check is ", arg_to_check,
                "; expected -1 (both), 0 (xs) or 1 (ys)");
   if (xs.empty() && ys.empty() && outputs.empty()) return;
-  const Tensor& some = xs.empty() ? (ys.empty() ? outputs.front() : ys.front()) : xs.front();
+  const TensorView some = xs.empty() ? (ys.empty() ? outputs.front() : ys.front()) : xs.front();
   const torch::stable::accelerator::DeviceGuard guard(some.get_device_index());
   TensorLists<3> lists(op, {{{"xs", xs, Role::kRead}, {"ys", ys, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
   const AxpbyKernel kernel{number(op, "a", a, a_tensor, some), number(op, "b", b, b_tensor, some),

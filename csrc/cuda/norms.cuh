@@ -54,8 +54,8 @@ void for_each_tensor(const std::vector<int64_t>& first_blocks, const Finish& fin
   }
 }
 
-inline Tensor vector_beside(const Tensor& tensor, int64_t size, torch::headeronly::ScalarType dtype) {
-  return torch::stable::new_empty(tensor, {&size, 1}, dtype);
+inline Tensor vector_beside(TensorView tensor, int64_t size, torch::headeronly::ScalarType dtype) {
+  return torch::stable::new_empty(tensor.share(), {&size, 1}, dtype);
 }
 
 // norms[tensor] = sqrt of the tensor's sum * |factor|
@@ -71,7 +71,7 @@ struct FinishNorm {
 };
 
 // (norm of all, norm of each or [0]) from the sums of squares of all blocks.
-inline std::tuple<Tensor, Tensor> finish_norms(const Tensor& beside, const double* sums, const std::vector<int64_t>& first_blocks,
+inline std::tuple<Tensor, Tensor> finish_norms(TensorView beside, const double* sums, const std::vector<int64_t>& first_blocks,
                                                Number factor, bool per_tensor, cudaStream_t stream) {
   using torch::headeronly::ScalarType;
   const int64_t count = static_cast<int64_t>(first_blocks.size()) - 1;

@@ -9,7 +9,10 @@ struct ScaleFunctor {
   float scale;
 
   AMPKIT_INLINE explicit ScaleFunctor(Number scale) : scale(static_cast<float>(scale.get())) {}
-  AMPKIT_INLINE float operator()(float x) const { return x * scale; }
+  template <class Floats>  // one, or a vector of them
+  AMPKIT_INLINE Floats operator()(Floats x) const {
+    return x * scale;
+  }
 };
 
 }  // namespace ampkit

@@ -1,0 +1,93 @@
+// TensorList: the tensors of an operator's list argument, and TensorView, one of them.
+//
+// A std::vector<torch::stable::Tensor> would allocate a shared owner for every tensor, and ask twice where once will do:
+// on thousands of small tensors that is more work than the arithmetic. These own and read the bare handles.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace ampkit {
+
+using torch::stable::Tensor;
+
+// A tensor that somebody else owns.
+class TensorView {
+ public:
+  explicit TensorView(AtenTensorHandle handle) : handle_(handle) {}
+  TensorView(const Tensor& tensor) : handle_(tensor.get()) {}
+
+  torch::headeronly::IntHeaderOnlyArrayRef sizes() const { return {get<int64_t*>(aoti_torch_get_sizes), dim()}; }
+  torch::headeronly::IntHeaderOnlyArrayRef strides() const { return {get<int64_t*>(aoti_torch_get_strides), dim()}; }
+  bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
+  void* mutable_data_ptr() const { return get<void*>(torch_get_mutable_data_ptr); }
+  int32_t get_device_index() const { return get<int32_t>(aoti_torch_get_device_index); }
+  bool is_cpu() const {
+    static const int32_t cpu = aoti_torch_device_type_cpu();
+    return get<int32_t>(aoti_torch_get_device_type) == cpu;
+  }
+  // As the aoti_torch_dtype_*() functions number them.
+  int32_t dtype_code() const { return get<int32_t>(aoti_torch_get_dtype); }
+
+  Tensor share() const {
+    AtenTensorHandle shared = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle_, &shared));
+    return Tensor(shared);
+  }
+
+ private:
+  template <class Value>
+  Value get(AOTITorchError (*getter)(AtenTensorHandle, Value*)) const {
+    Value value{};
+    TORCH_ERROR_CODE_CHECK(getter(handle_, &value));
+    return value;
+  }
+
+  size_t dim() const { return static_cast<size_t>(get<int64_t>(aoti_torch_get_dim)); }
+
+  AtenTensorHandle handle_;
+};
+
+class TensorList {
+ public:
+  // Takes the tensors over from the list that the dispatcher hands to an operator, and frees that list.
+  explicit TensorList(StableListHandle list) {
+    size_t size = 0;
+    TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
+    handles_.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      StableIValue element = 0;
+      TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &element));
+      handles_.push_back(torch::stable::detail::to<AtenTensorHandle>(element));
+    }
+    TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
+  }
+  TensorList(TensorList&& other) noexcept : handles_(std::exchange(other.handles_, {})) {}
+  TensorList& operator=(TensorList&&) = delete;
+  ~TensorList() {
+    for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
+  }
+
+  size_t size() const { return handles_.size(); }
+  bool empty() const { return handles_.empty(); }
+  TensorView operator[](size_t i) const { return TensorView(handles_[i]); }
+  TensorView front() const { return TensorView(handles_.front()); }
+
+ private:
+  std::vector<AtenTensorHandle> handles_;
+};
+
+}  // namespace ampkit
+
+// How TORCH_BOX makes a TensorList of an argument of type Tensor[].
+template <>
+struct torch::stable::detail::ToImpl<ampkit::TensorList> {
+  static ampkit::TensorList call(StableIValue value, uint64_t, bool) {
+    return ampkit::TensorList(to<StableListHandle>(value));
+  }
+};
