@@ -71,6 +71,11 @@ def initialize(
     It may be called again, for other models (each call has its own loss scalers) or for the same (the old session is closed
     first). Raises `ConfigurationError` or TypeError for what cannot be right, and then changes nothing.
     """
+    if isinstance(enabled, str):
+        raise ConfigurationError(
+            f"enabled={enabled!r} is not accepted: expected True or False. The third argument of initialize() is enabled; name "
+            f"the level: opt_level={enabled!r}."
+        )
     if not enabled:
         things = [
             [accept.uncompiled(item) for item in accept.flatten(value) if accept.can_be_tracked(item)]

@@ -10,6 +10,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ampkit
@@ -80,6 +81,33 @@ def assert_like_float32(model, *inputs, level, tolerance=0.05, **settings):
 
 
 # What stays float32
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O3", "O5"))
+@pytest.mark.parametrize("trivial", (True, False), ids=("trivialization", "plain"))
+@pytest.mark.parametrize("kind", ("matrix_exp", "cayley", "householder"))
+def test_orthogonal_weights_stay_orthogonal_and_train_close_to_float32(kind, trivial, level):
+    layer = orthogonal(nn.Linear(12, 8), orthogonal_map=kind, use_trivialization=trivial)
+    model, x = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), layer), torch.randn(16, 12)
+    original = layer.parametrizations.weight.original
+    expected = model(x)
+    [gradient] = torch.autograd.grad(expected.square().mean(), original)
+    cast(model, level, cast_model_outputs=F32)
+    found = model(x)
+    found.square().mean().backward()
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    assert original.dtype is F32 and (original.grad - gradient).norm() <= 0.05 * gradient.norm()
+    product = layer.weight.double() @ layer.weight.double().T
+    torch.testing.assert_close(product, torch.eye(8).double(), atol=2**-7, rtol=0)
+
+
+def test_only_the_orthogonal_weight_is_kept():
+    model = cast(nn.Sequential(orthogonal(nn.Linear(4, 4)), weight_norm(nn.Linear(4, 4))), "O3")
+    kept = {name for name, dtype in dtypes(model).items() if dtype is F32}
+    assert kept == {"0.parametrizations.weight.original"}
+    twin = copy.deepcopy(model)
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(twin(x), model(x))
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -6,6 +6,8 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -391,3 +393,41 @@ def test_weights_of_an_average_load_into_the_model():
     model.load_state_dict(average.state_dict())
     assert_same_values(model.state_dict(), values(average))
     assert torch.equal(model.eval()(X), average.eval()(X))
+
+
+class Slow(nn.Module):
+    """Its weights are used before and after a pause, in which other threads get in."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        time.sleep(0.01 * float(x.abs().max()))
+        return self.last(y)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_copy_runs_in_several_threads_at_once(level):
+    twin = copy.deepcopy(ampkit.initialize(Slow(), opt_level=level, verbosity=0))
+    inputs = [X * scale for scale in range(1, 9)]
+    expected = [twin(x) for x in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(twin, inputs))
+    assert all(map(torch.equal, found, expected))
+    assert twin.first.weight.dtype is twin.last.weight.dtype is torch.float32
+    sum(y.sum() for y in found).backward()
+    assert twin.first.weight.grad.abs().sum() > 0
+
+
+class Twice(nn.Linear):
+    """Calls itself, as a recursive network does."""
+
+    def forward(self, x, again=True):
+        return self(super().forward(x), again=False) if again else super().forward(x)
+
+
+def test_copy_may_call_itself():
+    model = ampkit.initialize(Twice(4, 4), opt_level="O5", verbosity=0)
+    assert torch.equal(copy.deepcopy(model)(X), model(X))

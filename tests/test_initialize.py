@@ -105,6 +105,14 @@ def test_disabled_changes_nothing_anywhere():
         assert model(x).dtype is torch.float32
 
 
+def test_level_in_the_place_of_enabled_is_refused():
+    model, optimizer = make_pair()
+    before = snapshot(model, optimizer)
+    with pytest.raises(ampkit.ConfigurationError, match=r"enabled='O2' is not accepted.* opt_level='O2'"):
+        ampkit.initialize(model, optimizer, "O2")
+    assert same(before, snapshot(model, optimizer))
+
+
 def test_disabled_loads_a_checkpoint_of_an_enabled_run_without_a_word(caplog):
     model = make_model()
     ampkit.initialize(model, enabled=False)

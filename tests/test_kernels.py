@@ -258,6 +258,27 @@ def test_float64_and_complex_join_the_list(ops, device):
     assert found_inf.item() == 1.0
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5, [0.5]], ids=["1", "a half", "a tensor"])
+def test_lazily_conjugated_tensors_are_read_and_written(ops, device, scale):
+    scale = torch.tensor(scale, device=device) if isinstance(scale, list) else scale
+    lazy = torch.tensor([3 + 4j, -1j], device=device).conj()
+    outputs = [torch.empty(2, dtype=torch.complex64, device=device), torch.empty_like(lazy).conj()]
+    assert lazy.is_conj() and outputs[1].is_conj()
+    found_inf = torch.zeros(1, device=device)
+    factor = float(scale)
+    ops.multi_tensor_scale([lazy, lazy], outputs, scale, found_inf)
+    assert [out.tolist() for out in outputs] == [[factor * (3 - 4j), factor * 1j]] * 2
+    norm, _ = ops.multi_tensor_l2norm([lazy])
+    assert norm.item() == pytest.approx(26**0.5)
+    ops.multi_tensor_axpby([lazy], [lazy], outputs[1:], 1.0, 1.0, found_inf)
+    assert outputs[1].tolist() == [6 - 8j, 2j] and found_inf.item() == 0.0
+    ops.multi_tensor_scale([lazy], [lazy], scale)
+    assert lazy.tolist() == [factor * (3 - 4j), factor * 1j]
+    lazy[0] = complex(0.0, float("inf"))
+    ops.multi_tensor_unscale_l2norm([lazy], None, scale, found_inf)
+    assert found_inf.item() == 1.0
+
+
 WRONG = {
     "length": (lambda: ([torch.ones(2)], []), r"inputs has 1 tensors, outputs has 0"),
     "shape": (

@@ -179,6 +179,29 @@ def test_write_to_state_dict_between_backward_and_step_is_updated_from():
     assert torch.equal(model.state_dict()["last.weight"], 3.0 - gradient)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_load_state_dict_that_assigns_is_refused_and_changes_nothing(level):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ampkit.initialize(model, opt_level=level, verbosity=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = list(model.parameters())
+    for part in (model, nn.ModuleList([model])):
+        loaded = {name: value + 1 for name, value in part.state_dict().items()}
+        with pytest.raises(ampkit.ConfigurationError, match="Leave assign=True out"):
+            part.load_state_dict(loaded, assign=True)
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    ampkit.close()
+    model.load_state_dict(before, assign=True)
+
+
+def test_load_state_dict_that_assigns_works_at_o1():
+    model = nn.Linear(2, 2)
+    ampkit.initialize(model, opt_level="O1", verbosity=0)
+    model.load_state_dict({"weight": torch.eye(2), "bias": torch.ones(2)}, assign=True)
+    assert model(torch.ones(1, 2)).tolist() == [[2.0, 2.0]]
+
+
 def test_load_state_dict_of_another_shape_raises_as_torch_does():
     model, _ = prepared()
     with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):

@@ -493,6 +493,20 @@ def test_complex_double_unused_and_empty_parameters(level, scale):
     assert next(p for p in ampkit.master_params(optimizer) if p.dtype is torch.float64) is model.wide
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradient_that_torch_conjugates_lazily(level):
+    model = Mixed()
+    optimizer = sgd(model.parameters(), lr=0.25)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    optimizer.zero_grad()
+    with ampkit.scale_loss(model(), optimizer) as scaled:
+        scaled.backward()
+        model.turning.grad = model.turning.grad.conj().resolve_conj().conj()  # the same numbers
+    assert model.turning.grad.is_conj()
+    optimizer.step()
+    assert torch.equal(model.state_dict()["turning"], torch.tensor([0.5 + 1.0j, -0.25j]))
+
+
 @pytest.mark.parametrize("name", ("turning", "wide", "narrow"))
 @pytest.mark.parametrize("level", ("O1", "O2"))
 def test_overflow_in_any_of_them_skips_the_step(level, name):

@@ -45,10 +45,14 @@ def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
     """outputs[i] = inputs[i] * scale; found_inf becomes 1 if an input is not finite. Outputs are always written."""
     check_lists("multi_tensor_scale", inputs=inputs, outputs=outputs)
     report_non_finite(inputs, found_inf, first_bad)
-    if not isinstance(scale, torch.Tensor) and scale == 1.0:
+    one_by_one = [
+        out.is_complex() and out.is_conj() for out in outputs
+    ]  # torch writes no lists of what it has not conjugated yet
+    if not any(one_by_one) and not isinstance(scale, torch.Tensor) and scale == 1.0:
         torch._foreach_copy_(outputs, inputs)
         return
-    in_place = [(x, out) for x, out in zip(inputs, outputs) if out.dtype is compute_dtype(x)]
+    one_by_one = [single or out.dtype is not compute_dtype(x) for x, out, single in zip(inputs, outputs, one_by_one)]
+    in_place = [(x, out) for x, out, single in zip(inputs, outputs, one_by_one) if not single]
     if in_place:
         # Widened first and multiplied where it lies: no temporary copies.
         targets = [out for _, out in in_place]
@@ -57,8 +61,8 @@ def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
             torch._foreach_mul_(targets, [scale.reshape(()).to(out) for out in targets])
         else:
             torch._foreach_mul_(targets, scale)
-    for x, out in zip(inputs, outputs):
-        if out.dtype is not compute_dtype(x):
+    for x, out, single in zip(inputs, outputs, one_by_one):
+        if single:
             out.copy_(x.to(compute_dtype(x)) * _factor(scale))
 
 
@@ -134,7 +138,7 @@ def report_non_finite(tensors, found_inf, first_bad=None):
     groups = {}
     for i, tensor in enumerate(tensors):
         if tensor.numel():
-            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            tensor = _as_real(tensor)
             indices, group = groups.setdefault((tensor.device, tensor.dtype), ([], []))
             indices.append(i)
             group.append(tensor)
@@ -152,13 +156,18 @@ def report_non_finite(tensors, found_inf, first_bad=None):
             first_bad.copy_(torch.minimum(first_bad, first.to(first_bad.device)))
 
 
+def _as_real(tensor):
+    """Complex numbers as pairs. torch conjugates lazily, and shows no pairs of what it has not conjugated yet."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def _factor(number):
     return number.reshape(()) if isinstance(number, torch.Tensor) else number
 
 
 def _l2norm(tensors, per_tensor, factor):
     device = tensors[0].device
-    flats = [(torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1) for t in tensors]
+    flats = [_as_real(t).detach().reshape(-1) for t in tensors]
     pieces, owners = [], []
     for owner, flat in enumerate(flats):
         if flat.numel():

@@ -42,6 +42,10 @@ clearers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = we
 # Bound once: asked in every forward.
 _compiling = torch.compiler.is_compiling
 
+# Who runs the forward of a copy: threads take turns, since each would undo the other's casts of its weights.
+_turns: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_turns_are_made = threading.Lock()
+
 _shell_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
@@ -227,7 +231,7 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
     outer = _running.inputs
     _running.inputs = casts.inputs
     try:
-        with _o1_casts(casts, traced), _lower_weights(model, casts) if casts.weights is not None else nullcontext():
+        with _o1_casts(casts, traced), _lower_weights(model, casts, traced):
             if casts.inputs is not None:
                 args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
             outputs = function(*args, **kwargs)
@@ -321,8 +325,23 @@ def _record_names(module: nn.Module) -> list[str]:
     return list(record.lower) if record is not None else []
 
 
+def _lower_weights(model: nn.Module, casts: ForwardCasts, traced: bool) -> AbstractContextManager[None]:
+    """A copy's weights in lower precision for the time of one forward, in one thread; those of others are so already."""
+    if casts.weights is None:
+        return nullcontext()
+    return _weights_lowered(model, casts) if traced else _weights_lowered_in_turn(model, casts)
+
+
 @contextmanager
-def _lower_weights(model: nn.Module, casts: ForwardCasts) -> Iterator[None]:
+def _weights_lowered_in_turn(model: nn.Module, casts: ForwardCasts) -> Iterator[None]:
+    with _turns_are_made:
+        turn = _turns.setdefault(model, threading.RLock())
+    with turn, _weights_lowered(model, casts):
+        yield
+
+
+@contextmanager
+def _weights_lowered(model: nn.Module, casts: ForwardCasts) -> Iterator[None]:
     """Put casts of a copy's float32 weights in their places for the time of one forward.
 
     The casts are part of the autograd graph, so a copy can be trained. Buffers that the forward writes to are copied back.

@@ -1,8 +1,8 @@
 """Which modules keep float32 weights in a lower-precision model, and how they live among lower-precision activations.
 
-Norm layers and whatever ``keep_fp32=`` names stay float32. Batch and instance norm take lower-precision activations with
-float32 weights natively; every other kept module is given hooks that hand it float32 inputs and cast its outputs
-back. The hooks are plain functions of this module, so that models pickle and deep-copy.
+Norm layers, what torch has no lower precision for, and whatever ``keep_fp32=`` names stay float32. Batch and instance norm
+take lower-precision activations with float32 weights natively; every other kept module is given hooks that hand it float32
+inputs and cast its outputs back. The hooks are plain functions of this module, so that models pickle and deep-copy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _Orthogonal
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..casting.tensors import cast_floating
 from ..errors import ConfigurationError
@@ -30,6 +32,11 @@ _NORM_SUFFIXES = ("Norm", "Norm1d", "Norm2d", "Norm3d")
 def is_norm(module: nn.Module) -> bool:
     """Every norm class of torch.nn and its subclasses, and classes named like one (``LlamaRMSNorm``)."""
     return isinstance(module, _NORM_TYPES) or type(module).__name__.endswith(_NORM_SUFFIXES)
+
+
+def needs_float32(module: nn.Module) -> bool:
+    """Orthogonal parametrizations: in bfloat16 two of the maps have no kernels, and the third gives NaN."""
+    return isinstance(module, ParametrizationList) and any(isinstance(one, _Orthogonal) for one in module)
 
 
 def takes_lower_precision_natively(module: nn.Module) -> bool:
@@ -60,10 +67,9 @@ class Kept:
         self.modules: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
         self.unmatched: list[Any] = []
-        if keep_norms:
-            for name, module in model.named_modules():
-                if is_norm(module):
-                    self.modules[module] = name
+        for name, module in model.named_modules():
+            if needs_float32(module) or (keep_norms and is_norm(module)):
+                self.modules[module] = name
         for item in keep_fp32:
             if not self._keep(model, item):
                 self.unmatched.append(item)

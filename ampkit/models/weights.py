@@ -289,8 +289,14 @@ def _put_float32_values(module: nn.Module, state_dict: dict, prefix: str, local_
             state_dict[prefix + name] = entry.value if keep_vars else entry.current(lower)
 
 
-def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
+def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metadata: dict, *_: object) -> None:
     """load_state_dict() reaches the float32 values before torch rounds the same numbers into the model."""
+    if metadata.get("assign_to_params_buffers"):
+        raise ConfigurationError(
+            "load_state_dict(assign=True) was called on an initialized model: it would put other tensors in the place of the "
+            "weights that masters and optimizer belong to. Leave assign=True out (the values are copied, to the float32 "
+            "weights too), or load before initialize()."
+        )
     record = module.__dict__.get(RECORD_KEY)
     for name, entry in record.lower.items() if record is not None else ():
         loaded = state_dict.get(prefix + name)
