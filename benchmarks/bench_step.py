@@ -125,7 +125,7 @@ class Trainer:
             import ampkit
 
             self.model, self.optimizer = ampkit.initialize(
-                self.model, self.optimizer, "O1", patch_torch_functions_type=dtype, verbosity=0
+                self.model, self.optimizer, opt_level="O1", patch_torch_functions_type=dtype, verbosity=0
             )
             self.step = self.step_of_ampkit
         elif contender == "autocast":
