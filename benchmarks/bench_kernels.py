@@ -3,9 +3,10 @@
     python benchmarks/bench_kernels.py [--lists resnet50 gpt2 tiny] [--only adam] [--device cpu] [--rounds 11]
 
 For each kernel, the copy, ours and torch's run in turn, round after round, and medians are printed: what else the machine
-does hits all alike. Bytes are those that the operation must move: each input read once, each output written once. The
-copy is of float32, as many bytes as the largest list has. Where torch has no fused optimizer of the kind, its foreach
-calls are the other side (ampkit/kernels/updates.py).
+does hits all alike. Ours and torch's take turns in following the copy, which leaves nothing else in the caches. Bytes are
+those that the operation must move: each input read once, each output written once. The copy is of float32, as many bytes as
+the largest list has. Where torch has no fused optimizer of the kind, its foreach calls are the other side
+(ampkit/kernels/updates.py).
 """
 
 import argparse
@@ -54,12 +55,13 @@ def time_case(make, shapes, elements, args):
 
 def interleaved_medians(runs, rounds, device):
     times = [[] for _ in runs]
+    first, *others = range(len(runs))
     for i in range(rounds + 2):
-        for run, seconds in zip(runs, times):
+        for which in (first, *(others if i % 2 else others[::-1])):
             start = now(device)
-            run()
+            runs[which]()
             if i >= 2:
-                seconds.append(now(device) - start)
+                times[which].append(now(device) - start)
     return [statistics.median(seconds) for seconds in times]
 
 

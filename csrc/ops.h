@@ -22,7 +22,8 @@ namespace ampkit {
 
 using MaybeTensor = std::optional<Tensor>;
 
-// outputs[i] = inputs[i] * scale; found_inf becomes 1 if an input is not finite, first_bad the first such index.
+// outputs[i] = inputs[i] * scale, in place without inputs; found_inf becomes 1 if an input is not finite, first_bad the first
+// such index.
 void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs, double scale, const MaybeTensor& scale_tensor,
                             const MaybeTensor& found_inf, const MaybeTensor& first_bad);
 void multi_tensor_scale_cuda(const TensorList& inputs, const TensorList& outputs, double scale,

@@ -20,6 +20,8 @@ if not hasattr(ops, "multi_tensor_adam"):
 
 
 def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
+    if not torch.compiler.is_compiling() and inputs is outputs:
+        inputs = []  # in place; the dispatcher would hand over every tensor twice
     ops.multi_tensor_scale(inputs, outputs, *_number(scale), found_inf, first_bad)
     _mark_written(outputs, found_inf, first_bad)
 

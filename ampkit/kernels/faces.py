@@ -335,8 +335,10 @@ def update_scale(
     clean iteration gives all chances back, and the ``growth_interval``-th in a row lets the scale grow, to ``max_scale``
     at most, and never to infinity. ``growth_tracker`` counts clean iterations since the last overflow or growth.
     """
-    kernels = kernels_of(scale.device)
-    found_inf = found_inf.to(scale.device, torch.float32, non_blocking=True)
+    device = scale.device
+    kernels = kernels_of(device)
+    if found_inf.device != device or found_inf.dtype is not torch.float32:
+        found_inf = found_inf.to(device, torch.float32, non_blocking=True)
     rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
     kernels.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
     return scale

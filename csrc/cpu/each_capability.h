@@ -1,7 +1,7 @@
 // Compiles the kernels of one source file once per instruction set. Without an include guard, on purpose.
 //
 // A kernel source defines AMPKIT_SOURCE as its own name and includes this file, which includes the source back for
-// AVX-512, AVX2 and the compiler's baseline, each time with AMPKIT_CAPABILITY naming the namespace to use. The kernels
+// AVX-512, AVX2 and a baseline, each time with AMPKIT_CAPABILITY naming the namespace to use. The kernels
 // are plain loops; what the compiler makes of them differs. AMPKIT_VARIANT(kernel) picks one at run time.
 //
 // Note [no templates of others in kernels]: a function template instantiated inside these regions is compiled for the
@@ -36,6 +36,9 @@
 #undef AMPKIT_CAPABILITY
 #undef AMPKIT_LANES
 
+// x86-64-v2: every processor since 2009.
+#pragma GCC push_options
+#pragma GCC target("sse4.2")
 #endif
 
 #define AMPKIT_CAPABILITY baseline
@@ -44,3 +47,7 @@
 #include AMPKIT_SOURCE
 #undef AMPKIT_CAPABILITY
 #undef AMPKIT_LANES
+
+#if AMPKIT_X86_VARIANTS
+#pragma GCC pop_options
+#endif

@@ -46,10 +46,11 @@ namespace ampkit {
 void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs, double scale, const MaybeTensor& scale_tensor,
                             const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_scale";
-  TensorLists<2> lists(op, {{{"inputs", inputs, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
-  if (inputs.empty()) return;
-  const Findings findings(op, found_inf, first_bad, inputs[0]);
-  const ScaleFunctor functor(number(op, "scale", scale, scale_tensor, inputs[0]));
+  const TensorList& sources = inputs.empty() ? outputs : inputs;
+  TensorLists<2> lists(op, {{{"inputs", sources, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
+  if (sources.empty()) return;
+  const Findings findings(op, found_inf, first_bad, sources[0]);
+  const ScaleFunctor functor(number(op, "scale", scale, scale_tensor, sources[0]));
   const auto blocks = blocks_of(lists.flat());
   const bool checks = findings.found_inf != nullptr || findings.first_bad != nullptr, streams = exceeds_caches(blocks);
   const auto scale_block = AMPKIT_VARIANT(scale_block);

@@ -78,6 +78,9 @@ AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
   const __m256i words = reinterpret_cast<const __m256i_u&>(x);
   const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
+#elif AMPKIT_LANES == 4 && AMPKIT_X86_VARIANTS
+  const __m128i words = reinterpret_cast<const __m128i_u&>(x);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(words, words));
 #else
   *reinterpret_cast<HalfWords*>(to) = __builtin_convertvector(x, HalfWords);
 #endif

@@ -37,11 +37,12 @@ struct ScaleKernel {
 void multi_tensor_scale_cuda(const TensorList& inputs, const TensorList& outputs, double scale,
                              const MaybeTensor& scale_tensor, const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_scale";
-  if (inputs.empty() && outputs.empty()) return;
-  const int32_t device = (inputs.empty() ? outputs : inputs).front().get_device_index();
+  const TensorList& sources = inputs.empty() ? outputs : inputs;
+  if (sources.empty()) return;
+  const int32_t device = sources.front().get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  TensorLists<2> lists(op, {{{"inputs", inputs, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
-  const ScaleKernel kernel{number(op, "scale", scale, scale_tensor, inputs[0]), {op, found_inf, first_bad, inputs[0]}};
+  TensorLists<2> lists(op, {{{"inputs", sources, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
+  const ScaleKernel kernel{number(op, "scale", scale, scale_tensor, sources[0]), {op, found_inf, first_bad, sources[0]}};
   multi_tensor_apply(lists.flat(), kernel, current_stream(device));
   lists.finish();
 }
