@@ -91,7 +91,7 @@ def cpu_extension(cpp_extension):
         "ampkit._C",
         ["csrc/registration.cpp", "csrc/launch_plan.cpp", *sources("csrc/cpu", "*.cpp")],
         include_dirs=[str(Path("csrc").resolve())],
-        depends=[*sources("csrc", "*.h"), *sources("csrc/cpu", "*.h"), *sources("csrc/functors", "*.h")],
+        depends=[*sources("csrc/cpu", "*.h"), *shared_headers()],
         extra_compile_args={"cxx": CXX_FLAGS},
         py_limited_api=True,
     )
@@ -103,7 +103,7 @@ def cuda_extension(cpp_extension):
         "ampkit._cuda",
         ["csrc/cuda/registration.cpp", *sources("csrc/cuda", "*.cu")],
         include_dirs=[str(Path("csrc").resolve())],
-        depends=[*sources("csrc", "*.h"), *sources("csrc/cuda", "*.cuh"), *sources("csrc/functors", "*.h")],
+        depends=[*sources("csrc/cuda", "*.cuh"), *shared_headers()],
         extra_compile_args={"cxx": [*CXX_FLAGS, "-DUSE_CUDA"], "nvcc": NVCC_FLAGS},
         py_limited_api=True,
     )
@@ -119,6 +119,10 @@ def casting_extension(cpp_extension):
         define_macros=[("AMPKIT_BUILT_WITH_TORCH", f'"{torch.__version__}"')],
         extra_compile_args={"cxx": ["-std=c++20", "-O3", "-fvisibility=hidden", "-g0"]},
     )
+
+
+def shared_headers():
+    return [header for folder in ("csrc", "csrc/functors", "csrc/steps") for header in sources(folder, "*.h")]
 
 
 def sources(folder, pattern):

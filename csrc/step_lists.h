@@ -1,4 +1,7 @@
 // The lists of an optimizer's step, in the order in which every driver numbers them: gradients, parameters, states, lower.
+//
+// What the host does for a step stands once for both devices, in steps/<op>.h. The CPU's and CUDA's headers of the same name,
+// multi_tensor_step, say what its AMPKIT_ON_DEVICE(op) is called and how AMPKIT_RUN_STEP(Functor, lists, settings, each) runs.
 #pragma once
 
 #include <array>

@@ -24,8 +24,10 @@ struct Block {
 };
 
 constexpr int64_t kBlockSize = 64 * 1024;
-// Below this many elements a second thread costs more than it brings.
+// Below this many elements a second thread costs more than it brings. Nor does it bring anything to blocks as small as this on
+// average, on which there is less to do than one thread has done to pack them.
 constexpr int64_t kSerialSize = 32 * 1024;
+constexpr int64_t kSmallBlock = 256;
 
 template <int kDepth>
 std::vector<Block<kDepth>> blocks_of(const std::vector<FlatTensor<kDepth>>& tensors) {
@@ -72,7 +74,7 @@ void for_each_block(const std::vector<Block<kDepth>>& blocks, const Body& body) 
   const auto work = [&](int64_t, int64_t) {
     for (int64_t i = next++; i < count; i = next++) body(i);
   };
-  if (elements <= kSerialSize)
+  if (elements <= std::max(kSerialSize, kSmallBlock * count))
     work(0, 1);
   else
     torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, work);

@@ -1,5 +1,4 @@
-// run_step: cpu/step_block.h over lists of tensors. A source that includes this picks the block of its functor with
-// AMPKIT_VARIANT(step_block<Functor>).
+// run_step: cpu/step_block.h over lists of tensors, with the block of a functor for the instruction set at hand.
 #pragma once
 
 #include "cpu/multi_tensor_apply.h"
@@ -24,3 +23,6 @@ void run_step(const StepLists<Functor::kStates>& step_lists, const typename Func
 }
 
 }  // namespace ampkit
+
+#define AMPKIT_ON_DEVICE(op) op##_cpu
+#define AMPKIT_RUN_STEP(Functor, ...) run_step<Functor>(__VA_ARGS__, AMPKIT_VARIANT(step_block<Functor>))

@@ -1,22 +1,3 @@
 // multi_tensor_adam on CUDA: functors/multi_tensor_adam.h over the driver of cuda/multi_tensor_step.cuh.
 #include "cuda/multi_tensor_step.cuh"
-#include "functors/multi_tensor_adam.h"
-#include "ops.h"
-
-namespace ampkit {
-
-void multi_tensor_adam_cuda(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                           const TensorList& exp_avg_sqs, const TensorList& lower, double lr, const MaybeTensor& lr_tensor,
-                           double beta1, double beta2, double eps, double step, const MaybeTensor& step_tensor, bool decoupled,
-                           bool bias_correction, double weight_decay, double factor, const MaybeTensor& inv_scale,
-                           const MaybeTensor& clip, const MaybeTensor& found_inf) {
-  constexpr const char* op = "multi_tensor_adam";
-  const AdamSettings settings{step_settings(op, grads, lr, lr_tensor, factor, inv_scale, clip, found_inf),
-                              number(op, "step", step, step_tensor, grads[0]), beta1, beta2, eps, weight_decay, 1.0 - beta1,
-                              decoupled, bias_correction};
-  const StepLists<2> lists{
-      op, grads, params, {{{"exp_avgs", exp_avgs, Role::kWrite}, {"exp_avg_sqs", exp_avg_sqs, Role::kWrite}}}, lower};
-  run_step<AdamFunctor>(lists, settings, nullptr);
-}
-
-}  // namespace ampkit
+#include "steps/multi_tensor_adam.h"

@@ -1,25 +1,3 @@
 // multi_tensor_sgd on CUDA: functors/multi_tensor_sgd.h over the driver of cuda/multi_tensor_step.cuh.
 #include "cuda/multi_tensor_step.cuh"
-#include "functors/multi_tensor_sgd.h"
-#include "ops.h"
-
-namespace ampkit {
-
-void multi_tensor_sgd_cuda(const TensorList& grads, const TensorList& params, const TensorList& momenta, const TensorList& lower,
-                          double lr, const MaybeTensor& lr_tensor, double momentum, double dampening, double weight_decay,
-                          bool nesterov, bool first_run, bool wd_after_momentum, const MaybeTensor& trust, double factor,
-                          const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf) {
-  constexpr const char* op = "multi_tensor_sgd";
-  const SgdSettings settings{step_settings(op, grads, lr, lr_tensor, factor, inv_scale, clip, found_inf), momentum, dampening,
-                             weight_decay, nesterov, first_run, wd_after_momentum};
-  const float* each = vector_data(op, "trust", trust, grads);
-  if (momentum == 0) {
-    const StepLists<0> lists{op, grads, params, {}, lower};
-    run_step<SgdFunctor<false>>(lists, settings, each);
-  } else {
-    const StepLists<1> lists{op, grads, params, {{{"momenta", momenta, Role::kWrite}}}, lower};
-    run_step<SgdFunctor<true>>(lists, settings, each);
-  }
-}
-
-}  // namespace ampkit
+#include "steps/multi_tensor_sgd.h"

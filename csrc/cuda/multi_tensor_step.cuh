@@ -56,3 +56,6 @@ void run_step(const StepLists<Functor::kStates>& step_lists, const typename Func
 }
 
 }  // namespace ampkit
+
+#define AMPKIT_ON_DEVICE(op) op##_cuda
+#define AMPKIT_RUN_STEP(Functor, ...) run_step<Functor>(__VA_ARGS__)
