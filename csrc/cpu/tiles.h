@@ -61,7 +61,6 @@ static inline void narrow(float x, BFloat16& to) { to.bits = bfloat16_from_float
 constexpr int kLanes = AMPKIT_LANES;
 typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
-typedef uint16_t HalfWords __attribute__((vector_size(2 * AMPKIT_LANES), aligned(2), may_alias));
 
 AMPKIT_VECTOR_INLINE Words words_of(Vector x) { return reinterpret_cast<const Words&>(x); }
 AMPKIT_VECTOR_INLINE Vector vector_of(Words x) { return reinterpret_cast<const Vector&>(x); }
@@ -70,21 +69,41 @@ AMPKIT_VECTOR_INLINE Words is_above(Words x, int32_t limit) {
   typedef int32_t Integers __attribute__((vector_size(4 * AMPKIT_LANES), may_alias));
   return reinterpret_cast<const Words&>(static_cast<const Integers&>(reinterpret_cast<const Integers&>(x) > limit));
 }
+// One instruction each; what the compiler makes of __builtin_convertvector takes five.
+#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
+AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
+  return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+}
+AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
+}
+#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
+AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
+  return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+}
+AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
+  const __m256i words = reinterpret_cast<__m256i>(x);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
+}
+#elif AMPKIT_X86_VARIANTS
+AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
+  return reinterpret_cast<Words>(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+}
+AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
+  const __m128i words = reinterpret_cast<__m128i>(x);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(words, words));
+}
+#else
+typedef uint16_t HalfWords __attribute__((vector_size(2 * AMPKIT_LANES), aligned(2), may_alias));
+
 AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
   return __builtin_convertvector(*reinterpret_cast<const HalfWords*>(x), Words);
 }
 AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
-#if AMPKIT_LANES == 8
-  const __m256i words = reinterpret_cast<const __m256i_u&>(x);
-  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
-#elif AMPKIT_LANES == 4 && AMPKIT_X86_VARIANTS
-  const __m128i words = reinterpret_cast<const __m128i_u&>(x);
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(words, words));
-#else
   *reinterpret_cast<HalfWords*>(to) = __builtin_convertvector(x, HalfWords);
-#endif
 }
+#endif
 #else
 #define AMPKIT_VECTOR_INLINE static inline
 constexpr int kLanes = 1;
