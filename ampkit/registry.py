@@ -20,8 +20,8 @@ class Session(Protocol):
     @property
     def models(self) -> list[nn.Module]: ...
 
-    @property
-    def optimizers(self) -> list[Any]: ...
+    def owns(self, thing: Any) -> bool:
+        """Whether this model or optimizer was given to it."""
 
 
 live_sessions: list[Session] = []
@@ -31,7 +31,7 @@ live_sessions: list[Session] = []
 def session_of(thing: Any) -> Session | None:
     """The live session that owns a model or an optimizer."""
     for session in reversed(live_sessions):
-        if any(owned is thing for owned in (*session.models, *session.optimizers)):
+        if session.owns(thing):
             return session
     return None
 

@@ -65,6 +65,13 @@ class Session:
     def is_live(self) -> bool:
         return self in live_sessions
 
+    def owns(self, thing: Any) -> bool:
+        """Whether this model or optimizer was given to it."""
+        for ref in (*self._optimizers, *self._models):  # not any(): asked in every iteration
+            if ref() is thing:
+                return True
+        return False
+
     @property
     def owns_nothing(self) -> bool:
         return not self.models and not self.optimizers
