@@ -48,6 +48,12 @@ def tag_compiled_code(casts: str) -> None:
     config.cache_key_tag = f"{own}{_TAG}{casts}" if casts else own
 
 
+def kernels_of_inductor() -> dict[str, Any]:
+    """The functions of torch that generated code calls (``extern_kernels.mm``), by name; none before inductor is loaded."""
+    module = sys.modules.get("torch._inductor.select_algorithm")
+    return {} if module is None else vars(module.extern_kernels)
+
+
 class CompiledModels:
     """The initialized models whose forward is in compiled code, and what is done for them before that code runs.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data._utils import fetch as _fetch
 
-from ..compiling import forget_traces, tag_compiled_code, thread_ident
+from ..compiling import forget_traces, kernels_of_inductor, tag_compiled_code, thread_ident
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy
@@ -97,6 +97,7 @@ class Casting:
             self._patch_fetchers()
             self._patch_scripting()
             self._patch_tracing()
+            self._patch_inductor()
             patch_picklers(self._patches, self._rebinding.wrapper_of)
             self._rebinding.in_modules()
         except BaseException:
@@ -314,6 +315,21 @@ class Casting:
         for name in ("_trace_impl", "trace_module"):
             function = getattr(torch.jit._trace, name)
             self._patches.set(torch.jit._trace, name, self._uncached(function))
+
+    def _patch_inductor(self) -> None:
+        """The casts are in its graphs already; but loaded while torch is patched, it takes wrappers for torch's kernels."""
+        compiler = torch._TorchCompileInductorWrapper
+        self._patches.set(compiler, "__call__", self._with_kernels_of_torch(compiler.__call__))
+
+    def _with_kernels_of_torch(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def compile_graph(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._rebinding.give_back(kernels_of_inductor())
+
+        return compile_graph
 
     def _uncached(self, function: Callable) -> Callable:
         @functools.wraps(function)

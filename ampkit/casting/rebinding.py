@@ -102,6 +102,10 @@ class Rebinding:
         swap_in_models(Swap(self._undo_pairs()), models)
         self._models.difference_update(models)
 
+    def give_back(self, namespace: dict[str, Any]) -> None:
+        """Put originals in the place of wrappers in the values of a dict that is to hold torch's own."""
+        Swap(self._undo_pairs()).in_namespace(namespace)
+
     def undo(self) -> None:
         """Give everybody back what they held. Call it last: wrappers that are still alive then are looked for in the whole heap."""
         pairs = self._undo_pairs()
