@@ -274,10 +274,12 @@ class Casting:
         """Functions of torch.nn.functional in Python all of whose `namesakes` and `kernels` are cast by the same rule."""
         found = []
         for key, (owner, name, kind) in self._kinds.items():
+            if owner is not nn.functional or not isinstance(self._originals.get(key), types.FunctionType):
+                continue
             rule = CastRule(CastKind[kind], owner, name)
             below = namesakes(rule) + [(kernel.owner, kernel.name) for kernel in kernels(rule)]
             kinds = {self._kinds.get((id(place), named), (None, None, None))[2] for place, named in below}
-            if kinds == {kind} and isinstance(self._originals.get(key), types.FunctionType):
+            if kinds == {kind}:
                 found.append(self._originals[key])
         return found
 

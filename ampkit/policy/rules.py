@@ -138,11 +138,11 @@ def kernels(rule: CastRule) -> list[CastRule]:
 
     Scripts bind such functions where nobody finds them, in a local variable or a closure; what they call is found.
     """
-    if rule.owner is not resolve_owner(F):
+    names = _KERNELS.get(rule.name, ())
+    if not names or rule.owner is not resolve_owner(F):
         return []
     owner = resolve_owner("torch._C._nn")
-    names = [name for name in _KERNELS.get(rule.name, ()) if hasattr(owner, name)]
-    return [CastRule(rule.kind, owner, name, rule.reason) for name in names]
+    return [CastRule(rule.kind, owner, name, rule.reason) for name in names if hasattr(owner, name)]
 
 
 def resolve_owner(path: str) -> Any | None:
