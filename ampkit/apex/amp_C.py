@@ -7,42 +7,40 @@ at once when it is 1. Lists that do not fit together are a RuntimeError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .. import kernels
 from ..kernels import updates
-
-Lists = Sequence[Sequence[torch.Tensor]]
+from .tensor_lists import Lists, checked_lists, found_inf_for, is_raised, raise_flag
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
     """out = in * scale, for the lists (in, out). A non-finite input sets the flag; everything is written in any case."""
-    inputs, outputs = _lists("multi_tensor_scale", tensor_lists, 2, noop_flag)
-    found_inf = _found_inf(noop_flag)
+    inputs, outputs = checked_lists("multi_tensor_scale", tensor_lists, 2, noop_flag)
+    found_inf = found_inf_for(noop_flag)
     kernels.multi_tensor_scale(inputs, outputs, float(scale), found_inf)
-    _raise_flag(noop_flag, found_inf)
+    raise_flag(noop_flag, found_inf)
 
 
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
 ) -> None:
     """out = a * x + b * y, for the lists (x, y, out). ``arg_to_check``: -1 both, 0 x, 1 y."""
-    xs, ys, outputs = _lists("multi_tensor_axpby", tensor_lists, 3, noop_flag)
-    found_inf = _found_inf(noop_flag)
+    xs, ys, outputs = checked_lists("multi_tensor_axpby", tensor_lists, 3, noop_flag)
+    found_inf = found_inf_for(noop_flag)
     kernels.multi_tensor_axpby(xs, ys, outputs, float(a), float(b), found_inf, int(arg_to_check))
-    _raise_flag(noop_flag, found_inf)
+    raise_flag(noop_flag, found_inf)
 
 
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of all [1], norm of each [n], or [0] unless ``per_tensor``), float32. A non-finite norm sets the flag."""
-    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1, noop_flag)
+    (tensors,) = checked_lists("multi_tensor_l2norm", tensor_lists, 1, noop_flag)
     norm, norms = kernels.multi_tensor_l2norm(tensors, bool(per_tensor))
-    _raise_flag(noop_flag, norm.isfinite().logical_not())
+    raise_flag(noop_flag, norm.isfinite().logical_not())
     return norm, norms
 
 
@@ -50,8 +48,8 @@ def multi_tensor_l2norm_mp(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As multi_tensor_l2norm; with the flag set, zeros without work."""
-    (tensors,) = _lists("multi_tensor_l2norm_mp", tensor_lists, 1, noop_flag)
-    if _is_noop(noop_flag):
+    (tensors,) = checked_lists("multi_tensor_l2norm_mp", tensor_lists, 1, noop_flag)
+    if is_raised(noop_flag):
         device = tensors[0].device
         return torch.zeros(1, device=device), torch.zeros(len(tensors) if per_tensor else 0, device=device)
     return multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
@@ -61,10 +59,10 @@ def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = in * scale for the lists (in, out), and the norms of the scaled values."""
-    inputs, outputs = _lists("multi_tensor_l2norm_scale", tensor_lists, 2, noop_flag)
-    found_inf = _found_inf(noop_flag)
+    inputs, outputs = checked_lists("multi_tensor_l2norm_scale", tensor_lists, 2, noop_flag)
+    found_inf = found_inf_for(noop_flag)
     norms = kernels.multi_tensor_unscale_l2norm(inputs, outputs, float(scale), found_inf, bool(per_tensor))
-    _raise_flag(noop_flag, found_inf)
+    raise_flag(noop_flag, found_inf)
     return norms
 
 
@@ -76,10 +74,10 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norms that the tensors would have after unscaling by ``inv_scale``; the tensors stay as they are."""
-    (tensors,) = _lists("multi_tensor_unscale_l2norm", tensor_lists, 1, noop_flag)
-    found_inf = _found_inf(noop_flag)
+    (tensors,) = checked_lists("multi_tensor_unscale_l2norm", tensor_lists, 1, noop_flag)
+    found_inf = found_inf_for(noop_flag)
     norms = kernels.multi_tensor_unscale_l2norm(tensors, None, inv_scale, found_inf, bool(per_tensor))
-    _raise_flag(noop_flag, found_inf)
+    raise_flag(noop_flag, found_inf)
     return norms
 
 
@@ -97,7 +95,7 @@ def multi_tensor_sgd(
     scale: float = 1.0,
 ) -> None:
     """SGD on the lists (g, p, momentum[, copy of p in lower precision]), with gradients times ``scale``. Heeds the flag."""
-    grads, params, momenta, *lower = _lists("multi_tensor_sgd", tensor_lists, (3, 4), noop_flag)
+    grads, params, momenta, *lower = checked_lists("multi_tensor_sgd", tensor_lists, (3, 4), noop_flag)
     kernels.multi_tensor_sgd(
         grads,
         params,
@@ -129,7 +127,7 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Adam on the lists (g, p, m, v); ``mode`` 0 is L2 regularisation, 1 decoupled weight decay. Ignores the flag."""
-    grads, params, exp_avgs, exp_avg_sqs = _lists("multi_tensor_adam", tensor_lists, 4, noop_flag)
+    grads, params, exp_avgs, exp_avg_sqs = checked_lists("multi_tensor_adam", tensor_lists, 4, noop_flag)
     kernels.multi_tensor_adam(
         grads,
         params,
@@ -160,7 +158,7 @@ def multi_tensor_adam_capturable(
     inv_scale: torch.Tensor,
 ) -> None:
     """multi_tensor_adam with rate, step and 1 / scale in tensors; unscales the gradients. Heeds the flag."""
-    lists = _lists("multi_tensor_adam_capturable", tensor_lists, 4, noop_flag)
+    lists = checked_lists("multi_tensor_adam_capturable", tensor_lists, 4, noop_flag)
     _adam_capturable(noop_flag, lists, lr, (beta1, beta2), eps, step, mode, bias_correction, weight_decay, inv_scale)
 
 
@@ -179,7 +177,7 @@ def multi_tensor_adam_capturable_master(
     inv_scale: torch.Tensor,
 ) -> None:
     """multi_tensor_adam_capturable on the lists (g, p, m, v, master of p)."""
-    lists = _lists("multi_tensor_adam_capturable_master", tensor_lists, 5, noop_flag)
+    lists = checked_lists("multi_tensor_adam_capturable_master", tensor_lists, 5, noop_flag)
     _adam_capturable(noop_flag, lists, lr, (beta1, beta2), eps, step, mode, bias_correction, weight_decay, inv_scale)
 
 
@@ -193,7 +191,7 @@ def multi_tensor_adagrad(
     weight_decay: float,
 ) -> None:
     """Adagrad on the lists (g, p, sum); ``mode`` as in multi_tensor_adam."""
-    grads, params, sums = _lists("multi_tensor_adagrad", tensor_lists, 3, noop_flag)
+    grads, params, sums = checked_lists("multi_tensor_adagrad", tensor_lists, 3, noop_flag)
     kernels.multi_tensor_adagrad(grads, params, sums, lr=lr, eps=eps, decoupled=mode == 1, weight_decay=weight_decay)
 
 
@@ -214,7 +212,7 @@ def multi_tensor_novograd(
     norm_type: int,
 ) -> None:
     """NovoGrad on the lists (g, p, m); updates ``grad_norms``. ``mode`` 0 normalises inside the momentum."""
-    grads, params, exp_avgs = _lists("multi_tensor_novograd", tensor_lists, 3, noop_flag)
+    grads, params, exp_avgs = checked_lists("multi_tensor_novograd", tensor_lists, 3, noop_flag)
     kernels.multi_tensor_novograd(
         grads,
         params,
@@ -250,7 +248,7 @@ def multi_tensor_lamb(
     use_nvlamb: bool | None = False,
 ) -> None:
     """LAMB on the lists (g, p, m, v). The gradients are overwritten by the directions taken."""
-    grads, params, exp_avgs, exp_avg_sqs = _lists("multi_tensor_lamb", tensor_lists, 4, noop_flag)
+    grads, params, exp_avgs, exp_avg_sqs = checked_lists("multi_tensor_lamb", tensor_lists, 4, noop_flag)
     kernels.multi_tensor_lamb(
         grads,
         params,
@@ -293,7 +291,9 @@ def multi_tensor_lamb_mp(
 
     ``global_grad_norm`` and ``max_grad_norm`` are compared as they are: both scaled, or both not.
     """
-    grads, params, exp_avgs, exp_avg_sqs, *lower = _lists("multi_tensor_lamb_mp", tensor_lists, (4, 5), noop_flag)
+    grads, params, exp_avgs, exp_avg_sqs, *lower = checked_lists(
+        "multi_tensor_lamb_mp", tensor_lists, (4, 5), noop_flag
+    )
     kernels.multi_tensor_lamb(
         grads,
         params,
@@ -329,7 +329,9 @@ def multi_tensor_lamb_stage1_cuda(
     max_global_grad_norm: float,
 ) -> None:
     """The first half of LAMB on the lists (g, p, m, v, update), with a weight decay for each tensor."""
-    grads, params, exp_avgs, exp_avg_sqs, outputs = _lists("multi_tensor_lamb_stage1_cuda", tensor_lists, 5, noop_flag)
+    grads, params, exp_avgs, exp_avg_sqs, outputs = checked_lists(
+        "multi_tensor_lamb_stage1_cuda", tensor_lists, 5, noop_flag
+    )
     directions = updates.lamb_direction(
         grads,
         params,
@@ -355,7 +357,7 @@ def multi_tensor_lamb_stage2_cuda(
     use_nvlamb: bool | None = False,
 ) -> None:
     """The second half of LAMB on the lists (p, update)."""
-    params, directions = _lists("multi_tensor_lamb_stage2_cuda", tensor_lists, 2, noop_flag)
+    params, directions = checked_lists("multi_tensor_lamb_stage2_cuda", tensor_lists, 2, noop_flag)
     updates.lamb_move(
         params,
         directions,
@@ -385,7 +387,7 @@ def multi_tensor_lars(
     is_skipped: bool = False,
 ) -> None:
     """LARS on the lists (g, p, momentum[, copy of p in lower precision]); ``is_skipped`` is plain SGD. Heeds the flag."""
-    grads, params, momenta, *lower = _lists("multi_tensor_lars", tensor_lists, (3, 4), noop_flag)
+    grads, params, momenta, *lower = checked_lists("multi_tensor_lars", tensor_lists, (3, 4), noop_flag)
     trust = None
     if not is_skipped:
         trust = kernels.lars_trust(
@@ -444,7 +446,7 @@ def _adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    if _is_noop(noop_flag):
+    if is_raised(noop_flag):
         return
     grads, params, exp_avgs, exp_avg_sqs, *masters = lists
     with torch.no_grad():
@@ -463,65 +465,6 @@ def _adam_capturable(
         bias_correction=bool(bias_correction),
         weight_decay=weight_decay,
     )
-
-
-def _lists(
-    op: str, tensor_lists: Lists, depth: int | tuple[int, ...], noop_flag: torch.Tensor
-) -> list[list[torch.Tensor]]:
-    """The lists, once they are known to fit together. Tensors of one size but different shapes are flattened."""
-    allowed = (depth,) if isinstance(depth, int) else depth
-    lists = [list(tensors) for tensors in tensor_lists]
-    if len(lists) not in allowed:
-        raise RuntimeError(f"{op}: expected {' or '.join(map(str, allowed))} lists of tensors, found {len(lists)}")
-    if noop_flag.dtype is not torch.int32 or noop_flag.numel() != 1:
-        raise RuntimeError(
-            f"{op}: the no-op flag must be an int32 tensor of one element, found {noop_flag.dtype} of shape "
-            f"{list(noop_flag.shape)}; use torch.zeros(1, dtype=torch.int)"
-        )
-    if not lists[0]:
-        raise RuntimeError(f"{op}: the first list of tensors is empty")
-    for i, tensors in enumerate(lists):
-        if len(tensors) != len(lists[0]):
-            raise RuntimeError(
-                f"{op}: list {i} has {len(tensors)} tensors, list 0 has {len(lists[0])}; pass lists of one length"
-            )
-        for j, (tensor, first) in enumerate(zip(tensors, lists[0])):
-            where = f"{op}: tensor {j} of list {i}"
-            if tensor.numel() != first.numel():
-                raise RuntimeError(f"{where} has {tensor.numel()} elements, its twin in list 0 has {first.numel()}")
-            if tensor.device != first.device:
-                raise RuntimeError(f"{where} is on {tensor.device}, its twin in list 0 is on {first.device}")
-            if not tensor.is_floating_point():
-                raise RuntimeError(f"{where} is {tensor.dtype}; expected a floating point dtype")
-            if not _is_dense(tensor):
-                raise RuntimeError(f"{where} is neither contiguous nor channels-last; call .contiguous() on it")
-    for j, first in enumerate(lists[0]):
-        if any(tensors[j].shape != first.shape for tensors in lists):
-            for tensors in lists:
-                tensors[j] = tensors[j].detach().view(-1)
-    return lists
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.is_contiguous()
-        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
-    )
-
-
-def _found_inf(noop_flag: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
-
-
-@torch.no_grad()
-def _raise_flag(noop_flag: torch.Tensor, found: torch.Tensor) -> None:
-    """Set the flag where something was found, without asking the host; never clear it."""
-    noop_flag.masked_fill_(found.to(noop_flag.device).reshape(noop_flag.shape) > 0, 1)
-
-
-def _is_noop(noop_flag: torch.Tensor) -> bool:
-    return bool(noop_flag.item())
 
 
 @torch.no_grad()
