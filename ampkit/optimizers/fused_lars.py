@@ -9,7 +9,7 @@ from torch.optim.optimizer import required
 
 from .. import kernels
 from .fused import Batch, FusedOptimizer
-from .fused_sgd import refuse_negative, refuse_odd_nesterov, split_by_buffer
+from .fused_sgd import refuse_negative, refuse_odd_nesterov, step_with_momentum
 
 
 class FusedLARS(FusedOptimizer):
@@ -56,28 +56,14 @@ class FusedLARS(FusedOptimizer):
         self.scale_set_by_backward = False
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
-        for first_run, part in split_by_buffer(self, group, batch):
-            trust = None
-            if not group["is_skipped"]:
-                trust = kernels.lars_trust(
-                    part.gradient_norms(),
-                    kernels.gradient_norms(part.targets),
-                    trust_coefficient=group["trust_coefficient"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                )
-            kernels.multi_tensor_sgd(
-                part.grads,
-                part.targets,
-                self.moments(part.params, "momentum_buffer") if group["momentum"] else None,
-                part.lower,
-                lr=group["lr"],
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                weight_decay=group["weight_decay"],
-                nesterov=group["nesterov"],
-                first_run=first_run,
-                wd_after_momentum=self.wd_after_momentum,
-                trust=trust,
-                **part.factors,
-            )
+        step_with_momentum(self, group, batch, None if group["is_skipped"] else _trust)
+
+
+def _trust(group: dict[str, Any], part: Batch) -> torch.Tensor:
+    return kernels.lars_trust(
+        part.gradient_norms(),
+        kernels.gradient_norms(part.targets),
+        trust_coefficient=group["trust_coefficient"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,24 +45,35 @@ class FusedSGD(FusedOptimizer):
         self.scale_set_by_backward = False
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
-        for first_run, part in split_by_buffer(self, group, batch):
-            kernels.multi_tensor_sgd(
-                part.grads,
-                part.targets,
-                self.moments(part.params, "momentum_buffer") if group["momentum"] else None,
-                part.lower,
-                lr=group["lr"],
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                weight_decay=group["weight_decay"],
-                nesterov=group["nesterov"],
-                first_run=first_run,
-                wd_after_momentum=self.wd_after_momentum,
-                **part.factors,
-            )
+        step_with_momentum(self, group, batch)
 
 
-def split_by_buffer(optimizer: FusedOptimizer, group: dict[str, Any], batch: Batch) -> list[tuple[bool, Batch]]:
+def step_with_momentum(
+    optimizer: FusedOptimizer,
+    group: dict[str, Any],
+    batch: Batch,
+    trust_of: Callable[[dict[str, Any], Batch], torch.Tensor] | None = None,
+) -> None:
+    """SGD on a batch, with rates times ``trust_of(group, part)``, one number for each tensor, where that is given."""
+    for first_run, part in _split_by_buffer(optimizer, group, batch):
+        kernels.multi_tensor_sgd(
+            part.grads,
+            part.targets,
+            optimizer.moments(part.params, "momentum_buffer") if group["momentum"] else None,
+            part.lower,
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            first_run=first_run,
+            wd_after_momentum=optimizer.wd_after_momentum,
+            trust=None if trust_of is None else trust_of(group, part),
+            **part.factors,
+        )
+
+
+def _split_by_buffer(optimizer: FusedOptimizer, group: dict[str, Any], batch: Batch) -> list[tuple[bool, Batch]]:
     """(True, parameters that have no momentum yet) and (False, the others)."""
     if not group["momentum"]:
         return [(False, batch)]
