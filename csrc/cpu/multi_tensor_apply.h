@@ -26,7 +26,7 @@ struct Block {
 constexpr int64_t kBlockSize = 64 * 1024;
 // Below this many elements a second thread costs more than it brings. Nor does it bring anything to blocks as small as this on
 // average, on which there is less to do than one thread has done to pack them.
-constexpr int64_t kSerialSize = 32 * 1024;
+constexpr int64_t kSerialSize = 128 * 1024;
 constexpr int64_t kSmallBlock = 256;
 
 template <int kDepth>
