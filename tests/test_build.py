@@ -40,7 +40,8 @@ def package_with_broken_extension(tmp_path):
     shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
     # A file of that name, since an editable install would find the real library even from here.
     (tmp_path / "ampkit" / "_C.py").write_text("raise ImportError('undefined symbol: torch_parallel_for')\n")
-    (tmp_path / "ampkit" / "_casting.py").write_text("torch_version = '2.11.0'\n")
+    wrappers = "torch_version = '2.11.0'\n\n\nclass CastStore:\n    casts_made = 0\n"
+    (tmp_path / "ampkit" / "_casting.py").write_text(wrappers)
     return tmp_path
 
 
@@ -90,6 +91,13 @@ def test_wrappers_built_with_another_torch_are_an_error_where_they_are_required(
     result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_without_kernels, AMPKIT_EXTENSION="require", PYTHONPATH="")
     assert result.returncode != 0
     assert "ExtensionError: AMPKIT_EXTENSION=require, but ampkit._casting could not be loaded" in result.stderr
+
+
+def test_wrappers_of_older_sources_step_aside(package_with_broken_extension):
+    library = package_with_broken_extension / "ampkit" / "_casting.py"
+    library.write_text("torch_version = '2.11.0'\n\n\nclass CastStore:\n    pass\n")
+    result = run("-c", DISPATCH, cwd=package_with_broken_extension, AMPKIT_EXTENSION="auto", PYTHONPATH="")
+    assert result.stdout.startswith("Python ") and "built from older sources; build it again" in result.stdout, result
 
 
 def test_wrappers_that_were_never_built_are_no_news(package_with_broken_extension):
