@@ -518,3 +518,30 @@ def test_fused_adam_holds_sixteen_bytes_per_parameter(level, delayed):
     assert 16 * parameters <= held <= 16 * parameters + 4096
     list(ampkit.master_params(optimizer))  # brings float32 gradients about: the count can tell
     assert reachable_bytes(model, optimizer, ampkit.current_session()) >= 20 * parameters
+
+
+# -- complex parameters
+
+
+def complex_gradient(seed=0):
+    torch.manual_seed(seed)
+    param = torch.randn(5, dtype=torch.complex64, requires_grad=True)
+    (param * param.conj()).real.square().sum().backward()
+    return param
+
+
+def test_complex_parameters_take_sgd_as_in_torch():
+    ours, theirs = complex_gradient(), complex_gradient()
+    for optimizer in (FusedSGD([ours], **SGD), torch.optim.SGD([theirs], **SGD)):
+        for _ in range(3):
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdagrad, FusedLAMB, FusedNovoGrad])
+def test_complex_parameters_are_refused_where_gradients_are_squared(kind):
+    param = complex_gradient()
+    before = param.detach().clone()
+    with pytest.raises(RuntimeError, match=r"complex parameters; one of shape \(5,\) is torch.complex64.*view_as_real"):
+        kind([param]).step()
+    assert torch.equal(param.detach(), before)

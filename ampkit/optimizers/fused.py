@@ -115,6 +115,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     keeps_float32_state = True  # an adapter leaves it alone where the parameters train in lower precision
     takes_step_inputs = True  # a session need not read a finding, nor convert a gradient, for it
     counts_steps = True
+    takes_complex = False  # torch.optim squares real and imaginary parts apart
     inputs: StepInputs | None = None  # of the step that runs
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -169,6 +170,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     continue
                 if gradient.layout is not torch.strided:
                     raise self.sparse_error(param)
+                if param.is_complex() and not self.takes_complex:
+                    raise self.complex_error(param)
             weight = lower.get(param)
             key = (is_pending, weight is not None, param.device)
             batch = batches.get(key)
@@ -310,6 +313,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         return RuntimeError(
             f"{type(self).__name__} does not support sparse gradients; a parameter of shape {tuple(param.shape)} has "
             "one. Use torch.optim.SparseAdam for it, or sparse=False in the embedding."
+        )
+
+    def complex_error(self, param: torch.Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__} does not support complex parameters; one of shape {tuple(param.shape)} is {param.dtype}. "
+            "Keep torch.view_as_real(parameter) as the parameter, or give it to an optimizer of torch.optim."
         )
 
 

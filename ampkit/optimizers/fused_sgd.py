@@ -21,6 +21,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     counts_steps = False
+    takes_complex = True  # nothing is squared
 
     def __init__(
         self,
