@@ -11,9 +11,11 @@ from ampkit.casting import Casting
 
 
 @contextlib.contextmanager
-def o1(lower_precision: torch.dtype = torch.bfloat16, **settings) -> Iterator[Casting]:
-    """Casting on the CPU inside the block."""
-    casting = Casting(lower_precision, device_types=("cpu",), **settings)
+def o1(
+    lower_precision: torch.dtype = torch.bfloat16, device_types: tuple[str, ...] = ("cpu",), **settings
+) -> Iterator[Casting]:
+    """Casting on the CPU, or on other devices, inside the block."""
+    casting = Casting(lower_precision, device_types=device_types, **settings)
     casting.install()
     try:
         yield casting

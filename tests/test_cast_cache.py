@@ -299,6 +299,18 @@ def test_cache_is_bypassed_while_compiling(casting, monkeypatch):
     assert (kept(casting), casts_made(casting)) == (1, 1)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("in_python", [False, True])
+def test_cast_of_one_stream_is_not_used_on_another(in_python):
+    with o1(device_types=("cuda",), in_python=in_python) as casting:
+        weight, x = nn.Parameter(torch.rand(3, 3, device="cuda")), torch.rand(3, 3, device="cuda")
+        torch.mm(x, weight)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.mm(x, weight)
+            torch.mm(x, weight)
+        assert casts_made(casting) == 2
+
+
 def test_cache_is_bypassed_while_a_cuda_graph_is_captured(casting, monkeypatch):
     capturing = False
     p, x = nn.Parameter(torch.rand(2, 2)), torch.rand(2, 2, requires_grad=True) * 1

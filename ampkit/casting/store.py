@@ -26,6 +26,7 @@ class _WeightCast(NamedTuple):
     version: int
     cast_version: int
     data_ptr: int
+    stream: int
     requires_grad: bool
     storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at data_ptr
 
@@ -35,13 +36,15 @@ class _RecentCast(NamedTuple):
     cast: weakref.ref[Tensor]
     version: int
     cast_version: int
+    stream: int
 
 
 class CastStore:
     """Casts of tensors to one dtype.
 
     Casts made with and without grad mode, and in inference mode, are kept apart: one that autograd did not record is
-    useless for training, and one that it did would keep a graph alive through an evaluation.
+    useless for training, and one that it did would keep a graph alive through an evaluation. A cast is found only on the
+    stream that it was made on: another one could read it before it is written.
     """
 
     def __init__(self) -> None:
@@ -71,11 +74,12 @@ class CastStore:
         entry = casts.get(id(weight))
         if entry is not None:
             # A dead weight takes its entry along, before another can have its id.
-            _, cast, version, cast_version, data_ptr, requires_grad, _ = entry
+            _, cast, version, cast_version, data_ptr, stream, requires_grad, _ = entry
             if (
                 weight._version == version
                 and weight.data_ptr() == data_ptr
                 and weight.requires_grad is requires_grad
+                and (weight.is_cpu or _stream_of(weight) == stream)
                 and (cast_version < 0 or cast._version == cast_version)
             ):
                 return cast
@@ -94,6 +98,7 @@ class CastStore:
             weight._version,
             _version_of(cast),
             weight.data_ptr(),
+            _stream_of(weight),
             weight.requires_grad,
             weight.untyped_storage(),
         )
@@ -127,6 +132,8 @@ class CastStore:
         """One of the last casts of activations, if it is still alive and neither side was written to since."""
         for entry in self._recent:
             if entry.activation() is activation and entry.version == activation._version:
+                if entry.stream != _stream_of(activation):
+                    continue
                 cast = entry.cast()
                 if cast is not None and cast._version == entry.cast_version:
                     return cast
@@ -134,7 +141,15 @@ class CastStore:
 
     def keep_recent(self, activation: Tensor, cast: Tensor) -> None:
         """Remember ``cast`` without keeping it, or ``activation``, alive."""
-        self._recent.append(_RecentCast(weakref.ref(activation), weakref.ref(cast), activation._version, cast._version))
+        self._recent.append(
+            _RecentCast(
+                weakref.ref(activation),
+                weakref.ref(cast),
+                activation._version,
+                cast._version,
+                _stream_of(activation),
+            )
+        )
 
     def _discard(self, address: int, reference: weakref.ref) -> None:
         """Forget a weight that died. Its address may belong to another one by now, with another reference."""
@@ -149,3 +164,8 @@ class CastStore:
 
 def _version_of(cast: Tensor) -> int:
     return -1 if cast.is_inference() else cast._version
+
+
+def _stream_of(tensor: Tensor) -> int:
+    """Where kernels on the tensor are queued now."""
+    return 0 if tensor.is_cpu or tensor.is_meta else torch.accelerator.current_stream(tensor.device).stream_id

@@ -2,6 +2,7 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -14,6 +15,12 @@ namespace {
 
 uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+// Where kernels on the tensor are queued now. Another stream would read a cast before it is written.
+c10::StreamId stream_of(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return 0;
+  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).id();
 }
 
 const void* data_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->data(); }
@@ -77,7 +84,7 @@ PyObject* CastStore::find(PyObject* weight) {
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   const bool holds = reinterpret_cast<PyWeakReference*>(entry.weight)->wr_object == weight &&
       version_of(tensor) == entry.version && data_of(tensor) == entry.data &&
-      tensor.requires_grad() == entry.requires_grad &&
+      tensor.requires_grad() == entry.requires_grad && stream_of(tensor) == entry.stream &&
       version_of(THPVariable_Unpack(entry.cast)) == entry.cast_version;
   if (!holds) return nullptr;
   entry.used = true;
@@ -93,7 +100,7 @@ bool CastStore::keep(PyObject* weight, PyObject* cast, bool used) {
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   WeightCast entry{
       reference,       Py_NewRef(cast),        used,            version_of(tensor), version_of(THPVariable_Unpack(cast)),
-      data_of(tensor), tensor.requires_grad(), tensor.storage()};
+      data_of(tensor), stream_of(tensor),      tensor.requires_grad(), tensor.storage()};
   WeightCasts& casts = of_this_mode();
   take_out(casts, casts.find(weight));
   casts.emplace(weight, std::move(entry));
@@ -103,7 +110,7 @@ bool CastStore::keep(PyObject* weight, PyObject* cast, bool used) {
 at::Tensor CastStore::find_recent(const at::Tensor& activation) {
   for (const RecentCast& entry : recent) {
     if (entry.activation._unsafe_get_target() != activation.unsafeGetTensorImpl()) continue;
-    if (entry.version != version_of(activation)) continue;
+    if (entry.version != version_of(activation) || entry.stream != stream_of(activation)) continue;
     at::Tensor cast(entry.cast.lock());
     if (cast.defined() && version_of(cast) == entry.cast_version) return cast;
   }
@@ -117,6 +124,7 @@ void CastStore::keep_recent(const at::Tensor& activation, const at::Tensor& cast
   entry.cast = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(cast.getIntrusivePtr());
   entry.version = version_of(activation);
   entry.cast_version = version_of(cast);
+  entry.stream = stream_of(activation);
 }
 
 int is_bypassed(CastStore* store) {

@@ -17,6 +17,7 @@ struct WeightCast {
   uint32_t version;
   uint32_t cast_version;
   const void* data;
+  c10::StreamId stream;
   bool requires_grad;
   c10::Storage storage;  // kept alive, so that no other storage can come to lie at `data`
 };
@@ -29,6 +30,7 @@ struct RecentCast {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> cast;
   uint32_t version = 0;
   uint32_t cast_version = 0;
+  c10::StreamId stream = 0;
 
   RecentCast();
 };
