@@ -301,7 +301,7 @@ class Session:
 
     def _cast_where_it_is(self, model: nn.Module) -> None:
         """The model may have moved since: ask one of its parameters."""
-        first = next((param for ref, _ in self._left_as[model] if (param := ref()) is not None), None)
+        first = next(model.parameters(), None)
         here = device_types([model]) if first is None else {first.device.type}
         if not here <= self.casting.device_types:
             self.casting.cast_on(self.casting.device_types | here)

@@ -14,6 +14,7 @@ With ``--compile`` both compile their models with torch.compile; the autocast re
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import statistics
 import time
@@ -109,6 +110,7 @@ def make_case(name):
 
 CASES = ("mlp", "resnet18", "gpt", "lstm", "accumulation")
 CONTENDERS = ("ampkit", "autocast", "bare")
+ORDERS = list(itertools.permutations(CONTENDERS))
 
 
 class Trainer:
@@ -205,7 +207,7 @@ def serve(connection, contender, case, device, dtype, compiled, threads):
 
 
 def compare(case, rounds, device, dtype, compiled=False):
-    """{contender: (median seconds, bytes saved)}, and the median and quartiles of the ratios of neighbouring steps."""
+    """{contender: (median seconds, bytes saved)}, and the median and quartiles of the ratios of steps of one round."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for contender in CONTENDERS:
@@ -223,7 +225,7 @@ def compare(case, rounds, device, dtype, compiled=False):
     saved = {contender: ask(contender, "saved_bytes") for contender in CONTENDERS}
     times = {contender: [] for contender in CONTENDERS}
     for index in range(WARM_UP + rounds):
-        for contender in CONTENDERS[index % 3 :] + CONTENDERS[: index % 3]:
+        for contender in ORDERS[index % len(ORDERS)]:
             seconds = ask(contender, "timed_step")
             if index >= WARM_UP:
                 times[contender].append(seconds)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 
 import pytest
 import torch
@@ -194,3 +195,66 @@ def test_evaluation_casts_what_it_uses(casting):
     with torch.no_grad(), casting.forward_scope():
         model[0](x)
         assert cast_weights(casting) == set(model[0].parameters())
+
+
+# -- what happens to a weight between the cast ahead and its first use
+
+
+def test_write_through_data_before_the_first_use_is_seen(casting):
+    """A WGAN clamps its critic after the generator's forward pass, at whose first weight the critic's were cast ahead."""
+    generator, critic = make_model(1), make_model(1)
+    train_once(casting, nn.Sequential(generator, critic), torch.rand(2, 4))
+    generator(torch.rand(2, 4))
+    for param in critic.parameters():
+        param.data.fill_(0.25)
+    assert torch.equal(critic(torch.ones(1, 4)).detach().float(), torch.full((1, 4), 1.25))
+
+
+def test_write_through_data_inside_a_forward_is_seen(casting):
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            self.weight.data.clamp_(-0.5, 0.5)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Clamped(2, 2, bias=False))
+    for _ in range(2):
+        with torch.no_grad():
+            model[0].weight.copy_(torch.eye(2))
+            model[1].weight.fill_(3.0)
+        assert torch.equal(model(torch.ones(1, 2)).detach().float(), torch.ones(1, 2))
+        casting.drop_cache()
+
+
+def test_weight_whose_storage_is_freed_between_uses_is_left_out(casting):
+    """As sharding (FSDP) does with the layers that do not compute."""
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    size = model[2].weight.untyped_storage().nbytes()
+    model[2].weight.untyped_storage().resize_(0)
+    hidden = model[1](model[0](x))
+    assert model[2].weight not in cast_weights(casting)
+    model[2].weight.untyped_storage().resize_(size)
+    with torch.no_grad():
+        model[2].weight.fill_(0.0)
+        model[2].bias.fill_(1.0)
+    assert torch.equal(model[2](hidden).detach().float(), torch.ones(2, 4))
+
+
+def test_inference_mode_leaves_nothing_that_training_would_find(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    with torch.inference_mode(), torch.enable_grad():
+        model(x)
+    train_once(casting, model, x)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_cast_that_fails_keeps_nothing_alive(casting):
+    model, x = make_model(), torch.rand(2, 4)
+    train_once(casting, model, x)
+    companion = model[2].weight
+    references = sys.getrefcount(companion)
+    model[0].weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        model[0](x)
+    assert sys.getrefcount(companion) == references

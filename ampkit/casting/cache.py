@@ -2,8 +2,8 @@
 
 The O1 engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights
 and of activations. An entry holds as long as the version counters and the storage of the weight are what they were.
-Writes that torch itself does not count (``p.data.mul_()``, a numpy view) move neither, and are unseen until the cache
-is dropped.
+Writes that torch itself does not count move neither: the engine forgets a parameter's casts when somebody reads its
+``.data``; a write through a ``.data`` that was kept, or a numpy view, is unseen until the cache is dropped.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class CastCache:
         return store.bypassed or _dispatch_modes() > 0 or (store.capturing is not None and store.capturing())
 
     def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        version = None if weight.is_inference() else weight._version
         cast = convert(weight)
         if cast is weight:  # on a device that is not the session's
             return cast
@@ -123,7 +124,8 @@ class CastCache:
         store.casts_made += 1
         recording = _grad_enabled()
         if (recording or store.keep_without_grad) and _is_plain(weight, cast, recording):
-            store.keep(weight, cast)
+            if weight._version == version:  # else another thread wrote to it meanwhile
+                store.keep(weight, cast)
         return cast
 
 

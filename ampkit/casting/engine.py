@@ -94,6 +94,7 @@ class Casting:
             for rule in rules:
                 self._patch(rule)
             self._patch_rnn_checks()
+            self._patch_data()
             self._patch_fetchers()
             self._patch_scripting()
             self._patch_tracing()
@@ -293,6 +294,16 @@ class Casting:
     def _patch_rnn_checks(self) -> None:
         base = torch.nn.RNNBase
         self._patches.set(base, "check_input", rnn.checking_a_stand_in(base.check_input, self))
+
+    def _patch_data(self) -> None:
+        """Writes through ``.data`` are not counted: whoever asks for it may be about to write."""
+        data = torch._C.TensorBase.data
+
+        def get(parameter: nn.Parameter) -> Tensor:
+            self.forget_casts_of(parameter)
+            return data.__get__(parameter)
+
+        self._patches.set(nn.Parameter, "data", property(get, data.__set__, doc=data.__doc__))
 
     def _patch_fetchers(self) -> None:
         """Transforms run uncast in the main process too: a batch must not depend on the number of workers."""

@@ -111,8 +111,10 @@ class CastStore:
     def drop(self, *, before_backward: bool = False) -> None:
         """Forget every cast.
 
-        The twin in C++ casts in one go what the last forward pass has used: ``before_backward`` tells it that the
-        casts made until the next drop belong to a backward pass.
+        The twin in C++ also casts ahead. At the first miss after a drop that was not ``before_backward``, with grad mode
+        on, it casts with the weight that is asked for its companions: the weights whose casts were found or made, and not
+        only made ahead, between the drops of the last forward pass. They must be parameters of the same dtype and device
+        that require gradients, with their storage allocated, and small where they are on the CPU.
         """
         self._with_grad.clear()
         self._recent.clear()

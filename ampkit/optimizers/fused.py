@@ -118,6 +118,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     takes_complex = False  # torch.optim squares real and imaginary parts apart
     inputs: StepInputs | None = None  # of the step that runs
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; complex parameters are refused where real and imaginary parts would have to be squared apart."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.is_complex() and not self.takes_complex:
+                del self.param_groups[-1]
+                raise self.complex_error(param)
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by None or zeros; by default as the optimizer was constructed (``set_grad_none``)."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
@@ -170,8 +178,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     continue
                 if gradient.layout is not torch.strided:
                     raise self.sparse_error(param)
-                if param.is_complex() and not self.takes_complex:
-                    raise self.complex_error(param)
             weight = lower.get(param)
             key = (is_pending, weight is not None, param.device)
             batch = batches.get(key)

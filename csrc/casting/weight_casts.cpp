@@ -5,8 +5,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/to_ops.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <vector>
 
@@ -19,23 +21,26 @@ constexpr int64_t kSmallOnCpu = 1 << 15;
 
 bool is_worth_casting_ahead(const at::Tensor& weight) { return !weight.is_cpu() || weight.numel() <= kSmallOnCpu; }
 
-// The weights that the last forward pass used and that may be cast in one go with `weight`; new references.
-std::vector<PyObject*> companions_of(CastStore* store, PyObject* weight) {
+// Sharding frees a weight between its uses.
+bool is_allocated(const at::Tensor& weight) { return weight.numel() == 0 || weight.storage().nbytes() > 0; }
+
+// The weights that the last forward pass used and that may be cast in one go with `weight`.
+std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   const at::Tensor& first = THPVariable_Unpack(weight);
   bool contains_first = false;
-  std::vector<PyObject*> found;
+  std::vector<THPObjectPtr> found;
   for (PyObject* reference : store->last_used) {
     PyObject* other = reinterpret_cast<PyWeakReference*>(reference)->wr_object;
     if (other == weight) contains_first = true;
     if (other == weight || other == Py_None || Py_TYPE(other) != Py_TYPE(weight)) continue;
     const at::Tensor& tensor = THPVariable_Unpack(other);
     const bool fits = tensor.requires_grad() && tensor.is_leaf() && tensor.scalar_type() == first.scalar_type() &&
-        tensor.device() == first.device() && is_plain_weight(tensor) && is_worth_casting_ahead(tensor);
-    if (fits && store->with_grad.find(other) == store->with_grad.end()) found.push_back(Py_NewRef(other));
+        tensor.device() == first.device() && is_plain_weight(tensor) && is_allocated(tensor) &&
+        is_worth_casting_ahead(tensor);
+    if (fits && store->with_grad.find(other) == store->with_grad.end()) found.emplace_back(Py_NewRef(other));
   }
-  if (contains_first) return found;
-  for (PyObject* other : found) Py_DECREF(other);
-  return {};
+  if (!contains_first) found.clear();
+  return found;
 }
 
 // What autograd would have recorded for a call of to(). Its place in the backward pass is the one of the gradient's
@@ -60,30 +65,24 @@ std::vector<at::Tensor> cast_together(const std::vector<at::Tensor>& weights, at
   return casts;
 }
 
-// Keeps the casts of `weights`, the first of which was asked for; a new reference to that one's.
-PyObject* keep_together(CastStore* store, const std::vector<PyObject*>& weights, std::vector<at::Tensor> casts) {
-  PyObject* asked_for = nullptr;
+// Keeps the casts of `weights`, the first of which was asked for; a new reference to that one's, or null.
+PyObject* keep_together(CastStore* store, std::vector<THPObjectPtr>& weights, std::vector<at::Tensor> casts) {
+  THPObjectPtr asked_for;
   for (size_t i = 0; i < weights.size(); ++i) {
-    PyObject* cast = THPVariable_Wrap(std::move(casts[i]));
-    const bool kept = cast != nullptr && store->keep(weights[i], cast, /*used=*/i == 0);
-    if (i == 0) asked_for = Py_XNewRef(cast);
-    Py_XDECREF(cast);
-    if (!kept) {
-      Py_CLEAR(asked_for);
-      break;
-    }
+    THPObjectPtr cast(THPVariable_Wrap(std::move(casts[i])));
+    if (cast.get() == nullptr || !store->keep(weights[i].get(), cast.get(), /*used=*/i == 0)) return nullptr;
+    if (i == 0) asked_for = std::move(cast);
   }
-  return asked_for;
+  return asked_for.release();
 }
 
-PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<PyObject*> weights, at::ScalarType dtype) {
-  weights.insert(weights.begin(), Py_NewRef(weight));
+PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<THPObjectPtr> weights, at::ScalarType dtype) {
+  weights.emplace(weights.begin(), Py_NewRef(weight));
   std::vector<at::Tensor> tensors;
-  for (PyObject* object : weights) tensors.push_back(THPVariable_Unpack(object));
+  for (THPObjectPtr& object : weights) tensors.push_back(THPVariable_Unpack(object.get()));
+  std::vector<at::Tensor> casts = cast_together(tensors, dtype);
   store->casts_made += static_cast<Py_ssize_t>(weights.size());
-  PyObject* cast = keep_together(store, weights, cast_together(tensors, dtype));
-  for (PyObject* object : weights) Py_DECREF(object);
-  return cast;
+  return keep_together(store, weights, std::move(casts));
 }
 
 }  // namespace
@@ -98,17 +97,20 @@ bool is_plain_weight(const at::Tensor& weight) {
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   const bool recording = c10::GradMode::is_enabled();
-  if (recording && !store->in_backward && tensor.requires_grad() && is_worth_casting_ahead(tensor)) {
-    std::vector<PyObject*> companions = companions_of(store, weight);
+  if (recording && !c10::InferenceMode::is_enabled() && !store->in_backward && tensor.requires_grad() && is_worth_casting_ahead(tensor)) {
+    std::vector<THPObjectPtr> companions = companions_of(store, weight);
     if (!companions.empty()) return cast_with_companions(store, weight, std::move(companions), dtype);
   }
+  const uint32_t version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
   at::Tensor made;
   {
     pybind11::gil_scoped_release without_gil;
     made = at::_ops::to_dtype::call(tensor, dtype, /*non_blocking=*/false, /*copy=*/false, std::nullopt);
   }
   ++store->casts_made;
-  const bool kept = recording ? !made.is_inference() : store->keep_without_grad;
+  // Another thread may have written to the weight meanwhile.
+  const bool is_current = tensor.unsafeGetTensorImpl()->version_counter().current_version() == version;
+  const bool kept = is_current && (recording ? !made.is_inference() : store->keep_without_grad);
   PyObject* cast = THPVariable_Wrap(std::move(made));
   if (cast != nullptr && kept && !store->keep(weight, cast, /*used=*/true)) Py_CLEAR(cast);
   return cast;
