@@ -123,9 +123,10 @@ class CastCache:
         store = self.store
         store.casts_made += 1
         recording = _grad_enabled()
-        if (recording or store.keep_without_grad) and _is_plain(weight, cast, recording):
-            if weight._version == version:  # else another thread wrote to it meanwhile
-                store.keep(weight, cast)
+        is_wanted = recording or store.keep_without_grad
+        # Another thread may have written to the weight meanwhile.
+        if is_wanted and _is_plain(weight, cast, recording) and weight._version == version:
+            store.keep(weight, cast)
         return cast
 
 

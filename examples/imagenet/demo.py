@@ -61,7 +61,7 @@ def main() -> None:
     if is_short:
         print(f"O1's losses were within {largest_difference(runs):.1%} of O0's.")
     print(f"loss curves: {plot}")
-    if note := precision_note(summaries["O1"]["images_per_s"] / summaries["O0"]["images_per_s"]):
+    if not is_short and (note := precision_note(summaries["O1"]["images_per_s"] / summaries["O0"]["images_per_s"])):
         print(note)
 
     whole = {level: row for level, row in summaries.items() if level not in shortened}
