@@ -11,11 +11,11 @@
 
 namespace ampkit {
 
-namespace {
-
 uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
+
+namespace {
 
 // Where kernels on the tensor are queued now. Another stream would read a cast before it is written.
 c10::StreamId stream_of(const at::Tensor& tensor) {

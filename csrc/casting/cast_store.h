@@ -58,6 +58,9 @@ struct CastStore {
   void keep_recent(const at::Tensor& activation, const at::Tensor& cast);
 };
 
+// How often torch counted a write to the tensor; 0 where it does not count.
+uint32_t version_of(const at::Tensor& tensor);
+
 // Whether the store must not be used now: 1, 0, or -1 with a Python exception.
 int is_bypassed(CastStore* store);
 

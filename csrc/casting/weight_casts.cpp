@@ -6,6 +6,7 @@
 #include <ATen/ops/to_ops.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -53,8 +54,10 @@ void record_cast(const at::Tensor& weight, const at::Tensor& cast) {
   torch::autograd::set_history(cast, node);
 }
 
-// Casts them with one call, each with an edge of its own to its weight.
+// Casts them with one call, each with an edge of its own to its weight. Without the GIL, as torch's own bindings call
+// autograd: a thread that holds the lock of a weight's autograd state may be waiting for it.
 std::vector<at::Tensor> cast_together(const std::vector<at::Tensor>& weights, at::ScalarType dtype) {
+  pybind11::gil_scoped_release without_gil;
   std::vector<at::Tensor> casts;
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -65,33 +68,36 @@ std::vector<at::Tensor> cast_together(const std::vector<at::Tensor>& weights, at
   return casts;
 }
 
-// Keeps the casts of `weights`, the first of which was asked for; a new reference to that one's, or null.
-PyObject* keep_together(CastStore* store, std::vector<THPObjectPtr>& weights, std::vector<at::Tensor> casts) {
+PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<THPObjectPtr> weights, at::ScalarType dtype) {
+  weights.emplace(weights.begin(), Py_NewRef(weight));
+  std::vector<at::Tensor> tensors;
+  std::vector<uint32_t> versions;
+  for (THPObjectPtr& object : weights) {
+    tensors.push_back(THPVariable_Unpack(object.get()));
+    versions.push_back(version_of(tensors.back()));
+  }
+  std::vector<at::Tensor> made = cast_together(tensors, dtype);
+  store->casts_made += static_cast<Py_ssize_t>(weights.size());
   THPObjectPtr asked_for;
   for (size_t i = 0; i < weights.size(); ++i) {
-    THPObjectPtr cast(THPVariable_Wrap(std::move(casts[i])));
-    if (cast.get() == nullptr || !store->keep(weights[i].get(), cast.get(), /*used=*/i == 0)) return nullptr;
+    THPObjectPtr cast(THPVariable_Wrap(std::move(made[i])));
+    if (cast.get() == nullptr) return nullptr;
+    // Another thread may have written to the weight meanwhile.
+    const bool is_current = version_of(tensors[i]) == versions[i];
+    if (is_current && !store->keep(weights[i].get(), cast.get(), /*used=*/i == 0)) return nullptr;
     if (i == 0) asked_for = std::move(cast);
   }
   return asked_for.release();
 }
 
-PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<THPObjectPtr> weights, at::ScalarType dtype) {
-  weights.emplace(weights.begin(), Py_NewRef(weight));
-  std::vector<at::Tensor> tensors;
-  for (THPObjectPtr& object : weights) tensors.push_back(THPVariable_Unpack(object.get()));
-  std::vector<at::Tensor> casts = cast_together(tensors, dtype);
-  store->casts_made += static_cast<Py_ssize_t>(weights.size());
-  return keep_together(store, weights, std::move(casts));
-}
-
 }  // namespace
 
 bool is_plain_weight(const at::Tensor& weight) {
+  // Forward-mode gradients are for Python. Asking the weight for one would take a lock of its autograd state: see above.
+  const bool forward_mode = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
   constexpr c10::DispatchKeySet wrappers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
-  return weight.layout() == at::kStrided && !weight.is_inference() && !weight.key_set().has_any(wrappers) &&
-      !torch::autograd::isFwGradDefined(weight);
+  return weight.layout() == at::kStrided && !weight.is_inference() && !weight.key_set().has_any(wrappers) && !forward_mode;
 }
 
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
@@ -101,7 +107,7 @@ PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dt
     std::vector<THPObjectPtr> companions = companions_of(store, weight);
     if (!companions.empty()) return cast_with_companions(store, weight, std::move(companions), dtype);
   }
-  const uint32_t version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  const uint32_t version = version_of(tensor);
   at::Tensor made;
   {
     pybind11::gil_scoped_release without_gil;
@@ -109,7 +115,7 @@ PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dt
   }
   ++store->casts_made;
   // Another thread may have written to the weight meanwhile.
-  const bool is_current = tensor.unsafeGetTensorImpl()->version_counter().current_version() == version;
+  const bool is_current = version_of(tensor) == version;
   const bool kept = is_current && (recording ? !made.is_inference() : store->keep_without_grad);
   PyObject* cast = THPVariable_Wrap(std::move(made));
   if (cast != nullptr && kept && !store->keep(weight, cast, /*used=*/true)) Py_CLEAR(cast);
