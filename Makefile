@@ -13,7 +13,7 @@ VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A process for each core, a file of tests to each.
-PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --max-worker-restart 1
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
