@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -124,7 +124,6 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-@contextmanager
 def scale_loss(
     loss: torch.Tensor,
     optimizers: Any,
@@ -132,7 +131,7 @@ def scale_loss(
     model: Any = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[torch.Tensor]:
+) -> AbstractContextManager[torch.Tensor]:
     """``with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
 
     Yields ``loss.float()`` (any shape) times the loss scale. On leaving, the gradients of ``optimizers`` (one, or a list or
@@ -148,14 +147,12 @@ def scale_loss(
     optimizer_list = accept.flatten(optimizers)
     session = _session_for(optimizer_list)
     if session is None or not session.plan.enabled:
-        yield loss
-        return
+        return nullcontext(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself."
         )
-    with session.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check) as scaled:
-        yield scaled
+    return session.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check)
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -311,6 +308,8 @@ def close() -> None:
 
 def _session_for(optimizers: Sequence[Any]) -> Session | None:
     """The session that owns these optimizers; None where the newest session is disabled and they are nobody's."""
+    if len(optimizers) == 1 and (owner := session_of(optimizers[0])) is not None:
+        return owner  # asked in every iteration
     owners = [session_of(optimizer) for optimizer in optimizers]
     sessions = _unique(owners)
     newest = current_session()

@@ -292,7 +292,7 @@ class DynamicScaler(LossScaler):
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # What a CUDA graph replays must come from the state, not from a copy that was made before it.
         if self._snapshot is None or self._snapshot.device != device or captured != self._snapshot_captured:
-            self._snapshot, self._snapshot_captured = self._scale[0].clone(), captured
+            self._snapshot, self._snapshot_captured = self._scalar.clone(), captured
         return self._snapshot
 
     def overflow_line(self, outcome: Outcome | None = None) -> str:
@@ -361,6 +361,7 @@ class DynamicScaler(LossScaler):
     def _place(self, state: torch.Tensor) -> None:
         self._state = state
         self._scale = state[:1].view(torch.float32)
+        self._scalar = self._scale[0]
         self._growth_tracker, self._hysteresis_tracker = state[1:2], state[2:3]
 
     def _write_state(self) -> None:

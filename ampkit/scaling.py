@@ -31,6 +31,7 @@ class LossScaling:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._plan_checks = plan.checks_gradients
         self.scalers: list[LossScaler] = [_make_scaler(plan) for _ in range(plan.num_losses if plan.enabled else 0)]
         for loss_id, scaler in enumerate(self.scalers):
             scaler.loss_id = loss_id
@@ -75,7 +76,8 @@ class LossScaling:
             finally:
                 _end_of_casts(delay_unscale)
             return
-        scale = scaler.current(_home(adapters))
+        home = _home(adapters)
+        scale = scaler.current(home)
         self._open(adapters, scale)
         try:
             yield loss.float() * on(scale, loss.device)
@@ -91,7 +93,7 @@ class LossScaling:
                 adapter.gradients.keep_scaled(scale)
                 adapter.delayed_with = scaler
         else:
-            self._collect(adapters, scaler, scale, local, delay_overflow_check)
+            self._collect(adapters, scaler, scale, home, local, delay_overflow_check)
         _end_of_casts(delay_unscale)
 
     def _backward_was_local(self) -> bool:
@@ -106,7 +108,7 @@ class LossScaling:
     def finish_delayed(self, adapter: OptimizerAdapter) -> None:
         """A step while gradients still wait after ``delay_unscale=True``: end the iteration as ``scale_loss`` would have."""
         scaler = adapter.delayed_with or self.scalers[0]
-        self._collect([adapter], scaler, adapter.gradients.waiting_scale, local=False, delay_overflow_check=False)
+        self._collect([adapter], scaler, adapter.gradients.waiting_scale, _home([adapter]))
 
     def report_skip(self, verdict: Verdict, culprit: Callable[[Verdict], str]) -> None:
         """Log a skipped step once, name the ``culprit`` when there were many, give up when it is hopeless."""
@@ -164,7 +166,7 @@ class LossScaling:
             self.report_skip(overflows[-1], culprit)
 
     def _checks(self, scaler: LossScaler) -> bool:
-        return self._plan.checks_gradients or not scaler.is_one  # it may have been set by hand
+        return self._plan_checks or not scaler.is_one  # it may have been set by hand
 
     def _open(self, adapters: list[OptimizerAdapter], scale: float | torch.Tensor) -> None:
         if any(adapter.gradients.is_open for adapter in adapters):
@@ -185,14 +187,15 @@ class LossScaling:
         adapters: list[OptimizerAdapter],
         scaler: LossScaler,
         scale: float | torch.Tensor,
-        local: bool,
-        delay_overflow_check: bool,
+        home: torch.device,
+        local: bool = False,
+        delay_overflow_check: bool = False,
     ) -> None:
         check = None
         if self._checks(scaler):
             # What delay_overflow_check=True passed on is in the flag already.
             check, scaler.carried = scaler.carried, None
-            check = check or Check(_home(adapters), LISTS_OF_A_COLLECTION * len(adapters))
+            check = check or Check(home, LISTS_OF_A_COLLECTION * len(adapters))
         done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
         for adapter in adapters:
             adapter.gradients.collect(scale, check, local=local, done=done)
@@ -216,8 +219,10 @@ def _make_scaler(plan: Plan) -> LossScaler:
 
 def _home(adapters: Sequence[OptimizerAdapter]) -> torch.device:
     """Where the loss scale of these optimizers lives."""
-    slot = next((slot for adapter in adapters for slot in adapter.gradients.slots), None)
-    return slot.param.device if slot is not None else torch.device("cpu")
+    for adapter in adapters:
+        for slot in adapter.gradients.slots:
+            return slot.param.device
+    return torch.device("cpu")
 
 
 def _end_of_casts(keep: bool, before_backward: bool = False) -> None:

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_step.py [--rounds 30] [--device cpu] [--dtype bfloat16] [--only gpt] [--compile]
 
-Each contender trains in a process of its own, since O1 patches torch for the whole process. The processes take turns,
-step by step, so that another job on the machine disturbs both alike; figures are medians over the rounds, after a
-warm-up. Bytes are those of all tensors that autograd saves in one step, each storage counted once, parameters left out.
+Each contender trains in a process of its own, since O1 patches torch for the whole process. The processes take turns, so
+that another job on the machine disturbs all alike. A turn is one step, or as many as fit into a tenth of a second: a
+training loop does not find its code gone from the caches at every step. Figures are medians over the rounds, after a warm-up. Bytes are those of all tensors that autograd saves in one step, each storage counted once, parameters left out.
 
 The processes keep the memory that they free (memory.py). "bare" is the floor: forward and backward passes alone, of a model
 that is in lower precision throughout, without float32 weights, scaling or an optimizer; what is left of autocast's step is
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from memory import keep_freed_memory
 from torch import nn
 
-WARM_UP = 3
+WARM_UP = 3  # steps
+TURN = 0.1  # seconds
 
 
 class Mlp(nn.Module):
@@ -168,12 +169,14 @@ class Trainer:
             getattr(F, self.loss_name)(self.model(x).float(), y).backward()
             self.model.zero_grad()
 
-    def timed_step(self):
+    def timed_step(self, steps):
+        """Seconds a step takes, over ``steps`` of them."""
         self.synchronize()
         start = time.perf_counter()
-        self.step()
+        for _ in range(steps):
+            self.step()
         self.synchronize()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / steps
 
     def saved_bytes(self):
         """The bytes of everything that autograd saves in one step."""
@@ -203,7 +206,8 @@ def serve(connection, contender, case, device, dtype, compiled, threads):
     with contextlib.suppress(EOFError):
         trainer = Trainer(contender, case, torch.device(device), dtype, compiled)
         while (task := connection.recv()) != "stop":
-            connection.send(getattr(trainer, task)())
+            name, *arguments = task
+            connection.send(getattr(trainer, name)(*arguments))
 
 
 def compare(case, rounds, device, dtype, compiled=False):
@@ -218,17 +222,17 @@ def compare(case, rounds, device, dtype, compiled=False):
         process.start()
         processes.append(process)
 
-    def ask(contender, task):
+    def ask(contender, *task):
         pipes[contender].send(task)
         return pipes[contender].recv()
 
     saved = {contender: ask(contender, "saved_bytes") for contender in CONTENDERS}
+    fastest = min(ask(contender, "timed_step", 1) for _ in range(WARM_UP) for contender in CONTENDERS)
+    steps = max(1, int(TURN / fastest))
     times = {contender: [] for contender in CONTENDERS}
-    for index in range(WARM_UP + rounds):
+    for index in range(rounds):
         for contender in ORDERS[index % len(ORDERS)]:
-            seconds = ask(contender, "timed_step")
-            if index >= WARM_UP:
-                times[contender].append(seconds)
+            times[contender].append(ask(contender, "timed_step", steps))
     for contender, process in zip(CONTENDERS, processes, strict=True):
         pipes[contender].send("stop")
         process.join()

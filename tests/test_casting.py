@@ -552,7 +552,7 @@ def test_close_gives_torch_back_by_identity():
 def test_install_that_fails_midway_gives_torch_back(monkeypatch):
     before = namespaces()
     casting = Casting(torch.bfloat16, device_types=("cpu",))
-    monkeypatch.setattr(casting, "_patch_fetchers", lambda: 1 / 0)
+    monkeypatch.setattr(engine_module, "patch_surroundings", lambda patches, casting: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         casting.install()
     assert differences(before) == []

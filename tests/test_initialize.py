@@ -12,6 +12,7 @@ from torch import nn
 import ampkit
 
 session = importlib.import_module("ampkit.session")  # the name ampkit.session is the function
+casting_engine = importlib.import_module("ampkit.casting.engine")
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
@@ -297,7 +298,7 @@ POINTS = (
     ("O5", session.model_casts, "settle_originals", 1),
     ("O1", session, "Casting", 1),
     ("O1", session.Casting, "_patch", 40),
-    ("O4", session.Casting, "_patch_fetchers", 1),
+    ("O4", casting_engine, "patch_surroundings", 1),
     ("O1", session, "device_types", 1),
     ("O2", session.OptimizerAdapter, "match_state", 1),
     ("O3", session.OptimizerAdapter, "match_state", 1),

@@ -85,9 +85,10 @@ class CastCache:
             return convert(activation)
         cast = self.store.find_recent(activation)
         if cast is None:
+            version = activation._version
             cast = convert(activation)
             if cast is not activation and not is_functorch_wrapped_tensor(cast) and type(cast) is Tensor:
-                self.store.keep_recent(activation, cast)
+                self.store.keep_recent(activation, cast, version)
         return cast
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -116,17 +117,15 @@ class CastCache:
         return store.bypassed or _dispatch_modes() > 0 or (store.capturing is not None and store.capturing())
 
     def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        version = None if weight.is_inference() else weight._version
+        store = self.store
+        stamp = store.stamp(weight) if _is_plain(weight) else None
         cast = convert(weight)
         if cast is weight:  # on a device that is not the session's
             return cast
-        store = self.store
         store.casts_made += 1
         recording = _grad_enabled()
-        is_wanted = recording or store.keep_without_grad
-        # Another thread may have written to the weight meanwhile.
-        if is_wanted and _is_plain(weight, cast, recording) and weight._version == version:
-            store.keep(weight, cast)
+        if stamp is not None and (recording or store.keep_without_grad) and _means_the_same(cast, recording):
+            store.keep(weight, cast, stamp)
         return cast
 
 
@@ -139,17 +138,17 @@ def is_weight(tensor: Tensor) -> bool:
     return type(tensor) is Parameter
 
 
-def _is_plain(weight: Tensor, cast: Tensor, recording: bool) -> bool:
+def _is_plain(weight: Tensor) -> bool:
+    """Whether the weight has a version counter and a storage to watch."""
+    return weight.layout is torch.strided and not weight.is_inference() and not is_functorch_wrapped_tensor(weight)
+
+
+def _means_the_same(cast: Tensor, recording: bool) -> bool:
     """Whether the cast means the same to a later caller.
 
-    It does not when it belongs to a transform of torch.func or to a fake mode that is active now, when it was made in
-    inference mode with grad mode on, or when the weight has no version counter or no storage to watch.
+    It does not when it belongs to a transform of torch.func or to a fake mode that is active now, or when it was made in
+    inference mode with grad mode on.
     """
     return (
-        type(cast) is Tensor
-        and not is_functorch_wrapped_tensor(cast)
-        and not is_functorch_wrapped_tensor(weight)
-        and not (recording and cast.is_inference())
-        and not weight.is_inference()
-        and weight.layout is torch.strided
+        type(cast) is Tensor and not is_functorch_wrapped_tensor(cast) and not (recording and cast.is_inference())
     )

@@ -7,7 +7,6 @@ checkpoint recompute run in autograd's own threads and must see what the main th
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import logging
@@ -19,20 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data._utils import fetch as _fetch
 
-from ..compiling import forget_traces, kernels_of_inductor, tag_compiled_code, thread_ident
+from ..compiling import forget_traces, kernels_of_inductor, may_hold_compiled_code, tag_compiled_code, thread_ident
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy
 from ..policy.rules import CastKind, CastRule, kernels, namesakes
-from . import rnn
 from .cache import CastCache
 from .calls import FastCalls
 from .library import dispatch
 from .pickling import patch_picklers
 from .rebinding import Rebinding
 from .store import CastStore
+from .surroundings import patch_surroundings
 from .wrappers import wrap
 
 _logger = logging.getLogger("ampkit")
@@ -73,7 +71,10 @@ class Casting:
         self._installed = False
         self._times_disabled = 0
         self._forwards = 0
-        self._lock = threading.Lock()
+        self._traces = 0
+        self._bypassed_before: dict[CastCache, bool] = {}
+        # Reentrant: garbage collected under it may hold a `disabled` that was never left.
+        self._lock = threading.RLock()
         self._caches: dict[torch.dtype, CastCache] = {}
         self._patches = PatchSet()
         self._originals: dict[tuple[int, str], Any] = {}
@@ -93,12 +94,7 @@ class Casting:
         try:
             for rule in rules:
                 self._patch(rule)
-            self._patch_rnn_checks()
-            self._patch_data()
-            self._patch_fetchers()
-            self._patch_scripting()
-            self._patch_tracing()
-            self._patch_inductor()
+            patch_surroundings(self._patches, self)
             patch_picklers(self._patches, self._rebinding.wrapper_of)
             self._rebinding.in_modules()
         except BaseException:
@@ -136,8 +132,9 @@ class Casting:
     def cast_on(self, device_types: set[str]) -> None:
         """Cast tensors on these device types and no others."""
         if device_types != self.device_types:
-            self.device_types.clear()
-            self.device_types.update(device_types)
+            # A call in another thread must not find none of them.
+            self.device_types |= device_types
+            self.device_types &= device_types
             self._describe()
             forget_traces()
 
@@ -195,13 +192,15 @@ class Casting:
         with self._lock:
             before = self.enabled
             self._times_disabled += times
-            self._switch()
+            # An optimizer's step turns casting off at every iteration; the tag is dear, and for those who compile.
+            self._switch(tag=retrace or may_hold_compiled_code())
         if retrace and self.enabled is not before:
             forget_traces()
 
-    def _switch(self) -> None:
+    def _switch(self, tag: bool = True) -> None:
         self.enabled = self._installed and self._times_disabled == 0
-        tag_compiled_code(self._tag if self.enabled else "")
+        if tag:
+            tag_compiled_code(self._tag if self.enabled else "")
         if self.fast_calls is not None:
             self.fast_calls.switch(self.enabled)
 
@@ -215,26 +214,30 @@ class Casting:
     def _stay_off(self) -> None:
         """For a forked child: what was patched stays in place there, and calls straight through."""
         self._installed = False
+        self._lock = threading.RLock()  # a thread of the parent may have held it
         self._switch()
 
     # -- the cast cache
 
     def cache(self, dtype: torch.dtype) -> CastCache:
         """The cache of weights cast to ``dtype``."""
-        return self._caches.setdefault(dtype, CastCache(self._make_store()))
+        cache = self._caches.get(dtype)
+        if cache is None:
+            cache = self._caches.setdefault(dtype, CastCache(self._make_store()))
+        return cache
 
     def drop_cache(self, before_backward: bool = False) -> None:
         """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
-        for cache in self._caches.values():
+        for cache in self._each_cache():
             cache.drop(before_backward)
 
     def cached_casts(self) -> dict[Tensor, Tensor]:
         """The casts of weights that are kept now, by weight."""
-        return {weight: cast for cache in self._caches.values() for weight, cast in cache.pairs()}
+        return {weight: cast for cache in self._each_cache() for weight, cast in cache.pairs()}
 
     def forget_casts_of(self, weight: Tensor) -> None:
         """Forget the casts of one weight."""
-        for cache in self._caches.values():
+        for cache in self._each_cache():
             cache.forget(weight)
 
     @contextlib.contextmanager
@@ -249,10 +252,43 @@ class Casting:
     def _enter_forward(self, step: int) -> None:
         with self._lock:
             self._forwards += step
-            for cache in self._caches.values():
+            for cache in self._each_cache():
                 cache.keep_without_grad = self._forwards > 0
                 if self._forwards == 0:
                     cache.drop_without_grad()
+
+    @contextlib.contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Weights are cast at every use: what is recorded inside has to contain their casts."""
+        with self._lock:
+            self._traces += 1
+            if self._traces == 1:
+                self._bypassed_before = {cache: cache.bypassed for cache in self._each_cache()}
+                for cache in self._bypassed_before:
+                    cache.bypassed = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._traces -= 1
+                if self._traces == 0:
+                    for cache, bypassed in self._bypassed_before.items():
+                        cache.bypassed = bypassed
+                    self._bypassed_before = {}
+
+    def _each_cache(self) -> list[CastCache]:
+        """The caches of now: another thread may need one more meanwhile."""
+        return list(self._caches.values())
+
+    # -- what `patch_surroundings` asks for
+
+    def original_of(self, function: Any) -> Any:
+        """torch's own function where one of the wrappers is given, else what was given."""
+        return self._wrapped_by.get(id(function), function)
+
+    def give_back_kernels(self) -> None:
+        """Have code that inductor generates call torch's own kernels."""
+        self._rebinding.give_back(kernels_of_inductor())
 
     # -- patches
 
@@ -291,73 +327,6 @@ class Casting:
         self._wrapped_by[id(wrapper)] = stored  # alive as long as the patch is
         return wrapper
 
-    def _patch_rnn_checks(self) -> None:
-        base = torch.nn.RNNBase
-        self._patches.set(base, "check_input", rnn.checking_a_stand_in(base.check_input, self))
-
-    def _patch_data(self) -> None:
-        """Writes through ``.data`` are not counted: whoever asks for it may be about to write."""
-        data = torch._C.TensorBase.data
-
-        def get(parameter: nn.Parameter) -> Tensor:
-            self.forget_casts_of(parameter)
-            return data.__get__(parameter)
-
-        self._patches.set(nn.Parameter, "data", property(get, data.__set__, doc=data.__doc__))
-
-    def _patch_fetchers(self) -> None:
-        """Transforms run uncast in the main process too: a batch must not depend on the number of workers."""
-        for fetcher in (_fetch._MapDatasetFetcher, _fetch._IterableDatasetFetcher):
-            self._patches.set(fetcher, "fetch", self._uncast(fetcher.fetch))
-
-    def _uncast(self, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def uncast(*args: Any, **kwargs: Any) -> Any:
-            with self.suspended_in_thread():
-                return function(*args, **kwargs)
-
-        return uncast
-
-    def _patch_scripting(self) -> None:
-        """torch.jit.script compiles what a function calls from its source, and has to see torch's own."""
-        for module, name in ((torch.jit._recursive, "try_compile_fn"), (torch.jit._builtins, "_find_builtin")):
-            self._patches.set(module, name, _seeing_through(getattr(module, name), self._wrapped_by))
-
-    def _patch_tracing(self) -> None:
-        """A trace has to contain the casts of weights: the cache would freeze them into it."""
-        for name in ("_trace_impl", "trace_module"):
-            function = getattr(torch.jit._trace, name)
-            self._patches.set(torch.jit._trace, name, self._uncached(function))
-
-    def _patch_inductor(self) -> None:
-        """The casts are in its graphs already; but loaded while torch is patched, it takes wrappers for torch's kernels."""
-        compiler = torch._TorchCompileInductorWrapper
-        self._patches.set(compiler, "__call__", self._with_kernels_of_torch(compiler.__call__))
-
-    def _with_kernels_of_torch(self, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def compile_graph(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._rebinding.give_back(kernels_of_inductor())
-
-        return compile_graph
-
-    def _uncached(self, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def uncached(*args: Any, **kwargs: Any) -> Any:
-            before = {cache: cache.bypassed for cache in self._caches.values()}
-            for cache in before:
-                cache.bypassed = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                for cache, bypassed in before.items():
-                    cache.bypassed = bypassed
-
-        return uncached
-
     def _restore(self) -> None:
         self._patches.restore()
         self._originals.clear()
@@ -387,16 +356,6 @@ def _stored(owner: Any, name: str) -> Any:
         return owner[name]
     stored = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else None
     return stored if isinstance(stored, (staticmethod, classmethod)) else getattr(owner, name)
-
-
-def _seeing_through(function: Callable, originals: dict[int, Any]) -> Callable:
-    """``function`` of a callable, applied to the original where it is given one of our wrappers."""
-
-    @functools.wraps(function)
-    def see_through(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(originals.get(id(fn), fn), *args, **kwargs)
-
-    return see_through
 
 
 def _after_fork_in_child() -> None:

@@ -8,7 +8,6 @@ wrappers in C++ find their casts.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,15 +19,17 @@ _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
 
 
+Stamp = tuple[int, int, int, int]
+"""What a weight is: the generation of the store, the weight's version and address, and whether it requires gradients."""
+
+
 class _WeightCast(NamedTuple):
     weight: weakref.ref[Tensor]
     cast: Tensor
-    version: int
     cast_version: int
-    data_ptr: int
     stream: int
-    requires_grad: bool
-    storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at data_ptr
+    stamp: Stamp
+    storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at the stamp's address
 
 
 class _RecentCast(NamedTuple):
@@ -59,7 +60,8 @@ class CastStore:
         self._with_grad: dict[int, _WeightCast] = {}
         self._without_grad: dict[int, _WeightCast] = {}
         self._in_inference: dict[int, _WeightCast] = {}
-        self._recent: deque[_RecentCast] = deque(maxlen=4)
+        self._recent: tuple[_RecentCast, ...] = ()
+        self._generation = 0
 
     def __len__(self) -> int:
         """The number of casts of weights."""
@@ -74,19 +76,29 @@ class CastStore:
         entry = casts.get(id(weight))
         if entry is not None:
             # A dead weight takes its entry along, before another can have its id.
-            _, cast, version, cast_version, data_ptr, stream, requires_grad, _ = entry
+            _, cast, cast_version, stream, (_, version, data_ptr, requires_grad), _ = entry
             if (
                 weight._version == version
                 and weight.data_ptr() == data_ptr
-                and weight.requires_grad is requires_grad
+                and weight.requires_grad == requires_grad
                 and (weight.is_cpu or _stream_of(weight) == stream)
                 and (cast_version < 0 or cast._version == cast_version)
             ):
                 return cast
         return None
 
-    def keep(self, weight: Tensor, cast: Tensor) -> None:
-        """Keep ``cast`` for as long as ``weight`` lives, to which it must not lead back other than by autograd."""
+    def stamp(self, weight: Tensor) -> Stamp:
+        """What ``weight`` is now; taken before it is cast."""
+        return self._generation, weight._version, weight.data_ptr(), int(weight.requires_grad)
+
+    def keep(self, weight: Tensor, cast: Tensor, made_of: Stamp) -> None:
+        """Keep ``cast`` for as long as ``weight`` lives, to which it must not lead back other than by autograd.
+
+        Unless the weight is not any more what it was ``made_of``: another thread may have written to it, or dropped the
+        casts, while this one was being made.
+        """
+        if self.stamp(weight) != made_of:
+            return
         if _grad_enabled():
             casts = self._with_grad
         else:
@@ -95,16 +107,15 @@ class CastStore:
         casts[address] = _WeightCast(
             weakref.ref(weight, lambda dead: discard(address, dead)),
             cast,
-            weight._version,
             _version_of(cast),
-            weight.data_ptr(),
             _stream_of(weight),
-            weight.requires_grad,
+            made_of,
             weight.untyped_storage(),
         )
 
     def forget(self, weight: Tensor) -> None:
         """Forget the casts of one weight."""
+        self._generation += 1
         for casts in self._modes:
             casts.pop(id(weight), None)
 
@@ -116,18 +127,19 @@ class CastStore:
         only made ahead, between the drops of the last forward pass. They must be parameters of the same dtype and device
         that require gradients, with their storage allocated, and small where they are on the CPU.
         """
-        self._with_grad.clear()
-        self._recent.clear()
         self.drop_without_grad()
+        self._with_grad.clear()
+        self._recent = ()
 
     def drop_without_grad(self) -> None:
         """Forget the casts that autograd did not record."""
+        self._generation += 1
         self._without_grad.clear()
         self._in_inference.clear()
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Every weight that has a cast here, with it."""
-        entries = [entry for casts in self._modes for entry in casts.values()]
+        entries = [entry for casts in self._modes for entry in list(casts.values())]
         return [(weight, entry.cast) for entry in entries if (weight := entry.weight()) is not None]
 
     def find_recent(self, activation: Tensor) -> Tensor | None:
@@ -141,17 +153,12 @@ class CastStore:
                     return cast
         return None
 
-    def keep_recent(self, activation: Tensor, cast: Tensor) -> None:
-        """Remember ``cast`` without keeping it, or ``activation``, alive."""
-        self._recent.append(
-            _RecentCast(
-                weakref.ref(activation),
-                weakref.ref(cast),
-                activation._version,
-                cast._version,
-                _stream_of(activation),
-            )
+    def keep_recent(self, activation: Tensor, cast: Tensor, version: int) -> None:
+        """Remember ``cast`` without keeping it, or ``activation``, alive; ``version`` is the one that was cast."""
+        recent = _RecentCast(
+            weakref.ref(activation), weakref.ref(cast), version, cast._version, _stream_of(activation)
         )
+        self._recent = (*self._recent[-3:], recent)
 
     def _discard(self, address: int, reference: weakref.ref) -> None:
         """Forget a weight that died. Its address may belong to another one by now, with another reference."""

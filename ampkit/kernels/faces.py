@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ampkit.kernels.switch import Route, kernels_of, serve
+from ampkit.kernels.switch import Route, kernels_of, serve, without_grad
 from ampkit.kernels.updates import gradient_norms, move_norms
 
 Tensors = Sequence[torch.Tensor]
@@ -27,7 +27,7 @@ Number = Any
 Tensor = torch.Tensor
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_scale(
     inputs: Tensors,
     outputs: Tensors,
@@ -45,7 +45,7 @@ def multi_tensor_scale(
     serve("multi_tensor_scale", {"inputs": inputs, "outputs": outputs}, call, found_inf, first_bad)
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_axpby(
     xs: Tensors,
     ys: Tensors,
@@ -66,7 +66,7 @@ def multi_tensor_axpby(
     serve("multi_tensor_axpby", {"xs": xs, "ys": ys, "outputs": outputs}, call, found_inf, first_bad)
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """(Euclidean norm of all tensors together, float32 [1]; the norm of each, float32 [n], or [0] unless asked for).
 
@@ -79,7 +79,7 @@ def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Ten
     return _joined_norms(tensors, serve("multi_tensor_l2norm", {"tensors": tensors}, call), per_tensor)
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_unscale_l2norm(
     inputs: Tensors,
     outputs: Tensors | None = None,
@@ -105,7 +105,7 @@ def multi_tensor_unscale_l2norm(
     return _joined_norms(inputs, parts, per_tensor)
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_sgd(
     grads: Tensors,
     params: Tensors,
@@ -147,7 +147,7 @@ def multi_tensor_sgd(
     )
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_adam(
     grads: Tensors,
     params: Tensors,
@@ -184,7 +184,7 @@ def multi_tensor_adam(
     )
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_adagrad(
     grads: Tensors,
     params: Tensors,
@@ -214,7 +214,7 @@ def multi_tensor_adagrad(
     )
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_lamb(
     grads: Tensors,
     params: Tensors,
@@ -260,7 +260,7 @@ def multi_tensor_lamb(
     )
 
 
-@torch.no_grad()
+@without_grad
 def multi_tensor_novograd(
     grads: Tensors,
     params: Tensors,

@@ -27,7 +27,7 @@ from ..models.weights import Float32Value, write_lower
 from ..patching import PatchSet
 from .fused import FusedOptimizer, StepInputs
 from .gradients import Gradients
-from .master import Slot, make_slots, put_params_back
+from .master import make_slots, put_params_back
 from .scales import inverse, is_one, on
 
 ADAPTER_KEY = "_ampkit"
@@ -69,14 +69,13 @@ class OptimizerAdapter:
         self.delayed_with: LossScaler | None = None
         self._skipped: bool | torch.Tensor = False
         self.active = True
-        slots: list[Slot] = []
-        self.gradients = Gradients(slots)
+        self.gradients = Gradients()
         self._takes_step_inputs = _takes_step_inputs(optimizer)
         self._takes_found_inf = not self._takes_step_inputs and _takes_found_inf(optimizer)
         self.gradients.reads_lower = self._takes_step_inputs
         try:
             for group in optimizer.param_groups:
-                slots.extend(make_slots(group, optimizer.state, values))
+                self.gradients.add(make_slots(group, optimizer.state, values))
             self._install(optimizer)
         except BaseException:
             self.detach()
@@ -97,7 +96,7 @@ class OptimizerAdapter:
 
     @property
     def has_masters(self) -> bool:
-        return any(slot.master is not None for slot in self.gradients.slots)
+        return bool(self.gradients.mastered)
 
     def detach(self) -> None:
         """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
@@ -106,7 +105,7 @@ class OptimizerAdapter:
             self.settle_gradients()
         self.active = False
         self._patches.restore()
-        masters = [slot for slot in self.gradients.slots if slot.master is not None]
+        masters = list(self.gradients.mastered)
         param_of = {slot.master: slot.param for slot in masters}
         for group in optimizer.param_groups if optimizer is not None else ():
             put_params_back(group, optimizer.state, param_of)
@@ -116,7 +115,7 @@ class OptimizerAdapter:
             slot.param.grad = None
             slot.param.data = slot.master.data
             slot.param.grad = slot.master.grad
-        self.gradients.slots.clear()
+        self.gradients.clear()
 
     def match_state(self) -> None:
         """State that came with a parameter which now trains in lower precision takes its dtype, as fresh state would have."""
@@ -139,9 +138,8 @@ class OptimizerAdapter:
         """
         stale = [
             slot
-            for slot in self.gradients.slots
-            if slot.master is not None
-            and (everything or slot.master.grad is not None or slot.master._version != slot.entry.value_version)
+            for slot in self.gradients.mastered
+            if everything or slot.master.grad is not None or slot.master._version != slot.entry.value_version
         ]
         if stale:
             write_lower([slot.master for slot in stale], [slot.param for slot in stale])
@@ -197,7 +195,7 @@ class OptimizerAdapter:
         self.settle_gradients(for_fused_step=True)
         self._write_stale()
         found_inf = self._found_inf()
-        masters = [slot for slot in gradients.slots if slot.master is not None]
+        masters = gradients.mastered
         pending = gradients.pending
         optimizer.inputs = StepInputs(
             pending={slot.master: slot.param.grad for slot in pending.slots} if pending is not None else {},
@@ -283,10 +281,9 @@ class OptimizerAdapter:
         """
         gradients = self.gradients
         gradients.drop_cleared()
-        for slot in gradients.slots:
-            if slot.master is not None:
-                # Else the step would undo what was written to the model since its forward.
-                slot.entry.settle(slot.param)
+        for slot in gradients.mastered:
+            # Else the step would undo what was written to the model since its forward.
+            slot.entry.settle(slot.param)
         if gradients.delayed:
             self.owner.finish_delayed(self)
         elif gradients.uncollected():
@@ -296,11 +293,7 @@ class OptimizerAdapter:
 
     def _write_stale(self) -> None:
         """Bring edits of masters to the model before a step that may leave both alone."""
-        stale = [
-            slot
-            for slot in self.gradients.slots
-            if slot.master is not None and slot.master._version != slot.entry.value_version
-        ]
+        stale = [slot for slot in self.gradients.mastered if slot.master._version != slot.entry.value_version]
         if stale:
             write_lower([slot.master for slot in stale], [slot.param for slot in stale])
             for slot in stale:
@@ -363,7 +356,7 @@ class OptimizerAdapter:
         result = original(group, *args, **kwargs)
         values = self.owner.float32_values()
         for added in optimizer.param_groups[before:]:
-            self.gradients.slots.extend(make_slots(added, optimizer.state, values))
+            self.gradients.add(make_slots(added, optimizer.state, values))
         return result
 
 

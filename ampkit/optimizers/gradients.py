@@ -8,7 +8,7 @@ moves them, one multi-tensor pass at a time, and never waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,9 @@ class Gradients:
     ``done`` arguments: parameters already handled in this pass, for optimizers that share some; None for one optimizer.
     """
 
-    def __init__(self, slots: list[Slot]) -> None:
-        self.slots = slots
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.mastered: list[Slot] = []  # those that have a master
         self.reads_lower = False
         self.is_open = False
         self.delayed = False
@@ -63,6 +64,18 @@ class Gradients:
         # The scales at which gradients stand in param.grad, of parameters without and with a master.
         self._own_scale: Scale = 1.0
         self._low_scale: Scale = 1.0
+
+    def add(self, slots: Iterable[Slot]) -> None:
+        """From now on these parameters' gradients too; where ``slots`` raises, those before stay added."""
+        for slot in slots:
+            self.slots.append(slot)
+            if slot.master is not None:
+                self.mastered.append(slot)
+
+    def clear(self) -> None:
+        """No parameters any more."""
+        self.slots.clear()
+        self.mastered.clear()
 
     def open(self, scale: Scale) -> None:
         """Before a backward pass at ``scale``: bring gradients that stay to it, set the others aside."""
@@ -134,6 +147,9 @@ class Gradients:
                 _join(slot, scale if slot.master is None else ratio(scale, self._low_scale))
             aside, slot.aside = slot.aside, None
             gradient = slot.param.grad
+            if aside is None and slot.master is None and gradient is not None and gradient.layout is torch.strided:
+                fresh.append((slot, gradient))  # as most are, where weights are float32
+                continue
             if gradient is None:
                 slot.param.grad = aside
                 if slot in waiting and aside is not None:
@@ -243,7 +259,7 @@ class Gradients:
         """Whether the model holds gradients that never went through ``scale_loss``, and so never reached a master."""
         if self.delayed:
             return False
-        for slot in self.slots:  # not any(): this runs three times in an iteration
+        for slot in self.mastered:  # not any(): this runs three times in an iteration
             gradient = slot.param.grad
             if gradient is not None and not hasattr(gradient, COLLECTED) and _is_raw(slot):
                 return True
@@ -251,12 +267,9 @@ class Gradients:
 
     def drop_cleared(self) -> None:
         """Clearing a model's gradients clears the masters' too, and a new gradient makes the master's old one void."""
-        empty = True
-        for slot in self.slots:
+        for slot in self.mastered:
             gradient, master = slot.param.grad, slot.master
-            if gradient is not None:
-                empty = False
-            if master is None or master.grad is None or slot.aside is not None:
+            if master.grad is None or slot.aside is not None:
                 continue
             is_new = gradient is not None and not (self.delayed or self.in_buckets or hasattr(gradient, COLLECTED))
             if gradient is None or is_new:
@@ -266,7 +279,7 @@ class Gradients:
                 master.grad = None
         if self.pending is not None and not self.is_open:
             self._drop_cleared_pending()
-        if empty and not any(slot.aside is not None for slot in self.slots):
+        if self._is_empty():
             self.delayed = self.local = False
             self.clip = self.used_flag = None
             self.used_by = []
@@ -318,6 +331,13 @@ class Gradients:
                 if gradient is not None and not torch.isfinite(_values(gradient)).all():
                     return slot.param
         return None
+
+    def _is_empty(self) -> bool:
+        """Whether there is no gradient in the model, nor one set aside."""
+        for slot in self.slots:
+            if slot.param.grad is not None or slot.aside is not None:
+                return False
+        return True
 
     def _drop_cleared_pending(self) -> None:
         kept = []
@@ -374,9 +394,10 @@ def _unscale(fresh: list[tuple[Slot, torch.Tensor]], factor: Scale, check: Check
         fresh = [(slot, gradient) for slot, gradient in fresh if slot.master is not None]
         if not fresh:
             return
-    slots, inputs = zip(*fresh)
-    outputs = [_target_gradient(slot, gradient) for slot, gradient in fresh]
-    found_inf, first_bad = _places(check, slots)
+    inputs = [gradient for _, gradient in fresh]
+    in_place = all(slot.master is None for slot, _ in fresh)
+    outputs = inputs if in_place else [_target_gradient(slot, gradient) for slot, gradient in fresh]
+    found_inf, first_bad = _places(check, [slot for slot, _ in fresh])
     kernels.multi_tensor_scale(inputs, outputs, factor, found_inf, first_bad)
 
 

@@ -148,8 +148,9 @@ PyObject* cast(const Binding* binding, PyObject* argument) {
         if (found.defined()) return THPVariable_Wrap(std::move(found));
         const int ours = is_on_our_device(binding->control, tensor);
         if (ours <= 0) return ours < 0 ? nullptr : Py_NewRef(argument);
+        const uint32_t version = version_of(tensor);
         at::Tensor made = convert(tensor, binding->target);
-        binding->store->keep_recent(tensor, made);
+        binding->store->keep_recent(tensor, made, version);
         return THPVariable_Wrap(std::move(made));
       }
     }

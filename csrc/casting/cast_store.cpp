@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
 #include <new>
@@ -25,9 +26,10 @@ c10::StreamId stream_of(const at::Tensor& tensor) {
 
 const void* data_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->data(); }
 
+// Frees tensors, which lets other threads run.
 void release(WeightCast& entry) {
-  Py_DECREF(entry.weight);
-  Py_DECREF(entry.cast);
+  Py_XDECREF(entry.weight);
+  Py_XDECREF(entry.cast);
 }
 
 // The map is emptied first: releasing a cast may run Python code that comes back to it.
@@ -82,28 +84,32 @@ PyObject* CastStore::find(PyObject* weight) {
   if (found == casts.end()) return nullptr;
   WeightCast& entry = found->second;
   const at::Tensor& tensor = THPVariable_Unpack(weight);
-  const bool holds = reinterpret_cast<PyWeakReference*>(entry.weight)->wr_object == weight &&
-      version_of(tensor) == entry.version && data_of(tensor) == entry.data &&
-      tensor.requires_grad() == entry.requires_grad && stream_of(tensor) == entry.stream &&
-      version_of(THPVariable_Unpack(entry.cast)) == entry.cast_version;
+  const bool holds = PyWeakref_GET_OBJECT(entry.weight) == weight && version_of(tensor) == entry.stamp.version &&
+      data_of(tensor) == entry.stamp.data && tensor.requires_grad() == entry.stamp.requires_grad &&
+      stream_of(tensor) == entry.stream && version_of(THPVariable_Unpack(entry.cast)) == entry.cast_version;
   if (!holds) return nullptr;
   entry.used = true;
   return entry.cast;
 }
 
-bool CastStore::keep(PyObject* weight, PyObject* cast, bool used) {
-  if (on_death == nullptr && (on_death = PyCFunction_New(&discard_definition, reinterpret_cast<PyObject*>(this))) == nullptr) {
-    return false;
+Stamp CastStore::stamp(const at::Tensor& weight) const {
+  return {generation, version_of(weight), data_of(weight), weight.requires_grad()};
+}
+
+bool CastStore::keep(PyObject* weight, PyObject* cast, const Stamp& made_of, bool used) {
+  if (on_death == nullptr) {
+    PyObject* callback = PyCFunction_New(&discard_definition, reinterpret_cast<PyObject*>(this));
+    if (callback == nullptr) return false;
+    Py_XSETREF(on_death, callback);  // making it may have collected garbage, and that come here
   }
+  const at::Tensor& tensor = THPVariable_Unpack(weight);
+  c10::Storage storage = tensor.storage();
   PyObject* reference = PyWeakref_NewRef(weight, on_death);
   if (reference == nullptr) return false;
-  const at::Tensor& tensor = THPVariable_Unpack(weight);
-  WeightCast entry{
-      reference,       Py_NewRef(cast),        used,            version_of(tensor), version_of(THPVariable_Unpack(cast)),
-      data_of(tensor), stream_of(tensor),      tensor.requires_grad(), tensor.storage()};
-  WeightCasts& casts = of_this_mode();
-  take_out(casts, casts.find(weight));
-  casts.emplace(weight, std::move(entry));
+  // From here to the swap nothing lets other threads run.
+  WeightCast entry{reference, Py_NewRef(cast), used, version_of(THPVariable_Unpack(cast)), stream_of(tensor), made_of, std::move(storage)};
+  if (stamp(tensor) == made_of) std::swap(of_this_mode()[weight], entry);
+  release(entry);
   return true;
 }
 
@@ -117,19 +123,19 @@ at::Tensor CastStore::find_recent(const at::Tensor& activation) {
   return {};
 }
 
-void CastStore::keep_recent(const at::Tensor& activation, const at::Tensor& cast) {
+void CastStore::keep_recent(const at::Tensor& activation, const at::Tensor& cast, uint32_t version) {
   RecentCast& entry = recent[next_recent];
   next_recent = (next_recent + 1) % recent.size();
   entry.activation = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(activation.getIntrusivePtr());
   entry.cast = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(cast.getIntrusivePtr());
-  entry.version = version_of(activation);
+  entry.version = version;
   entry.cast_version = version_of(cast);
   entry.stream = stream_of(activation);
 }
 
 int is_bypassed(CastStore* store) {
   if (store->bypassed) return 1;
-  if (store->capturing == Py_None) return 0;
+  if (store->capturing == nullptr || store->capturing == Py_None) return 0;
   PyObject* answer = PyObject_CallNoArgs(store->capturing);
   if (answer == nullptr) return -1;
   const int truth = PyObject_IsTrue(answer);
@@ -201,17 +207,33 @@ PyObject* store_find(PyObject* self, PyObject* weight) {
   END_HANDLE_TH_ERRORS
 }
 
+// For Python a stamp is a tuple.
+PyObject* store_stamp(PyObject* self, PyObject* weight) {
+  HANDLE_TH_ERRORS
+  if (!check_tensor(weight, "weight")) return nullptr;
+  const Stamp now = store_of(self)->stamp(THPVariable_Unpack(weight));
+  return Py_BuildValue(
+      "(KIKi)", static_cast<unsigned long long>(now.generation), now.version,
+      static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(now.data)), static_cast<int>(now.requires_grad));
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* store_keep(PyObject* self, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *weight, *cast;
-  if (!PyArg_ParseTuple(args, "OO:keep", &weight, &cast)) return nullptr;
+  unsigned long long generation, data;
+  unsigned int version;
+  int requires_grad;
+  if (!PyArg_ParseTuple(args, "OO(KIKi):keep", &weight, &cast, &generation, &version, &data, &requires_grad)) return nullptr;
   if (!check_tensor(weight, "weight") || !check_tensor(cast, "cast")) return nullptr;
-  if (!store_of(self)->keep(weight, cast, /*used=*/true)) return nullptr;
+  const Stamp made_of{generation, version, reinterpret_cast<const void*>(static_cast<uintptr_t>(data)), requires_grad != 0};
+  if (!store_of(self)->keep(weight, cast, made_of, /*used=*/true)) return nullptr;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* store_forget(PyObject* self, PyObject* weight) {
+  ++store_of(self)->generation;
   for_each_map(store_of(self), [&](WeightCasts& casts) { take_out(casts, casts.find(weight)); });
   Py_RETURN_NONE;
 }
@@ -229,34 +251,37 @@ PyObject* store_drop(PyObject* object, PyObject* args, PyObject* kwargs) {
     }
   }
   self->in_backward = static_cast<char>(before_backward);
+  ++self->generation;
   for_each_map(self, release_all);
   for (RecentCast& entry : self->recent) entry = RecentCast();
   Py_RETURN_NONE;
 }
 
 PyObject* store_drop_without_grad(PyObject* self, PyObject*) {
+  ++store_of(self)->generation;
   release_all(store_of(self)->without_grad);
   release_all(store_of(self)->in_inference);
   Py_RETURN_NONE;
 }
 
 PyObject* store_pairs(PyObject* self, PyObject*) {
-  PyObject* pairs = PyList_New(0);
-  if (pairs == nullptr) return nullptr;
-  for (WeightCasts* casts : {&store_of(self)->with_grad, &store_of(self)->without_grad, &store_of(self)->in_inference}) {
-    for (auto& item : *casts) {
-      PyObject* weight = reinterpret_cast<PyWeakReference*>(item.second.weight)->wr_object;
-      if (weight == Py_None) continue;
-      PyObject* pair = PyTuple_Pack(2, weight, item.second.cast);
-      if (pair == nullptr || PyList_Append(pairs, pair) < 0) {
-        Py_XDECREF(pair);
-        Py_DECREF(pairs);
-        return nullptr;
-      }
-      Py_DECREF(pair);
+  HANDLE_TH_ERRORS
+  // First hold them all: making Python objects may collect garbage, and that may discard entries.
+  std::vector<std::pair<THPObjectPtr, THPObjectPtr>> held;
+  for_each_map(store_of(self), [&](WeightCasts& casts) {
+    for (auto& item : casts) {
+      PyObject* weight = PyWeakref_GET_OBJECT(item.second.weight);
+      if (weight != Py_None) held.emplace_back(Py_NewRef(weight), Py_NewRef(item.second.cast));
     }
+  });
+  THPObjectPtr pairs(PyList_New(0));
+  if (!pairs) return nullptr;
+  for (auto& [weight, cast] : held) {
+    THPObjectPtr pair(PyTuple_Pack(2, weight.get(), cast.get()));
+    if (!pair || PyList_Append(pairs.get(), pair.get()) < 0) return nullptr;
   }
-  return pairs;
+  return pairs.release();
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* store_find_recent(PyObject* self, PyObject* activation) {
@@ -271,9 +296,10 @@ PyObject* store_find_recent(PyObject* self, PyObject* activation) {
 PyObject* store_keep_recent(PyObject* self, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *activation, *cast;
-  if (!PyArg_ParseTuple(args, "OO:keep_recent", &activation, &cast)) return nullptr;
+  unsigned int version;
+  if (!PyArg_ParseTuple(args, "OOI:keep_recent", &activation, &cast, &version)) return nullptr;
   if (!check_tensor(activation, "activation") || !check_tensor(cast, "cast")) return nullptr;
-  store_of(self)->keep_recent(THPVariable_Unpack(activation), THPVariable_Unpack(cast));
+  store_of(self)->keep_recent(THPVariable_Unpack(activation), THPVariable_Unpack(cast), version);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -286,6 +312,7 @@ Py_ssize_t store_length(PyObject* self) {
 
 PyMethodDef store_methods[] = {
     {"find", store_find, METH_O, nullptr},
+    {"stamp", store_stamp, METH_O, nullptr},
     {"keep", store_keep, METH_VARARGS, nullptr},
     {"forget", store_forget, METH_O, nullptr},
     {"drop", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&store_drop)), METH_VARARGS | METH_KEYWORDS, nullptr},

@@ -10,16 +10,24 @@
 
 namespace ampkit {
 
-struct WeightCast {
-  PyObject* weight;  // a weak reference, whose callback discards the entry
-  PyObject* cast;
-  bool used;  // not only cast ahead
+// What a cast is made of, taken before: other threads run meanwhile, and a cast of what is no more must not be kept.
+struct Stamp {
+  uint64_t generation;  // of the store
   uint32_t version;
-  uint32_t cast_version;
   const void* data;
-  c10::StreamId stream;
   bool requires_grad;
-  c10::Storage storage;  // kept alive, so that no other storage can come to lie at `data`
+
+  bool operator==(const Stamp&) const = default;
+};
+
+struct WeightCast {
+  PyObject* weight = nullptr;  // a weak reference, whose callback discards the entry
+  PyObject* cast = nullptr;
+  bool used = false;  // not only cast ahead
+  uint32_t cast_version = 0;
+  c10::StreamId stream = 0;
+  Stamp stamp = {};
+  c10::Storage storage;  // kept alive, so that no other storage can come to lie at the stamp's address
 };
 
 using WeightCasts = std::unordered_map<PyObject*, WeightCast>;
@@ -41,6 +49,7 @@ struct CastStore {
   char keep_without_grad;  // keep casts of evaluation too
   char in_backward;        // from a drop before a backward pass to the next drop
   Py_ssize_t casts_made;
+  uint64_t generation;  // goes up when anything is dropped or forgotten
   PyObject* capturing;  // None, or what tells whether the current stream is being captured into a CUDA graph
   PyObject* on_death;   // the callback of the weak references
   WeightCasts with_grad, without_grad, in_inference;
@@ -52,10 +61,13 @@ struct CastStore {
   WeightCasts& of_this_mode();
   // A borrowed reference, or null. Does not ask whether the store is bypassed.
   PyObject* find(PyObject* weight);
-  // Returns false with a Python exception.
-  bool keep(PyObject* weight, PyObject* cast, bool used);
+  // What the weight is now.
+  Stamp stamp(const at::Tensor& weight) const;
+  // Keeps a cast of what `stamp` says, if that is what the weight still is. Returns false with a Python exception.
+  bool keep(PyObject* weight, PyObject* cast, const Stamp& made_of, bool used);
   at::Tensor find_recent(const at::Tensor& activation);
-  void keep_recent(const at::Tensor& activation, const at::Tensor& cast);
+  // `version` is the activation's before it was cast.
+  void keep_recent(const at::Tensor& activation, const at::Tensor& cast, uint32_t version);
 };
 
 // How often torch counted a write to the tensor; 0 where it does not count.

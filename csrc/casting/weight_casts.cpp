@@ -31,7 +31,7 @@ std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   bool contains_first = false;
   std::vector<THPObjectPtr> found;
   for (PyObject* reference : store->last_used) {
-    PyObject* other = reinterpret_cast<PyWeakReference*>(reference)->wr_object;
+    PyObject* other = PyWeakref_GET_OBJECT(reference);
     if (other == weight) contains_first = true;
     if (other == weight || other == Py_None || Py_TYPE(other) != Py_TYPE(weight)) continue;
     const at::Tensor& tensor = THPVariable_Unpack(other);
@@ -71,20 +71,17 @@ std::vector<at::Tensor> cast_together(const std::vector<at::Tensor>& weights, at
 PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<THPObjectPtr> weights, at::ScalarType dtype) {
   weights.emplace(weights.begin(), Py_NewRef(weight));
   std::vector<at::Tensor> tensors;
-  std::vector<uint32_t> versions;
+  std::vector<Stamp> stamps;
   for (THPObjectPtr& object : weights) {
     tensors.push_back(THPVariable_Unpack(object.get()));
-    versions.push_back(version_of(tensors.back()));
+    stamps.push_back(store->stamp(tensors.back()));
   }
   std::vector<at::Tensor> made = cast_together(tensors, dtype);
   store->casts_made += static_cast<Py_ssize_t>(weights.size());
   THPObjectPtr asked_for;
   for (size_t i = 0; i < weights.size(); ++i) {
     THPObjectPtr cast(THPVariable_Wrap(std::move(made[i])));
-    if (cast.get() == nullptr) return nullptr;
-    // Another thread may have written to the weight meanwhile.
-    const bool is_current = version_of(tensors[i]) == versions[i];
-    if (is_current && !store->keep(weights[i].get(), cast.get(), /*used=*/i == 0)) return nullptr;
+    if (cast.get() == nullptr || !store->keep(weights[i].get(), cast.get(), stamps[i], /*used=*/i == 0)) return nullptr;
     if (i == 0) asked_for = std::move(cast);
   }
   return asked_for.release();
@@ -107,18 +104,16 @@ PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dt
     std::vector<THPObjectPtr> companions = companions_of(store, weight);
     if (!companions.empty()) return cast_with_companions(store, weight, std::move(companions), dtype);
   }
-  const uint32_t version = version_of(tensor);
+  const Stamp made_of = store->stamp(tensor);
   at::Tensor made;
   {
     pybind11::gil_scoped_release without_gil;
     made = at::_ops::to_dtype::call(tensor, dtype, /*non_blocking=*/false, /*copy=*/false, std::nullopt);
   }
   ++store->casts_made;
-  // Another thread may have written to the weight meanwhile.
-  const bool is_current = version_of(tensor) == version;
-  const bool kept = is_current && (recording ? !made.is_inference() : store->keep_without_grad);
+  const bool kept = recording ? !made.is_inference() : store->keep_without_grad;
   PyObject* cast = THPVariable_Wrap(std::move(made));
-  if (cast != nullptr && kept && !store->keep(weight, cast, /*used=*/true)) Py_CLEAR(cast);
+  if (cast != nullptr && kept && !store->keep(weight, cast, made_of, /*used=*/true)) Py_CLEAR(cast);
   return cast;
 }
 

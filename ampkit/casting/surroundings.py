@@ -1,0 +1,101 @@
+"""The places of torch around the functions that O1 patches: they look through wrappers, or past what casting relies on.
+
+Recurrent layers check dtypes, parameters are written through ``.data``, data loaders run transforms, torch.jit compiles
+sources and records traces, inductor collects kernels. Each is patched, from the engine's `install` to its `close`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data._utils import fetch
+
+from ..patching import PatchSet
+from . import rnn
+
+
+class Engine(Protocol):
+    """What is asked of the O1 engine here."""
+
+    def forget_casts_of(self, weight: torch.Tensor) -> None:
+        """Forget the casts of one weight."""
+
+    def suspended_in_thread(self) -> AbstractContextManager[None]:
+        """Casting off for this thread only."""
+
+    def uncached(self) -> AbstractContextManager[None]:
+        """Weights are cast at every use."""
+
+    def original_of(self, function: Any) -> Any:
+        """torch's own function where one of the wrappers is given, else what was given."""
+
+    def give_back_kernels(self) -> None:
+        """Have code that inductor generates call torch's own kernels."""
+
+
+def patch_surroundings(patches: PatchSet, engine: Engine) -> None:
+    """Patch them all."""
+    base = nn.RNNBase
+    patches.set(base, "check_input", rnn.checking_a_stand_in(base.check_input, engine))
+    _patch_data(patches, engine)
+    # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
+    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        patches.set(fetcher, "fetch", _inside(engine.suspended_in_thread, fetcher.fetch))
+    # torch.jit.script compiles what a function calls from its source, and has to see torch's own.
+    for module, name in ((torch.jit._recursive, "try_compile_fn"), (torch.jit._builtins, "_find_builtin")):
+        patches.set(module, name, _seeing_through(getattr(module, name), engine))
+    # A trace has to contain the casts of weights: the cache would freeze them into it.
+    for name in ("_trace_impl", "trace_module"):
+        patches.set(torch.jit._trace, name, _inside(engine.uncached, getattr(torch.jit._trace, name)))
+    compiler = torch._TorchCompileInductorWrapper
+    patches.set(compiler, "__call__", _with_kernels_of_torch(compiler.__call__, engine))
+
+
+def _patch_data(patches: PatchSet, engine: Engine) -> None:
+    """Writes through ``.data`` are not counted: whoever asks for it may be about to write."""
+    data = torch._C.TensorBase.data
+
+    def get(parameter: nn.Parameter) -> torch.Tensor:
+        engine.forget_casts_of(parameter)
+        return data.__get__(parameter)
+
+    patches.set(nn.Parameter, "data", property(get, data.__set__, doc=data.__doc__))
+
+
+def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callable) -> Callable:
+    """``function``, called inside a scope of the engine's."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with scope():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _seeing_through(function: Callable, engine: Engine) -> Callable:
+    """``function`` of a callable, applied to the original where it is given one of our wrappers."""
+
+    @functools.wraps(function)
+    def see_through(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(engine.original_of(fn), *args, **kwargs)
+
+    return see_through
+
+
+def _with_kernels_of_torch(function: Callable, engine: Engine) -> Callable:
+    """The casts are in inductor's graphs already; but loaded while torch is patched, it takes wrappers for torch's kernels."""
+
+    @functools.wraps(function)
+    def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            engine.give_back_kernels()
+
+    return compile_graph

@@ -1,0 +1,186 @@
+"""Casts while something else happens: other threads, the garbage collector, tensors on their way out."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from engines import o1
+from torch import nn
+
+LOW = torch.bfloat16
+
+
+@pytest.fixture(params=[pytest.param("C++", marks=pytest.mark.compiled("wrappers")), "Python"])
+def casting(request):
+    with o1(in_python=request.param == "Python") as engine:
+        yield engine
+
+
+@pytest.fixture
+def store(casting):
+    return casting.cache(LOW).store
+
+
+def low(*shape, value=1.0):
+    return torch.full(shape, value, dtype=LOW)
+
+
+def swap_storage(weight, casting):
+    weight.data = torch.ones_like(weight)
+
+
+def write_through_data(weight, casting):
+    weight.data.fill_(1)
+
+
+def write_in_place(weight, casting):
+    with torch.no_grad():
+        weight.add_(1)
+
+
+def unfreeze(weight, casting):
+    weight.requires_grad_(not weight.requires_grad)
+
+
+def drop(weight, casting):
+    casting.drop_cache()
+
+
+MEANWHILE = [swap_storage, write_through_data, write_in_place, unfreeze, drop]
+
+
+@pytest.mark.parametrize("happens", MEANWHILE)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_cast_of_what_the_weight_was_is_not_kept(casting, store, happens, requires_grad):
+    weight = nn.Parameter(torch.zeros(2, 2), requires_grad)
+    stamp = store.stamp(weight)
+    happens(weight, casting)
+    store.keep(weight, low(2, 2), stamp)
+    assert store.find(weight) is None and len(store) == 0
+    store.keep(weight, low(2, 2), store.stamp(weight))
+    assert store.find(weight) is not None
+
+
+@pytest.mark.parametrize("happens", MEANWHILE)
+def test_python_does_not_keep_it_either(casting, happens):
+    weight, cache = nn.Parameter(torch.zeros(2, 2)), casting.cache(LOW)
+
+    def convert(tensor):
+        cast = tensor.to(LOW)
+        happens(weight, casting)
+        return cast
+
+    cache.cast(weight, convert)
+    assert len(cache) == 0
+
+
+def test_cast_of_what_an_activation_was_is_not_found(store):
+    activation = torch.zeros(2, 2, requires_grad=True) * 1
+    version = activation._version
+    with torch.no_grad():
+        activation.add_(1)
+    cast = low(2, 2)
+    store.keep_recent(activation, cast, version)
+    assert store.find_recent(activation) is None
+    store.keep_recent(activation, cast, activation._version)
+    assert store.find_recent(activation) is cast
+
+
+def test_cast_that_is_replaced_may_run_code_that_comes_back(store):
+    weight = nn.Parameter(torch.zeros(2))
+
+    class Again:
+        def __del__(self):
+            store.keep(weight, low(2, value=3.0), store.stamp(weight))
+
+    old, new = low(2, value=1.0), low(2, value=2.0)
+    old.again, alive = Again(), weakref.ref(new)
+    store.keep(weight, old, store.stamp(weight))
+    del old
+    store.keep(weight, new, store.stamp(weight))
+    del new
+    assert store.find(weight).tolist() == [3.0, 3.0]
+    store.drop()
+    assert alive() is None, "an entry was lost, with what it held"
+    assert weakref.getweakrefcount(weight) <= 1  # the C++ store's, of what the last forward pass used
+
+
+def test_pairs_may_collect_garbage(store):
+    for _ in range(300):
+        weight = nn.Parameter(torch.zeros(2))
+        store.keep(weight, low(2), store.stamp(weight))
+        weight.itself = weight  # only the collector frees it
+    del weight
+    kept = [nn.Parameter(torch.zeros(2)) for _ in range(300)]
+    for weight in kept:
+        store.keep(weight, low(2), store.stamp(weight))
+    pairs_of_ints = [(i, i) for i in range(3000)]  # no tuples left in CPython's store of free ones
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        found = store.pairs()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(pairs_of_ints) == 3000
+    assert {id(weight) for weight in kept} <= {id(weight) for weight, _ in found}
+    assert all(cast.tolist() == [1.0, 1.0] for _, cast in found)
+
+
+@pytest.mark.parametrize("use", ["mm", "pairs"])
+def test_weight_on_its_way_out_is_not_brought_back(casting, store, use):
+    """CPython puts off the freeing of deeply nested objects: a weight without references waits, weak ones still intact."""
+    other, x, calls = nn.Parameter(torch.rand(4, 4)), torch.rand(2, 4), []
+
+    def meanwhile(_):
+        calls.append(torch.mm(x, other) if use == "mm" else store.pairs())
+
+    for depth in range(40, 60):
+        weight = nn.Parameter(torch.rand(4, 4))
+        torch.mm(x, weight)
+        torch.mm(x, other)
+        casting.drop_cache()
+        if use == "pairs":
+            store.keep(weight, low(4, 4), store.stamp(weight))
+
+        def function():
+            pass
+
+        watch, nest = weakref.ref(function, meanwhile), [function, weight]
+        for _ in range(depth):
+            nest = [nest]
+        del function, weight
+        del nest
+        assert watch() is None
+    assert len(calls) == 20
+
+
+def test_traces_that_overlap_leave_the_cache_as_it_was(casting):
+    cache = casting.cache(LOW)
+    with casting.uncached():
+        second = casting.uncached()
+        second.__enter__()
+    assert cache.bypassed, "the second trace still runs"
+    second.__exit__(None, None, None)
+    assert not cache.bypassed
+
+
+def test_switches_nest_where_the_collector_runs_one_inside_another(casting):
+    casting.cache(LOW)
+
+    def collected_inside():
+        with casting._lock, casting.disabled(), casting.forward_scope():
+            pass
+
+    thread = threading.Thread(target=collected_inside, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "the switch waits for itself"
+
+
+@pytest.mark.compiled("wrappers")
+def test_store_survives_the_loss_of_its_capture_check():
+    with o1() as casting:
+        del casting.cache(LOW).store.capturing
+        assert torch.mm(torch.eye(2), nn.Parameter(torch.eye(2))).dtype is LOW
