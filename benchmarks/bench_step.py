@@ -4,7 +4,8 @@
 
 Each contender trains in a process of its own, since O1 patches torch for the whole process. The processes take turns, so
 that another job on the machine disturbs all alike. A turn is one step, or as many as fit into a tenth of a second: a
-training loop does not find its code gone from the caches at every step. Figures are medians over the rounds, after a warm-up. Bytes are those of all tensors that autograd saves in one step, each storage counted once, parameters left out.
+training loop does not find its code gone from the caches at every step. Figures are medians over the rounds, after a
+warm-up. Bytes are those of all tensors that autograd saves in one step, each storage counted once, parameters left out.
 
 The processes keep the memory that they free (memory.py). "bare" is the floor: forward and backward passes alone, of a model
 that is in lower precision throughout, without float32 weights, scaling or an optimizer; what is left of autocast's step is

@@ -149,6 +149,4 @@ def _means_the_same(cast: Tensor, recording: bool) -> bool:
     It does not when it belongs to a transform of torch.func or to a fake mode that is active now, or when it was made in
     inference mode with grad mode on.
     """
-    return (
-        type(cast) is Tensor and not is_functorch_wrapped_tensor(cast) and not (recording and cast.is_inference())
-    )
+    return type(cast) is Tensor and not is_functorch_wrapped_tensor(cast) and not (recording and cast.is_inference())

@@ -155,9 +155,7 @@ class CastStore:
 
     def keep_recent(self, activation: Tensor, cast: Tensor, version: int) -> None:
         """Remember ``cast`` without keeping it, or ``activation``, alive; ``version`` is the one that was cast."""
-        recent = _RecentCast(
-            weakref.ref(activation), weakref.ref(cast), version, cast._version, _stream_of(activation)
-        )
+        recent = _RecentCast(weakref.ref(activation), weakref.ref(cast), version, cast._version, _stream_of(activation))
         self._recent = (*self._recent[-3:], recent)
 
     def _discard(self, address: int, reference: weakref.ref) -> None:
