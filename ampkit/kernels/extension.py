@@ -7,6 +7,7 @@ comes twice: as a float, and as a float32 tensor that is read on the device inst
 """
 
 import importlib
+from types import SimpleNamespace
 
 import torch
 
@@ -14,9 +15,17 @@ import torch
 _C = importlib.import_module("ampkit._C")
 
 built_with: str = _C.torch_version
-ops = torch.ops.ampkit
-if not hasattr(ops, "multi_tensor_adam"):
-    raise ImportError("ampkit/_C was built from older sources; build it again")
+_STEPS = ("sgd", "adam", "adagrad", "lamb", "novograd")
+_OPERATORS = (
+    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "l2norm", "unscale_l2norm", *_STEPS)),
+    "update_scale",
+    "cpu_capability",
+)
+try:
+    # Each has one overload; to ask the operator for it at every call takes as long as an update_scale.
+    ops = SimpleNamespace(**{name: getattr(torch.ops.ampkit, name).default for name in _OPERATORS})
+except AttributeError as error:
+    raise ImportError("ampkit/_C was built from older sources; build it again") from error
 
 
 def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
@@ -225,7 +234,8 @@ def load_cuda_kernels() -> str:
 
 def _number(number):
     if isinstance(number, torch.Tensor):
-        return 0.0, number.detach().to(torch.float32)
+        fits = number.dtype is torch.float32 and not number.requires_grad
+        return 0.0, number if fits else number.detach().to(torch.float32)
     return float(number), None
 
 
@@ -251,7 +261,7 @@ def _writes_only(*args):
     return None
 
 
-for _name in ("scale", "axpby", "sgd", "adam", "adagrad", "lamb", "novograd"):
+for _name in ("scale", "axpby", *_STEPS):
     torch.library.register_fake(f"ampkit::multi_tensor_{_name}", _writes_only)
 torch.library.register_fake("ampkit::update_scale", _writes_only)
 

@@ -112,15 +112,17 @@ def serve(
     """
     check_flag(op, "found_inf", found_inf, torch.float32)
     check_flag(op, "first_bad", first_bad, torch.int64)
-    first, *others = (column for column in lists.values() if column is not None)
-    if not first or any(len(column) != len(first) for column in others):
-        check_lists(op, **lists)
-        return []
+    columns = list(lists.values())
+    first = columns[0]
+    for column in columns:
+        if not first or (column is not None and len(column) != len(first)):
+            check_lists(op, **lists)
+            return []
     device = first[0].device
     # A look at every tensor from Python takes longer than the work on small ones. The kernels look anyway, and refuse
     # before they write. (In a graph their fakes stand for them, which do not.)
     if device.type in _kernel_devices and not torch.compiler.is_compiling():
-        everything = Route(_extension, list(lists.values()), device)
+        everything = Route(_extension, columns, device)
         try:
             return [(everything, call(everything))]
         except RuntimeError:
