@@ -251,9 +251,13 @@ def _gradient_arguments(inv_scale, clip, found_inf):
 def _mark_written(*written):
     # torch counts the writes of its own operators only. Autograd's checks and weight-cast caches read the count.
     if not torch.compiler.is_compiling():
-        for tensors in written:
-            if tensors is not None:
-                torch.autograd.graph.increment_version(tensors)
+        tensors = []
+        for one in written:
+            if isinstance(one, torch.Tensor):
+                tensors.append(one)
+            elif one is not None:
+                tensors += one
+        torch.autograd.graph.increment_version(tensors)
 
 
 # What torch.compile and fake tensors need to know: operators that only write have nothing to say about results.

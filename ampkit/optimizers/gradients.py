@@ -8,7 +8,7 @@ moves them, one multi-tensor pass at a time, and never waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -369,14 +369,13 @@ class Gradients:
                 _scale_in_place(gradients, factor)
         self._own_scale, self._low_scale = own_scale, low_scale
 
-    def _remaining(self, done: set[torch.Tensor] | None) -> Iterator[Slot]:
+    def _remaining(self, done: set[torch.Tensor] | None) -> list[Slot]:
+        """The slots whose parameters are not ``done``; from now on they are."""
         if done is None:
-            yield from self.slots
-            return
-        for slot in self.slots:
-            if slot.param not in done:
-                done.add(slot.param)
-                yield slot
+            return self.slots
+        remaining = [slot for slot in self.slots if slot.param not in done]
+        done.update(slot.param for slot in remaining)
+        return remaining
 
 
 def _is_raw(slot: Slot) -> bool:
@@ -395,9 +394,10 @@ def _unscale(fresh: list[tuple[Slot, torch.Tensor]], factor: Scale, check: Check
         if not fresh:
             return
     inputs = [gradient for _, gradient in fresh]
-    in_place = all(slot.master is None for slot, _ in fresh)
+    slots = [slot for slot, _ in fresh]
+    in_place = not [slot for slot in slots if slot.master is not None]
     outputs = inputs if in_place else [_target_gradient(slot, gradient) for slot, gradient in fresh]
-    found_inf, first_bad = _places(check, [slot for slot, _ in fresh])
+    found_inf, first_bad = _places(check, slots)
     kernels.multi_tensor_scale(inputs, outputs, factor, found_inf, first_bad)
 
 
