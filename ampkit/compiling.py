@@ -48,11 +48,6 @@ def tag_compiled_code(casts: str) -> None:
     config.cache_key_tag = f"{own}{_TAG}{casts}" if casts else own
 
 
-def may_hold_compiled_code() -> bool:
-    """Whether anything was compiled in this process, which a tag would have told apart."""
-    return "torch._inductor.codecache" in sys.modules
-
-
 def kernels_of_inductor() -> dict[str, Any]:
     """The functions of torch that generated code calls (``extern_kernels.mm``), by name; none before inductor is loaded."""
     module = sys.modules.get("torch._inductor.select_algorithm")

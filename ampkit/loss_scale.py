@@ -361,7 +361,7 @@ class DynamicScaler(LossScaler):
     def _place(self, state: torch.Tensor) -> None:
         self._state = state
         self._scale = state[:1].view(torch.float32)
-        self._scalar = self._scale[0]
+        self._scalar = self._scale[0]  # the same, 0-dim
         self._growth_tracker, self._hysteresis_tracker = state[1:2], state[2:3]
 
     def _write_state(self) -> None:

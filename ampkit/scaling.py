@@ -22,6 +22,7 @@ from .logs import logger
 from .loss_scale import DynamicScaler, LossScaler, StaticScaler
 from .optimizers import LISTS_OF_A_COLLECTION, OptimizerAdapter, on
 from .plan import Plan
+from .registry import not_initialized
 
 SKIPS_BEFORE_DIAGNOSIS = 25
 
@@ -67,6 +68,9 @@ class LossScaling:
     ) -> Iterator[torch.Tensor]:
         """See `ampkit.scale_loss`."""
         scaler = self.scaler(loss_id)
+        for adapter in adapters:
+            if not adapter.active:  # closed since scale_loss was called
+                raise not_initialized(adapter.optimizer)
         self._report_known()
         # From here on autograd keeps the casts of weights that the backward pass needs, and frees each when it is done with it.
         _end_of_casts(delay_unscale, before_backward=True)

@@ -40,7 +40,7 @@ def write_in_place(weight, casting):
         weight.add_(1)
 
 
-def unfreeze(weight, casting):
+def toggle_requires_grad(weight, casting):
     weight.requires_grad_(not weight.requires_grad)
 
 
@@ -48,7 +48,11 @@ def drop(weight, casting):
     casting.drop_cache()
 
 
-MEANWHILE = [swap_storage, write_through_data, write_in_place, unfreeze, drop]
+def drop_without_grad(weight, casting):
+    casting.cache(LOW).drop_without_grad()
+
+
+MEANWHILE = [swap_storage, write_through_data, write_in_place, toggle_requires_grad, drop, drop_without_grad]
 
 
 @pytest.mark.parametrize("happens", MEANWHILE)
@@ -88,6 +92,21 @@ def test_cast_of_what_an_activation_was_is_not_found(store):
     assert store.find_recent(activation) is cast
 
 
+def test_python_does_not_find_it_either(casting):
+    activation, cache = torch.zeros(2, 2, requires_grad=True) * 1, casting.cache(LOW)
+    casts = []
+
+    def convert(tensor):
+        casts.append(tensor.to(LOW))
+        with torch.no_grad():
+            activation.add_(1)
+        return casts[-1]
+
+    for _ in range(2):
+        cache.cast_activation(activation, convert)
+    assert len(casts) == 2 and casts[0].max() == 0 and casts[1].min() == 1
+
+
 def test_cast_that_is_replaced_may_run_code_that_comes_back(store):
     weight = nn.Parameter(torch.zeros(2))
 
@@ -108,20 +127,24 @@ def test_cast_that_is_replaced_may_run_code_that_comes_back(store):
 
 
 def test_pairs_may_collect_garbage(store):
-    for _ in range(300):
-        weight = nn.Parameter(torch.zeros(2))
-        store.keep(weight, low(2), store.stamp(weight))
-        weight.itself = weight  # only the collector frees it
-    del weight
-    kept = [nn.Parameter(torch.zeros(2)) for _ in range(300)]
-    for weight in kept:
-        store.keep(weight, low(2), store.stamp(weight))
-    pairs_of_ints = [(i, i) for i in range(3000)]  # no tuples left in CPython's store of free ones
+    gc.disable()
     thresholds = gc.get_threshold()
-    gc.set_threshold(1)
     try:
+        for _ in range(300):
+            weight = nn.Parameter(torch.zeros(2))
+            store.keep(weight, low(2), store.stamp(weight))
+            weight.itself = weight  # only the collector frees it
+        del weight
+        kept = [nn.Parameter(torch.zeros(2)) for _ in range(300)]
+        for weight in kept:
+            store.keep(weight, low(2), store.stamp(weight))
+        pairs_of_ints = [(i, i) for i in range(3000)]  # no tuples left in CPython's store of free ones
+        assert len(store) == 600
+        gc.set_threshold(1)
+        gc.enable()
         found = store.pairs()
     finally:
+        gc.enable()
         gc.set_threshold(*thresholds)
     assert len(pairs_of_ints) == 3000
     assert {id(weight) for weight in kept} <= {id(weight) for weight, _ in found}
@@ -130,7 +153,9 @@ def test_pairs_may_collect_garbage(store):
 
 @pytest.mark.parametrize("use", ["mm", "pairs"])
 def test_weight_on_its_way_out_is_not_brought_back(casting, store, use):
-    """CPython puts off the freeing of deeply nested objects: a weight without references waits, weak ones still intact."""
+    """CPython puts off the freeing of deeply nested objects, some fifty levels down: a weight without references waits, weak
+    ones still intact.
+    """
     other, x, calls = nn.Parameter(torch.rand(4, 4)), torch.rand(2, 4), []
 
     def meanwhile(_):
@@ -162,8 +187,10 @@ def test_traces_that_overlap_leave_the_cache_as_it_was(casting):
         second = casting.uncached()
         second.__enter__()
     assert cache.bypassed, "the second trace still runs"
+    new = casting.cache(torch.float16)
+    assert new.bypassed, "it came into being in the midst of a trace"
     second.__exit__(None, None, None)
-    assert not cache.bypassed
+    assert not cache.bypassed and not new.bypassed
 
 
 def test_switches_nest_where_the_collector_runs_one_inside_another(casting):

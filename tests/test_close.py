@@ -189,3 +189,12 @@ def test_forward_put_on_the_instance_is_given_back():
     train(model, optimizer)
     ampkit.close()
     assert vars(model)["forward"] is forward and type(model) is Net
+
+
+def test_block_made_before_close_is_refused_after_it():
+    model = nn.Linear(2, 2)
+    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+    block = ampkit.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer)
+    ampkit.close()
+    with pytest.raises(ampkit.NotInitializedError, match="initialize"):
+        block.__enter__()

@@ -486,6 +486,29 @@ def test_compiled_model_at_o2_is_not_cast_by_an_o1_session():
     assert compiled_module(first)(x).dtype is torch.bfloat16
 
 
+def test_code_compiled_in_an_optimizers_step_is_tagged_as_uncast(monkeypatch):
+    tags = []
+    before = torch.compiler.config.cache_key_tag
+    monkeypatch.setattr(
+        torch._TorchCompileInductorWrapper, "__call__", lambda *_: tags.append(torch.compiler.config.cache_key_tag)
+    )
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            torch._TorchCompileInductorWrapper.__call__(None, None, ())
+            return super().step(closure)
+
+    model = MLP()
+    model, optimizer = ampkit.initialize(model, Optimizer(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    torch._TorchCompileInductorWrapper.__call__(None, None, ())
+    with ampkit.scale_loss(model(torch.randn(2, 16)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    torch._TorchCompileInductorWrapper.__call__(None, None, ())
+    assert tags[0] == tags[2] != before
+    assert tags[1] == before
+
+
 def test_code_on_disk_is_kept_apart_by_what_is_cast():
     def tag():
         return torch.compiler.config.cache_key_tag

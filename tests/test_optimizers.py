@@ -429,6 +429,32 @@ def test_base_optimizer_that_was_wrapped_and_passed_too_steps_once():
 # Unusual tensors
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("together", (False, True), ids=("alone", "with another optimizer"))
+@pytest.mark.parametrize("level", ("O0", "O1"))
+def test_parameter_named_twice_in_a_group_has_one_gradient(level, together):
+    models = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+    weight = models[0].weight
+    optimizers = torch.optim.SGD([weight, weight], lr=0.1), torch.optim.SGD(models[1].parameters(), lr=0.1)
+    ampkit.initialize(list(models), list(optimizers), opt_level=level, loss_scale=8.0, verbosity=0)
+    loss = sum(model(torch.ones(1, 3)).float().sum() for model in models)
+    with ampkit.scale_loss(loss, optimizers if together else optimizers[0]) as scaled:
+        scaled.backward()
+    assert weight.grad.tolist() == [[1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("level", ("O2", "O5"))
+def test_sparse_gradients_of_a_backward_without_scale_loss_reach_the_masters(level):
+    model = nn.Embedding(6, 3, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
+    before = model.state_dict()["weight"].clone()
+    model(torch.tensor([1, 1, 4])).float().sum().backward()
+    optimizer.step()
+    moved = torch.tensor([0.0, 2.0, 0.0, 0.0, 1.0, 0.0])[:, None].expand(6, 3)
+    torch.testing.assert_close(before - model.state_dict()["weight"], moved)
+
+
 @pytest.mark.parametrize("optimizer_kind", (torch.optim.SparseAdam, lambda params: sgd(params)))
 @pytest.mark.parametrize("level", LEVELS)
 def test_sparse_gradients_train_like_in_float32(level, optimizer_kind):

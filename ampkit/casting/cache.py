@@ -58,7 +58,7 @@ class CastCache:
 
     @property
     def bypassed(self) -> bool:
-        """Set by the engine while torch.jit traces: asking torch on every call would cost as much as the look-up."""
+        """Nothing is looked up or kept: while torch.jit traces, and where a script wants no cache."""
         return self.store.bypassed
 
     @bypassed.setter
@@ -118,7 +118,10 @@ class CastCache:
 
     def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         store = self.store
-        stamp = store.stamp(weight) if _is_plain(weight) else None
+        stamp = storage = None
+        if _is_plain(weight):
+            storage = weight.untyped_storage()  # alive until then, so that no other comes to lie at its address
+            stamp = store.stamp(weight)
         cast = convert(weight)
         if cast is weight:  # on a device that is not the session's
             return cast
@@ -126,6 +129,7 @@ class CastCache:
         recording = _grad_enabled()
         if stamp is not None and (recording or store.keep_without_grad) and _means_the_same(cast, recording):
             store.keep(weight, cast, stamp)
+        del storage
         return cast
 
 
@@ -139,8 +143,13 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether the weight has a version counter and a storage to watch."""
-    return weight.layout is torch.strided and not weight.is_inference() and not is_functorch_wrapped_tensor(weight)
+    """Whether the weight has a version counter and a storage of its own to watch."""
+    return (
+        weight.layout is torch.strided
+        and not weight.is_inference()
+        and not is_functorch_wrapped_tensor(weight)
+        and torch._C._has_storage(weight)
+    )
 
 
 def _means_the_same(cast: Tensor, recording: bool) -> bool:

@@ -34,12 +34,13 @@ class FastCalls:
 
     def __init__(self, library: ModuleType, casting: Casting) -> None:
         self._library = library
+        self._casting = casting
         self._control = library.Switch(casting.suspended, casting.device_types)
         self._bound: list[Any] = []
 
-    def switch(self, enabled: bool) -> None:
+    def switch(self) -> None:
         """Mirrors the engine's ``enabled``."""
-        self._control.enabled = enabled
+        self._control.enabled = self._casting.enabled
 
     def around(
         self,

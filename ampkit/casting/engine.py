@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compiling import forget_traces, kernels_of_inductor, may_hold_compiled_code, tag_compiled_code, thread_ident
+from ..compiling import forget_traces, kernels_of_inductor, tag_compiled_code, thread_ident
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy
@@ -112,6 +112,7 @@ class Casting:
         global _active
         self._installed = False
         self._switch()
+        self.tag_compiled_code()
         self._restore()
         if _active is self:
             _active = None
@@ -192,17 +193,15 @@ class Casting:
         with self._lock:
             before = self.enabled
             self._times_disabled += times
-            # An optimizer's step turns casting off at every iteration; the tag is dear, and for those who compile.
-            self._switch(tag=retrace or may_hold_compiled_code())
+            self._switch()
         if retrace and self.enabled is not before:
+            self.tag_compiled_code()
             forget_traces()
 
-    def _switch(self, tag: bool = True) -> None:
+    def _switch(self) -> None:
         self.enabled = self._installed and self._times_disabled == 0
-        if tag:
-            tag_compiled_code(self._tag if self.enabled else "")
         if self.fast_calls is not None:
-            self.fast_calls.switch(self.enabled)
+            self.fast_calls.switch()
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
@@ -210,12 +209,14 @@ class Casting:
         digest = hashlib.sha256("".join(rules).encode()).hexdigest()[:16]
         self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
         self._switch()
+        self.tag_compiled_code()
 
     def _stay_off(self) -> None:
         """For a forked child: what was patched stays in place there, and calls straight through."""
         self._installed = False
         self._lock = threading.RLock()  # a thread of the parent may have held it
         self._switch()
+        self.tag_compiled_code()
 
     # -- the cast cache
 
@@ -223,7 +224,11 @@ class Casting:
         """The cache of weights cast to ``dtype``."""
         cache = self._caches.get(dtype)
         if cache is None:
-            cache = self._caches.setdefault(dtype, CastCache(self._make_store()))
+            with self._lock:
+                cache = self._caches.setdefault(dtype, CastCache(self._make_store()))
+                if self._traces:
+                    self._bypassed_before.setdefault(cache, False)
+                    cache.bypassed = True
         return cache
 
     def drop_cache(self, before_backward: bool = False) -> None:
@@ -280,7 +285,14 @@ class Casting:
         """The caches of now: another thread may need one more meanwhile."""
         return list(self._caches.values())
 
-    # -- what `patch_surroundings` asks for
+    # -- what else `patch_surroundings` asks for
+
+    def tag_compiled_code(self) -> None:
+        """Have code that is compiled now kept on disk apart from code with other casts.
+
+        An optimizer's step, which turns casting off at every iteration, leaves that to the compiler.
+        """
+        tag_compiled_code(self._tag if self.enabled else "")
 
     def original_of(self, function: Any) -> Any:
         """torch's own function where one of the wrappers is given, else what was given."""

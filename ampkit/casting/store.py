@@ -97,8 +97,6 @@ class CastStore:
         Unless the weight is not any more what it was ``made_of``: another thread may have written to it, or dropped the
         casts, while this one was being made.
         """
-        if self.stamp(weight) != made_of:
-            return
         if _grad_enabled():
             casts = self._with_grad
         else:
@@ -112,6 +110,9 @@ class CastStore:
             made_of,
             weight.untyped_storage(),
         )
+        # Only now: what another thread does after this look takes the entry along.
+        if self.stamp(weight) != made_of:
+            casts.pop(address, None)
 
     def forget(self, weight: Tensor) -> None:
         """Forget the casts of one weight."""
@@ -149,13 +150,15 @@ class CastStore:
                 if entry.stream != _stream_of(activation):
                     continue
                 cast = entry.cast()
-                if cast is not None and cast._version == entry.cast_version:
+                if cast is not None and _version_of(cast) == entry.cast_version:
                     return cast
         return None
 
     def keep_recent(self, activation: Tensor, cast: Tensor, version: int) -> None:
         """Remember ``cast`` without keeping it, or ``activation``, alive; ``version`` is the one that was cast."""
-        recent = _RecentCast(weakref.ref(activation), weakref.ref(cast), version, cast._version, _stream_of(activation))
+        recent = _RecentCast(
+            weakref.ref(activation), weakref.ref(cast), version, _version_of(cast), _stream_of(activation)
+        )
         self._recent = (*self._recent[-3:], recent)
 
     def _discard(self, address: int, reference: weakref.ref) -> None:

@@ -20,7 +20,7 @@ from . import rnn
 
 
 class Engine(Protocol):
-    """What is asked of the O1 engine here."""
+    """What is asked of the O1 engine here, beside what `rnn.checking_a_stand_in` asks."""
 
     def forget_casts_of(self, weight: torch.Tensor) -> None:
         """Forget the casts of one weight."""
@@ -33,6 +33,9 @@ class Engine(Protocol):
 
     def original_of(self, function: Any) -> Any:
         """torch's own function where one of the wrappers is given, else what was given."""
+
+    def tag_compiled_code(self) -> None:
+        """Have code that is compiled now kept on disk apart from code with other casts."""
 
     def give_back_kernels(self) -> None:
         """Have code that inductor generates call torch's own kernels."""
@@ -53,7 +56,7 @@ def patch_surroundings(patches: PatchSet, engine: Engine) -> None:
     for name in ("_trace_impl", "trace_module"):
         patches.set(torch.jit._trace, name, _inside(engine.uncached, getattr(torch.jit._trace, name)))
     compiler = torch._TorchCompileInductorWrapper
-    patches.set(compiler, "__call__", _with_kernels_of_torch(compiler.__call__, engine))
+    patches.set(compiler, "__call__", _compiled_apart(compiler.__call__, engine))
 
 
 def _patch_data(patches: PatchSet, engine: Engine) -> None:
@@ -88,11 +91,15 @@ def _seeing_through(function: Callable, engine: Engine) -> Callable:
     return see_through
 
 
-def _with_kernels_of_torch(function: Callable, engine: Engine) -> Callable:
-    """The casts are in inductor's graphs already; but loaded while torch is patched, it takes wrappers for torch's kernels."""
+def _compiled_apart(function: Callable, engine: Engine) -> Callable:
+    """The compiler of graphs with and without casts, whose code must not be taken for each other on disk.
+
+    The casts are in inductor's graphs already; but loaded while torch is patched, it takes wrappers for torch's kernels.
+    """
 
     @functools.wraps(function)
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        engine.tag_compiled_code()
         try:
             return function(*args, **kwargs)
         finally:

@@ -115,7 +115,7 @@ class OptimizerAdapter:
             slot.param.grad = None
             slot.param.data = slot.master.data
             slot.param.grad = slot.master.grad
-        self.gradients.clear()
+        self.gradients.forget_slots()
 
     def match_state(self) -> None:
         """State that came with a parameter which now trains in lower precision takes its dtype, as fresh state would have."""

@@ -66,13 +66,20 @@ class Gradients:
         self._low_scale: Scale = 1.0
 
     def add(self, slots: Iterable[Slot]) -> None:
-        """From now on these parameters' gradients too; where ``slots`` raises, those before stay added."""
+        """From now on these parameters' gradients too; where ``slots`` raises, those before stay added.
+
+        torch lets a group name a parameter twice. It has one gradient, and one slot.
+        """
+        known = {slot.param for slot in self.slots}
         for slot in slots:
+            if slot.param in known:
+                continue
+            known.add(slot.param)
             self.slots.append(slot)
             if slot.master is not None:
                 self.mastered.append(slot)
 
-    def clear(self) -> None:
+    def forget_slots(self) -> None:
         """No parameters any more."""
         self.slots.clear()
         self.mastered.clear()
@@ -209,12 +216,15 @@ class Gradients:
         """Gradients of a backward pass without ``scale_loss``: nothing was scaled, and the masters must have them all the same."""
         raw = [slot for slot in self.slots if _is_raw(slot)]
         self.materialise()
+        for slot in raw:
+            mark_collected(slot.param.grad)
+            if slot.param.grad.layout is not torch.strided:
+                _collect_sparse(slot, slot.param.grad, None, 1.0, None)
+        raw = [slot for slot in raw if slot.param.grad.layout is torch.strided]
         if self.reads_lower and not any(is_shared(slot.master) for slot in raw):
             self.pending = Pending(raw, 1.0)
         else:
             _to_masters(raw, [slot.param.grad for slot in raw], 1.0)
-        for slot in raw:
-            mark_collected(slot.param.grad)
         self.delayed = self.local = False
         self.used_flag = None
         self._own_scale = self._low_scale = 1.0

@@ -10,7 +10,8 @@
 
 namespace ampkit {
 
-// What a cast is made of, taken before: other threads run meanwhile, and a cast of what is no more must not be kept.
+// What a cast is made of, taken before: other threads run meanwhile, and a cast of what is no more must not be kept. Whoever
+// takes one holds the weight's storage until it is compared, so that no other storage comes to lie at its address.
 struct Stamp {
   uint64_t generation;  // of the store
   uint32_t version;

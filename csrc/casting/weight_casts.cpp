@@ -72,8 +72,10 @@ PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<T
   weights.emplace(weights.begin(), Py_NewRef(weight));
   std::vector<at::Tensor> tensors;
   std::vector<Stamp> stamps;
+  std::vector<c10::Storage> held;
   for (THPObjectPtr& object : weights) {
     tensors.push_back(THPVariable_Unpack(object.get()));
+    held.push_back(tensors.back().storage());
     stamps.push_back(store->stamp(tensors.back()));
   }
   std::vector<at::Tensor> made = cast_together(tensors, dtype);
@@ -94,7 +96,7 @@ bool is_plain_weight(const at::Tensor& weight) {
   const bool forward_mode = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
   constexpr c10::DispatchKeySet wrappers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
-  return weight.layout() == at::kStrided && !weight.is_inference() && !weight.key_set().has_any(wrappers) && !forward_mode;
+  return weight.layout() == at::kStrided && weight.has_storage() && !weight.is_inference() && !weight.key_set().has_any(wrappers) && !forward_mode;
 }
 
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
@@ -104,6 +106,7 @@ PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dt
     std::vector<THPObjectPtr> companions = companions_of(store, weight);
     if (!companions.empty()) return cast_with_companions(store, weight, std::move(companions), dtype);
   }
+  const c10::Storage held = tensor.storage();
   const Stamp made_of = store->stamp(tensor);
   at::Tensor made;
   {
