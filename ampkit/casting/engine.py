@@ -199,9 +199,10 @@ class Casting:
             forget_traces()
 
     def _switch(self) -> None:
-        self.enabled = self._installed and self._times_disabled == 0
-        if self.fast_calls is not None:
-            self.fast_calls.switch()
+        with self._lock:
+            self.enabled = self._installed and self._times_disabled == 0
+            if self.fast_calls is not None:
+                self.fast_calls.switch()
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
