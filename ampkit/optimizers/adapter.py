@@ -27,7 +27,7 @@ from ..models.weights import Float32Value, write_lower
 from ..patching import PatchSet
 from .fused import FusedOptimizer, StepInputs
 from .gradients import Gradients
-from .master import make_slots, put_params_back
+from .master import Slot, make_slots, put_params_back
 from .scales import inverse, is_one, on
 
 ADAPTER_KEY = "_ampkit"
@@ -141,10 +141,7 @@ class OptimizerAdapter:
             for slot in self.gradients.mastered
             if everything or slot.master.grad is not None or slot.master._version != slot.entry.value_version
         ]
-        if stale:
-            write_lower([slot.master for slot in stale], [slot.param for slot in stale])
-            for slot in stale:
-                slot.entry.agree(slot.param)
+        _round_into_model(stale)
 
     def _install(self, optimizer: Any) -> None:
         self._patches.set(optimizer, ADAPTER_KEY, self)
@@ -294,10 +291,7 @@ class OptimizerAdapter:
     def _write_stale(self) -> None:
         """Bring edits of masters to the model before a step that may leave both alone."""
         stale = [slot for slot in self.gradients.mastered if slot.master._version != slot.entry.value_version]
-        if stale:
-            write_lower([slot.master for slot in stale], [slot.param for slot in stale])
-            for slot in stale:
-                slot.entry.agree(slot.param)
+        _round_into_model(stale)
 
     def _take_verdicts(self) -> list[Verdict]:
         """The verdicts since the last step; carried findings are judged now at the latest."""
@@ -363,6 +357,14 @@ class OptimizerAdapter:
 def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
     """The adapter that a live session put on this optimizer, if any."""
     return getattr(optimizer, "__dict__", {}).get(ADAPTER_KEY)
+
+
+def _round_into_model(slots: list[Slot]) -> None:
+    """Round these masters into the model's weights."""
+    if slots:
+        write_lower([slot.master for slot in slots], [slot.param for slot in slots])
+        for slot in slots:
+            slot.entry.agree(slot.param)
 
 
 def _takes_step_inputs(optimizer: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from .. import kernels
 from ..findings import Check, Verdict
-from ..models.weights import move_like
+from . import passes
 from .master import COLLECTED, Slot, is_shared, mark_collected
 from .scales import Scale, inverse, is_one, on, ratio
 
@@ -121,10 +121,10 @@ class Gradients:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
         if self.pending is not None:
             waiting, self.pending = self.pending, None
-            _to_masters(waiting.slots, [slot.aside for slot in waiting.slots], inverse(waiting.scale))
+            passes.to_masters(waiting.slots, [slot.aside for slot in waiting.slots], inverse(waiting.scale))
         for slot in self.slots:
             if slot.master is None:
-                _join(slot, scale)
+                passes.join(slot, scale)
             elif slot.param.grad is not None:
                 slot.aside = None  # else it stays as the sign that the master's gradient was not cleared
         self.is_open = False
@@ -151,7 +151,7 @@ class Gradients:
         fresh, added, summed, left, missed = [], [], [], [], []  # slots, by what happens to them
         for slot in self._remaining(done):
             if local:
-                _join(slot, scale if slot.master is None else ratio(scale, self._low_scale))
+                passes.join(slot, scale if slot.master is None else ratio(scale, self._low_scale))
             aside, slot.aside = slot.aside, None
             gradient = slot.param.grad
             if aside is None and slot.master is None and gradient is not None and gradient.layout is torch.strided:
@@ -164,7 +164,7 @@ class Gradients:
                 continue
             has_low_before = slot in waiting and aside is not None and not replace
             if has_low_before and gradient.layout is not torch.strided:
-                _to_masters([slot], [aside], inverse(before.scale))
+                passes.to_masters([slot], [aside], inverse(before.scale))
                 has_low_before = False
             if slot.master is None:
                 standing = aside
@@ -176,7 +176,7 @@ class Gradients:
                 if slot.master is not None:
                     slot.master.grad = standing
             if gradient.layout is not torch.strided:
-                _collect_sparse(slot, gradient, standing, inverse(scale), check)
+                passes.collect_sparse(slot, gradient, standing, inverse(scale), check)
             elif has_low_before:
                 summed.append((slot, gradient, aside))
             elif standing is not None:
@@ -192,20 +192,20 @@ class Gradients:
                 mark_collected(gradient)
         inv = inverse(scale)
         if missed:
-            _to_masters(missed, [slot.param.grad for slot in missed], inverse(before.scale))
+            passes.to_masters(missed, [slot.param.grad for slot in missed], inverse(before.scale))
         if fresh:
-            _unscale(fresh, inv, check)
+            passes.unscale(fresh, inv, check)
         if added:
             slots, xs, ys = zip(*added)
-            _axpby(slots, xs, ys, ys, inv, 1.0, check)
+            passes.axpby(slots, xs, ys, ys, inv, 1.0, check)
         if summed:
             slots, xs, ys = zip(*summed)
-            outputs = [_target_gradient(slot, x) for slot, x in zip(slots, xs)]
-            _axpby(slots, xs, ys, outputs, inv, inverse(before.scale), check)
+            outputs = [passes.target_gradient(slot, x) for slot, x in zip(slots, xs)]
+            passes.axpby(slots, xs, ys, outputs, inv, inverse(before.scale), check)
         if left:
             self.pending = Pending(left, scale)
             if check is not None:
-                self.pending.norm = _norm_of_pending(self.pending, check)
+                self.pending.norm = passes.unscaled_norm(left, scale, check)
         self.is_open = False
         self.delayed = False
         self.local = local
@@ -219,12 +219,12 @@ class Gradients:
         for slot in raw:
             mark_collected(slot.param.grad)
             if slot.param.grad.layout is not torch.strided:
-                _collect_sparse(slot, slot.param.grad, None, 1.0, None)
+                passes.collect_sparse(slot, slot.param.grad, None, 1.0, None)
         raw = [slot for slot in raw if slot.param.grad.layout is torch.strided]
         if self.reads_lower and not any(is_shared(slot.master) for slot in raw):
             self.pending = Pending(raw, 1.0)
         else:
-            _to_masters(raw, [slot.param.grad for slot in raw], 1.0)
+            passes.to_masters(raw, [slot.param.grad for slot in raw], 1.0)
         self.delayed = self.local = False
         self.used_flag = None
         self._own_scale = self._low_scale = 1.0
@@ -236,28 +236,28 @@ class Gradients:
         if clip is not None:
             left = set(pending.slots) if pending is not None else ()
             targets = [slot.target.grad for slot in self.slots if slot not in left and slot.target.grad is not None]
-            _scale_in_place(list(dict.fromkeys(targets)), clip)
+            passes.scale_in_place(list(dict.fromkeys(targets)), clip)
         if pending is not None:
             factor = inverse(pending.scale)
             if clip is not None:
                 factor = clip * on(factor, clip.device)
-            _to_masters(pending.slots, [slot.param.grad for slot in pending.slots], factor)
+            passes.to_masters(pending.slots, [slot.param.grad for slot in pending.slots], factor)
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
         norms = []
         if self.pending is not None:
             if self.pending.norm is None:
-                self.pending.norm = _norm_of_pending(self.pending, None)
+                self.pending.norm = passes.unscaled_norm(self.pending.slots, self.pending.scale, None)
             norms.append(self.pending.norm)
         left = set(self.pending.slots) if self.pending is not None else ()
         others = [slot.target.grad for slot in self.slots if slot not in left and slot.target.grad is not None]
-        others = [_values(gradient) for gradient in dict.fromkeys(others)]
+        others = [passes.values(gradient) for gradient in dict.fromkeys(others)]
         if others:
             norms.append(kernels.multi_tensor_l2norm(others)[0])
         if not norms:
             return None
-        total = norms[0] if len(norms) == 1 else _combined(norms)
+        total = norms[0] if len(norms) == 1 else passes.combined(norms)
         return total if self.clip is None else total * on(self.clip, total.device)
 
     @property
@@ -284,7 +284,10 @@ class Gradients:
             is_new = gradient is not None and not (self.delayed or self.in_buckets or hasattr(gradient, COLLECTED))
             if gradient is None or is_new:
                 master.grad = None
-            elif getattr(gradient, COLLECTED, gradient._version) != gradient._version and not _values(gradient).any():
+            elif (
+                getattr(gradient, COLLECTED, gradient._version) != gradient._version
+                and not passes.values(gradient).any()
+            ):
                 # zero_grad(set_to_none=False): a counted write that left nothing but zeros.
                 master.grad = None
         if self.pending is not None and not self.is_open:
@@ -338,7 +341,7 @@ class Gradients:
         """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""
         for slot in self.slots:
             for gradient in (slot.target.grad, slot.param.grad):
-                if gradient is not None and not torch.isfinite(_values(gradient)).all():
+                if gradient is not None and not torch.isfinite(passes.values(gradient)).all():
                     return slot.param
         return None
 
@@ -376,7 +379,7 @@ class Gradients:
                     for slot in self.slots
                     if (slot.master is not None) is has_master and slot.param.grad is not None
                 ]
-                _scale_in_place(gradients, factor)
+                passes.scale_in_place(gradients, factor)
         self._own_scale, self._low_scale = own_scale, low_scale
 
     def _remaining(self, done: set[torch.Tensor] | None) -> list[Slot]:
@@ -395,90 +398,3 @@ def _is_raw(slot: Slot) -> bool:
         and slot.param.grad is not None
         and not hasattr(slot.param.grad, COLLECTED)
     )
-
-
-def _unscale(fresh: list[tuple[Slot, torch.Tensor]], factor: Scale, check: Check | None) -> None:
-    """Convert and unscale fresh gradients into their targets."""
-    if is_one(factor) and check is None:  # copying a tensor onto itself is no work
-        fresh = [(slot, gradient) for slot, gradient in fresh if slot.master is not None]
-        if not fresh:
-            return
-    inputs = [gradient for _, gradient in fresh]
-    slots = [slot for slot, _ in fresh]
-    in_place = not [slot for slot in slots if slot.master is not None]
-    outputs = inputs if in_place else [_target_gradient(slot, gradient) for slot, gradient in fresh]
-    found_inf, first_bad = _places(check, slots)
-    kernels.multi_tensor_scale(inputs, outputs, factor, found_inf, first_bad)
-
-
-def _axpby(slots, xs, ys, outputs, a: Scale, b: Scale, check: Check | None) -> None:
-    found_inf, first_bad = _places(check, slots)
-    kernels.multi_tensor_axpby(xs, ys, outputs, a, b, found_inf, first_bad=first_bad)
-
-
-def _to_masters(slots: list[Slot], gradients: list[torch.Tensor], factor: Scale) -> None:
-    if slots:
-        outputs = [_target_gradient(slot, gradient) for slot, gradient in zip(slots, gradients)]
-        kernels.multi_tensor_scale(gradients, outputs, factor)
-
-
-def _norm_of_pending(pending: Pending, check: Check | None) -> torch.Tensor:
-    """One pass over lower-precision gradients: their norm, unscaled, and whether all are finite."""
-    found_inf, first_bad = _places(check, pending.slots)
-    gradients = [slot.param.grad for slot in pending.slots]
-    inv_scale = None if is_one(pending.scale) else inverse(pending.scale)
-    return kernels.multi_tensor_unscale_l2norm(gradients, None, inv_scale, found_inf, first_bad=first_bad)[0]
-
-
-def _places(check: Check | None, slots: list[Slot]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if check is None else (check.found_inf, check.watch([slot.param for slot in slots]))
-
-
-def _combined(norms: list[torch.Tensor]) -> torch.Tensor:
-    device = norms[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    stacked = torch.cat([on(norm, device).reshape(1) for norm in norms])
-    return torch.linalg.vector_norm(stacked, dtype=wide).to(torch.float32).reshape(1)
-
-
-def _scale_in_place(gradients: list[torch.Tensor], factor: Scale) -> None:
-    values = [_values(gradient) for gradient in gradients]
-    kernels.multi_tensor_scale(values, values, factor)
-
-
-def _join(slot: Slot, factor: Scale) -> None:
-    """Add what was set aside, times ``factor``, to the fresh gradient."""
-    if slot.aside is not None:
-        gradient = slot.param.grad
-        if gradient is None:
-            slot.param.grad = slot.aside * on(factor, slot.aside.device)
-        elif isinstance(factor, torch.Tensor) and gradient.layout is slot.aside.layout is torch.strided:
-            # add_(alpha=tensor) would read it.
-            kernels.multi_tensor_axpby([gradient], [slot.aside], [gradient], 1.0, factor)
-        else:
-            gradient.add_(slot.aside * on(factor, slot.aside.device))
-        slot.aside = None
-
-
-def _target_gradient(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-    if slot.master is None:
-        return gradient
-    move_like(slot.master, slot.param)
-    if slot.master.grad is None or slot.master.grad.layout is not torch.strided:
-        slot.master.grad = torch.empty_like(slot.master)
-    return slot.master.grad
-
-
-def _collect_sparse(
-    slot: Slot, gradient: torch.Tensor, standing: torch.Tensor | None, factor: Scale, check: Check | None
-) -> None:
-    # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
-    total = gradient.to(slot.target.dtype).coalesce() * on(factor, gradient.device)
-    if check is not None:
-        finite = torch.isfinite(total._values()).all()
-        check.found_inf.copy_(torch.maximum(check.found_inf, on((~finite).to(torch.float32), check.found_inf.device)))
-    slot.target.grad = total if standing is None else standing + total
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout is torch.strided else gradient._values()
