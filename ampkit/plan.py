@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Plan:
     def has_dynamic_loss_scale(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
 
-    @property
+    @cached_property  # asked in every iteration
     def checks_gradients(self) -> bool:
         """A static scale of exactly 1.0 neither unscales nor looks for overflow."""
         return self.loss_scale != 1.0

@@ -32,7 +32,6 @@ class LossScaling:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._plan_checks = plan.checks_gradients
         self.scalers: list[LossScaler] = [_make_scaler(plan) for _ in range(plan.num_losses if plan.enabled else 0)]
         for loss_id, scaler in enumerate(self.scalers):
             scaler.loss_id = loss_id
@@ -170,7 +169,7 @@ class LossScaling:
             self.report_skip(overflows[-1], culprit)
 
     def _checks(self, scaler: LossScaler) -> bool:
-        return self._plan_checks or not scaler.is_one  # it may have been set by hand
+        return self._plan.checks_gradients or not scaler.is_one  # it may have been set by hand
 
     def _open(self, adapters: list[OptimizerAdapter], scale: float | torch.Tensor) -> None:
         if any(adapter.gradients.is_open for adapter in adapters):

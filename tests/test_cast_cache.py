@@ -277,7 +277,7 @@ def test_threads_share_the_cache(casting):
     wrong = []
 
     def run():
-        for _ in range(500):  # a hundred were enough to deadlock where a cast waited for autograd's locks with the GIL
+        for _ in range(500):  # a cast that waits for autograd's locks with the GIL has to meet one that holds them
             with casting.forward_scope():
                 if not torch.equal(model(x), expected):
                     wrong.append(threading.get_ident())

@@ -118,18 +118,15 @@ class CastCache:
 
     def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         store = self.store
-        stamp = storage = None
-        if _is_plain(weight):
-            storage = weight.untyped_storage()  # alive until then, so that no other comes to lie at its address
-            stamp = store.stamp(weight)
+        # The storage stays alive until the stamp is compared, so that no other comes to lie at its address.
+        made_of = (store.stamp(weight), weight.untyped_storage()) if _is_plain(weight) else None
         cast = convert(weight)
         if cast is weight:  # on a device that is not the session's
             return cast
         store.casts_made += 1
         recording = _grad_enabled()
-        if stamp is not None and (recording or store.keep_without_grad) and _means_the_same(cast, recording):
-            store.keep(weight, cast, stamp)
-        del storage
+        if made_of is not None and (recording or store.keep_without_grad) and _means_the_same(cast, recording):
+            store.keep(weight, cast, made_of[0])
         return cast
 
 

@@ -22,7 +22,7 @@ _OPERATORS = (
     "cpu_capability",
 )
 try:
-    # Each has one overload; to ask the operator for it at every call takes as long as an update_scale.
+    # Each has one overload, which the operator would look for at every call.
     ops = SimpleNamespace(**{name: getattr(torch.ops.ampkit, name).default for name in _OPERATORS})
 except AttributeError as error:
     raise ImportError("ampkit/_C was built from older sources; build it again") from error

@@ -96,7 +96,8 @@ bool is_plain_weight(const at::Tensor& weight) {
   const bool forward_mode = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
   constexpr c10::DispatchKeySet wrappers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
-  return weight.layout() == at::kStrided && weight.has_storage() && !weight.is_inference() && !weight.key_set().has_any(wrappers) && !forward_mode;
+  return weight.layout() == at::kStrided && weight.has_storage() && !weight.is_inference() &&
+      !weight.key_set().has_any(wrappers) && !forward_mode;
 }
 
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
