@@ -1,7 +1,7 @@
 """Writes docs/policy.md from the cast tables: ``python docs/make_policy.py``.
 
 For each function on which torch.autocast's lists for CUDA and for the CPU disagree, it measures the error of both
-choices against float64, on the CPU, with the inputs of `SAMPLES`. ``tests/test_policy_docs.py`` keeps the page current.
+choices against float64, on the CPU, with the inputs of `SAMPLES`. ``tests/o1/test_policy_docs.py`` keeps the page current.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
+from helpers import ROOT
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def execute(*arguments, before=(), cwd=None, timeout=240, **environment):

@@ -4,11 +4,11 @@ Within a layer the order below counts too: a room may import those to the right 
 """
 
 import ast
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-PACKAGE = Path(__file__).resolve().parent.parent / "ampkit"
+PACKAGE = ROOT / "ampkit"
 
 # From the top down; within a line, from left to right.
 LAYERS = [

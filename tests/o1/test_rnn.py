@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from engines import o1
+from helpers import o1
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 

@@ -9,7 +9,7 @@ import typing
 
 import pytest
 import torch
-from engines import o1
+from helpers import o1
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from engines import o1
+from helpers import o1
 from torch import nn
 
 LOW = torch.bfloat16

@@ -2,14 +2,14 @@
 
 import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 from ampkit.policy import CastKind, tables_for
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 FLOOR = 1e-6  # errors below it are float32's, and differ from processor to processor
 
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from autocast_lists import lists
-from engines import o1
+from helpers import o1
 
 from ampkit.casting.tensors import map_tensors, tensors_in
 from ampkit.policy import CastKind, Policy
 
 LOW = (torch.float16, torch.bfloat16)
 OWNERS = {torch: "torch", F: "torch.nn.functional", torch.linalg: "torch.linalg", torch.Tensor: "torch.Tensor"}
-# Without a kernel on the CPU, and refused (tests/test_policy.py).
+# Without a kernel on the CPU, and refused (tests/o1/test_policy.py).
 LEFT_OUT = {"cudnn_convolution", "cudnn_convolution_transpose", "binary_cross_entropy"}
 # Relative to the norm: a few roundings of the result, and of what goes into a matrix product.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 5e-5}

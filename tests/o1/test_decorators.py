@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from engines import o1
+from helpers import o1
 
 import ampkit.casting.engine as engine_module
 from ampkit.casting import (

@@ -18,7 +18,7 @@ import weakref
 
 import pytest
 import torch
-from engines import o1
+from helpers import o1
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import linear, softmax, softplus

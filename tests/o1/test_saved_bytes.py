@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from engines import o1
+from helpers import o1
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile

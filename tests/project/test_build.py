@@ -4,15 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 from ampkit import kernels
 from ampkit.casting.library import dispatch
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments, cwd=ROOT, **environment):

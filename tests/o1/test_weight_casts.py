@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from engines import o1
+from helpers import o1
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from engines import o1
+from helpers import o1
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
@@ -279,7 +280,7 @@ def test_saved_model_loads_in_a_fresh_process(tmp_path, level):
     here = Path(__file__).parent
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env={"PYTHONPATH": f"{here}:{here.parent}", "PATH": ""},
+        env={"PYTHONPATH": f"{here}:{here.parent}:{ROOT}", "PATH": ""},
         capture_output=True,
         text=True,
     )

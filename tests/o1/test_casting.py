@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from engines import o1
+from helpers import o1
 from torch import nn
 
 import ampkit.casting.engine as engine_module

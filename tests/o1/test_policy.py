@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from engines import o1
+from helpers import o1
 from torch import nn
 
 import ampkit

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import o1
+from helpers import o1
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 import ampkit
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "imagenet"
+EXAMPLE = ROOT / "examples" / "imagenet"
 pytest.importorskip("torchvision", reason="the example trains torchvision models")
 
 COMMAND_LINES = """
