@@ -100,8 +100,8 @@ class Session:
                 self._start_casting(models)
             model_casts.exports.acquire()
             self._undo.callback(model_casts.exports.release)
-            self._settle(optimizers, values)
             self._forget_traces()
+            self._settle(optimizers, values)
         except BaseException:
             self.close()
             raise
@@ -184,9 +184,10 @@ class Session:
             for param in group["params"]
             if param.requires_grad
         }
-        for optimizer in optimizers:
-            adapter_of(optimizer).match_state()
+        matched = [pair for optimizer in optimizers for pair in adapter_of(optimizer).matched_state()]
         model_casts.settle_originals(values, self.plan.keep_originals, set() if self.plan.master_weights else trained)
+        for own, cast in matched:
+            own.update(cast)
 
     def _start_casting(self, models: Sequence[nn.Module]) -> None:
         plan = self.plan
@@ -195,9 +196,10 @@ class Session:
             refuse_second_lower_precision(plan)
         else:
             casting = Casting(plan.patch_torch_functions_type, policy=plan.policy, verbosity=plan.verbosity)
-            casting.install()
         self.casting = casting
         self._undo.callback(self.stop_casting)
+        if casting is not active_casting():
+            casting.install()
         casting.rebind(models)
         self._restart_device_types()
 

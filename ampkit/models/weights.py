@@ -125,10 +125,11 @@ def cast_weights(
                 # lower precision.
                 entry = Float32Value(tensor.data.float(), counted=name in module._parameters)
                 lower = tensor.detach().to(lower_precision)
-                gradient, tensor.grad = tensor.grad, None
-                tensor.data = lower
-                tensor.grad = None if gradient is None else gradient.to(lower_precision)
-                entry.gradient = gradient
+                entry.gradient = tensor.grad
+                lower_gradient = None if entry.gradient is None else entry.gradient.to(lower_precision)
+                # All memory is there: what follows does not fail, and is undone as a whole.
+                tensor.grad, tensor.data = None, lower
+                tensor.grad = lower_gradient
                 entry.agree(tensor)
                 shared[tensor] = entry
             record.lower[name] = shared[tensor]
@@ -148,15 +149,17 @@ def settle_originals(
     Weights that an optimizer trains without masters (O3) are their own value. The others (frozen or unowned parameters,
     buffers) keep their originals, on the host where they cost no accelerator memory, unless ``keep`` is False.
     """
+    # Copies on the host first: when there is no room for one of them, no value is gone yet.
+    settled = {
+        tensor: None if tensor in trains_without_master or not keep else entry.value.to("cpu")
+        for tensor, entry in entries.items()
+        if not isinstance(entry.value, nn.Parameter)
+    }
     for tensor, entry in entries.items():
         entry.gradient = None
-        if isinstance(entry.value, nn.Parameter):
-            continue
-        if tensor in trains_without_master or not keep:
-            entry.value = None
-        else:
-            entry.value = entry.value.to("cpu")
-        entry.agree(tensor)
+        if tensor in settled:
+            entry.value = settled[tensor]
+            entry.agree(tensor)
 
 
 def bring_into_agreement(model: nn.Module) -> None:

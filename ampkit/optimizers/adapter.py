@@ -109,7 +109,8 @@ class OptimizerAdapter:
         param_of = {slot.master: slot.param for slot in masters}
         for group in optimizer.param_groups if optimizer is not None else ():
             put_params_back(group, optimizer.state, param_of)
-        self._cast_state(lambda param: torch.float32)
+        for own, cast in self._state_cast(lambda param: torch.float32):
+            own.update(cast)
         for slot in masters:
             slot.entry.settle(slot.param)
             slot.param.grad = None
@@ -117,19 +118,28 @@ class OptimizerAdapter:
             slot.param.grad = slot.master.grad
         self.gradients.forget_slots()
 
-    def match_state(self) -> None:
-        """State that came with a parameter which now trains in lower precision takes its dtype, as fresh state would have."""
-        if not getattr(self.optimizer, "keeps_float32_state", False):
-            self._cast_state(lambda param: param.dtype)
+    def matched_state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """State that came with a parameter which now trains in lower precision, in its dtype, as fresh state would be.
 
-    def _cast_state(self, dtype_for: Callable[[torch.Tensor], torch.dtype]) -> None:
+        Pairs of a state and what to update it with: nothing is written before all memory is there.
+        """
+        if getattr(self.optimizer, "keeps_float32_state", False):
+            return []
+        return self._state_cast(lambda param: param.dtype)
+
+    def _state_cast(
+        self, dtype_for: Callable[[torch.Tensor], torch.dtype]
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         state = self.optimizer.state if self.optimizer is not None else {}
+        found = []
         for slot in self.gradients.slots:
             if slot.master is None and slot.param.dtype in LOWER_PRECISION and slot.param in state:
                 own = state[slot.param]
                 dtype = dtype_for(slot.param)
                 # torch keeps "step" as it is too, when it loads a state_dict.
-                own.update({key: cast_floating(value, dtype) for key, value in own.items() if key != "step"})
+                cast = {key: cast_floating(value, dtype) for key, value in own.items() if key != "step"}
+                found.append((own, cast))
+        return found
 
     def write_masters_to_model(self, everything: bool = False) -> None:
         """Round every master that was written to since it last agreed with the model's weight into that weight.
