@@ -478,36 +478,52 @@ def make_model():
     return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 2))
 
 
+# With these rates each parameter moves by many times what bfloat16 rounds away of it in a step.
+RATES = {
+    "FusedSGD": dict(lr=0.1, momentum=0.9),
+    "FusedAdam": dict(lr=0.01),
+    "FusedLAMB": dict(lr=0.01),
+    "FusedNovoGrad": dict(lr=0.1),
+    "FusedAdagrad": dict(lr=0.01),
+    "FusedMixedPrecisionLamb": dict(lr=0.01),
+    "FusedLARS": dict(lr=10.0, momentum=0.9),
+}
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     "name, settings",
-    [(name, ALL[name]) for name in ALL]
+    [(name, RATES[name]) for name in ALL]
     + [
         ("FusedSGD", dict(lr=0.1, momentum=0.9, materialize_master_grads=False)),
-        ("FusedLARS", dict(lr=0.1, materialize_master_grads=False)),
+        ("FusedLARS", dict(lr=10.0, materialize_master_grads=False)),
     ],
 )
-def test_fused_optimizers_follow_float32_at_every_level(name, settings, level):
-    settings = settings if name in ("FusedSGD", "FusedLARS") else dict(lr=0.01)
+def test_fused_optimizers_move_parameters_as_in_float32_at_every_level(name, settings, level):
     model, twin = make_model(), make_model()
+    start = [p.detach().clone() for p in twin.parameters()]
     optimizer, reference = (getattr(optimizers, name)(m.parameters(), **settings) for m in (model, twin))
-    model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     x, y = torch.randn(8, 6), torch.randn(8, 2)
+    for _ in range(4):  # before O1 patches torch: its casts reach every model of the process
+        reference.zero_grad()
+        (twin(x) - y).square().mean().backward()
+        reference.step()
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     for _ in range(4):
         loss = (model(x).float() - y).square().mean()
         optimizer.zero_grad()
         with ampkit.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        reference.zero_grad()
-        (twin(x) - y).square().mean().backward()
-        reference.step()
-    for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
-        assert torch.allclose(mine.float(), theirs, atol=6e-2), (mine, theirs)
-    moved = [
-        not torch.equal(a.float(), b) for a, b in zip(model.state_dict().values(), make_model().state_dict().values())
-    ]
-    assert all(moved) or level == "O3"  # there a small step may vanish in the rounding
+    for before, mine, theirs in zip(start, model.state_dict().values(), twin.parameters(), strict=True):
+        wanted = theirs.detach() - before
+        error = (mine.float() - before - wanted).norm()
+        if level == "O0":
+            assert error == 0
+        else:
+            # O3 has no masters: each step rounds the weights, by half a unit in the last place at most.
+            rounding = 2 * 2**-8 * theirs.detach().norm() if level == "O3" else 0.0
+            assert error <= 0.05 * wanted.norm() + rounding, (error, wanted.norm())
 
 
 @pytest.mark.parametrize("materialize", [False, True])

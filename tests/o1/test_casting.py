@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import o1
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit.casting.engine as engine_module
 from ampkit.casting import Casting, active_casting
@@ -221,10 +222,26 @@ def test_steep_function_runs_in_float32(name):
             torch.testing.assert_close(result, expected)
 
 
-def test_float32_input_of_a_blacklisted_call_is_not_copied():
-    x = torch.rand(3)
-    with o1():
-        assert torch.equal(F.softmax(x, -1), x.softmax(-1))
+class Copies(TorchDispatchMode):
+    """Counts the copies that operators make of tensors, casts among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
+def test_float32_input_of_a_blacklisted_call_is_not_copied(dtype, copies, in_python):
+    x = torch.rand(3).to(dtype)
+    for call in (lambda: F.softmax(x, -1), lambda: x.softmax(-1), lambda: torch.exp(x), lambda: x.norm()):
+        with o1(in_python=in_python), Copies() as seen:
+            call()
+        assert seen.count == copies
 
 
 PROMOTED = {
