@@ -174,6 +174,23 @@ def test_model_trains_in_one_graph_as_it_does_uncompiled(name, level):
     assert losses[1] < losses[0]  # on the same batch; later steps may overshoot
 
 
+@pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O3", torch.float32), ("O4", torch.bfloat16)])
+def test_levels_without_master_weights_and_loss_scale_train_in_one_graph_too(level, dtype):
+    dtypes, losses = train_eagerly(make_mlp, level)
+    model, *rest = initialized(make_mlp, level)
+    graphs = Graphs()
+    compiled_dtypes, compiled_losses = train(torch.compile(model, fullgraph=True, backend=graphs), *rest)
+    assert graphs.count == 1
+    assert compiled_dtypes == dtypes == [dtype] * 3
+    if level == "O0":
+        ampkit.close()
+        plain, *rest = initialized(make_mlp, None)
+        plain = torch.compile(plain, fullgraph=True, backend="aot_eager")
+        assert compiled_losses == train(plain, *rest)[1]
+    assert compiled_losses == pytest.approx(losses, rel=4e-3)
+    assert len(set(compiled_losses)) == 3  # the weights moved
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_inductor_trains_as_uncompiled(level):
     dtypes, losses = train_eagerly(make_mlp, level)

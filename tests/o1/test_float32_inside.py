@@ -57,8 +57,12 @@ CASES = {
 SAVING = ("layer_norm", "layer_norm by keywords", "torch.layer_norm", "group_norm", "rms_norm", "cross_entropy")
 
 
+SHIPPED_THRESHOLD = inside._WORTHWHILE
+
+
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
+    """The cases are small; tests of the shipped threshold put it back."""
     monkeypatch.setattr(inside, "_WORTHWHILE", 0)
 
 
@@ -335,11 +339,33 @@ def test_confident_predictions_keep_their_small_losses():
         torch.testing.assert_close(F.cross_entropy(x, TARGET).double(), exact, rtol=2e-2, atol=0)
 
 
-def test_small_tensors_are_cast(monkeypatch):
-    monkeypatch.setattr(inside, "_WORTHWHILE", 64 * 96 + 1)
-    x, weights, call = made("layer_norm", torch.bfloat16)
-    with o1():
-        assert (torch.float32, x.numel()) in saved_by(lambda: call(x, *weights))
+# Calls on an input of any number of rows, 64 wide.
+OF_ROWS = {
+    "layer_norm": (2, lambda x, w, b: F.layer_norm(x, (64,), w, b)),
+    "group_norm": (2, lambda x, w, b: F.group_norm(x, 4, w, b)),
+    "rms_norm": (1, lambda x, w: F.rms_norm(x, (64,), w)),
+    "cross_entropy": (0, lambda x: F.cross_entropy(x, torch.arange(len(x)) % 64)),
+}
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize("rows, kept", [(1023, torch.float32), (1024, torch.bfloat16)])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_inputs_of_65536_elements_and_more_are_kept_in_lower_precision(name, rows, kept, in_python, monkeypatch):
+    monkeypatch.setattr(inside, "_WORTHWHILE", SHIPPED_THRESHOLD)
+    number, call = OF_ROWS[name]
+    x = (torch.randn(rows, 64) + 0.5).bfloat16().requires_grad_()
+    tensors = [x, *((torch.rand(64) + 0.5).requires_grad_() for _ in range(number))]
+    doubles = [t.detach().double().requires_grad_() for t in tensors]
+    factor = torch.randn_like(call(*doubles), dtype=torch.float32)
+    exact = gradients(call, doubles, factor.double())
+    with o1(in_python=in_python):
+        found = gradients(call, tensors, factor)
+        saved = saved_by(lambda: call(*tensors))
+    assert {dtype for dtype, size in saved if size == x.numel()} == {kept}
+    for ours, reference in zip([found[0], *found[2:]], [exact[0], *exact[2:]], strict=True):
+        assert error(ours, reference) < 1e-6
+    assert error(found[1], exact[1]) < torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("call", ["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"])
