@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ampkit
@@ -101,3 +106,80 @@ def saved_and_loaded(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+# For tests on two processes: the test file runs itself as a script on each.
+
+
+def results_of_two_ranks(script: str, folder: Path) -> list[Any]:
+    """Run ``script``, which calls `as_one_of_two_ranks`, in two processes; what its work returned in each."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    files = [folder / f"rank{rank}.pt" for rank in range(2)]
+    for _ in range(2):  # gloo may abort once a process is done: its file counts, and one retry is allowed
+        (folder / "rendezvous").unlink(missing_ok=True)
+        command = [sys.executable, script, str(folder)]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for rank in range(2)
+        ]
+        try:
+            output = [rank.communicate(timeout=300)[0].decode() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if all(file.exists() for file in files):
+            return [torch.load(file, weights_only=True) for file in files]
+    pytest.fail("\n".join(output))
+
+
+def as_one_of_two_ranks(work: Callable[[int], Any]) -> None:
+    """In a process of `results_of_two_ranks`: hand ``work(rank)`` back, and end."""
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.save(work(rank), folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+class TwoHeads(nn.Module):
+    """A trunk, two heads with a loss each, and a layer that nothing uses."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.trunk, self.a, self.b, self.unused = nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(5, 3), nn.Linear(2, 2)
+
+    def forward(self, x, heads="ab"):
+        hidden = torch.tanh(self.trunk(x))
+        outputs = {"a": self.a, "b": self.b}
+        return [outputs[head](hidden).square().mean() for head in heads]
+
+
+def batch_of_rank(rank: int, index: int = 0) -> torch.Tensor:
+    """What a rank hands to `TwoHeads` in its ``index``-th pass."""
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + index))
+
+
+def gradients_by_name(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def gradients_over_ranks(passes: int, heads=("ab", "ab"), average: bool = True) -> dict[str, torch.Tensor | None]:
+    """Those of `TwoHeads` in float64: sums over passes of the mean (or sum) over ranks; ``heads`` of each rank."""
+    model = TwoHeads().double()
+    for index in range(passes):
+        for rank in range(2):
+            (sum(model(batch_of_rank(rank, index).double(), heads[rank])) / (2 if average else 1)).backward()
+    return gradients_by_name(model)
+
+
+def assert_gradients_close(found: dict, wanted: dict, tolerance: float = 1e-5) -> None:
+    """The same names, none where none is wanted, and values within ``tolerance`` of the largest, or of 1."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value is None:
+            assert found[name] is None, name
+        else:
+            difference = (found[name].double() - value).abs().max()
+            assert difference <= tolerance * max(1.0, value.abs().max()), (name, found[name], value)

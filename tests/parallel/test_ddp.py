@@ -3,15 +3,10 @@
 import copy
 import itertools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from helpers import as_one_of_two_ranks, net_with_norm, results_of_two_ranks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,11 +24,6 @@ CASES = {
 }
 
 
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-
-
 def data(rank):
     generator = torch.Generator().manual_seed(7)
     everything = torch.randn(MICRO_BATCHES, 2, 4, 9, generator=generator)
@@ -42,7 +32,7 @@ def data(rank):
 
 def initialized(case):
     level, _, _, views, growth, fused = CASES[case]
-    model = make_model()
+    model = net_with_norm()
     optimizer = (FusedSGD if fused else torch.optim.SGD)(model.parameters(), lr=1.0)
     rule = ampkit.DynamicLossScale(init_scale=8.0, growth_factor=4.0, growth_interval=growth)
     model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, loss_scale=rule, verbosity=0)
@@ -88,31 +78,18 @@ def run_case(rank, case):
     return results
 
 
-def worker(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.save({case: run_case(rank, case) for case in CASES}, folder / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def work(rank):
+    return {case: run_case(rank, case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ddp")
-    command = [sys.executable, __file__, str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    workers = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(2)
-    ]
-    output = [one.communicate(timeout=300)[0].decode() for one in workers]
-    files = [folder / f"rank{rank}.pt" for rank in range(2)]
-    assert all(file.exists() for file in files), "\n".join(output)
-    return [torch.load(file, weights_only=True) for file in files]
+    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("ddp"))
 
 
 def expected_gradients():
     """The mean over ranks of the sum over micro-batches, which is one large batch for these equal sizes."""
-    twin = make_model().double()
+    twin = net_with_norm().double()
     for rank in range(2):
         for x, y in data(rank):
             (F.mse_loss(twin(x.double()), y.double()) / 2).backward()
@@ -141,12 +118,11 @@ def test_overflow_on_one_rank_skips_on_both_and_keeps_their_scales_equal(results
 
 def test_a_rank_that_accumulates_alone_would_be_noticed():
     """The tolerance above tells the joined batch from one rank's own: the comparison can fail."""
-    twin = copy.deepcopy(make_model()).double()
+    twin = copy.deepcopy(net_with_norm()).double()
     for x, y in data(0):
         F.mse_loss(twin(x.double()), y.double()).backward()
     assert any((a.grad - b).abs().max() > 4e-2 * b.abs().max() for a, b in zip(twin.parameters(), expected_gradients()))
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[2]), Path(sys.argv[1]))
-    os._exit(0)
+    as_one_of_two_ranks(work)

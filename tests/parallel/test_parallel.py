@@ -1,17 +1,12 @@
 """Synchronised batch norm on the CPU, judged by float64 batch norm over the joined batch."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers import as_one_of_two_ranks, results_of_two_ranks
 from torch import nn
 
-import ampkit.parallel
 from ampkit.parallel import SyncBatchNorm, convert_syncbn_model
 
 # name: (local batch sizes, shape after the channels, input dtype, settings of the layer, tolerance)
@@ -65,8 +60,7 @@ def run_steps(norm: nn.Module, inputs: list[torch.Tensor]) -> dict[str, torch.Te
     return results
 
 
-def worker(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def work(rank: int) -> dict:
     results = {
         case: run_steps(layer(settings), [step[rank] for step in batches(case)])
         for case, (_, _, _, settings, _) in CASES.items()
@@ -80,27 +74,12 @@ def worker(rank: int, folder: Path) -> None:
     model = nn.parallel.DistributedDataParallel(model)  # torch's own class is refused here
     model(torch.randn(2, 1, 5, 5)).square().mean().backward()
     results["ddp"] = model.module[0].weight.grad
-    torch.save(results, folder / f"rank{rank}.pt")
-    dist.barrier()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("syncbn")
-    environment = os.environ | {"PYTHONPATH": str(Path(ampkit.parallel.__file__).parents[1])}
-    for _ in range(2):  # gloo may abort once a process is done: its file counts, and one retry is allowed
-        (folder / "rendezvous").unlink(missing_ok=True)
-        command = [sys.executable, __file__]
-        workers = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in (0, 1)]
-        try:
-            for process in workers:
-                process.wait(timeout=120)
-        finally:
-            for process in workers:
-                process.kill()
-        if all((folder / f"rank{rank}.pt").exists() for rank in (0, 1)):
-            return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    pytest.fail("a worker ended without its result file")
+    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("syncbn"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -187,5 +166,4 @@ def test_convert_on_cuda_gives_torchs_class():
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)
+    as_one_of_two_ranks(work)
