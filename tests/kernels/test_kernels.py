@@ -546,6 +546,7 @@ def test_clip_coefficient_is_torchs():
         torch.testing.assert_close(clipped, parameter.grad, rtol=1e-6, atol=0)
     assert kernels.clip_factor(torch.tensor([2.0]), 0.0).item() == 1.0
     assert kernels.clip_factor(torch.tensor([2.0]), 0.5).item() == 0.25
+    assert kernels.clip_factor(torch.tensor([0.5]), 2.0).item() == 1.0
 
 
 @pytest.mark.compiled("kernels")

@@ -90,6 +90,7 @@ STEPS = {
     "sgd trust": ("sgd", sgd64, 1, "trust", dict(lr=0.1, momentum=0.9, weight_decay=0.1)),
     "adam": ("adam", adam64, 2, None, dict(ADAM, decoupled=False, weight_decay=0.1)),
     "adamw": ("adam", adam64, 2, None, dict(ADAM, decoupled=True, weight_decay=0.1)),
+    "adam with a large eps": ("adam", adam64, 2, None, dict(ADAM, decoupled=True, eps=0.5)),
     "adam uncorrected": ("adam", adam64, 2, None, dict(ADAM, decoupled=True, bias_correction=False)),
     "adagrad": ("adagrad", adagrad64, 1, None, dict(lr=0.1, eps=1e-6, weight_decay=0.1)),
     "adagrad decoupled": ("adagrad", adagrad64, 1, None, dict(lr=0.1, eps=1e-6, weight_decay=0.1, decoupled=True)),
@@ -202,6 +203,21 @@ def test_a_step_is_float64s_rounded(ops, device, name, mix):
     assert all(torch.equal(g, before) for g, before in zip(lists.grads, grads))
     if lists.lower is not None and MIXES[mix][1] is F32:
         assert all(torch.equal(low, p.to(low.dtype)) for low, p in zip(lists.lower, lists.params))
+
+
+def test_lamb_moves_tensors_without_a_norm_as_adam_does(ops, device):
+    """A weight that starts from zeros would never leave them, one without gradients has no direction to divide by."""
+    lists = make_lists([(3,), (3,), (3,)], MIXES["float32"], 2, device)
+    lists.params[0].zero_()
+    for t in (lists.grads[1], lists.states[0][1], lists.states[1][1]):
+        t.zero_()
+    lists.__post_init__()
+    run_step(ops, "lamb", lists, weight_decay=0.0)
+    for g, p, m, v in lists.wide:
+        u = adam_direction64(g, p, (m, v), **{k: x for k, x in ADAM.items() if k != "lr"}, decoupled=True)
+        p -= 0.1 * (p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else 1.0) * u
+    assert lists.wide[0][1].norm() > 0.05 and torch.equal(lists.params[1].double(), lists.wide[1][1].to(device))
+    assert_agrees(lists)
 
 
 @pytest.mark.parametrize("name", ONE_EACH)

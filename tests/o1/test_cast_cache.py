@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ampkit
+from ampkit.optimizers import FusedSGD
 
 
 @pytest.fixture(params=[pytest.param("C++", marks=pytest.mark.compiled("wrappers")), "Python"])
@@ -488,6 +489,30 @@ def test_delayed_micro_batches_cast_a_weight_once_per_step():
         optimizer.step()
         optimizer.zero_grad()
         assert cache.casts_made == 4 * steps
+
+
+STEPS = {
+    "ordinary": (lambda p: torch.optim.SGD(p, 0.0), 1.0),
+    "fused": (lambda p: FusedSGD(p, 0.0), 1.0),
+    "torch's fused": (lambda p: torch.optim.SGD(p, 0.0, fused=True), 1.0),
+    "skipped": (lambda p: torch.optim.SGD(p, 0.0), float("inf")),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_step_drops_casts_that_a_later_micro_batch_made(kind):
+    """After it writes are seen that torch does not count, to a ``.data`` that was kept."""
+    make, factor = STEPS[kind]
+    model, x = nn.Linear(2, 1, bias=False), torch.ones(1, 2)
+    model, optimizer = ampkit.initialize(model, make(model.parameters()), opt_level="O1", verbosity=0)
+    data = model.weight.data
+    with ampkit.scale_loss(model(x).sum() * factor, optimizer) as scaled:
+        scaled.backward()
+    model(x)  # for a metric, say
+    optimizer.step()
+    assert kept(ampkit.current_session().casting) == 0
+    data.fill_(2.0)
+    assert model(x).item() == 4.0
 
 
 def test_close_drops_the_cache():

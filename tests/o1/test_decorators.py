@@ -84,6 +84,13 @@ def test_registered_function_casts_its_arguments(decorate, lower_precision, give
     assert module.function is dtypes
 
 
+def test_promotion_asks_every_argument():
+    given = [torch.ones(2, dtype=dtype) for dtype in (LOW, LOW, FULL)]
+    with o1():
+        assert promote_function(dtypes)(*given) == [FULL, FULL, FULL]
+        assert promote_function(dtypes)(given[0], b=given[1], c=given[2]) == [FULL, FULL, FULL]
+
+
 def test_decorated_function_casts_inside_containers():
     function = float_function(lambda batch: batch["x"][0].dtype)
     with o1():

@@ -245,6 +245,25 @@ def test_lars_is_the_published_update(nesterov, skipped):
     assert_all_close(params, expected, 1e-5)
 
 
+@pytest.mark.parametrize("bias_correction, expected", [(True, 0.9), (False, 0.8)])
+def test_adam_corrects_its_bias_unless_told_not_to(bias_correction, expected):
+    p = nn.Parameter(torch.tensor([1.0]))
+    p.grad = torch.tensor([2.0])
+    optimizers.FusedAdam([p], lr=0.1, betas=(0.5, 0.9375), eps=0.0, bias_correction=bias_correction).step()
+    # m = 0.5 * 2 = 1 and v = 0.0625 * 4 = 0.25: the step is 0.1 * 1 / 0.5. Corrected, m is 2 and v is 4.
+    assert torch.allclose(p.detach(), torch.tensor([expected]))
+
+
+def test_adagrad_heeds_the_lr_decay_of_a_checkpoint_of_torchs():
+    p, other = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([1.0]))
+    optimizer = optimizers.FusedAdagrad([p], lr=0.5, eps=0.0)
+    optimizer.load_state_dict(torch.optim.Adagrad([other], lr=0.5, lr_decay=1.0, eps=0.0).state_dict())
+    for expected in (0.5, 0.5 - 0.25 / 2**0.5):  # 0.5 / 1 * 1 / 1, then 0.5 / 2 * 1 / sqrt(2)
+        p.grad = torch.ones(1)
+        optimizer.step()
+        assert torch.allclose(p.detach(), torch.tensor([expected]))
+
+
 def test_sgd_weight_decay_after_momentum_stays_out_of_it():
     p = nn.Parameter(torch.tensor([2.0]))
     optimizer = optimizers.FusedSGD([p], lr=0.5, momentum=0.5, weight_decay=0.1, wd_after_momentum=True)

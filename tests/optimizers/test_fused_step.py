@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex import optimizers as apex_optimizers
-from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 from ampkit.parallel import LARC
 
 SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -37,6 +37,7 @@ EVERY = {
     **{name: pair[0] for name, pair in TWINS.items()},
     "FusedLAMB": lambda p: FusedLAMB(p, lr=0.02, max_grad_norm=0.5),
     "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.02, weight_decay=0.1),
+    "FusedLARS": lambda p: FusedLARS(p, **SGD),
 }
 
 
@@ -146,6 +147,24 @@ def test_materialised_gradients_give_the_same_step(name, level):
         results.append([p.detach().clone() for p in masters(optimizer)])
         ampkit.close()
     assert_close(*results)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_lamb_clips_in_a_session_as_it_does_alone(level):
+    settings = dict(lr=0.02, eps=0.1, max_grad_norm=0.05)
+    model, optimizer = prepared(lambda p: FusedLAMB(p, **settings), level)
+    params = [nn.Parameter(p.detach().clone()) for p in masters(optimizer)]
+    alone = FusedLAMB(params, **settings)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        for param, gradient in zip(params, gradients_in_float64(model, level)):
+            param.grad = None if gradient is None else gradient.float()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        assert norm > 2 * settings["max_grad_norm"]
+        optimizer.step()
+        alone.step()
+    assert_close(masters(optimizer), params)
 
 
 CLIPS = {

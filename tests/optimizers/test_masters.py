@@ -62,6 +62,23 @@ def assert_equal_states(found, expected):
         assert torch.equal(found[name], value) and found[name].dtype is value.dtype, name
 
 
+@pytest.mark.parametrize("level", ("O2", "O5"))
+def test_every_group_trains_on_masters(level):
+    model = Net()
+    groups = [{"params": model.first.parameters()}, {"params": model.last.parameters(), "lr": 0.25}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    masters = [group["params"] for group in optimizer.param_groups]
+    before = [[p.detach().clone() for p in group] for group in masters]
+    assert {p.dtype for group in masters for p in group} == {torch.float32}
+    step(model, optimizer)
+    for group, values, lr, layer in zip(masters, before, (0.5, 0.25), (model.first, model.last), strict=True):
+        for master, value, weight in zip(group, values, layer.parameters(), strict=True):
+            assert weight.dtype is torch.bfloat16 and torch.equal(weight, master.bfloat16())
+            torch.testing.assert_close(master.detach(), value - lr * weight.grad.float())
+            assert not torch.equal(master, value)
+
+
 # state_dict() is the masters
 
 

@@ -14,7 +14,7 @@ from ampkit import DynamicLossScale
 from ampkit.findings import HostCopy
 from ampkit.kernels import reference
 from ampkit.loss_scale import DynamicScaler
-from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 
 FUSED = {
     "FusedSGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -22,6 +22,7 @@ FUSED = {
     "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01),
     "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.01),
     "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.01),
+    "FusedLARS": lambda p: FusedLARS(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
 }
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose")
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit import DynamicLossScale
+from ampkit.optimizers import FusedSGD
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # Gradients are computed from bfloat16 activations: 8 bits of significand.
@@ -250,6 +251,21 @@ def test_overflow_in_an_early_micro_batch_skips_the_step(level, flag):
     with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
         scaled.backward()
     before = everything(model, optimizer)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflow_in_the_last_micro_batch_skips_the_step(level, make):
+    """The gradients of the batches before it are there already, unscaled: what is new is checked as it is added."""
+    _, model, optimizer = prepared(level, lambda p: make(p, lr=0.1))
+    x, y = batches(1)[0]
+    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    before = everything(model, optimizer)
+    overflow(model, optimizer)
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
