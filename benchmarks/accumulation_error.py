@@ -1,11 +1,12 @@
 """The error of gradients summed over micro-batches, with and without ``delay_unscale``, against float64.
 
-$ python benchmarks/accumulation_error.py
+$ python benchmarks/accumulation_error.py             # --micro-batches 1 8 for the first rows
 
 A three-layer MLP and random data. The first row, a single micro-batch, has the error of computing in bfloat16 alone;
 what the others have beyond it comes from adding up.
 """
 
+import argparse
 import copy
 
 import torch
@@ -38,9 +39,12 @@ def relative_error(level, micro_batches, delayed):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N", help="a row each")
+    args = parser.parse_args()
     print(f"torch {torch.__version__}, bfloat16 on the CPU\n")
     print("| micro-batches | O1 | O1 delay_unscale | O2 | O2 delay_unscale |\n|---|---|---|---|---|")
-    for micro_batches in (1, 8, 32, 128):
+    for micro_batches in args.micro_batches:
         errors = [relative_error(level, micro_batches, delayed) for level in ("O1", "O2") for delayed in (False, True)]
         print(f"| {micro_batches} | " + " | ".join(f"{error:.2%}" for error in errors) + " |")
 

@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--repetitions", type=int, default=60)
     chosen = parser.parse_args()
+    if chosen.repetitions < 2:
+        parser.error(f"--repetitions is {chosen.repetitions}; quartiles take two or more")
     torch.set_num_threads(1)
     device, dtype = chosen.device, getattr(torch, chosen.dtype)
 

@@ -249,6 +249,8 @@ def main():
     parser.add_argument("--only", choices=CASES, action="append", help="one of the cases; may be given several times")
     parser.add_argument("--compile", action="store_true", help="compile both models")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds is {args.rounds}; quartiles take two or more")
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     print(f"torch {torch.__version__}, {device}, {args.dtype}, {torch.get_num_threads()} threads, {args.rounds} rounds")
     print(
