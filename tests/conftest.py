@@ -1,10 +1,13 @@
 """What all tests share: the devices at hand, and random numbers that are the same each time."""
 
+import gc
 import os
 import types
 
 import pytest
 
+# Tests are too small for several threads, and run in a process for each core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Threads that spin while they wait make bfloat16 ten times slower wherever something else runs, other tests included.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -13,13 +16,11 @@ import torch._dynamo  # replaces torch.manual_seed; the first optimizer would im
 
 import ampkit
 from ampkit import kernels
+from ampkit.casting import rebinding
 from ampkit.casting.library import dispatch
 from ampkit.kernels import reference, switch
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.fixture(params=DEVICES)
@@ -34,12 +35,48 @@ COMPILED = {
 }
 
 
+# Loaded by the tests' tools and by torch.compile; they hold no functions of torch.
+TOOLS = {"_pytest", "hypothesis", "mpmath", "networkx", "numpy", "pytest", "setuptools", "sympy", "triton"}
+
+WAITING = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that only tests that were asked for count as waiting
 def pytest_collection_modifyitems(config, items):
-    """With AMPKIT_EXTENSION=off, tests of what is compiled are no part of the run; the run with it has them."""
+    """Leave out what cannot run here: tests of what is compiled, with AMPKIT_EXTENSION=off, and tests that need GPUs."""
     if os.environ.get("AMPKIT_EXTENSION") == "off":
         compiled = [item for item in items if item.get_closest_marker("compiled")]
         config.hook.pytest_deselected(items=compiled)
         items[:] = [item for item in items if item not in set(compiled)]
+    here = [item for item in items if gpus_needed(item) <= torch.cuda.device_count()]
+    config.stash[WAITING] = len(items) - len(here)
+    items[:] = here
+
+
+def pytest_collection_finish():
+    """What every test would pay for: the collector walks all that is alive, and O1 all loaded modules."""
+    gc.collect()
+    gc.freeze()
+    rebinding._LEFT_ALONE |= TOOLS
+
+
+def gpus_needed(item):
+    return max((marker.kwargs.get("count", 1) for marker in item.iter_markers("cuda")), default=0)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, each of which collects all tests
+        session.config.workeroutput["waiting"] = session.config.stash.get(WAITING, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[WAITING] = getattr(node, "workeroutput", {}).get("waiting", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if waiting := config.stash.get(WAITING, 0):
+        terminalreporter.write_line(f"{waiting} tests wait for a GPU")
 
 
 def pytest_runtest_setup(item):

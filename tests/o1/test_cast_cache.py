@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import ampkit
 from ampkit.optimizers import FusedSGD
 
+pytestmark = pytest.mark.switch
+
 
 @pytest.fixture(params=[pytest.param("C++", marks=pytest.mark.compiled("wrappers")), "Python"])
 def casting(request):
@@ -300,7 +302,7 @@ def test_cache_is_bypassed_while_compiling(casting, monkeypatch):
     assert (kept(casting), casts_made(casting)) == (1, 1)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("in_python", [False, True])
 def test_cast_of_one_stream_is_not_used_on_another(in_python):
     with o1(device_types=("cuda",), in_python=in_python) as casting:

@@ -160,7 +160,7 @@ def test_syncbn_with_the_wrong_channels_names_both_numbers():
         SyncBatchNorm(CHANNELS)(torch.randn(2, 5))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_convert_on_cuda_gives_torchs_class():
     assert type(convert_syncbn_model(nn.BatchNorm2d(CHANNELS).cuda())) is nn.SyncBatchNorm
 

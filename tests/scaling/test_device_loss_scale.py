@@ -16,6 +16,8 @@ from ampkit.kernels import reference
 from ampkit.loss_scale import DynamicScaler
 from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 
+pytestmark = pytest.mark.switch
+
 FUSED = {
     "FusedSGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "FusedAdam": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.01),
@@ -335,10 +337,7 @@ def test_a_scale_of_the_moment_stays_what_it_was():
     assert float(entered) == 65536.0 and float(scaler.current(cpu)) == 32768.0
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@needs_gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_an_iteration_can_be_captured_in_a_graph(level):
     make = FUSED["FusedAdam"]
@@ -367,7 +366,7 @@ def test_an_iteration_can_be_captured_in_a_graph(level):
     assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {5 if level == "O2" else 6}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.cuda(count=2)
 def test_an_overflow_on_one_device_skips_on_all():
     torch.manual_seed(0)
     first, second = nn.Linear(6, 8, device="cuda:0"), nn.Linear(8, 3, device="cuda:1")
