@@ -23,6 +23,12 @@ from ampkit.casting import Casting
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def others_slow(*chosen, of: Iterable) -> list:
+    """The values of a parameter: those ``chosen`` for `make test`, and the others, which `make test-all` takes too."""
+    values = [(value, value if isinstance(value, tuple) else (value,)) for value in of]
+    return [value if value in chosen else pytest.param(*each, marks=pytest.mark.slow) for value, each in values]
+
+
 @contextlib.contextmanager
 def o1(
     lower_precision: torch.dtype = torch.bfloat16, device_types: tuple[str, ...] = ("cpu",), **settings

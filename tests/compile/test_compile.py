@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import others_slow
 from torch import nn
 
 import ampkit
@@ -63,6 +64,28 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class ResNet(nn.Sequential):
+    """Statistics over hundreds of numbers: over the two of a batch of two, gradients would hang on a rounding."""
+
+    def __init__(self, width=8):
+        stem = nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+        head = nn.AvgPool2d(8), nn.Flatten(), nn.Linear(width, 4)
+        super().__init__(*stem, Residual(width), Residual(width), *head)
+
+    def forward(self, x):
+        return super().forward(x)
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -78,8 +101,7 @@ def make_mlp():
 
 
 def make_resnet():
-    torchvision = pytest.importorskip("torchvision")
-    return torchvision.models.resnet18(num_classes=4), torch.randn(2, 3, 32, 32), torch.arange(2)
+    return ResNet(), torch.randn(8, 3, 8, 8), torch.arange(8) % 4
 
 
 def make_gpt():
@@ -91,7 +113,7 @@ def make_lstm():
     return Recurrent(), torch.randn(4, 6, 8), torch.arange(4)
 
 
-MODELS = {"mlp": make_mlp, "resnet18": make_resnet, "gpt": make_gpt, "lstm": make_lstm}
+MODELS = {"mlp": make_mlp, "resnet": make_resnet, "gpt": make_gpt, "lstm": make_lstm}
 
 
 class Graphs:
@@ -160,18 +182,31 @@ def train_eagerly(make, level):
         ampkit.close()
 
 
+def gradient_of_a_step(forward, optimizer, inputs, targets):
+    """The dtype of the output, and all gradients that the optimizer got in one vector."""
+    outputs, _ = step(forward, optimizer, inputs, targets)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return outputs.dtype, torch.cat([p.grad.double().flatten() for p in params])
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_trains_in_one_graph_as_it_does_uncompiled(name, level):
+    graphs = Graphs()
     with what_the_plain_model_needs(name):
-        dtypes, losses = train_eagerly(MODELS[name], level)
+        model, *rest = initialized(MODELS[name], None)
+        _, exact = gradient_of_a_step(model, *rest)
         model, *rest = initialized(MODELS[name], level)
-        graphs = Graphs()
-        compiled_dtypes, compiled_losses = train(torch.compile(model, fullgraph=True, backend=graphs), *rest)
+        dtype, eager = gradient_of_a_step(model, *rest)
+        ampkit.close()
+        model, *rest = initialized(MODELS[name], level)
+        forward = torch.compile(model, fullgraph=True, backend=graphs)
+        compiled_dtype, compiled = gradient_of_a_step(forward, *rest)
+        train(forward, *rest, steps=2)
     assert graphs.count == 1
-    assert compiled_dtypes == dtypes
-    assert compiled_losses == pytest.approx(losses, rel=4e-3)
-    assert losses[1] < losses[0]  # on the same batch; later steps may overshoot
+    assert compiled_dtype is dtype
+    # Roundings may fall elsewhere, and no more of them: lower precision costs as much as it does uncompiled.
+    assert (compiled - eager).norm() <= (eager - exact).norm()
 
 
 @pytest.mark.parametrize("level, dtype", [("O0", torch.float32), ("O3", torch.float32), ("O4", torch.bfloat16)])
@@ -191,7 +226,7 @@ def test_levels_without_master_weights_and_loss_scale_train_in_one_graph_too(lev
     assert len(set(compiled_losses)) == 3  # the weights moved
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", others_slow("O1", of=LEVELS))
 def test_inductor_trains_as_uncompiled(level):
     dtypes, losses = train_eagerly(make_mlp, level)
     model, *rest = initialized(make_mlp, level)
@@ -216,6 +251,7 @@ print(extern_kernels.addmm is torch.addmm, extern_kernels.mm is torch.mm)
 """
 
 
+@pytest.mark.slow
 def test_generated_code_calls_torchs_own_kernels():
     # In a process of its own: inductor binds them when it is loaded, here while torch is patched.
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", KERNELS], capture_output=True, text=True)
@@ -310,7 +346,7 @@ HOW = (compiled_module, compiled_in_place, compiled_submodule, compiled_function
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("called_before", others_slow(True, of=[False, True]))
 @pytest.mark.parametrize("compiled", HOW)
 def test_compiled_before_initialize_is_as_compiled_after(compiled, called_before, level):
     want = train_eagerly(make_mlp, level)
@@ -339,6 +375,7 @@ def test_initialize_takes_a_compiled_model_and_returns_it(level):
     assert dtypes == want[0] and losses == pytest.approx(want[1], rel=4e-3)
 
 
+@pytest.mark.switch
 @pytest.mark.parametrize("level", LEVELS)
 def test_step_compiled_with_its_loss_trains_as_uncompiled(level):
     def loss_of(model, inputs, targets):
@@ -454,7 +491,7 @@ def replace_data(model):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("write", [write_masters, write_weights, load, replace_data])
-@pytest.mark.parametrize("compiled", HOW)
+@pytest.mark.parametrize("compiled", others_slow(compiled_module, of=HOW))
 def test_weights_written_between_two_compiled_forwards_are_seen(compiled, write, level):
     torch.manual_seed(0)
     model = MLP()
