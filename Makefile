@@ -1,7 +1,8 @@
 # Every target sets up what it needs in .venv, and may be repeated.
 #
-#   make test         the whole suite, with the compiled kernels and without
-#   make demo         trains on real images at O0 and at O1, and compares
+#   make test         what to run after each change, with the compiled kernels and without: minutes
+#   make test-all     every test, both ways
+#   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
 #
@@ -12,14 +13,14 @@ TORCH ?=
 VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# A process for each core, a file of tests to each.
-PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --max-worker-restart 1
+# A process for each core; the one that is done takes over half of what the others have left.
+PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist worksteal --max-worker-restart 1
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff
 
-.PHONY: venv clients test cuda-build demo lint clean
+.PHONY: venv clients test test-all cuda-build demo lint clean
 
 venv: $(VENV)/.extension
 
@@ -40,9 +41,20 @@ clients: venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate
 
 # A silent fallback would hide a broken extension: the first run refuses it, the second does without on purpose.
+# $(call both-ways,-m "which tests with the extension",-m "which without")
+define both-ways
+	@start=$$(date +%s); failed=0; set -x; \
+	AMPKIT_EXTENSION=require $(PYTEST) $(1) tests || failed=1; \
+	AMPKIT_EXTENSION=off $(PYTEST) $(2) tests || failed=1; \
+	{ set +x; } 2> /dev/null; took=$$(($$(date +%s) - start)); \
+	echo "both runs of pytest took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
+endef
+
 test: venv
-	AMPKIT_EXTENSION=require $(PYTEST) tests
-	AMPKIT_EXTENSION=off $(PYTEST) tests
+	$(call both-ways,-m "not slow",-m "switch and not slow")
+
+test-all: venv
+	$(call both-ways)
 
 # Asks nvcc itself where its toolkit lies: the one on PATH may be a script or a link to it.
 CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p')
@@ -60,7 +72,7 @@ cuda-build: venv
 	  glob.glob(f'build/cuda/lib*/ampkit/{name}*.so')]; load('_C'); print('loaded', *load('_cuda'))"
 
 demo: venv
-	$(BIN)/python examples/imagenet/demo.py
+	$(BIN)/python examples/imagenet/demo.py $(DEMO)
 
 lint: venv
 	$(BIN)/ruff check .

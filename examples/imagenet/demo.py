@@ -35,33 +35,36 @@ FEW_ITERATIONS = 8
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train ResNet-18 on digits at O0 and O1, and compare.")
     parser.add_argument("--dir", default=Path("demo"), type=Path, help="where everything is written (default: demo)")
-    folder = parser.parse_args().dir
+    parser.add_argument("--short", action="store_true", help=f"{FEW_ITERATIONS} iterations of each: shows that it runs")
+    args = parser.parse_args()
+    folder = args.dir
 
     counts = make_digits(folder / "digits")
     print(f"{folder / 'digits'}: {counts['train']:,} handwritten digits to learn from, {counts['val']:,} to test with")
     lower_precision = "float16" if torch.cuda.is_available() else "bfloat16"
     print(f"O0 computes in float32, O1 where it is safe in {lower_precision}.")
     slowness = slowness_of(getattr(torch, lower_precision))
-    is_short = slowness > TOO_SLOW
-    if is_short:
+    is_slow = slowness > TOO_SLOW
+    if is_slow:
         print(
             f"This torch takes {slowness:.0f} times as long for a convolution in {lower_precision} as in float32 on this "
             f"machine. So images have {SMALL_IMAGE_SIZE} pixels, and O1 runs {FEW_ITERATIONS} iterations only."
         )
     print(flush=True)
 
-    size = ["--image-size", str(SMALL_IMAGE_SIZE if is_short else IMAGE_SIZE)]
-    shortened = {"O1": ["--max-iters", str(FEW_ITERATIONS)]} if is_short else {}
-    runs = {level: train(level, folder, size + shortened.get(level, [])) for level in LEVELS}
+    size = ["--image-size", str(SMALL_IMAGE_SIZE if is_slow or args.short else IMAGE_SIZE)]
+    shortened = LEVELS if args.short else ("O1",) if is_slow else ()
+    few = ["--max-iters", str(FEW_ITERATIONS)]
+    runs = {level: train(level, folder, size + few * (level in shortened)) for level in LEVELS}
     summaries = {level: summarise(rows) for level, rows in runs.items()}
     plot = draw_losses(runs, folder / "losses.png")
 
     print("\n" + table(summaries, shortened))
     print(f"\nspeed-up: images/s over O0's, each the median of all iterations after the first {WARM_UP}")
-    if is_short:
+    if shortened:
         print(f"O1's losses were within {largest_difference(runs):.1%} of O0's.")
     print(f"loss curves: {plot}")
-    if not is_short and (note := precision_note(summaries["O1"]["images_per_s"] / summaries["O0"]["images_per_s"])):
+    if not shortened and (note := precision_note(summaries["O1"]["images_per_s"] / summaries["O0"]["images_per_s"])):
         print(note)
 
     whole = {level: row for level, row in summaries.items() if level not in shortened}
