@@ -10,6 +10,8 @@ from ampkit.apex import amp_C, apex_C
 from ampkit.apex.multi_tensor_apply import multi_tensor_applier
 from ampkit.apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
 
+pytestmark = pytest.mark.switch
+
 HALF, FULL = torch.float16, torch.float32
 SIZES = ((555, 111), (2048, 33), (1, 1))
 POSITIONS = [(i, where) for i in range(2) for where in (0, -1)]

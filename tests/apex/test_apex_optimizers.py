@@ -12,6 +12,8 @@ from ampkit import optimizers as core
 from ampkit.apex import optimizers
 from ampkit.apex.contrib import optimizers as contrib
 
+pytestmark = pytest.mark.switch
+
 ADAM = dict(lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.1)
 

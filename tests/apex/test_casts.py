@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+pytestmark = pytest.mark.switch
+
 HALF, FLOAT = torch.float16, torch.float32
 B, C, H, T = 4, 3, 8, 5
 

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, others_slow
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 
@@ -21,7 +21,7 @@ def execute(*arguments, before=(), cwd=None, timeout=240, **environment):
     return done
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", others_slow("O1", of=["O0", "O1", "O2", "O3"]))
 def test_a_gan_with_three_losses(level):
     done = execute("--device", "cpu", SCRIPTS / "gan.py", "--opt_level", level)
     assert f"Selected optimization level {level}" in done.stdout
@@ -29,7 +29,10 @@ def test_a_gan_with_three_losses(level):
     assert done.stderr.count("--device cpu") == 1 and "bfloat16" in done.stderr
 
 
-@pytest.mark.parametrize("level, out, weights", [("O1", "bfloat16", "float32"), ("O2", "float32", "bfloat16")])
+RESULTS = [("O1", "bfloat16", "float32"), ("O2", "float32", "bfloat16")]
+
+
+@pytest.mark.parametrize("level, out, weights", others_slow(RESULTS[1], of=RESULTS))
 def test_a_classifier(tmp_path, level, out, weights):
     arguments = ["--opt-level", level, "--loss-scale", "dynamic", "--checkpoint", tmp_path / "ckpt.pt"]
     done = execute("--device", "cpu", SCRIPTS / "classify.py", *arguments)
@@ -38,6 +41,7 @@ def test_a_classifier(tmp_path, level, out, weights):
     assert set(saved) == {"model", "optimizer", "amp"} and saved["model"]["0.weight"].dtype is torch.float32
 
 
+@pytest.mark.slow
 def test_the_environment_still_chooses_the_precision():
     done = execute("--device", "cpu", SCRIPTS / "classify.py", AMPKIT_LOWER_PRECISION="float16")
     assert "RESULT 0 torch.float16 torch.float32 1" in done.stdout and "float16" in done.stderr
@@ -74,6 +78,7 @@ def _free_port():
         return found.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_module_and_its_arguments(tmp_path):
     package = tmp_path / "tool"
     package.mkdir()
@@ -102,6 +107,7 @@ def test_exit_codes_and_errors_are_the_scripts(tmp_path):
     assert missing.returncode == 2 and "nowhere.py" in missing.stderr
 
 
+@pytest.mark.slow
 def test_an_installed_apex_with_amp_is_kept_unless_replaced(tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")

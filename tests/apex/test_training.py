@@ -9,6 +9,8 @@ from torch import nn
 
 import ampkit
 
+pytestmark = pytest.mark.switch
+
 HALF, FLOAT = torch.float16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3")
 # An overflow is planted in (iteration, loss, weight). A static scale of 1, that of O0 and O3, checks nothing.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, others_slow
 
 import ampkit
 
@@ -108,6 +108,7 @@ def test_assert_same_notices_a_changed_bit():
         assert_same({"a": [1, torch.tensor(1.0)]}, {"a": [1, torch.tensor(1.0 + 2**-23)]})
 
 
+@pytest.mark.slow
 def test_make_digits_splits_every_class_alike_and_may_be_repeated(example, digits, tmp_path):
     make_digits = example["make_digits"].make_digits
     counts = make_digits(tmp_path)
@@ -188,8 +189,11 @@ def test_batches_are_the_same_with_any_number_of_workers(example, digits):
 
 
 # SqueezeNet has dropout, so it needs its random numbers back too.
-@pytest.mark.parametrize("arch, level", [("resnet18", "O0"), ("squeezenet1_1", "O1"), ("resnet18", "O2")])
-def test_resume_in_mid_epoch_equals_not_having_stopped(train, tmp_path, arch, level):
+RESUMED = {"O0": "resnet18", "O1": "squeezenet1_1", "O2": "resnet18"}
+
+
+@pytest.mark.parametrize("level, arch", others_slow(("O1", "squeezenet1_1"), of=RESUMED.items()))
+def test_resume_in_mid_epoch_equals_not_having_stopped(train, tmp_path, level, arch):
     common = f"-a {arch} --opt-level {level}"  # 3 iterations make an epoch
     whole = train(f"{common} --max-iters 5", "whole")
     train(f"{common} --max-iters 2", "parts")
@@ -306,6 +310,7 @@ def test_script_ends_with_one_line_when_the_folder_is_missing(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_train_with_synchronised_batch_norm(example, digits, tmp_path):
     """torchrun on the CPU; the rows are rank 0's, and each counts the samples of both."""
     environment = os.environ | {"PYTHONPATH": str(Path(ampkit.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}

@@ -8,6 +8,7 @@ import sys
 import hypothesis
 import pytest
 import torch
+from helpers import others_slow
 from hypothesis import strategies
 
 from ampkit import kernels
@@ -372,7 +373,7 @@ def test_face_traces_without_graph_breaks(ops, device):
 
 
 @pytest.mark.compiled("kernels")
-@pytest.mark.parametrize("capability", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", others_slow("avx2", of=["baseline", "avx2", "avx512"]))
 def test_every_instruction_set_gives_the_same_bits(capability):
     """Each set runs in a process of its own, on all float16 and bfloat16 values and many float32 ones."""
     script = """

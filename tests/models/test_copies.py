@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, others_slow
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
@@ -260,7 +260,7 @@ def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
 # torch.load in a process that has only imported torch
 
 
-@pytest.mark.parametrize("level", ("O1", "O2"))
+@pytest.mark.parametrize("level", others_slow("O2", of=("O1", "O2")))
 def test_saved_model_loads_in_a_fresh_process(tmp_path, level):
     model, _ = prepared(level)
     torch.save(model.eval(), tmp_path / "model.pt")

@@ -19,6 +19,8 @@ from ampkit.casting import Casting, active_casting
 from ampkit.errors import ConfigurationError, RefusedOperation
 from ampkit.policy import CastKind, expand, tables_for
 
+pytestmark = pytest.mark.switch
+
 NAMESPACES = {
     "torch": torch,
     "torch.nn.functional": F,

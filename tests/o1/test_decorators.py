@@ -20,6 +20,8 @@ from ampkit.casting import (
 )
 from ampkit.errors import ConfigurationError
 
+pytestmark = pytest.mark.switch
+
 
 @pytest.fixture(autouse=True)
 def forget_registrations():

@@ -28,6 +28,8 @@ import ampkit
 from ampkit import Policy
 from ampkit.casting import rebinding
 
+pytestmark = pytest.mark.switch
+
 X = torch.linspace(-2.0, 2.0, 6).reshape(2, 3)
 W = torch.linspace(-1.0, 1.0, 9).reshape(3, 3)
 
@@ -644,6 +646,7 @@ class Transformed(Dataset):
         return self.transform(X + index)
 
 
+@pytest.mark.slow
 def test_spawned_workers_take_originals_and_wrappers():
     functions = [functools.partial(F.softmax, dim=-1)]
     expected = torch.stack([functions[0](X + index) for index in range(4)])

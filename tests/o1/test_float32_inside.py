@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ampkit.casting import inside
 
+pytestmark = pytest.mark.switch
+
 LOW = [torch.bfloat16, torch.float16]
 TARGET = torch.arange(64) % 96
 IGNORING = TARGET.masked_fill(TARGET % 3 == 0, -100)

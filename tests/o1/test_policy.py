@@ -14,6 +14,8 @@ from ampkit import Policy
 from ampkit.errors import ConfigurationError, RefusedOperation
 from ampkit.policy import TABLES, CastKind, CastRule, RuleGroup, expand, tables_for
 
+pytestmark = pytest.mark.switch
+
 # apex-facts: the rows that scripts written for Apex rely on, by owner.
 APEX_LOWER = {
     torch.nn.functional: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear",

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from ampkit.policy import CastKind, Policy
 
+pytestmark = pytest.mark.switch
+
 LOWER, FP32, PROMOTE = CastKind.LOWER_PRECISION_FP, CastKind.FP32, CastKind.PROMOTE
 NATIVE, BANNED, MATCH_FIRST, REJECT = CastKind.NATIVE, CastKind.BANNED, CastKind.MATCH_FIRST, CastKind.REJECT
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"

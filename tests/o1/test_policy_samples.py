@@ -9,6 +9,8 @@ from helpers import o1
 from ampkit.casting.tensors import map_tensors, tensors_in
 from ampkit.policy import CastKind, Policy
 
+pytestmark = pytest.mark.switch
+
 LOW = (torch.float16, torch.bfloat16)
 OWNERS = {torch: "torch", F: "torch.nn.functional", torch.linalg: "torch.linalg", torch.Tensor: "torch.Tensor"}
 # Without a kernel on the CPU, and refused (tests/o1/test_policy.py).

@@ -9,6 +9,8 @@ from helpers import o1
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+pytestmark = pytest.mark.switch
+
 LAYERS = {
     "LSTM": lambda **kw: nn.LSTM(4, 6, **kw),
     "GRU": lambda **kw: nn.GRU(4, 6, **kw),

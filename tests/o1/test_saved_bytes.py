@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import o1
+from helpers import o1, others_slow
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -168,7 +168,7 @@ def steps_of_o1(model, optimizer, x, loss_of):
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", others_slow("transformer block", of=CASES))
 def test_a_training_step_needs_no_more_memory_than_under_autocast(case):
     make, inputs, loss_of, _ = CASES[case]
     peaks = []

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import o1
+from helpers import o1, others_slow
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
@@ -29,7 +29,7 @@ def collate(samples):
     return torch.cat(samples) @ torch.eye(2)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", others_slow("fork", of=["fork", "spawn"]))
 def test_batches_of_0_and_2_workers_are_bit_identical(context):
     expected = list(DataLoader(Images(), batch_size=2, collate_fn=collate))
     with o1():

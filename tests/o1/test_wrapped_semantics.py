@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 import ampkit
 
+pytestmark = pytest.mark.switch
+
 X = torch.linspace(-2.0, 2.0, 4).reshape(2, 2)
 LOW = X.bfloat16()
 

@@ -8,6 +8,8 @@ from torch import nn
 import ampkit
 from ampkit import optimizers
 
+pytestmark = pytest.mark.switch
+
 STEPS = 5
 ADAM = dict(lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.1)

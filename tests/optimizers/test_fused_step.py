@@ -15,6 +15,8 @@ from ampkit.apex import optimizers as apex_optimizers
 from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 from ampkit.parallel import LARC
 
+pytestmark = pytest.mark.switch
+
 SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.1)
 ADAM = dict(lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 ADAGRAD = dict(lr=0.1, eps=1e-8, weight_decay=0.05)

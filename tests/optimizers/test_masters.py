@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import ampkit
 
+pytestmark = pytest.mark.switch
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),

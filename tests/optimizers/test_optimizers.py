@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import ampkit
 
+pytestmark = pytest.mark.switch
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -21,6 +21,7 @@ def run(*arguments, cwd=ROOT, **environment):
 NAME = "from ampkit import kernels; print(kernels.implementation().name)"
 
 
+@pytest.mark.slow
 def test_switch_off_means_reference():
     result = run("-c", NAME, AMPKIT_EXTENSION="off")
     assert result.stdout.strip() == "reference", result.stderr
@@ -43,6 +44,7 @@ def package_with_broken_extension(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_auto_falls_back_and_keeps_the_reason(package_with_broken_extension):
     script = NAME + "; print(kernels.implementation().why)"
     result = run("-c", script, cwd=package_with_broken_extension, AMPKIT_EXTENSION="auto", PYTHONPATH="")
@@ -85,12 +87,14 @@ def test_wrappers_built_with_another_torch_step_aside_and_say_so(package_without
     assert result.stderr.count(reason) == 1 and "O1 casts in Python" in result.stderr
 
 
+@pytest.mark.slow
 def test_wrappers_built_with_another_torch_are_an_error_where_they_are_required(package_without_kernels):
     result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_without_kernels, AMPKIT_EXTENSION="require", PYTHONPATH="")
     assert result.returncode != 0
     assert "ExtensionError: AMPKIT_EXTENSION=require, but ampkit._casting could not be loaded" in result.stderr
 
 
+@pytest.mark.slow
 def test_wrappers_of_older_sources_step_aside(package_with_broken_extension):
     library = package_with_broken_extension / "ampkit" / "_casting.py"
     library.write_text("torch_version = '2.11.0'\n\n\nclass CastStore:\n    pass\n")
@@ -98,6 +102,7 @@ def test_wrappers_of_older_sources_step_aside(package_with_broken_extension):
     assert result.stdout.startswith("Python ") and "built from older sources; build it again" in result.stdout, result
 
 
+@pytest.mark.slow
 def test_wrappers_that_were_never_built_are_no_news(package_with_broken_extension):
     library = package_with_broken_extension / "ampkit" / "_casting.py"
     library.write_text("""raise ModuleNotFoundError("No module named 'ampkit._casting'")\n""")
@@ -114,6 +119,7 @@ def test_info_says_what_is_loaded_and_why():
         assert words in result.stdout
 
 
+@pytest.mark.slow
 def test_unknown_command_is_refused():
     result = run("-m", "ampkit", "inform")
     assert result.returncode == 2 and "invalid choice: 'inform'" in result.stderr
@@ -149,6 +155,7 @@ def test_build_without_torch_is_pure_python_and_loud(tmp_path):
     assert result.returncode != 0 and "torch cannot be imported here" in result.stderr
 
 
+@pytest.mark.slow
 def test_build_without_a_working_compiler_is_pure_python_and_loud(tmp_path):
     broken = {"CXX": "/bin/false", "CC": "/bin/false"}
     result = build(tmp_path, "build", AMPKIT_BUILD_EXT="auto", AMPKIT_CUDA="0", **broken)

@@ -15,6 +15,8 @@ import ampkit
 from ampkit import DynamicLossScale
 from ampkit.optimizers import FusedSGD
 
+pytestmark = pytest.mark.switch
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # Gradients are computed from bfloat16 activations: 8 bits of significand.
 TOLERANCE = {level: 1e-6 if level == "O0" else 3e-2 for level in LEVELS}

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import others_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -161,7 +162,7 @@ def shape_of(model, optimizer):
     return modules, sorted(vars(optimizer)), len(type(model).__mro__)
 
 
-@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3"))
+@pytest.mark.parametrize("level", others_slow("O2", of=("O0", "O1", "O2", "O3")))
 @pytest.mark.parametrize("same_model", (True, False), ids=("same model", "new models"))
 def test_fifty_times_leaves_what_two_left(level, same_model, monkeypatch):
     # O1 walks all loaded modules for functions of torch; under tracemalloc a second a time, and one module shows it too.
@@ -361,7 +362,7 @@ def test_to_the_same_device_keeps_masters_and_casts():
     assert {p.device.type for p in masters} == {"cpu"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_to_another_device_takes_masters_along():
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
