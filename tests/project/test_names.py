@@ -1,0 +1,94 @@
+"""What ampkit exports is what it means to export, and what its pages name exists."""
+
+import importlib
+import inspect
+import re
+import tomllib
+import types
+
+import pytest
+from helpers import ROOT
+
+import ampkit
+
+EXPORTED = """
+    initialize session scale_loss clip_grad_norm_ master_params step_was_skipped disable_casts close current_session
+    state_dict load_state_dict from_grad_scaler to_grad_scaler
+    half_function bfloat16_function float_function promote_function cast_inputs
+    register_half_function register_bfloat16_function register_float_function register_promote_function
+    DynamicLossScale Policy
+    AmpkitError CheckpointError ClosureError ConfigurationError ExtensionError LossIdError LossScaleError
+    NotInitializedError RefusedOperation
+""".split()
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_package_exports_these_names_and_no_others():
+    found = [name for name, value in vars(ampkit).items() if not isinstance(value, types.ModuleType)]
+    assert sorted(name for name in found if not name.startswith("_")) == sorted(EXPORTED)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_name_is_documented_and_lives_in_ampkit(name):
+    value = getattr(ampkit, name)
+    assert inspect.getdoc(value) and value.__module__.startswith("ampkit.")
+
+
+def test_errors_can_be_caught_as_one():
+    for name in EXPORTED:
+        if name.endswith("Error") or name == "RefusedOperation":
+            assert issubclass(getattr(ampkit, name), ampkit.AmpkitError), name
+    assert issubclass(ampkit.LossScaleError, FloatingPointError)
+
+
+def test_version_is_the_one_that_is_packed():
+    assert ampkit.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def found(dotted):
+    """What ``ampkit.a.b`` names; an AttributeError or ImportError where it names nothing."""
+    value = ampkit
+    for index, name in enumerate(names := dotted.split(".")[1:]):
+        if isinstance(value, types.ModuleType) and not hasattr(value, name):
+            importlib.import_module(".".join(["ampkit", *names[: index + 1]]))
+        value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_on_the_pages_exist(page):
+    # Not `kernels.py` and the like: names of files end in .py.
+    names = {name for name in re.findall(r"(?<![\w./-])ampkit(?:\.[A-Za-z_]\w*)+", page.read_text())}
+    for name in sorted(names):
+        if not name.endswith(".py"):
+            found(name)
+
+
+def test_a_name_that_does_not_exist_is_noticed():
+    with pytest.raises(ImportError):
+        found("ampkit.initialise")
+    with pytest.raises(AttributeError):
+        found("ampkit.Policy.nothing")
+
+
+# README, Fused optimizers; docs/migrating.md, Apex's neighbours.
+@pytest.mark.parametrize(
+    "module, names",
+    [
+        ("ampkit.optimizers", "FusedAdam FusedSGD FusedLAMB FusedNovoGrad FusedAdagrad"),
+        ("ampkit.parallel", "LARC SyncBatchNorm convert_syncbn_model"),
+        ("ampkit.apex", "install uninstall is_installed"),
+    ],
+)
+def test_rooms_export_what_the_pages_promise(module, names):
+    module = importlib.import_module(module)
+    assert [name for name in names.split() if not callable(getattr(module, name, None))] == []
+    assert set(names.split()) <= set(getattr(module, "__all__", names.split()))
+
+
+def test_environment_variables_on_the_pages_are_read_somewhere():
+    sources = [*(ROOT / "ampkit").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "setup.py"]
+    read = {name for path in sources for name in re.findall(r"AMPKIT_[A-Z_]+", path.read_text())}
+    promised = {name for page in PAGES for name in re.findall(r"AMPKIT_[A-Z_]+", page.read_text())}
+    assert promised and promised <= read
