@@ -42,7 +42,7 @@ def o1(
         casting.close()
 
 
-def initialized(model: nn.Module, make_optimizer: Callable, level: str, **settings) -> tuple[nn.Module, Any]:
+def initialize_quietly(model: nn.Module, make_optimizer: Callable, level: str, **settings) -> tuple[nn.Module, Any]:
     """``ampkit.initialize`` of a model and of ``make_optimizer(model.parameters())``, without a word on standard output."""
     optimizer = make_optimizer(model.parameters())
     return ampkit.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **settings})

@@ -15,7 +15,7 @@ from ampkit.apex.fp16_utils import FP16_Optimizer, fp16_optimizer, fp16util, los
 HALF = torch.float16
 
 
-class Net(nn.Module):
+class ConvWithNorms(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(2, 3, 1)
@@ -40,18 +40,18 @@ KEPT = {
 
 
 def test_network_to_half_keeps_affine_batch_norms():
-    net = fp16_utils.network_to_half(Net())
+    net = fp16_utils.network_to_half(ConvWithNorms())
     assert isinstance(net[0], fp16_utils.tofp16) and "1.conv.weight" in net.state_dict()
     assert dtypes(net).items() >= KEPT.items()
     assert net(torch.randn(2, 2, 3, 3)).dtype is HALF
 
 
 def test_convert_network_and_fp16model_keep_affine_batch_norms():
-    net = Net()
+    net = ConvWithNorms()
     net.conv.weight.grad = torch.ones_like(net.conv.weight)
     assert fp16_utils.convert_network(net, HALF) is net
     assert dtypes(net).items() >= KEPT.items() and net.conv.weight.grad.dtype is HALF
-    model = fp16_utils.FP16Model(Net())
+    model = fp16_utils.FP16Model(ConvWithNorms())
     assert {n.removeprefix("network."): d for n, d in dtypes(model).items()}.items() >= KEPT.items()
     assert model(torch.randn(2, 2, 3, 3)).dtype is HALF
     lstm = fp16_utils.convert_network(nn.LSTM(2, 2), HALF)
@@ -150,7 +150,7 @@ def loss_of(model, seed=0):
     return (model(x.to(model[0].weight.dtype)).float() - 1.0).square().mean()
 
 
-def train(model, optimizer, steps):
+def take_fp16_steps(model, optimizer, steps):
     for step in steps:
         optimizer.zero_grad()
         optimizer.backward(loss_of(model, step))
@@ -167,7 +167,7 @@ def test_fp16_optimizer_follows_float32(settings, dtype):
         reference.zero_grad()
         loss_of(twin, step).backward()
         reference.step()
-    train(model, optimizer, range(4))
+    take_fp16_steps(model, optimizer, range(4))
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(mine.float(), theirs, atol=4e-2)
     masters = optimizer.fp32_from_fp16_groups[0]
@@ -205,7 +205,7 @@ def test_an_overflow_skips_the_step_and_says_so(capsys):
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
     assert "Gradient overflow.  Skipping step, reducing loss scale to 512.0" in capsys.readouterr().out
-    train(model, optimizer, range(2))
+    take_fp16_steps(model, optimizer, range(2))
     assert optimizer.loss_scale == 1024.0 and not optimizer.overflow
 
 
@@ -230,7 +230,7 @@ def saved(state):
 @pytest.mark.parametrize("settings", [{}, dict(static_loss_scale=64.0), DYNAMIC], ids=str)
 def test_checkpoints_load_under_weights_only_and_go_on_bit_for_bit(settings):
     model, optimizer = make(**settings)
-    train(model, optimizer, range(3))
+    take_fp16_steps(model, optimizer, range(3))
     state = optimizer.state_dict()
     assert set(state) == {
         "loss_scaler",
@@ -245,8 +245,8 @@ def test_checkpoints_load_under_weights_only_and_go_on_bit_for_bit(settings):
     loaded = torch.load(file, weights_only=True)
     again.load_state_dict(loaded["model"])
     resumed.load_state_dict(loaded["optimizer"])
-    train(model, optimizer, range(3, 6))
-    train(again, resumed, range(3, 6))
+    take_fp16_steps(model, optimizer, range(3, 6))
+    take_fp16_steps(again, resumed, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     assert resumed.loss_scale == optimizer.loss_scale
 

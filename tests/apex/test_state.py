@@ -6,18 +6,19 @@ import warnings
 
 import pytest
 import torch
+from helpers import net_with_norm
 from torch import nn
 
 HALF = torch.float16
 
 
-def prepared(amp, level="O2", make=lambda p: torch.optim.Adam(p, lr=0.1), **settings):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+def initialized_by(amp, level="O2", make=lambda p: torch.optim.Adam(p, lr=0.1), **settings):
+    """A model and its optimizer, as Apex's ``amp.initialize`` gives them."""
+    model = net_with_norm(4, 4, 2)
     return amp.initialize(model, make(model.parameters()), opt_level=level, **{"verbosity": 0, **settings})
 
 
-def step(amp, model, optimizer, factor=1.0, loss_id=0):
+def iterate_with(amp, model, optimizer, factor=1.0, loss_id=0):
     with amp.scale_loss(model(torch.ones(2, 4)).float().pow(2).mean() * factor, optimizer, loss_id=loss_id) as scaled:
         scaled.backward()
     optimizer.step()
@@ -117,14 +118,14 @@ loss_scale             : 128.0
 
 
 def test_the_banner(amp, capsys):
-    prepared(amp, verbosity=1, keep_batchnorm_fp32="False", loss_scale="128.0")
+    initialized_by(amp, verbosity=1, keep_batchnorm_fp32="False", loss_scale="128.0")
     assert capsys.readouterr().out == BANNER
-    prepared(amp, verbosity=0)
+    initialized_by(amp, verbosity=0)
     assert capsys.readouterr().out == ""
 
 
 def test_the_overflow_line_is_printed_at_the_step(amp, capsys):
-    model, optimizer = prepared(amp, "O1", verbosity=1, num_losses=2)
+    model, optimizer = initialized_by(amp, "O1", verbosity=1, num_losses=2)
     capsys.readouterr()
     with amp.scale_loss(model(torch.ones(2, 4)).float().sum() * float("inf"), optimizer, loss_id=1) as scaled:
         scaled.backward()
@@ -134,12 +135,12 @@ def test_the_overflow_line_is_printed_at_the_step(amp, capsys):
         capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to 32768.0\n"
     )
     amp._amp_state.verbosity = 0
-    step(amp, model, optimizer, float("inf"), loss_id=1)
+    iterate_with(amp, model, optimizer, float("inf"), loss_id=1)
     assert capsys.readouterr().out == ""
 
 
 def test_verbosity_2_prints_casts(amp, capsys):
-    model, _ = prepared(amp, "O1", verbosity=2)
+    model, _ = initialized_by(amp, "O1", verbosity=2)
     capsys.readouterr()
     model(torch.ones(2, 4))
     assert "Float->Half (linear)" in capsys.readouterr().out.splitlines()
@@ -200,7 +201,7 @@ def test_properties_are_a_checked_dict(amp):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_loss_scale_set_by_hand_is_used_next(amp, level):
-    model, optimizer = prepared(amp, level)
+    model, optimizer = initialized_by(amp, level)
     scaler = amp._amp_state.loss_scalers[0]
     scaler._loss_scale = 2**10
     loss = model(torch.ones(2, 4)).float().mean()
@@ -215,18 +216,18 @@ def test_a_loss_scale_set_by_hand_is_used_next(amp, level):
 
 
 def test_what_loggers_read(amp):
-    model, optimizer = prepared(amp, "O1", min_loss_scale=4.0, max_loss_scale=2.0**15)
+    model, optimizer = initialized_by(amp, "O1", min_loss_scale=4.0, max_loss_scale=2.0**15)
     state = amp._amp_state
     scaler = state.loss_scalers[0]
     assert scaler.loss_scale() == 2.0**15 and scaler.dynamic and not scaler._has_overflow
     assert (scaler._min_loss_scale, scaler._max_loss_scale, scaler._scale_seq_len) == (4.0, 2.0**15, 2000)
     assert (state.min_loss_scale, state.max_loss_scale) == (4.0, 2.0**15)
-    step(amp, model, optimizer)
+    iterate_with(amp, model, optimizer)
     assert scaler._unskipped == 1 and not scaler._has_overflow
-    step(amp, model, optimizer, float("nan"))
+    iterate_with(amp, model, optimizer, float("nan"))
     assert scaler._unskipped == 0 and scaler._has_overflow and scaler.loss_scale() == 2.0**14
     scaler._unskipped, scaler._scale_seq_len = 1, 2
-    step(amp, model, optimizer)
+    iterate_with(amp, model, optimizer)
     assert scaler.loss_scale() == 2.0**15 and scaler._unskipped == 0
     properties = state.opt_properties
     assert properties.enabled and properties.opt_level == "O1" and properties.patch_torch_functions
@@ -234,9 +235,9 @@ def test_what_loggers_read(amp):
 
 
 def test_the_bert_resume_idiom(amp, tmp_path):
-    model, optimizer = prepared(amp)
+    model, optimizer = initialized_by(amp)
     for _ in range(3):
-        step(amp, model, optimizer)
+        iterate_with(amp, model, optimizer)
     torch.save(
         {
             "model": model.state_dict(),
@@ -246,12 +247,11 @@ def test_the_bert_resume_idiom(amp, tmp_path):
         tmp_path / "ckpt.pt",
     )
     for _ in range(2):
-        step(amp, model, optimizer)
+        iterate_with(amp, model, optimizer)
     expected = [p.detach().clone() for p in amp.master_params(optimizer)]
 
     checkpoint = torch.load(tmp_path / "ckpt.pt", weights_only=True)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model = net_with_norm(4, 4, 2, seed=1)
     model.load_state_dict(checkpoint["model"], strict=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
@@ -262,13 +262,13 @@ def test_the_bert_resume_idiom(amp, tmp_path):
     for param, saved_param in zip(amp.master_params(optimizer), checkpoint["master params"]):
         param.data.copy_(saved_param.data)
     for _ in range(2):
-        step(amp, model, optimizer)
+        iterate_with(amp, model, optimizer)
     for found, reference in zip(amp.master_params(optimizer), expected):
         assert torch.equal(found, reference)
 
 
 def test_masters_written_by_hand_are_copied_to_the_model_on_demand(amp):
-    model, optimizer = prepared(amp)
+    model, optimizer = initialized_by(amp)
     for master in amp.master_params(optimizer):
         master.data.fill_(0.5)
     optimizer._master_params_to_model_params()
@@ -276,7 +276,7 @@ def test_masters_written_by_hand_are_copied_to_the_model_on_demand(amp):
 
 
 def test_the_stash_with_masters(amp):
-    model, optimizer = prepared(amp)
+    model, optimizer = initialized_by(amp)
     optimizer._amp_lazy_init()
     stash = optimizer._amp_stash
     assert stash.lazy_init_called and not stash.already_patched and not stash.params_have_scaled_gradients
@@ -297,7 +297,7 @@ def test_the_stash_with_masters(amp):
 def test_the_stash_without_masters_and_its_end(amp):
     import ampkit
 
-    _model, optimizer = prepared(amp, "O1")
+    _model, optimizer = initialized_by(amp, "O1")
     stash = optimizer._amp_stash
     assert len(stash.all_fp32_params) == 6 and stash.all_fp16_params == [] and not hasattr(stash, "fp16_groups")
     ampkit.close()
@@ -310,7 +310,7 @@ def test_a_scale_loss_written_out_by_the_script(amp, level, micro_batches):
     """Frameworks that had a scale_loss of their own called these; the result is that of amp.scale_loss."""
 
     def gradients(by_hand):
-        model, optimizer = prepared(amp, level, loss_scale="dynamic")
+        model, optimizer = initialized_by(amp, level, loss_scale="dynamic")
         scaler = amp._amp_state.loss_scalers[0]
         for index in range(micro_batches):
             loss = model(torch.full((2, 4), 1.0 + index)).float().pow(2).mean()
@@ -332,7 +332,7 @@ def test_a_scale_loss_written_out_by_the_script(amp, level, micro_batches):
 
 
 def test_an_overflow_in_a_loop_written_out(amp):
-    model, optimizer = prepared(amp)
+    model, optimizer = initialized_by(amp)
     scaler = amp._amp_state.loss_scalers[0]
     optimizer._prepare_amp_backward()
     (model(torch.ones(2, 4)).float().sum() * float("inf")).backward()
@@ -373,7 +373,7 @@ def _through_pickle(thing):
 
 
 def test_state_dicts_have_the_format_of_apex(amp):
-    prepared(amp, "O1", num_losses=2)
+    initialized_by(amp, "O1", num_losses=2)
     assert amp.state_dict() == {
         "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},
         "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 0},
@@ -391,7 +391,7 @@ def test_state_dicts_have_the_format_of_apex(amp):
 
 
 def test_another_number_of_scalers_is_a_printed_warning(amp, capsys):
-    prepared(amp, "O1", num_losses=2, verbosity=1)
+    initialized_by(amp, "O1", num_losses=2, verbosity=1)
     capsys.readouterr()
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}})
     assert "num_losses" in capsys.readouterr().out and amp._amp_state.loss_scalers[0].loss_scale() == 8.0
@@ -399,18 +399,18 @@ def test_another_number_of_scalers_is_a_printed_warning(amp, capsys):
 
 def test_the_environment_chooses_the_lower_precision(amp, monkeypatch):
     monkeypatch.setenv("AMPKIT_LOWER_PRECISION", "bfloat16")
-    model, _ = prepared(amp)
+    model, _ = initialized_by(amp)
     assert model[0].weight.dtype is torch.bfloat16
     assert amp._amp_state.opt_properties.cast_model_type is torch.bfloat16
 
 
 def test_levels_and_names_of_rocm(amp):
     assert callable(amp.bfloat16_function) and callable(amp.register_bfloat16_function)
-    model, _optimizer = prepared(amp, "O4")
+    model, _optimizer = initialized_by(amp, "O4")
     assert model(torch.ones(1, 4)).dtype is torch.bfloat16
-    model, _optimizer = prepared(amp, "O5")
+    model, _optimizer = initialized_by(amp, "O5")
     assert model[0].weight.dtype is torch.bfloat16 and amp._amp_state.loss_scalers[0].loss_scale() == 1.0
-    model, _optimizer = prepared(amp, "O1", patch_torch_functions_type=torch.bfloat16)
+    model, _optimizer = initialized_by(amp, "O1", patch_torch_functions_type=torch.bfloat16)
     assert model(torch.ones(1, 4)).dtype is torch.bfloat16
 
 
@@ -424,11 +424,11 @@ def test_fp16_optimizers_are_refused(amp):
 
 
 def test_schedulers_made_before_and_after_do_not_warn(amp):
-    model, optimizer = prepared(amp, "O1")
+    model, optimizer = initialized_by(amp, "O1")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(amp, model, optimizer, float("inf"))
+        iterate_with(amp, model, optimizer, float("inf"))
         scheduler.step()
 
 
@@ -437,8 +437,8 @@ def test_nothing_is_left_alive(amp, level):
     import gc
     import weakref
 
-    model, optimizer = prepared(amp, level)
-    step(amp, model, optimizer)
+    model, optimizer = initialized_by(amp, level)
+    iterate_with(amp, model, optimizer)
     gone = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
     gc.collect()

@@ -155,7 +155,7 @@ def initialized(make, level, **settings):
     return model, optimizer, inputs, targets
 
 
-def step(forward, optimizer, inputs, targets):
+def step_of_forward(forward, optimizer, inputs, targets):
     """One training step; the output and the loss."""
     optimizer.zero_grad()
     outputs = forward(inputs)
@@ -169,22 +169,22 @@ def step(forward, optimizer, inputs, targets):
     return outputs, loss
 
 
-def train(forward, optimizer, inputs, targets, steps=3):
-    outputs, losses = zip(*(step(forward, optimizer, inputs, targets) for _ in range(steps)))
+def train_forward(forward, optimizer, inputs, targets, steps=3):
+    outputs, losses = zip(*(step_of_forward(forward, optimizer, inputs, targets) for _ in range(steps)))
     return [o.dtype for o in outputs], [loss.item() for loss in losses]
 
 
 def train_eagerly(make, level):
     model, *rest = initialized(make, level)
     try:
-        return train(model, *rest)
+        return train_forward(model, *rest)
     finally:
         ampkit.close()
 
 
 def gradient_of_a_step(forward, optimizer, inputs, targets):
     """The dtype of the output, and all gradients that the optimizer got in one vector."""
-    outputs, _ = step(forward, optimizer, inputs, targets)
+    outputs, _ = step_of_forward(forward, optimizer, inputs, targets)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return outputs.dtype, torch.cat([p.grad.double().flatten() for p in params])
 
@@ -202,7 +202,7 @@ def test_model_trains_in_one_graph_as_it_does_uncompiled(name, level):
         model, *rest = initialized(MODELS[name], level)
         forward = torch.compile(model, fullgraph=True, backend=graphs)
         compiled_dtype, compiled = gradient_of_a_step(forward, *rest)
-        train(forward, *rest, steps=2)
+        train_forward(forward, *rest, steps=2)
     assert graphs.count == 1
     assert compiled_dtype is dtype
     # Roundings may fall elsewhere, and no more of them: lower precision costs as much as it does uncompiled.
@@ -214,14 +214,14 @@ def test_levels_without_master_weights_and_loss_scale_train_in_one_graph_too(lev
     dtypes, losses = train_eagerly(make_mlp, level)
     model, *rest = initialized(make_mlp, level)
     graphs = Graphs()
-    compiled_dtypes, compiled_losses = train(torch.compile(model, fullgraph=True, backend=graphs), *rest)
+    compiled_dtypes, compiled_losses = train_forward(torch.compile(model, fullgraph=True, backend=graphs), *rest)
     assert graphs.count == 1
     assert compiled_dtypes == dtypes == [dtype] * 3
     if level == "O0":
         ampkit.close()
         plain, *rest = initialized(make_mlp, None)
         plain = torch.compile(plain, fullgraph=True, backend="aot_eager")
-        assert compiled_losses == train(plain, *rest)[1]
+        assert compiled_losses == train_forward(plain, *rest)[1]
     assert compiled_losses == pytest.approx(losses, rel=4e-3)
     assert len(set(compiled_losses)) == 3  # the weights moved
 
@@ -230,7 +230,7 @@ def test_levels_without_master_weights_and_loss_scale_train_in_one_graph_too(lev
 def test_inductor_trains_as_uncompiled(level):
     dtypes, losses = train_eagerly(make_mlp, level)
     model, *rest = initialized(make_mlp, level)
-    compiled_dtypes, compiled_losses = train(torch.compile(model, fullgraph=True), *rest)
+    compiled_dtypes, compiled_losses = train_forward(torch.compile(model, fullgraph=True), *rest)
     assert compiled_dtypes == dtypes
     assert compiled_losses == pytest.approx(losses, rel=1e-2)
 
@@ -278,27 +278,27 @@ def test_weights_are_cast_inside_the_graph_at_o1_and_not_at_o2(level):
 def script_of_an_ordinary_training(forward, model, optimizer, inputs, targets, level):
     """What may happen between two calls in a training loop."""
     for _ in range(3):
-        step(forward, optimizer, inputs, targets)
+        step_of_forward(forward, optimizer, inputs, targets)
     model.eval()
     with torch.no_grad():
         forward(inputs)
     model.train()
-    step(forward, optimizer, inputs, targets)
+    step_of_forward(forward, optimizer, inputs, targets)
     model.zero_grad()
-    step(forward, optimizer, inputs, targets)
+    step_of_forward(forward, optimizer, inputs, targets)
     if level is not None:
         state = ampkit.state_dict()
         state["loss_scaler0"]["loss_scale"] = 4.0
         ampkit.load_state_dict(state)
-    step(forward, optimizer, inputs, targets)
+    step_of_forward(forward, optimizer, inputs, targets)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     for group in optimizer.param_groups:
         group["lr"] = 0.01
-    step(forward, optimizer, inputs, targets)
+    step_of_forward(forward, optimizer, inputs, targets)
     with torch.no_grad():
         next(model.parameters()).mul_(0.5)
         next(iter(model.state_dict().values())).mul_(0.5)
-    step(forward, optimizer, inputs, targets)
+    step_of_forward(forward, optimizer, inputs, targets)
 
 
 @functools.cache
@@ -358,7 +358,7 @@ def test_compiled_before_initialize_is_as_compiled_after(compiled, called_before
             assert forward(inputs).dtype is torch.float32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    dtypes, losses = train(forward, optimizer, inputs, targets)
+    dtypes, losses = train_forward(forward, optimizer, inputs, targets)
     assert dtypes == want[0] and losses == pytest.approx(want[1], rel=4e-3)
 
 
@@ -371,7 +371,7 @@ def test_initialize_takes_a_compiled_model_and_returns_it(level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     returned, optimizer = ampkit.initialize(forward, optimizer, opt_level=level, verbosity=0)
     assert returned is forward
-    dtypes, losses = train(forward, optimizer, inputs, targets)
+    dtypes, losses = train_forward(forward, optimizer, inputs, targets)
     assert dtypes == want[0] and losses == pytest.approx(want[1], rel=4e-3)
 
 
@@ -419,7 +419,7 @@ def test_classes_of_models_do_not_share_their_graphs(level):
 def test_after_close_compiled_code_computes_in_float32(compiled, level):
     model, optimizer, inputs, targets = initialized(make_mlp, level)
     forward = compiled(model)
-    step(forward, optimizer, inputs, targets)
+    step_of_forward(forward, optimizer, inputs, targets)
     ampkit.close()
     plain = MLP()
     plain.load_state_dict({name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()})
@@ -589,7 +589,7 @@ def test_code_on_disk_is_kept_apart_by_what_is_cast():
 @pytest.mark.parametrize("level", LEVELS)
 def test_deep_copy_of_a_model_compiles(level):
     model, optimizer, inputs, targets = initialized(make_mlp, level)
-    step(compiled_module(model), optimizer, inputs, targets)
+    step_of_forward(compiled_module(model), optimizer, inputs, targets)
     twin = copy.deepcopy(model)
     torch.testing.assert_close(torch.compile(twin, backend="aot_eager")(inputs), twin(inputs))
 

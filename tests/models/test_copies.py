@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, others_slow
+from helpers import ROOT, iterate, others_slow
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
@@ -23,7 +23,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O5")
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-class Net(nn.Module):
+class RowClassifier(nn.Module):
     """Cast and kept weights, a recurrent layer with its list of weights, a frozen part, a buffer that forward writes to."""
 
     def __init__(self):
@@ -42,21 +42,19 @@ class Net(nn.Module):
         return y
 
 
-def prepared(level):
+def trained_a_little(level):
+    """A model and its optimizer, initialized and two iterations old."""
     torch.manual_seed(0)
-    model = Net()
+    model = RowClassifier()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer, 2)
+    classify_rows(model, optimizer, 2)
     return model, optimizer
 
 
-def train(model, optimizer, steps=1):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with ampkit.scale_loss(F.cross_entropy(model(X).float(), torch.tensor([0, 1, 0])), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+def classify_rows(model, optimizer, times=1):
+    """Iterations on the three rows of X."""
+    iterate(lambda: F.cross_entropy(model(X).float(), torch.tensor([0, 1, 0])), optimizer, times)
 
 
 def values(model):
@@ -90,22 +88,22 @@ def copied(request):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_has_the_same_values_and_answers_alike(copied, level):
-    model, _ = prepared(level)
+    model, _ = trained_a_little(level)
     twin = copied(model)
     assert_same_values(twin.state_dict(), values(model))
     model.eval(), twin.eval()
     assert torch.equal(twin(X), model(X)) and torch.equal(twin.forward(X), model.forward(X))
     assert twin(X).dtype is model(X).dtype
     assert {p.dtype for p in twin.parameters()} == {torch.float32}
-    assert isinstance(twin, Net) and repr(twin) == repr(model)
+    assert isinstance(twin, RowClassifier) and repr(twin) == repr(model)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_and_original_share_nothing(copied, level):
-    model, optimizer = prepared(level)
+    model, optimizer = trained_a_little(level)
     twin = copied(model)
     before = values(twin)
-    train(model, optimizer, 2)
+    classify_rows(model, optimizer, 2)
     assert_same_values(twin.state_dict(), before)
     original = values(model)
     with torch.no_grad():
@@ -119,7 +117,7 @@ def test_copy_and_original_share_nothing(copied, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_outlives_close(copied, level):
-    model, _ = prepared(level)
+    model, _ = trained_a_little(level)
     twin = copied(model.eval())
     expected = twin(X) if level in ("O2", "O3", "O5") else None
     ampkit.close()
@@ -131,9 +129,9 @@ def test_copy_outlives_close(copied, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_trains_with_a_plain_optimizer(copied, level):
-    model, _ = prepared(level)
+    model, _ = trained_a_little(level)
     twin = copied(model)
-    plain = Net()
+    plain = RowClassifier()
     plain.load_state_dict(twin.state_dict())
     plain.frozen.requires_grad_(False)
     original = values(model)
@@ -156,15 +154,15 @@ def test_copy_trains_with_a_plain_optimizer(copied, level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("second", LEVELS)
 def test_copy_can_be_initialized(level, second):
-    model, optimizer = prepared(level)
+    model, optimizer = trained_a_little(level)
     twin = copy.deepcopy(model)
     start = values(twin)
     twin_optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1)
     ampkit.initialize(twin, twin_optimizer, opt_level=second, verbosity=0)
     if second != "O3":  # whose weights are rounded
         assert_same_values(values(twin), start)
-    train(twin, twin_optimizer)
-    train(model, optimizer)
+    classify_rows(twin, twin_optimizer)
+    classify_rows(model, optimizer)
     lower = {"O2": torch.bfloat16, "O3": torch.bfloat16, "O5": torch.bfloat16}
     assert twin.first.weight.dtype is lower.get(second, torch.float32)
     trained = values(twin)
@@ -177,14 +175,14 @@ def test_copy_can_be_initialized(level, second):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_of_a_copy_is_a_copy(copied, level):
-    model, _ = prepared(level)
+    model, _ = trained_a_little(level)
     twin = copied(copied(model.eval()))
     assert_same_values(twin.state_dict(), values(model))
     assert torch.equal(twin(X), model(X))
 
 
 def test_copy_made_after_a_write_to_state_dict_has_it(copied):
-    model, _ = prepared("O2")
+    model, _ = trained_a_little("O2")
     model.state_dict()["first.weight"].fill_(0.1)
     with torch.no_grad():
         model.last.weight.fill_(0.2)
@@ -195,12 +193,12 @@ def test_copy_made_after_a_write_to_state_dict_has_it(copied):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_inside_something_else_is_a_copy_too(level):
-    model, optimizer = prepared(level)
+    model, optimizer = trained_a_little(level)
     trainer = {"nets": [model], "wrapped": nn.Sequential(model)}
     twin = copy.deepcopy(trainer)
     assert twin["nets"][0] is twin["wrapped"][0]
     before = values(twin["nets"][0])
-    train(model, optimizer)
+    classify_rows(model, optimizer)
     assert_same_values(twin["nets"][0].state_dict(), before)
     assert twin["wrapped"].eval()(X).shape == (3, 2)
 
@@ -208,7 +206,7 @@ def test_copy_inside_something_else_is_a_copy_too(level):
 @pytest.mark.parametrize("order", ("model first", "optimizer first"))
 @pytest.mark.parametrize("level", LEVELS)
 def test_model_and_optimizer_copied_together_train_together(level, order):
-    model, optimizer = prepared(level)
+    model, optimizer = trained_a_little(level)
     if level == "O3":  # torch's Adam cannot mix dtypes: its state follows the lower-precision weights
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -225,11 +223,11 @@ def test_model_and_optimizer_copied_together_train_together(level, order):
     assert_same_values(model.state_dict(), original)
 
 
-class Careful(Net):
+class Careful(RowClassifier):
     """Copies itself its own way, and leaves out what it does not know."""
 
     def __deepcopy__(self, memo):
-        twin = Net.__new__(type(self))
+        twin = RowClassifier.__new__(type(self))
         memo[id(self)] = twin
         nn.Module.__init__(twin)
         for name in ("_modules", "_parameters", "_buffers", "training"):
@@ -248,12 +246,12 @@ def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer)
+    classify_rows(model, optimizer)
     twin = copy.deepcopy(model.eval())
     assert type(twin) is not type(model) or kind != "torch.fx"  # each graph has a class of its own
     assert torch.equal(twin(X), model(X)) and {p.dtype for p in twin.parameters()} == {torch.float32}
     before = values(twin)
-    train(model, optimizer)
+    classify_rows(model, optimizer)
     assert_same_values(twin.state_dict(), before)
 
 
@@ -262,7 +260,7 @@ def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
 
 @pytest.mark.parametrize("level", others_slow("O2", of=("O1", "O2")))
 def test_saved_model_loads_in_a_fresh_process(tmp_path, level):
-    model, _ = prepared(level)
+    model, _ = trained_a_little(level)
     torch.save(model.eval(), tmp_path / "model.pt")
     torch.save(model.state_dict(), tmp_path / "state.pt")
     with ampkit.disable_casts():
@@ -284,7 +282,7 @@ def test_saved_model_loads_in_a_fresh_process(tmp_path, level):
         capture_output=True,
         text=True,
     )
-    assert run.stdout == "Net loaded\n", run.stderr
+    assert run.stdout == "RowClassifier loaded\n", run.stderr
 
 
 # copy.copy and replicas share the weights
@@ -292,10 +290,10 @@ def test_saved_model_loads_in_a_fresh_process(tmp_path, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_shallow_copy_shares_weights_with_its_original(level):
-    model, optimizer = prepared(level)
+    model, optimizer = trained_a_little(level)
     twin = copy.copy(model)
     assert twin.first is model.first and type(twin) is type(model)
-    train(model, optimizer)
+    classify_rows(model, optimizer)
     model.eval()
     twin.training = False
     assert torch.equal(twin(X), model(X))
@@ -305,7 +303,7 @@ def test_shallow_copy_shares_weights_with_its_original(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_replica_casts_like_the_model(level):
-    model, _ = prepared(level)
+    model, _ = trained_a_little(level)
     model.eval()
     replica = model._replicate_for_data_parallel()
     replica._parameters = model._parameters  # what DataParallel would put there on another device
@@ -343,12 +341,12 @@ def by_parameters(average, model, decay):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("update, tolerance", ((by_state_dict, 1e-6), (by_parameters, 2**-8)))
 def test_moving_average_is_the_float32_average(level, update, tolerance):
-    model, optimizer = prepared(level)
+    model, optimizer = trained_a_little(level)
     average = copy.deepcopy(model)
     names = [name for name, _ in model.named_parameters()]
     exact = ExactEMA({name: model.state_dict()[name] for name in names})
     for _ in range(20):
-        train(model, optimizer)
+        classify_rows(model, optimizer)
         update(average, model, 0.99)
         exact.update({name: model.state_dict()[name] for name in names}, 0.99)
     found = average.state_dict()
@@ -361,11 +359,11 @@ def test_moving_average_is_the_float32_average(level, update, tolerance):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_averaged_model_of_torch_works_with_an_average_of_one_tensor_at_a_time(level):
-    model, optimizer = prepared(level)
+    model, optimizer = trained_a_little(level)
     average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9))
     exact = None
     for _ in range(5):
-        train(model, optimizer)
+        classify_rows(model, optimizer)
         average.update_parameters(model)
         weight = model.first.weight.detach().double()
         exact = weight if exact is None else exact * 0.9 + weight * 0.1
@@ -377,20 +375,20 @@ def test_averaged_model_of_torch_works_with_an_average_of_one_tensor_at_a_time(l
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_averaged_model_of_torch_works_on_copies(level):
-    model, optimizer = prepared(level)
+    model, optimizer = trained_a_little(level)
     average = AveragedModel(model)
     weights = []
     for _ in range(3):
-        train(model, optimizer)
+        classify_rows(model, optimizer)
         average.update_parameters(copy.deepcopy(model))  # float32, as the average is
         weights.append(model.state_dict()["first.weight"].double())
     torch.testing.assert_close(average.module.first.weight.detach().double(), sum(weights) / 3, atol=1e-6, rtol=1e-6)
 
 
 def test_weights_of_an_average_load_into_the_model():
-    model, optimizer = prepared("O2")
+    model, optimizer = trained_a_little("O2")
     average = copy.deepcopy(model)
-    train(model, optimizer, 3)
+    classify_rows(model, optimizer, 3)
     model.load_state_dict(average.state_dict())
     assert_same_values(model.state_dict(), values(average))
     assert torch.equal(model.eval()(X), average.eval()(X))

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from helpers import initialize_quietly, iterate, random_batch
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +21,7 @@ OPTIMIZERS = {
 }
 
 
-class Net(nn.Module):
+class FrozenMiddle(nn.Module):
     """Cast weights, a kept norm, a frozen layer, a floating buffer."""
 
     def __init__(self):
@@ -35,21 +36,16 @@ class Net(nn.Module):
         return self.last(F.relu(self.frozen(self.norm(self.first(x))))) + self.shift
 
 
-def prepared(level="O5", make=OPTIMIZERS["SGD"], seed=0, **settings):
+def with_masters(level="O5", make=OPTIMIZERS["SGD"], seed=0, **settings):
+    """The model of this file and its optimizer, initialized at a level that has masters where nothing else is said."""
     torch.manual_seed(seed)
-    model = Net()
-    return ampkit.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **settings)
+    return initialize_quietly(FrozenMiddle(), make, level, **settings)
 
 
-def step(model, optimizer, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x).float(), y)
-    with ampkit.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    return loss.item()
+def fit_batch(model, optimizer, seed=1):
+    """An iteration on the batch of that seed; its loss."""
+    x, y = random_batch(seed, rows=6, inputs=4, outputs=1)
+    return iterate(lambda: F.mse_loss(model(x).float(), y), optimizer)
 
 
 def master_of(model, optimizer, name):
@@ -66,14 +62,14 @@ def assert_equal_states(found, expected):
 
 @pytest.mark.parametrize("level", ("O2", "O5"))
 def test_every_group_trains_on_masters(level):
-    model = Net()
+    model = FrozenMiddle()
     groups = [{"params": model.first.parameters()}, {"params": model.last.parameters(), "lr": 0.25}]
     optimizer = torch.optim.SGD(groups, lr=0.5)
     ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
     masters = [group["params"] for group in optimizer.param_groups]
     before = [[p.detach().clone() for p in group] for group in masters]
     assert {p.dtype for group in masters for p in group} == {torch.float32}
-    step(model, optimizer)
+    fit_batch(model, optimizer)
     for group, values, lr, layer in zip(masters, before, (0.5, 0.25), (model.first, model.last), strict=True):
         for master, value, weight in zip(group, values, layer.parameters(), strict=True):
             assert weight.dtype is torch.bfloat16 and torch.equal(weight, master.bfloat16())
@@ -87,9 +83,9 @@ def test_every_group_trains_on_masters(level):
 @pytest.mark.parametrize("level", ("O2", "O5"))
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_state_dict_is_the_masters_bit_for_bit(level, optimizer_name):
-    model, optimizer = prepared(level, OPTIMIZERS[optimizer_name])
+    model, optimizer = with_masters(level, OPTIMIZERS[optimizer_name])
     for seed in range(3):
-        step(model, optimizer, seed)
+        fit_batch(model, optimizer, seed)
     state = model.state_dict()
     for name, param in model.named_parameters():
         master = master_of(model, optimizer, name)
@@ -101,8 +97,8 @@ def test_state_dict_is_the_masters_bit_for_bit(level, optimizer_name):
 
 @pytest.mark.parametrize("part", ("first", "norm", "frozen"))
 def test_state_dict_of_a_submodule_is_float32_too(part):
-    model, optimizer = prepared()
-    step(model, optimizer)
+    model, optimizer = with_masters()
+    fit_batch(model, optimizer)
     whole = model.state_dict()
     for name, value in model.get_submodule(part).state_dict().items():
         assert torch.equal(value, whole[f"{part}.{name}"]) and value.dtype is whole[f"{part}.{name}"].dtype
@@ -111,11 +107,11 @@ def test_state_dict_of_a_submodule_is_float32_too(part):
 @pytest.mark.parametrize("level", ("O2", "O3", "O5"))
 def test_frozen_parameters_and_buffers_are_exact(level):
     torch.manual_seed(0)
-    original = Net()
+    original = FrozenMiddle()
     start = copy.deepcopy(original.state_dict())
     trained = [p for p in original.parameters() if p.requires_grad]
     model, optimizer = ampkit.initialize(original, OPTIMIZERS["SGD"](trained), opt_level=level, verbosity=0)
-    step(model, optimizer)
+    fit_batch(model, optimizer)
     state = model.state_dict()
     for name in ("frozen.weight", "frozen.bias", "shift"):
         assert torch.equal(state[name], start[name])
@@ -125,9 +121,9 @@ def test_frozen_parameters_and_buffers_are_exact(level):
 
 
 def test_originals_are_given_up_on_request():
-    start = (torch.manual_seed(0), Net())[1].state_dict()
+    start = (torch.manual_seed(0), FrozenMiddle())[1].state_dict()
     torch.manual_seed(0)
-    model = ampkit.initialize(Net(), opt_level="O5", keep_originals=False, verbosity=0)
+    model = ampkit.initialize(FrozenMiddle(), opt_level="O5", keep_originals=False, verbosity=0)
     expected = {k: v.bfloat16().float() if v.is_floating_point() and "norm" not in k else v for k, v in start.items()}
     assert_equal_states(model.state_dict(), expected)
 
@@ -158,8 +154,8 @@ WRITES = {
 @pytest.mark.parametrize("level", ("O2", "O5"))
 @pytest.mark.parametrize("way", WRITES)
 def test_write_reaches_masters_and_model(level, way):
-    model, optimizer = prepared(level)
-    step(model, optimizer)
+    model, optimizer = with_masters(level)
+    fit_batch(model, optimizer)
     others = {k: v.clone() for k, v in model.state_dict().items() if k != "first.weight"}
     WRITES[way](model, optimizer)
     tenth = torch.full((8, 4), 0.1)
@@ -172,8 +168,8 @@ def test_write_reaches_masters_and_model(level, way):
 
 @pytest.mark.parametrize("when", ("after step", "between backward and step"))
 def test_write_to_the_models_weight_reaches_the_master(when):
-    model, optimizer = prepared(make=lambda params: torch.optim.SGD(params, lr=0.5))
-    step(model, optimizer)
+    model, optimizer = with_masters(make=lambda params: torch.optim.SGD(params, lr=0.5))
+    fit_batch(model, optimizer)
     if when == "between backward and step":
         optimizer.zero_grad()
         with ampkit.scale_loss(model(torch.ones(2, 4)).sum() * 0, optimizer) as scaled:
@@ -189,7 +185,7 @@ def test_write_to_the_models_weight_reaches_the_master(when):
 
 
 def test_write_to_state_dict_between_backward_and_step_is_updated_from():
-    model, optimizer = prepared(make=lambda params: torch.optim.SGD(params, lr=1.0))
+    model, optimizer = with_masters(make=lambda params: torch.optim.SGD(params, lr=1.0))
     with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
         scaled.backward()
     gradient = master_of(model, optimizer, "last.weight").grad.clone()
@@ -222,7 +218,7 @@ def test_load_state_dict_that_assigns_works_at_o1():
 
 
 def test_load_state_dict_of_another_shape_raises_as_torch_does():
-    model, _ = prepared()
+    model, _ = with_masters()
     with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):
         model.load_state_dict({**model.state_dict(), "first.weight": torch.ones(3, 3)})
 
@@ -231,13 +227,13 @@ def test_load_state_dict_of_another_shape_raises_as_torch_does():
 @pytest.mark.parametrize("level", ("O2", "O5"))
 def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimizer_name):
     torch.manual_seed(0)
-    plain = Net()
+    plain = FrozenMiddle()
     plain_optimizer = OPTIMIZERS[optimizer_name](plain.parameters())
     for p in plain.parameters():
         p.grad = torch.full_like(p, 0.3)
     plain_optimizer.step()
     saved = copy.deepcopy(plain_optimizer.state_dict())
-    model, optimizer = prepared(level, OPTIMIZERS[optimizer_name])
+    model, optimizer = with_masters(level, OPTIMIZERS[optimizer_name])
     optimizer.load_state_dict(saved)
     assert all(p.dtype is torch.float32 for p in optimizer.state)
     found = optimizer.state_dict()
@@ -245,7 +241,7 @@ def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimiz
     for index, state in saved["state"].items():
         for key, value in state.items():
             assert torch.equal(found["state"][index][key], value) and found["state"][index][key].dtype is value.dtype
-    step(model, optimizer)
+    fit_batch(model, optimizer)
 
 
 # Freezing and unfreezing
@@ -253,12 +249,12 @@ def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimiz
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_unfrozen_parameter_of_the_optimizer_trains_on_its_master(optimizer_name):
-    model, optimizer = prepared(make=OPTIMIZERS[optimizer_name])
+    model, optimizer = with_masters(make=OPTIMIZERS[optimizer_name])
     before = master_of(model, optimizer, "frozen.weight").detach().clone()
-    step(model, optimizer)
+    fit_batch(model, optimizer)
     assert torch.equal(master_of(model, optimizer, "frozen.weight"), before)
     model.frozen.requires_grad_(True)
-    step(model, optimizer)
+    fit_batch(model, optimizer)
     after = master_of(model, optimizer, "frozen.weight")
     assert not torch.equal(after, before) and not torch.equal(after, after.bfloat16().float())
     assert torch.equal(model.state_dict()["frozen.weight"], after)
@@ -268,17 +264,17 @@ def test_unfrozen_parameter_of_the_optimizer_trains_on_its_master(optimizer_name
 @pytest.mark.parametrize("keep_originals", (True, False))
 def test_unfrozen_parameter_added_to_the_optimizer_gets_a_master(level, keep_originals):
     torch.manual_seed(0)
-    model = Net()
+    model = FrozenMiddle()
     original = model.frozen.weight.detach().clone()
     optimizer = OPTIMIZERS["SGD"]([p for p in model.parameters() if p.requires_grad])
     ampkit.initialize(model, optimizer, opt_level=level, keep_originals=keep_originals, verbosity=0)
-    step(model, optimizer)
+    fit_batch(model, optimizer)
     model.frozen.requires_grad_(True)
     optimizer.add_param_group({"params": model.frozen.parameters(), "lr": 0.01})
     master = optimizer.param_groups[1]["params"][0]
     assert torch.equal(master, original if keep_originals else original.bfloat16().float())
     assert master.dtype is torch.float32 and master is not model.frozen.weight
-    step(model, optimizer)
+    fit_batch(model, optimizer)
     assert not torch.equal(master, original) and torch.equal(model.frozen.weight, master.bfloat16())
 
 
@@ -297,7 +293,7 @@ def test_clearing_gradients_in_every_form_clears_the_masters_too():
         lambda m, o: [p.grad.zero_() for p in m.parameters() if p.grad is not None],
     )
     for clear in forms:
-        model, optimizer = prepared(make=lambda params: torch.optim.SGD(params, lr=0.1))
+        model, optimizer = with_masters(make=lambda params: torch.optim.SGD(params, lr=0.1))
         with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
             scaled.backward()
         assert any(p.grad is not None and p.grad.any() for p in ampkit.master_params(optimizer))
@@ -314,7 +310,7 @@ def test_clearing_gradients_in_every_form_clears_the_masters_too():
 
 
 def test_clearing_one_parameter_clears_its_master_alone():
-    model, optimizer = prepared()
+    model, optimizer = with_masters()
     with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
         scaled.backward()
     model.last.weight.grad = None
@@ -326,7 +322,7 @@ def test_clearing_one_parameter_clears_its_master_alone():
 
 def test_gradients_from_before_initialize_are_kept():
     torch.manual_seed(0)
-    model = Net()
+    model = FrozenMiddle()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.randn(3, 4)).sum().backward()
     expected = {n: p - p.grad if p.grad is not None else p for n, p in model.named_parameters()}
@@ -338,7 +334,7 @@ def test_gradients_from_before_initialize_are_kept():
 
 def test_two_optimizers_that_share_parameters_share_masters():
     torch.manual_seed(0)
-    model = Net()
+    model = FrozenMiddle()
     slow = torch.optim.SGD(model.parameters(), lr=0.5)
     fast = torch.optim.SGD(model.last.parameters(), lr=2.0)
     ampkit.initialize(model, [slow, fast], opt_level="O5", verbosity=0)
@@ -380,50 +376,50 @@ def test_tied_weights_stay_tied(level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_save_load_continue_equals_not_having_stopped(level, optimizer_name):
     make = OPTIMIZERS[optimizer_name]
-    model, optimizer = prepared(level, make)
+    model, optimizer = with_masters(level, make)
     for seed in range(4):
-        step(model, optimizer, seed)
+        fit_batch(model, optimizer, seed)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}, file)
-    on = [step(model, optimizer, seed) for seed in range(4, 8)]
+    on = [fit_batch(model, optimizer, seed) for seed in range(4, 8)]
     final, scalers = copy.deepcopy(model.state_dict()), ampkit.state_dict()
     ampkit.close()
 
-    model, optimizer = prepared(level, make, seed=9)
-    step(model, optimizer, 9)
+    model, optimizer = with_masters(level, make, seed=9)
+    fit_batch(model, optimizer, 9)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     ampkit.load_state_dict(saved["amp"])
-    assert [step(model, optimizer, seed) for seed in range(4, 8)] == on
+    assert [fit_batch(model, optimizer, seed) for seed in range(4, 8)] == on
     assert_equal_states(model.state_dict(), final)
     assert ampkit.state_dict() == scalers
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_loading_before_initialize_is_the_same_as_after(level):
-    model, optimizer = prepared(level)
+    model, optimizer = with_masters(level)
     for seed in range(3):
-        step(model, optimizer, seed)
+        fit_batch(model, optimizer, seed)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), ampkit.state_dict()))
-    on = [step(model, optimizer, seed) for seed in range(3, 6)]
+    on = [fit_batch(model, optimizer, seed) for seed in range(3, 6)]
     ampkit.close()
-    model = Net()
+    model = FrozenMiddle()
     optimizer = OPTIMIZERS["SGD"](model.parameters())
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     ampkit.load_state_dict(saved[2])
-    assert [step(model, optimizer, seed) for seed in range(3, 6)] == on
+    assert [fit_batch(model, optimizer, seed) for seed in range(3, 6)] == on
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_o0_equals_plain_torch_bit_for_bit(optimizer_name):
     torch.manual_seed(0)
-    plain = Net()
+    plain = FrozenMiddle()
     plain_optimizer = OPTIMIZERS[optimizer_name](plain.parameters())
-    model, optimizer = prepared("O0", OPTIMIZERS[optimizer_name])
+    model, optimizer = with_masters("O0", OPTIMIZERS[optimizer_name])
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         x, y = torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)
@@ -431,17 +427,17 @@ def test_o0_equals_plain_torch_bit_for_bit(optimizer_name):
         loss = F.mse_loss(plain(x), y)
         loss.backward()
         plain_optimizer.step()
-        assert step(model, optimizer, seed) == loss.item()
+        assert fit_batch(model, optimizer, seed) == loss.item()
     assert_equal_states(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_optimizer_state_follows_the_level_through_all_of_them(optimizer_name):
-    model, optimizer = prepared("O0", OPTIMIZERS[optimizer_name])
+    model, optimizer = with_masters("O0", OPTIMIZERS[optimizer_name])
     for level in ("O3", "O2", "O3", "O1", "O3"):
-        step(model, optimizer)
+        fit_batch(model, optimizer)
         ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    step(model, optimizer)
+    fit_batch(model, optimizer)
     lower = [state for p, state in optimizer.state.items() if p.dtype is torch.bfloat16]
     assert lower and {v.dtype for state in lower for k, v in state.items() if k != "step"} == {torch.bfloat16}
     ampkit.close()

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import backward, iterate, net_with_norm
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,8 +18,7 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
 def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 1))
+    return net_with_norm(4, 6, 1)
 
 
 def sgd(params, **settings):
@@ -29,15 +29,13 @@ def loss_of(model):
     return model(X).float().square().mean()
 
 
-def backward(model, optimizer, factor=1.0):
-    with ampkit.scale_loss(loss_of(model) * factor, optimizer) as scaled:
-        scaled.backward()
+def backward_of(model, optimizer, factor=1.0):
+    backward(loss_of(model) * factor, optimizer)
 
 
-def step(model, optimizer, factor=1.0):
-    optimizer.zero_grad()
-    backward(model, optimizer, factor)
-    optimizer.step()
+def shrink_output(model, optimizer, factor=1.0):
+    """An iteration on X, its loss times a factor."""
+    iterate(lambda: loss_of(model) * factor, optimizer)
 
 
 def plain_weights(make_optimizer=sgd, steps=3):
@@ -65,7 +63,7 @@ def test_added_group_trains(level, form):
     model = make_model()
     optimizer = sgd(model[:3].named_parameters() if form == "named" else model[:3].parameters())
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    step(model, optimizer)
+    shrink_output(model, optimizer)
     added = {
         "list": [{"params": list(model[3].parameters()), "lr": 0.05}],
         "generator": [{"params": model[3].parameters(), "lr": 0.05}],
@@ -77,7 +75,7 @@ def test_added_group_trains(level, form):
         optimizer.add_param_group(group)
     assert torch.equal(model.state_dict()["3.weight"], before["3.weight"])
     optimizer.zero_grad()
-    backward(model, optimizer)
+    backward_of(model, optimizer)
     gradient = optimizer.param_groups[1]["params"][0].grad.float().clone()
     optimizer.step()
     if level == "O3":
@@ -101,7 +99,7 @@ def test_added_group_with_a_parameter_that_is_there_already_is_refused(level):
     with pytest.raises(TypeError):  # torch's own check
         optimizer.add_param_group("no group")
     assert len(optimizer.param_groups) == 1
-    step(model, optimizer)
+    shrink_output(model, optimizer)
 
 
 def test_settings_of_groups_may_change_at_any_time():
@@ -109,11 +107,11 @@ def test_settings_of_groups_may_change_at_any_time():
     optimizer = sgd([{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters()}])
     ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    step(model, optimizer)
+    shrink_output(model, optimizer)
     assert torch.equal(model.state_dict()["0.weight"], before["0.weight"])
     assert not torch.equal(model.state_dict()["3.weight"], before["3.weight"])
     optimizer.param_groups[0]["lr"] = 0.1
-    step(model, optimizer)
+    shrink_output(model, optimizer)
     assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
 
 
@@ -144,7 +142,7 @@ def test_scheduler_steps_without_warnings(level, made, first_step, scheduler_nam
         if made == "after":
             scheduler = SCHEDULERS[scheduler_name](optimizer)
         for factor in (float("inf") if first_step == "skipped" else 1.0, 1.0):
-            step(model, optimizer, factor)
+            shrink_output(model, optimizer, factor)
             assert ampkit.step_was_skipped(optimizer) is (factor != 1.0)
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
@@ -156,7 +154,7 @@ def test_scheduler_may_be_held_back_for_a_skipped_step():
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
     scheduler = SCHEDULERS["StepLR"](optimizer)
     for factor in (float("nan"), 1.0, float("inf")):
-        step(model, optimizer, factor)
+        shrink_output(model, optimizer, factor)
         if not ampkit.step_was_skipped(optimizer):
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
@@ -170,9 +168,9 @@ def test_hooks_of_the_optimizer_run_at_steps_that_are_taken(level):
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    step(model, optimizer, float("inf"))
+    shrink_output(model, optimizer, float("inf"))
     assert calls == []
-    step(model, optimizer)
+    shrink_output(model, optimizer)
     assert calls == ["before", "after"]
 
 
@@ -231,7 +229,7 @@ def test_closure_of_sgd_is_a_step(level):
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **SETTINGS[level])
 
     def closure():
-        backward(model, optimizer)
+        backward_of(model, optimizer)
         return 7.0
 
     assert optimizer.step(closure) == 7.0
@@ -262,10 +260,16 @@ def test_closure_with_a_dynamic_scale_is_refused(level):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ampkit.ClosureError) as caught:
         optimizer.step(lambda: pytest.fail("the closure was called"))
-    for word in ("dynamic loss scale", "have to skip", "loss_scale=128.0", "'O4' or 'O5'", "step() without it"):
+    for word in (
+        "dynamic loss scale",
+        "have to skip",
+        "loss_scale=128.0",
+        "'O4' or 'O5'",
+        "step() without it",
+    ):
         assert word in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    step(model, optimizer)
+    shrink_output(model, optimizer)
 
 
 def test_overflow_in_a_closure_with_a_static_scale_skips_the_step():
@@ -275,12 +279,12 @@ def test_overflow_in_a_closure_with_a_static_scale_skips_the_step():
     before = copy.deepcopy(model.state_dict())
 
     def closure():
-        backward(model, optimizer, float("inf"))
+        backward_of(model, optimizer, float("inf"))
         return loss_of(model)
 
     assert optimizer.step(closure) is None and ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    step(model, optimizer)
+    shrink_output(model, optimizer)
     assert not ampkit.step_was_skipped(optimizer)
 
 
@@ -383,11 +387,11 @@ def test_unusual_optimizer_trains_like_in_float32(kind, level):
     returned = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert returned == (model, optimizer)
     for _ in range(4):
-        step(model, optimizer)
+        shrink_output(model, optimizer)
     assert_close_to_plain(model, expected)
     before = copy.deepcopy(model.state_dict())
     if level in ("O1", "O2"):
-        step(model, optimizer, float("inf"))
+        shrink_output(model, optimizer, float("inf"))
         assert ampkit.step_was_skipped(optimizer)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     keys = set(optimizer.state)
@@ -401,10 +405,10 @@ def test_sam_climbs_on_the_masters_and_trains_like_in_float32(level):
     def train(model, optimizer, scaled):
         for _ in range(3):
             optimizer.zero_grad()
-            backward(model, optimizer) if scaled else loss_of(model).backward()
+            backward_of(model, optimizer) if scaled else loss_of(model).backward()
             optimizer.climb()
             optimizer.zero_grad()
-            backward(model, optimizer) if scaled else loss_of(model).backward()
+            backward_of(model, optimizer) if scaled else loss_of(model).backward()
             optimizer.step()
 
     plain, model = make_model(), make_model()
@@ -422,7 +426,7 @@ def test_base_optimizer_that_was_wrapped_and_passed_too_steps_once():
     ampkit.initialize(model, [outer, inner], opt_level="O5", verbosity=0)
     before = model.state_dict()["3.bias"].clone()
     outer.zero_grad()
-    backward(model, [outer])
+    backward_of(model, [outer])
     gradient = outer.param_groups[0]["params"][-1].grad.clone()
     outer.step()
     torch.testing.assert_close(model.state_dict()["3.bias"], before - 0.1 * gradient)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from helpers import backward, initialize_quietly, net_with_norm, random_batch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,33 +78,22 @@ def _guarded(name, original, reading):
     return guarded
 
 
-def make_model(device="cpu"):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
-    return model.to(device)
-
-
-def batch(device="cpu", seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(4, 6, generator=generator).to(device), torch.randn(4, 3, generator=generator).to(device)
+def batch(device="cpu"):
+    return tuple(tensor.to(device) for tensor in random_batch())
 
 
 def iteration(model, optimizer, x, y, factor=1.0, clip=None, micro_batches=1, delayed=False):
     optimizer.zero_grad()
     for index in range(micro_batches):
         last = index == micro_batches - 1
-        with ampkit.scale_loss(
-            F.mse_loss(model(x).float(), y) * factor, optimizer, delay_unscale=delayed and not last
-        ) as scaled:
-            scaled.backward()
+        backward(F.mse_loss(model(x).float(), y) * factor, optimizer, delay_unscale=delayed and not last)
     if clip is not None:
         ampkit.clip_grad_norm_(optimizer, clip)
     optimizer.step()
 
 
-def prepared(make, level="O2", device="cpu", **settings):
-    model = make_model(device)
-    return ampkit.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **settings)
+def initialized_on(device, make, level="O2", **settings):
+    return initialize_quietly(net_with_norm(hidden=16).to(device), make, level, **settings)
 
 
 def test_the_guard_against_reads_can_fail(monkeypatch):
@@ -123,7 +113,7 @@ def test_the_guard_against_reads_can_fail(monkeypatch):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", FUSED)
 def test_an_iteration_with_a_fused_optimizer_reads_nothing(name, level, device, monkeypatch):
-    model, optimizer = prepared(FUSED[name], level, device)
+    model, optimizer = initialized_on(device, FUSED[name], level)
     x, y = batch(device)
     iteration(model, optimizer, x, y, clip=1.0)
     with no_host_reads(device, monkeypatch):
@@ -137,7 +127,7 @@ def test_an_iteration_with_a_fused_optimizer_reads_nothing(name, level, device, 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 64.0])
 @pytest.mark.parametrize("name", FUSED)
 def test_an_overflow_is_skipped_without_a_read(name, loss_scale, device, monkeypatch):
-    model, optimizer = prepared(FUSED[name], "O2", device, loss_scale=loss_scale)
+    model, optimizer = initialized_on(device, FUSED[name], "O2", loss_scale=loss_scale)
     x, y = batch(device)
     monkeypatch.setattr(HostCopy, "ready", lambda copy: False)  # a device that is far behind
     iteration(model, optimizer, x, y)
@@ -167,7 +157,7 @@ def test_first_step_skipped_leaves_no_trace():
         results = []
         for factors in ((math.inf, 1.0, 1.0), (1.0, 1.0)):
             # The scale is static: both runs round alike.
-            model, optimizer = prepared(make, "O2", loss_scale=128.0)
+            model, optimizer = initialized_on("cpu", make, "O2", loss_scale=128.0)
             for factor in factors:
                 iteration(model, optimizer, *batch(), factor, clip=5.0)
             results.append([p.detach().clone() for p in ampkit.master_params(optimizer)])
@@ -178,7 +168,9 @@ def test_first_step_skipped_leaves_no_trace():
 def test_sgd_with_dampening_takes_its_first_momentum_after_a_skipped_step():
     results = []
     for factors in ((math.inf, 1.0, 1.0), (1.0, 1.0)):
-        model, optimizer = prepared(lambda p: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.5), loss_scale=128.0)
+        model, optimizer = initialized_on(
+            "cpu", lambda p: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.5), loss_scale=128.0
+        )
         for factor in factors:
             iteration(model, optimizer, *batch(), factor)
         results.append([p.detach().clone() for p in ampkit.master_params(optimizer)])
@@ -189,7 +181,7 @@ def test_sgd_with_dampening_takes_its_first_momentum_after_a_skipped_step():
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_torchs_fused_optimizers_are_not_read_either(make, level, device, monkeypatch):
-    model, optimizer = prepared(lambda p: make(p, lr=0.01, fused=True), level, device)
+    model, optimizer = initialized_on(device, lambda p: make(p, lr=0.01, fused=True), level)
     x, y = batch(device)
     iteration(model, optimizer, x, y)
     before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
@@ -207,7 +199,7 @@ def test_torchs_fused_optimizers_are_not_read_either(make, level, device, monkey
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_ordinary_optimizer_reads_once_at_its_step(level, monkeypatch):
-    model, optimizer = prepared(lambda p: torch.optim.SGD(p, lr=0.1), level)
+    model, optimizer = initialized_on("cpu", lambda p: torch.optim.SGD(p, lr=0.1), level)
     reads = []
     original = HostCopy.read
     monkeypatch.setattr(HostCopy, "read", lambda copy: reads.append(1) or original(copy))
@@ -225,7 +217,7 @@ def test_an_ordinary_optimizer_reads_once_at_its_step(level, monkeypatch):
 
 
 def test_the_overflow_line_comes_late_and_with_its_own_numbers(capsys):
-    model, optimizer = prepared(FUSED["FusedAdam"])
+    model, optimizer = initialized_on("cpu", FUSED["FusedAdam"])
     ampkit.initialize(model, optimizer, opt_level="O2")
     capsys.readouterr()
     iteration(model, optimizer, *batch(), math.inf)
@@ -241,7 +233,7 @@ def test_the_overflow_line_comes_late_and_with_its_own_numbers(capsys):
 
 
 def test_nothing_is_lost_when_the_device_is_far_behind(capsys, monkeypatch):
-    model, optimizer = prepared(FUSED["FusedAdam"])
+    model, optimizer = initialized_on("cpu", FUSED["FusedAdam"])
     ampkit.initialize(model, optimizer, opt_level="O2")
     capsys.readouterr()
     ready = [False]
@@ -258,7 +250,7 @@ def test_nothing_is_lost_when_the_device_is_far_behind(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["0.weight", "1.bias", "3.bias"])
 def test_the_first_parameter_that_is_not_finite_is_named_without_its_gradient(name, caplog):
-    model, optimizer = prepared(FUSED["FusedAdam"], loss_scale=DynamicLossScale(init_scale=2.0**10))
+    model, optimizer = initialized_on("cpu", FUSED["FusedAdam"], loss_scale=DynamicLossScale(init_scale=2.0**10))
     bad = dict(model.named_parameters())
     for other in list(bad)[list(bad).index(name) :]:  # this one and those behind it
         bad[other].register_hook(lambda gradient: gradient * math.nan)
@@ -272,7 +264,7 @@ def test_the_first_parameter_that_is_not_finite_is_named_without_its_gradient(na
 
 
 def test_many_skips_at_the_floor_end_the_training_late():
-    model, optimizer = prepared(FUSED["FusedSGD"], min_loss_scale=1.0, max_loss_scale=2.0)
+    model, optimizer = initialized_on("cpu", FUSED["FusedSGD"], min_loss_scale=1.0, max_loss_scale=2.0)
     for _ in range(51):  # one from 2 to 1, then 50 at the floor of 1
         iteration(model, optimizer, *batch(), math.inf)
     with pytest.raises(ampkit.LossScaleError, match="floor of 1"):
@@ -282,7 +274,7 @@ def test_many_skips_at_the_floor_end_the_training_late():
 
 
 def test_many_skips_found_by_state_dict_end_the_training_at_the_next_scale_loss():
-    model, optimizer = prepared(FUSED["FusedSGD"], min_loss_scale=1.0, max_loss_scale=1.0)
+    model, optimizer = initialized_on("cpu", FUSED["FusedSGD"], min_loss_scale=1.0, max_loss_scale=1.0)
     for _ in range(50):
         iteration(model, optimizer, *batch(), math.inf)
     assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
@@ -291,7 +283,7 @@ def test_many_skips_found_by_state_dict_end_the_training_at_the_next_scale_loss(
 
 
 def test_step_was_skipped_asks_the_device():
-    model, optimizer = prepared(FUSED["FusedAdam"])
+    model, optimizer = initialized_on("cpu", FUSED["FusedAdam"])
     for factor in (1.0, math.inf, 1.0):
         iteration(model, optimizer, *batch(), factor)
         assert ampkit.step_was_skipped(optimizer) is (factor == math.inf)
@@ -342,8 +334,8 @@ def test_a_scale_of_the_moment_stays_what_it_was():
 def test_an_iteration_can_be_captured_in_a_graph(level):
     make = FUSED["FusedAdam"]
     x, y = batch("cuda")
-    model, optimizer = prepared(make, level, "cuda")
-    twin, twin_optimizer = prepared(make, level, "cuda")
+    model, optimizer = initialized_on("cuda", make, level)
+    twin, twin_optimizer = initialized_on("cuda", make, level)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from helpers import initialize_quietly, iterate
 from torch import nn
 
 import ampkit
 
 
-def prepared(**settings):
-    model = nn.Linear(2, 2)
-    return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **settings)
+def at_o1(**settings):
+    return initialize_quietly(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), "O1", **settings)
 
 
 def grad_scaler(**settings):
@@ -22,7 +22,7 @@ STATE = {"scale": 3.0 * 2**7, "growth_factor": 3.0, "backoff_factor": 0.25, "gro
 def test_there_and_back():
     scaler = grad_scaler()
     scaler.load_state_dict(STATE)
-    prepared()
+    at_o1()
     ampkit.from_grad_scaler(scaler.state_dict())
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 384.0, "unskipped": 5}
     assert ampkit.to_grad_scaler() == STATE
@@ -32,13 +32,11 @@ def test_there_and_back():
 
 
 def test_it_moves_on_as_the_grad_scaler_did():
-    model, optimizer = prepared()
+    model, optimizer = at_o1()
     ampkit.from_grad_scaler(STATE)
 
     def step(factor=1.0):
-        with ampkit.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        iterate(lambda: model(torch.ones(1, 2)).float().sum() * factor, optimizer)
         return ampkit.to_grad_scaler()["scale"], ampkit.to_grad_scaler()["_growth_tracker"]
 
     assert step() == (384.0, 6)
@@ -47,34 +45,34 @@ def test_it_moves_on_as_the_grad_scaler_did():
 
 
 def test_a_scale_below_the_floor_is_taken_exactly():
-    prepared()
+    at_o1()
     ampkit.from_grad_scaler({**STATE, "scale": 2.0**-20})
     assert ampkit.to_grad_scaler()["scale"] == 2.0**-20
 
 
 def test_one_of_several_losses():
-    prepared(num_losses=2)
+    at_o1(num_losses=2)
     ampkit.from_grad_scaler(STATE, loss_id=1)
     assert [entry["loss_scale"] for entry in ampkit.state_dict().values()] == [65536.0, 384.0]
     assert ampkit.to_grad_scaler(1) == STATE and ampkit.to_grad_scaler(0)["scale"] == 65536.0
 
 
 def test_a_static_scale_does_not_grow_in_a_grad_scaler():
-    prepared(loss_scale=128.0)
+    at_o1(loss_scale=128.0)
     state = ampkit.to_grad_scaler()
     assert state["scale"] == 128.0 and state["growth_interval"] > 10**9
     grad_scaler().load_state_dict(state)
 
 
 def test_the_empty_state_of_a_disabled_grad_scaler_changes_nothing():
-    prepared()
+    at_o1()
     ampkit.from_grad_scaler(grad_scaler(enabled=False).state_dict())
     assert ampkit.to_grad_scaler()["scale"] == 65536.0
 
 
 @pytest.mark.parametrize("state", [{"scale": 2.0}, {**STATE, "scale": 0.0}, {**STATE, "scale": float("inf")}])
 def test_states_that_cannot_be_are_refused_and_change_nothing(state):
-    prepared()
+    at_o1()
     with pytest.raises(ampkit.CheckpointError):
         ampkit.from_grad_scaler(state)
     assert ampkit.to_grad_scaler()["scale"] == 65536.0 and ampkit.to_grad_scaler()["growth_interval"] == 2000

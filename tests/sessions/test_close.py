@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import iterate
 from torch import nn
 
 import ampkit
@@ -20,7 +21,7 @@ NAMESPACES = (
 )
 
 
-class Net(nn.Module):
+class TokenClassifier(nn.Module):
     """A bit of everything that initialize treats in its own way."""
 
     def __init__(self):
@@ -38,18 +39,15 @@ class Net(nn.Module):
         return self.head(self.frozen(self.batch_norm(hidden[:, -1]))) + self.offset
 
 
-def make():
-    model = Net()
+def make_pair():
+    model = TokenClassifier()
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
-def train(model, optimizer, steps=3):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(torch.arange(12).reshape(4, 3) % 7).float(), torch.arange(4))
-        with ampkit.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+def classify_tokens(model, optimizer):
+    """Three iterations on four sequences."""
+    tokens, labels = torch.arange(12).reshape(4, 3) % 7, torch.arange(4)
+    iterate(lambda: nn.functional.cross_entropy(model(tokens).float(), labels), optimizer, times=3)
 
 
 def attributes(model, optimizer):
@@ -67,11 +65,11 @@ def attributes(model, optimizer):
 @pytest.mark.parametrize("level", LEVELS)
 def test_namespaces_are_the_same_after_close(level):
     before = [dict(vars(namespace)) for namespace in NAMESPACES]
-    model, optimizer = make()
+    model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     during = sum(vars(n).get(k) is not v for n, old in zip(NAMESPACES, before) for k, v in old.items())
     assert during > 100 if level in ("O1", "O4") else during == 0
-    train(model, optimizer)
+    classify_tokens(model, optimizer)
     ampkit.close()
     for namespace, old in zip(NAMESPACES, before):
         now = dict(vars(namespace))
@@ -81,17 +79,17 @@ def test_namespaces_are_the_same_after_close(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_key_of_ours_stays_on_model_or_optimizer(level):
-    model, optimizer = make()
+    model, optimizer = make_pair()
     before = attributes(model, optimizer)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert attributes(model, optimizer) != before
-    train(model, optimizer)
+    classify_tokens(model, optimizer)
     ampkit.close()
     assert attributes(model, optimizer) == before
 
 
 def test_no_key_of_ours_stays_after_a_skipped_step():
-    model, optimizer = make()
+    model, optimizer = make_pair()
     before = attributes(model, optimizer)
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
     with ampkit.scale_loss(model(torch.zeros(2, 3, dtype=torch.long)).sum() * float("inf"), optimizer) as scaled:
@@ -104,11 +102,11 @@ def test_no_key_of_ours_stays_after_a_skipped_step():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
-    model, optimizer = make()
+    model, optimizer = make_pair()
     objects = list(model.parameters())
     start = copy.deepcopy(model.state_dict())
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer)
+    classify_tokens(model, optimizer)
     masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
     saved = copy.deepcopy(model.state_dict())
     ampkit.close()
@@ -125,9 +123,9 @@ def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_optimizer_state_is_keyed_by_the_original_parameters_again(level):
-    model, optimizer = make()
+    model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer)
+    classify_tokens(model, optimizer)
     moments = [optimizer.state[p]["exp_avg"].clone() for p in optimizer.param_groups[0]["params"]]
     ampkit.close()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -138,11 +136,11 @@ def test_optimizer_state_is_keyed_by_the_original_parameters_again(level):
 
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O5"))
 def test_training_goes_on_in_plain_torch_after_close(level):
-    model, optimizer = make()
+    model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer)
+    classify_tokens(model, optimizer)
     ampkit.close()
-    twin = Net()
+    twin = TokenClassifier()
     twin.load_state_dict(model.state_dict())
     for p in twin.frozen.parameters():
         p.requires_grad_(False)
@@ -156,7 +154,7 @@ def test_training_goes_on_in_plain_torch_after_close(level):
 
 
 def test_gradients_are_float32_after_close():
-    model, optimizer = make()
+    model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
     with ampkit.scale_loss(model(torch.zeros(2, 3, dtype=torch.long)).sum(), optimizer) as scaled:
         scaled.backward()
@@ -168,7 +166,7 @@ def test_gradients_are_float32_after_close():
 
 def test_close_twice_and_without_a_session_does_nothing():
     ampkit.close()
-    model, optimizer = make()
+    model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
     session = ampkit.current_session()
     session.close()
@@ -179,16 +177,16 @@ def test_close_twice_and_without_a_session_does_nothing():
 
 
 def test_forward_put_on_the_instance_is_given_back():
-    model, optimizer = make()
+    model, optimizer = make_pair()
 
     def forward(tokens):
-        return Net.forward(model, tokens)
+        return TokenClassifier.forward(model, tokens)
 
     model.forward = forward
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    train(model, optimizer)
+    classify_tokens(model, optimizer)
     ampkit.close()
-    assert vars(model)["forward"] is forward and type(model) is Net
+    assert vars(model)["forward"] is forward and type(model) is TokenClassifier
 
 
 def test_block_made_before_close_is_refused_after_it():

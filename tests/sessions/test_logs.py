@@ -5,29 +5,25 @@ import math
 
 import pytest
 import torch
+from helpers import iterate, net_with_norm
 from torch import nn
 from torch.nn import functional as F
 
 import ampkit
 
 
-def prepared(**settings):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ampkit.initialize(model, optimizer, **settings)
+def initialized_aloud(**settings):
+    """A model and its optimizer, with all that `initialize` says."""
+    model = net_with_norm(4, 4, 1)
+    return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
 
 
 def overflow(model, optimizer, times=1, factor=math.inf):
-    for _ in range(times):
-        optimizer.zero_grad()
-        with ampkit.scale_loss(model(torch.ones(2, 4)).float().sum() * factor, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+    iterate(lambda: model(torch.ones(2, 4)).float().sum() * factor, optimizer, times)
 
 
 def test_banner_rows_are_written_to_standard_output(capsys):
-    prepared(opt_level="O2", loss_scale=128.0)
+    initialized_aloud(opt_level="O2", loss_scale=128.0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Selected optimization level O2")
     assert f"{'keep_batchnorm_fp32':22} : True" in lines
@@ -47,7 +43,7 @@ def test_banner_rows_are_written_to_standard_output(capsys):
 
 
 def test_verbosity_0_is_silent(capsys):
-    model, optimizer = prepared(opt_level="O2", verbosity=0)
+    model, optimizer = initialized_aloud(opt_level="O2", verbosity=0)
     overflow(model, optimizer)
     assert capsys.readouterr().out == ""
 
@@ -55,7 +51,7 @@ def test_verbosity_0_is_silent(capsys):
 def test_handler_leaves_with_the_last_session():
     logger = logging.getLogger("ampkit")
     before = list(logger.handlers), logger.level
-    prepared()
+    initialized_aloud()
     assert len(logger.handlers) == len(before[0]) + 1
     ampkit.close()
     assert (list(logger.handlers), logger.level) == before
@@ -69,7 +65,7 @@ def test_handler_of_the_application_is_the_only_one(capsys):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        prepared()
+        initialized_aloud()
         assert capsys.readouterr().out == ""
         assert any("Selected optimization level" in record.getMessage() for record in records)
     finally:
@@ -79,13 +75,13 @@ def test_handler_of_the_application_is_the_only_one(capsys):
 
 def test_other_ranks_are_silent(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    prepared()
+    initialized_aloud()
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflow_line_starts_as_scripts_expect_it(level, capsys):
-    model, optimizer = prepared(opt_level=level)
+    model, optimizer = initialized_aloud(opt_level=level)
     capsys.readouterr()
     overflow(model, optimizer)
     assert capsys.readouterr().out.splitlines() == [
@@ -108,7 +104,7 @@ def test_overflow_seen_by_two_optimizers_is_reported_once(capsys):
 
 
 def test_static_scale_reports_in_its_own_words(capsys):
-    model, optimizer = prepared(opt_level="O2", loss_scale=128.0)
+    model, optimizer = initialized_aloud(opt_level="O2", loss_scale=128.0)
     capsys.readouterr()
     overflow(model, optimizer)
     line = capsys.readouterr().out
@@ -117,15 +113,15 @@ def test_static_scale_reports_in_its_own_words(capsys):
 
 
 def test_static_scale_of_1_checks_nothing():
-    model, optimizer = prepared(opt_level="O5", verbosity=0)
+    model, optimizer = initialized_aloud(opt_level="O5", verbosity=0)
     overflow(model, optimizer)
     assert not ampkit.step_was_skipped(optimizer)
-    assert not torch.isfinite(model[2].weight).all()
+    assert not torch.isfinite(model[3].weight).all()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_many_skips_name_the_first_parameter_that_is_not_finite(level, capsys):
-    model, optimizer = prepared(opt_level=level)
+    model, optimizer = initialized_aloud(opt_level=level)
     model[0].weight.register_hook(lambda gradient: gradient * math.nan)
     overflow(model, optimizer, 24, factor=1.0)
     assert "not finite is" not in capsys.readouterr().out
@@ -136,7 +132,7 @@ def test_many_skips_name_the_first_parameter_that_is_not_finite(level, capsys):
 
 
 def test_many_skips_at_the_floor_end_the_training():
-    model, optimizer = prepared(opt_level="O2", min_loss_scale=1.0, max_loss_scale=2.0, verbosity=0)
+    model, optimizer = initialized_aloud(opt_level="O2", min_loss_scale=1.0, max_loss_scale=2.0, verbosity=0)
     # One skip from 2 to 1, then 50 at the floor of 1.
     overflow(model, optimizer, 50)
     with pytest.raises(ampkit.LossScaleError, match="floor of 1"):
@@ -145,6 +141,8 @@ def test_many_skips_at_the_floor_end_the_training():
 
 
 def test_many_skips_at_the_floor_go_on_when_asked_to():
-    model, optimizer = prepared(opt_level="O2", min_loss_scale=1.0, max_loss_scale=1.0, on_floor="warn", verbosity=0)
+    model, optimizer = initialized_aloud(
+        opt_level="O2", min_loss_scale=1.0, max_loss_scale=1.0, on_floor="warn", verbosity=0
+    )
     overflow(model, optimizer, 60)
     assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 1.0

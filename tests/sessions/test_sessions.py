@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import others_slow
+from helpers import iterate, net_with_norm, others_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,18 +21,13 @@ early_bound = {"linear": F.linear}  # for O1 to rebind
 
 
 def make_pair():
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1))
+    model = net_with_norm(4, 8, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(model, optimizer, steps=1, **settings):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).float().square().mean()
-        with ampkit.scale_loss(loss, optimizer, **settings) as scaled:
-            scaled.backward()
-        optimizer.step()
-    return loss.item()
+def shrink_output(model, optimizer, times=1, **flags):
+    """Iterations that bring the output for ones towards zero; the last loss."""
+    return iterate(lambda: model(torch.ones(2, 4)).float().square().mean(), optimizer, times, **flags)
 
 
 # Several sessions at once
@@ -43,8 +38,8 @@ def test_scalers_are_numbered_across_sessions():
     ampkit.initialize(*first, opt_level="O1", num_losses=2, loss_scale=128.0, verbosity=0)
     assert ampkit.state_dict() == {f"loss_scaler{i}": {"loss_scale": 128.0, "unskipped": 0} for i in range(2)}
     ampkit.initialize(*second, opt_level="O2", verbosity=0)
-    train(*first, loss_id=1)
-    train(*second, steps=2)
+    shrink_output(*first, loss_id=1)
+    shrink_output(*second, times=2)
     assert ampkit.state_dict() == {
         "loss_scaler0": {"loss_scale": 128.0, "unskipped": 0},
         "loss_scaler1": {"loss_scale": 128.0, "unskipped": 1},
@@ -62,10 +57,10 @@ def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
     ampkit.initialize(*first, num_losses=1, verbosity=0)
     ampkit.initialize(*second, num_losses=4, verbosity=0)
     with pytest.raises(ampkit.LossIdError) as caught:
-        train(*first, loss_id=loss_id)
+        shrink_output(*first, loss_id=loss_id)
     for word in (f"loss_id={loss_id!r}", "num_losses=1", "from 0 to 0", "Pass num_losses="):
         assert word in str(caught.value)
-    train(*second, loss_id=3)
+    shrink_output(*second, loss_id=3)
 
 
 def test_optimizers_of_two_sessions_in_one_block_are_refused():
@@ -88,10 +83,10 @@ def test_o1_and_o2_train_side_by_side_as_alone():
     alone = {}
     for level in ("O1", "O2"):
         pair = fresh(level)
-        alone[level] = [train(*pair) for _ in range(5)]
+        alone[level] = [shrink_output(*pair) for _ in range(5)]
         ampkit.close()
     o1, o2 = fresh("O1"), fresh("O2")
-    together = [(train(*o1), train(*o2)) for _ in range(5)]
+    together = [(shrink_output(*o1), shrink_output(*o2)) for _ in range(5)]
     assert [pair[0] for pair in together] == alone["O1"]
     assert [pair[1] for pair in together] == alone["O2"]
 
@@ -125,7 +120,7 @@ def test_second_lower_precision_at_o1_is_refused_and_touches_nothing():
     with pytest.raises(ampkit.ConfigurationError, match=r"torch\.float16.*torch\.bfloat16.*ampkit\.close\(\)"):
         ampkit.initialize(*second, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
     assert second[0][0].weight.dtype is torch.bfloat16 and len(session.live_sessions) == 2
-    train(*second)
+    shrink_output(*second)
     # The session that holds the patches may change its own mind.
     ampkit.initialize(*first, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
@@ -177,7 +172,7 @@ def test_fifty_times_leaves_what_two_left(level, same_model, monkeypatch):
         for time in range(1, 51):
             model, optimizer = pair or make_pair()
             ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-            train(model, optimizer)
+            shrink_output(model, optimizer)
             if time in (2, 50):
                 shapes[time] = shape_of(model, optimizer)
                 counts[time] = everything()
@@ -193,7 +188,7 @@ def test_fifty_times_leaves_what_two_left(level, same_model, monkeypatch):
 def test_second_initialize_of_a_model_starts_from_the_masters():
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    train(model, optimizer, steps=3)
+    shrink_output(model, optimizer, times=3)
     masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
     momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in ampkit.master_params(optimizer)]
     ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
@@ -210,7 +205,7 @@ def test_second_initialize_of_half_the_things_closes_the_whole_session():
     ampkit.initialize(*first, opt_level="O1", verbosity=0)
     assert {p.dtype for p in second[0].parameters()} == {torch.float32}
     with pytest.raises(ampkit.NotInitializedError):
-        train(*second)
+        shrink_output(*second)
 
 
 def test_half_after_initialize_at_o1_is_refused_again():
@@ -231,7 +226,7 @@ def test_session_dies_with_its_models_and_optimizers(level):
     plain = torch.mm
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer)
+    shrink_output(model, optimizer)
     del model
     gc.collect()
     assert len(session.live_sessions) == 1
@@ -257,7 +252,7 @@ def test_session_closes_at_the_end_of_its_block():
     with ampkit.session(*inside, "O1", verbosity=0) as (model, optimizer):
         assert (model, optimizer) == inside
         assert ampkit.current_session().models == [model]
-        train(model, optimizer)
+        shrink_output(model, optimizer)
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
     assert ampkit.current_session().models == [outside[0]]
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
@@ -267,7 +262,7 @@ def test_session_closes_when_its_block_raises():
     model, optimizer = make_pair()
     with pytest.raises(KeyError):
         with ampkit.session(model, optimizer, "O2", verbosity=0):
-            train(model, optimizer)
+            shrink_output(model, optimizer)
             raise KeyError
     assert ampkit.current_session() is None
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -309,7 +304,7 @@ def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
         return ours(*args, **kwargs)
 
     optimizer.step = on_top
-    train(model, optimizer)
+    shrink_output(model, optimizer)
     ampkit.close()
     assert optimizer.step is on_top and "zero_grad" not in vars(optimizer)
     before = model[0].weight.detach().clone()
@@ -329,7 +324,7 @@ def test_wrapper_put_on_top_stays_after_close_and_ours_is_inert():
 def test_changed_dtype_raises_at_the_next_forward_by_name(level, change, part, name):
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer)
+    shrink_output(model, optimizer)
     getattr(model.get_submodule(part), change)()
     found = {"half": torch.float16, "double": torch.float64}[change]
     with pytest.raises(ampkit.ConfigurationError) as caught:
@@ -349,7 +344,7 @@ def test_new_parameter_raises_at_the_next_forward_by_name(level):
     ampkit.close()
     optimizer.add_param_group({"params": model[3].parameters()})
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer)
+    shrink_output(model, optimizer)
 
 
 def test_to_the_same_device_keeps_masters_and_casts():
@@ -357,7 +352,7 @@ def test_to_the_same_device_keeps_masters_and_casts():
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
     masters = list(ampkit.master_params(optimizer))
     assert model.to("cpu") is model
-    train(model, optimizer)
+    shrink_output(model, optimizer)
     assert all(x is y for x, y in zip(masters, ampkit.master_params(optimizer)))
     assert {p.device.type for p in masters} == {"cpu"}
 
@@ -366,7 +361,7 @@ def test_to_the_same_device_keeps_masters_and_casts():
 def test_to_another_device_takes_masters_along():
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    train(model, optimizer)
+    shrink_output(model, optimizer)
     model.cuda()
     assert {p.device.type for p in ampkit.master_params(optimizer)} == {"cuda"}
 
@@ -378,5 +373,5 @@ def test_scheduler_made_after_each_initialize_warns_of_nothing():
         for _ in range(3):
             ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            train(model, optimizer)
+            shrink_output(model, optimizer)
             scheduler.step()

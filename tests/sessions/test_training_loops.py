@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import backward
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +19,7 @@ SCALED = ("O1", "O2")
 ALL = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
-class Net(nn.Module):
+class NormThenLinear(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(4)
@@ -30,7 +31,7 @@ class Net(nn.Module):
 
 def plain(lr=0.1):
     torch.manual_seed(0)
-    model = Net()
+    model = NormThenLinear()
     return model, torch.optim.SGD(model.parameters(), lr=lr)
 
 
@@ -43,8 +44,7 @@ def loss_of(model):
 
 
 def block(model, optimizer, factor=1.0, **flags):
-    with ampkit.scale_loss(loss_of(model) * factor, optimizer, **flags) as scaled:
-        scaled.backward()
+    backward(loss_of(model) * factor, optimizer, **flags)
 
 
 def assert_weights_close(optimizer, reference, tolerance=5e-3):
@@ -207,7 +207,7 @@ def test_gradients_cleared_before_close_stay_cleared(level):
 @pytest.mark.parametrize("level", SCALED)
 def test_exception_with_optimizers_that_share_parameters_puts_gradients_back(level):
     torch.manual_seed(0)
-    model = Net()
+    model = NormThenLinear()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     model, optimizers = ampkit.initialize(model, optimizers, opt_level=level, verbosity=0)
     block(model, optimizers)
