@@ -11,9 +11,8 @@ import torch
 from helpers import others_slow
 from hypothesis import strategies
 
-from ampkit import kernels
+from ampkit import DynamicLossScale, kernels
 from ampkit.kernels import reference
-from ampkit.loss_scale import DynamicLossScale, DynamicScaler
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNEL_DTYPES = (F32, F16, BF16)
@@ -501,20 +500,25 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule, low, high", RULES)
-def test_update_scale_is_the_rule_of_the_host(ops, device, rule, low, high):
-    host = DynamicScaler(rule, low, high)
-    scale = torch.tensor([host.loss_scale], device=device)
+def test_update_scale_is_the_rule_in_plain_numbers(ops, device, rule, low, high):
+    expected, clean, left = min(max(rule.init_scale, low), high), 0, rule.hysteresis
+    scale = torch.tensor([expected], device=device)
     growth = torch.zeros(1, dtype=torch.int32, device=device)
     hysteresis = torch.full((1,), rule.hysteresis, dtype=torch.int32, device=device)
     bad = (torch.rand(400) < torch.linspace(0.05, 0.9, 400)).tolist()
     for found in [*bad, *[False] * 150]:
-        found_inf = torch.tensor([float(found)], device=device)
-        assert host.judge(found_inf.clone()).overflowed is found
+        if found:
+            clean, left = 0, left - 1
+            expected = max(low, expected * rule.backoff_factor) if left <= 0 else expected
+        else:
+            clean, left = clean + 1, rule.hysteresis
+            if clean >= rule.growth_interval:
+                expected, clean = min(high, expected * rule.growth_factor), 0
         returned = ops.update_scale(
             scale,
             growth,
             hysteresis,
-            found_inf,
+            torch.tensor([float(found)], device=device),
             growth_factor=rule.growth_factor,
             backoff_factor=rule.backoff_factor,
             growth_interval=rule.growth_interval,
@@ -523,7 +527,7 @@ def test_update_scale_is_the_rule_of_the_host(ops, device, rule, low, high):
             max_scale=high,
         )
         assert returned is scale
-        assert (scale.item(), growth.item()) == (host.loss_scale, host.unskipped)
+        assert (scale.item(), growth.item()) == (expected, clean)
     assert scale.item() == high
 
 

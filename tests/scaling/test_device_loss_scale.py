@@ -1,6 +1,7 @@
 """The loss scale on the device: an iteration that never asks the host, and a host that learns of it late and exactly."""
 
 import math
+import types
 from contextlib import contextmanager
 
 import pytest
@@ -28,6 +29,19 @@ FUSED = {
     "FusedLARS": lambda p: FusedLARS(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
 }
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose")
+
+
+@pytest.fixture
+def host_copies(monkeypatch):
+    """How numbers reach the host, the one way: which are ``read`` is noted, and whether they have arrived is ours to say.
+
+    On the CPU everything has arrived at once; with ``arrived`` set to False it is a device that is far behind.
+    """
+    copies = types.SimpleNamespace(read=[], arrived=True)
+    read, ready = HostCopy.read, HostCopy.ready
+    monkeypatch.setattr(HostCopy, "read", lambda copy: copies.read.append(copy) or read(copy))
+    monkeypatch.setattr(HostCopy, "ready", lambda copy: copies.arrived and ready(copy))
+    return copies
 
 
 class NoHostReads(TorchDispatchMode):
@@ -126,10 +140,10 @@ def test_an_iteration_with_a_fused_optimizer_reads_nothing(name, level, device, 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 64.0])
 @pytest.mark.parametrize("name", FUSED)
-def test_an_overflow_is_skipped_without_a_read(name, loss_scale, device, monkeypatch):
+def test_an_overflow_is_skipped_without_a_read(name, loss_scale, device, monkeypatch, host_copies):
     model, optimizer = initialized_on(device, FUSED[name], "O2", loss_scale=loss_scale)
     x, y = batch(device)
-    monkeypatch.setattr(HostCopy, "ready", lambda copy: False)  # a device that is far behind
+    host_copies.arrived = False
     iteration(model, optimizer, x, y)
     before = [tensor.clone() for tensor in everything(model, optimizer)]
     with no_host_reads(device, monkeypatch):
@@ -198,19 +212,16 @@ def test_torchs_fused_optimizers_are_not_read_either(make, level, device, monkey
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_ordinary_optimizer_reads_once_at_its_step(level, monkeypatch):
+def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
     model, optimizer = initialized_on("cpu", lambda p: torch.optim.SGD(p, lr=0.1), level)
-    reads = []
-    original = HostCopy.read
-    monkeypatch.setattr(HostCopy, "read", lambda copy: reads.append(1) or original(copy))
     x, y = batch()
     for count in range(1, 4):
         optimizer.zero_grad()
         with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
             scaled.backward()
-        assert len(reads) == count - 1
+        assert len(host_copies.read) == count - 1
         optimizer.step()
-        assert len(reads) == count
+        assert len(host_copies.read) == count
 
 
 # What the host learns
@@ -232,16 +243,15 @@ def test_the_overflow_line_comes_late_and_with_its_own_numbers(capsys):
     assert capsys.readouterr().out == f"{line} 8192.0\n"
 
 
-def test_nothing_is_lost_when_the_device_is_far_behind(capsys, monkeypatch):
+def test_nothing_is_lost_when_the_device_is_far_behind(capsys, host_copies):
     model, optimizer = initialized_on("cpu", FUSED["FusedAdam"])
     ampkit.initialize(model, optimizer, opt_level="O2")
     capsys.readouterr()
-    ready = [False]
-    monkeypatch.setattr(HostCopy, "ready", lambda copy: ready[0])
+    host_copies.arrived = False
     for factor in (math.inf, 1.0, math.inf, 1.0, 1.0):
         iteration(model, optimizer, *batch(), factor)
     assert capsys.readouterr().out == ""
-    ready[0] = True
+    host_copies.arrived = True
     iteration(model, optimizer, *batch())
     scales = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert scales == [32768.0, 16384.0]

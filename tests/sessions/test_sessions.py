@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib
 import sys
 import tracemalloc
 import warnings
@@ -15,8 +14,8 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.casting import rebinding
+from ampkit.registry import live_sessions
 
-session = importlib.import_module("ampkit.session")  # the name ampkit.session is the function
 early_bound = {"linear": F.linear}  # for O1 to rebind
 
 
@@ -47,7 +46,7 @@ def test_scalers_are_numbered_across_sessions():
     }
     ampkit.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": 10 + i} for i in range(3)})
     assert ampkit.state_dict()["loss_scaler2"] == {"loss_scale": 4.0, "unskipped": 12}
-    session.live_sessions[0].close()
+    live_sessions[0].close()
     assert list(ampkit.state_dict()) == ["loss_scaler0"]
 
 
@@ -119,7 +118,7 @@ def test_second_lower_precision_at_o1_is_refused_and_touches_nothing():
     ampkit.initialize(*second, opt_level="O5", verbosity=0)
     with pytest.raises(ampkit.ConfigurationError, match=r"torch\.float16.*torch\.bfloat16.*ampkit\.close\(\)"):
         ampkit.initialize(*second, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
-    assert second[0][0].weight.dtype is torch.bfloat16 and len(session.live_sessions) == 2
+    assert second[0][0].weight.dtype is torch.bfloat16 and len(live_sessions) == 2
     shrink_output(*second)
     # The session that holds the patches may change its own mind.
     ampkit.initialize(*first, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
@@ -131,9 +130,9 @@ def test_patches_stay_until_the_last_session_at_o1_closes():
     plain = torch.mm
     ampkit.initialize(*first, opt_level="O1", verbosity=0)
     ampkit.initialize(*second, opt_level="O4", verbosity=0)
-    session.live_sessions[0].close()
+    live_sessions[0].close()
     assert torch.mm is not plain and second[0](torch.ones(1, 4)).dtype is torch.bfloat16
-    session.live_sessions[0].close()
+    live_sessions[0].close()
     assert torch.mm is plain
 
 
@@ -148,7 +147,7 @@ def everything():
     ours = sum(str(type(thing).__module__).startswith("ampkit") for thing in objects)
     classes = sum(issubclass(type(thing), type) and "_ampkit_shell" in vars(thing) for thing in objects)
     patched = sum(hasattr(value, "__wrapped__") for value in (*vars(torch).values(), *vars(F).values()))
-    return tensors, ours, classes, patched, len(session.live_sessions), len(vars(torch.Tensor))
+    return tensors, ours, classes, patched, len(live_sessions), len(vars(torch.Tensor))
 
 
 def shape_of(model, optimizer):
@@ -192,7 +191,7 @@ def test_second_initialize_of_a_model_starts_from_the_masters():
     masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
     momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in ampkit.master_params(optimizer)]
     ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    assert len(session.live_sessions) == 1 and ampkit.current_session().plan.opt_level == "O5"
+    assert len(live_sessions) == 1 and ampkit.current_session().plan.opt_level == "O5"
     again = list(ampkit.master_params(optimizer))
     assert all(torch.equal(x, y) for x, y in zip(masters, again))
     assert all(torch.equal(x, optimizer.state[p]["momentum_buffer"]) for x, p in zip(momenta, again))
@@ -229,10 +228,10 @@ def test_session_dies_with_its_models_and_optimizers(level):
     shrink_output(model, optimizer)
     del model
     gc.collect()
-    assert len(session.live_sessions) == 1
+    assert len(live_sessions) == 1
     del optimizer
     gc.collect()
-    assert session.live_sessions == [] and torch.mm is plain
+    assert live_sessions == [] and torch.mm is plain
 
 
 def test_session_of_a_dead_model_is_no_obstacle_to_the_next():
