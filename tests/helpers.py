@@ -106,12 +106,59 @@ def assert_all_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Ten
         assert torch.allclose(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance), (mine, theirs)
 
 
-def saved_and_loaded(state: Any) -> Any:
-    """What ``torch.load(weights_only=True)`` makes of a checkpoint."""
+def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
+    """What ``torch.load`` makes of what ``torch.save`` wrote."""
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(thing, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)
+
+
+#: The fused optimizers by name, with settings that make each of them use all its state.
+FUSED_SETTINGS = {
+    "FusedSGD": dict(lr=0.1, momentum=0.9),
+    "FusedAdam": {},
+    "FusedLAMB": {},
+    "FusedNovoGrad": {},
+    "FusedAdagrad": {},
+    "FusedMixedPrecisionLamb": {},
+    "FusedLARS": dict(lr=0.1, momentum=0.9),
+}
+
+Params = list[nn.Parameter]
+
+
+def params_after_handing_on(dtype: torch.dtype, first: Callable, second: Callable) -> tuple[Params, Params]:
+    """Steps of ``first``, whose state ``second`` then loads from a checkpoint; where both come to from there."""
+    params = several_params(dtype)
+    optimizer = first(params)
+    take_steps(optimizer, params, range(3))
+    again = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = second(again)
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    take_steps(optimizer, params, range(3, 6))
+    take_steps(resumed, again, range(3, 6))
+    return params, again
+
+
+class ScaleOnPaper:
+    """The rule of a dynamic loss scale in plain numbers: ``scale``, and ``clean`` iterations since it last moved."""
+
+    def __init__(self, rule: ampkit.DynamicLossScale, floor: float, ceiling: float) -> None:
+        self.rule, self.floor, self.ceiling = rule, floor, ceiling
+        self.scale = min(max(rule.init_scale, floor), ceiling)
+        self.clean, self.overflows_left = 0, rule.hysteresis
+
+    def after(self, overflow: bool) -> None:
+        rule = self.rule
+        if overflow:
+            self.clean, self.overflows_left = 0, self.overflows_left - 1
+            if self.overflows_left <= 0:
+                self.scale = max(self.floor, self.scale * rule.backoff_factor)
+        else:
+            self.clean, self.overflows_left = self.clean + 1, rule.hysteresis
+            if self.clean >= rule.growth_interval:
+                self.scale, self.clean = min(max(self.ceiling, self.scale), self.scale * rule.growth_factor), 0
 
 
 # For tests on two processes: the test file runs itself as a script on each.

@@ -1,12 +1,11 @@
 """What scripts read, write and call inside ``apex.amp``, and what it prints."""
 
 import inspect
-import io
 import warnings
 
 import pytest
 import torch
-from helpers import net_with_norm
+from helpers import net_with_norm, saved_and_loaded
 from torch import nn
 
 HALF = torch.float16
@@ -361,15 +360,8 @@ def test_a_loss_scaler_of_ones_own(amp):
     scaler.unscale_with_stashed(grads, stashed, stashed)
     assert torch.equal(stashed[0], torch.tensor([5.0, 9.0]))
     assert LossScaler(128.0).loss_scale() == 128.0 and not LossScaler("64").dynamic
-    again = _through_pickle(scaler)
+    again = saved_and_loaded(scaler, weights_only=False)
     assert again.loss_scale() == 2.0 and again._scale_seq_len == 2
-
-
-def _through_pickle(thing):
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def test_state_dicts_have_the_format_of_apex(amp):

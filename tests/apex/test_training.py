@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import saved_and_loaded
 from torch import nn
 
 import ampkit
@@ -249,7 +250,7 @@ def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losse
         train_step(amp, model, optimizer, x, range(losses))
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
     assert all(value.dtype is not HALF for value in saved["model"].values())
-    saved = {key: torch.load(_stored(value), weights_only=True) for key, value in saved.items()}
+    saved = {key: saved_and_loaded(value) for key, value in saved.items()}
 
     again, again_optimizer = make()
     if amp_before_load:
@@ -263,15 +264,6 @@ def test_a_checkpoint_goes_on_as_the_original(amp, level, amp_before_load, losse
         theirs = train_step(amp, again, again_optimizer, x, range(losses))
         # O3 has no float32 weights to save: what is loaded is what was in float16.
         assert torch.allclose(ours.float(), theirs.float(), rtol=0 if level != "O3" else 1e-2)
-
-
-def _stored(value):
-    import io
-
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return file
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

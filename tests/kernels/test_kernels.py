@@ -8,7 +8,7 @@ import sys
 import hypothesis
 import pytest
 import torch
-from helpers import others_slow
+from helpers import ScaleOnPaper, others_slow
 from hypothesis import strategies
 
 from ampkit import DynamicLossScale, kernels
@@ -501,19 +501,13 @@ RULES = [
 
 @pytest.mark.parametrize("rule, low, high", RULES)
 def test_update_scale_is_the_rule_in_plain_numbers(ops, device, rule, low, high):
-    expected, clean, left = min(max(rule.init_scale, low), high), 0, rule.hysteresis
-    scale = torch.tensor([expected], device=device)
+    paper = ScaleOnPaper(rule, low, high)
+    scale = torch.tensor([paper.scale], device=device)
     growth = torch.zeros(1, dtype=torch.int32, device=device)
     hysteresis = torch.full((1,), rule.hysteresis, dtype=torch.int32, device=device)
     bad = (torch.rand(400) < torch.linspace(0.05, 0.9, 400)).tolist()
     for found in [*bad, *[False] * 150]:
-        if found:
-            clean, left = 0, left - 1
-            expected = max(low, expected * rule.backoff_factor) if left <= 0 else expected
-        else:
-            clean, left = clean + 1, rule.hysteresis
-            if clean >= rule.growth_interval:
-                expected, clean = min(high, expected * rule.growth_factor), 0
+        paper.after(found)
         returned = ops.update_scale(
             scale,
             growth,
@@ -527,7 +521,7 @@ def test_update_scale_is_the_rule_in_plain_numbers(ops, device, rule, low, high)
             max_scale=high,
         )
         assert returned is scale
-        assert (scale.item(), growth.item()) == (expected, clean)
+        assert (scale.item(), growth.item()) == (paper.scale, paper.clean)
     assert scale.item() == high
 
 

@@ -1,7 +1,6 @@
 """Copies of initialized models: deepcopy, pickle, copy.copy, replicas, and the averages that people keep of weights."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, iterate, others_slow
+from helpers import ROOT, iterate, others_slow, saved_and_loaded
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
@@ -72,10 +71,7 @@ def through_pickle(model):
 
 
 def through_file(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return saved_and_loaded(model, weights_only=False)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_file}

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from helpers import assert_all_close, drawn_gradients, saved_and_loaded, several_params, take_steps
+from helpers import (
+    FUSED_SETTINGS,
+    assert_all_close,
+    drawn_gradients,
+    net_with_norm,
+    params_after_handing_on,
+    several_params,
+    take_steps,
+)
 from torch import nn
 
 import ampkit
@@ -51,55 +59,19 @@ def test_fused_optimizer_agrees_with_float64_torch_optim(case, dtype, device):
 
 
 @pytest.mark.parametrize("case", [case for case in TWINS if case != "adam_capturable"])
-def test_state_of_the_torch_twin_loads_and_training_goes_on(case):
+def test_state_goes_from_the_torch_twin_and_back(case):
     name, settings, twin, twin_settings = TWINS[case]
-    theirs = several_params(torch.float64)
-    reference = twin(theirs, **twin_settings)
-    take_steps(reference, theirs, range(2))
-    ours = [nn.Parameter(p.detach().clone()) for p in theirs]
-    optimizer = getattr(optimizers, name)(ours, **settings)
-    optimizer.load_state_dict(saved_and_loaded(reference.state_dict()))
-    take_steps(reference, theirs, range(2, STEPS))
-    take_steps(optimizer, ours, range(2, STEPS))
-    assert_all_close(ours, theirs, 1e-6)
-
-
-@pytest.mark.parametrize("case", [case for case in TWINS if case != "adam_capturable"])
-def test_state_loads_into_the_torch_twin(case):
-    name, settings, twin, twin_settings = TWINS[case]
-    ours = several_params(torch.float64)
-    optimizer = getattr(optimizers, name)(ours, **settings)
-    take_steps(optimizer, ours, range(2))
-    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
-    reference = twin(theirs, **twin_settings)
-    reference.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    take_steps(optimizer, ours, range(2, STEPS))
-    take_steps(reference, theirs, range(2, STEPS))
-    assert_all_close(ours, theirs, 1e-6)
-
-
-ALL = {
-    "FusedSGD": dict(lr=0.1, momentum=0.9),
-    "FusedAdam": {},
-    "FusedLAMB": {},
-    "FusedNovoGrad": {},
-    "FusedAdagrad": {},
-    "FusedMixedPrecisionLamb": {},
-    "FusedLARS": dict(lr=0.1, momentum=0.9),
-}
+    fused = lambda params: getattr(optimizers, name)(params, **settings)  # noqa: E731
+    torchs = lambda params: twin(params, **twin_settings)  # noqa: E731
+    assert_all_close(*params_after_handing_on(torch.float64, torchs, fused), 1e-6)
+    assert_all_close(*params_after_handing_on(torch.float64, fused, torchs), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_resume_from_own_state_is_bit_for_bit(name, dtype):
-    params = several_params(dtype)
-    optimizer = getattr(optimizers, name)(params, **ALL[name])
-    take_steps(optimizer, params, range(3))
-    again = [nn.Parameter(p.detach().clone()) for p in params]
-    resumed = getattr(optimizers, name)(again, **ALL[name])
-    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    take_steps(optimizer, params, range(3, 6))
-    take_steps(resumed, again, range(3, 6))
+    make = lambda params: getattr(optimizers, name)(params, **FUSED_SETTINGS[name])  # noqa: E731
+    params, again = params_after_handing_on(dtype, make, make)
     assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
 
 
@@ -284,11 +256,11 @@ def test_adagrad_decouples_weight_decay_on_request(adagrad_w_mode, expected):
     assert torch.allclose(p.detach(), torch.tensor([expected]))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_gradients_of_zero_move_nothing_without_weight_decay(name):
     params = several_params(torch.float32)
     before = [p.detach().clone() for p in params]
-    optimizer = getattr(optimizers, name)(params, **ALL[name] | dict(weight_decay=0.0))
+    optimizer = getattr(optimizers, name)(params, **FUSED_SETTINGS[name] | dict(weight_decay=0.0))
     for _ in range(2):
         for p in params:
             p.grad = torch.zeros_like(p)
@@ -304,19 +276,19 @@ def test_fused_sgd_refuses_what_torchs_refuses(settings):
         optimizers.FusedSGD(several_params(torch.float32), **settings)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_sparse_gradients_are_refused_by_name(name):
     embedding = nn.Embedding(4, 2, sparse=True)
-    optimizer = getattr(optimizers, name)(embedding.parameters(), **ALL[name])
+    optimizer = getattr(optimizers, name)(embedding.parameters(), **FUSED_SETTINGS[name])
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match=f"{name} does not support sparse"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_zero_grad_takes_set_to_none_and_closures_return_their_loss(name):
     params = several_params(torch.float32)
-    optimizer = getattr(optimizers, name)(params, **ALL[name])
+    optimizer = getattr(optimizers, name)(params, **FUSED_SETTINGS[name])
 
     def closure():
         optimizer.zero_grad()
@@ -392,11 +364,6 @@ def test_fused_adam_with_masters_trains_what_float16_alone_would_lose():
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
-def make_model():
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 2))
-
-
 # With these rates each parameter moves by many times what bfloat16 rounds away of it in a step.
 RATES = {
     "FusedSGD": dict(lr=0.1, momentum=0.9),
@@ -412,14 +379,14 @@ RATES = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     "name, settings",
-    [(name, RATES[name]) for name in ALL]
+    [(name, RATES[name]) for name in FUSED_SETTINGS]
     + [
         ("FusedSGD", dict(lr=0.1, momentum=0.9, materialize_master_grads=False)),
         ("FusedLARS", dict(lr=10.0, materialize_master_grads=False)),
     ],
 )
 def test_fused_optimizers_move_parameters_as_in_float32_at_every_level(name, settings, level):
-    model, twin = make_model(), make_model()
+    model, twin = net_with_norm(6, 16, 2, seed=5), net_with_norm(6, 16, 2, seed=5)
     start = [p.detach().clone() for p in twin.parameters()]
     optimizer, reference = (getattr(optimizers, name)(m.parameters(), **settings) for m in (model, twin))
     x, y = torch.randn(8, 6), torch.randn(8, 2)

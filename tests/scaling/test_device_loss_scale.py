@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import backward, initialize_quietly, net_with_norm, random_batch
+from helpers import ScaleOnPaper, backward, initialize_quietly, net_with_norm, random_batch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -310,24 +310,18 @@ def test_the_device_rule_is_the_rule(seed):
     rule = DynamicLossScale(draw(4.0, 64.0), draw(2.0, 8.0), draw(0.5, 0.25), draw(1, 2, 3), draw(1, 2, 3))
     floor, ceiling = draw(0.5, 1.0), draw(128.0, 256.0)
     scaler = DynamicScaler(rule, floor, ceiling)
-    scale, clean, left = min(max(rule.init_scale, floor), ceiling), 0, rule.hysteresis
+    paper = ScaleOnPaper(rule, floor, ceiling)
     for index in range(60):
         if index == 30:
-            scaler.loss_scale = scale = 1024.0  # by hand, above the ceiling
+            scaler.loss_scale = paper.scale = 1024.0  # by hand, above the ceiling
         bad = draw(True, False, False)
         verdict = scaler.judge(torch.tensor([float(bad)]))
-        if bad:
-            clean, left = 0, left - 1
-            scale = max(floor, scale * rule.backoff_factor) if left <= 0 else scale
-        else:
-            clean, left = clean + 1, rule.hysteresis
-            if clean >= rule.growth_interval:
-                scale, clean = min(max(ceiling, scale), scale * rule.growth_factor), 0
+        paper.after(bad)
         if draw(True, False):
             assert verdict.overflowed is bad
         if draw(True, False):
-            assert scaler.state_dict() == {"loss_scale": scale, "unskipped": clean}
-        assert float(scaler.current(torch.device("cpu"))) == scale
+            assert scaler.state_dict() == {"loss_scale": paper.scale, "unskipped": paper.clean}
+        assert float(scaler.current(torch.device("cpu"))) == paper.scale
 
 
 def test_a_scale_of_the_moment_stays_what_it_was():
