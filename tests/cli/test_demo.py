@@ -1,5 +1,6 @@
-"""The demo: what it asks for, and what it concludes from the metrics of its runs."""
+"""The demo: what it asks for, what it concludes from the metrics of its runs, and one short run of it all."""
 
+import os
 import re
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_bfloat16_instructions_are_found_among_the_flags_of_the_processor(demo, 
 def conclude(demo, monkeypatch, tmp_path):
     """Run main() on metrics that stand there already; what main_amp.py was asked for, by level."""
 
-    def run(runs, slowness=1.0):
+    def run(runs, *flags, slowness=1.0):
         asked = {}
 
         def train(level, folder, options):
@@ -124,7 +125,7 @@ def conclude(demo, monkeypatch, tmp_path):
         )
         monkeypatch.setattr(demo, "slowness_of", lambda dtype: slowness)
         monkeypatch.setattr(demo, "train", train)
-        monkeypatch.setattr(sys, "argv", ["demo.py", "--dir", str(tmp_path / "out")])
+        monkeypatch.setattr(sys, "argv", ["demo.py", "--dir", str(tmp_path / "out"), *flags])
         demo.main()
         return asked
 
@@ -155,6 +156,12 @@ def test_demo_is_shorter_where_torch_has_no_kernels_for_lower_precision(conclude
     assert re.search(r"^O1 .* -$", printed, re.MULTILINE)
 
 
+def test_short_demo_trains_both_levels_for_a_few_iterations_and_judges_neither(conclude, capsys):
+    asked = conclude({level: rows(LOSSES, top1=10.0) for level in ("O0", "O1")}, "--short")
+    assert asked == dict.fromkeys(("O0", "O1"), "--image-size 32 --max-iters 8")
+    assert len(re.findall(r"^O[01] .* -$", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_each_level_runs_as_a_script_on_the_digits(demo, monkeypatch, tmp_path, code):
     def run(command, check):
@@ -170,3 +177,15 @@ def test_each_level_runs_as_a_script_on_the_digits(demo, monkeypatch, tmp_path, 
     else:
         with pytest.raises(SystemExit, match=r"main_amp\.py at O1 ended with exit code 3"):
             demo.train("O1", tmp_path, ["--max-iters", "8"])
+
+
+@pytest.mark.slow
+def test_short_demo_runs(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(EXAMPLE / "demo.py"), "--short"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for level in ("O0", "O1"):
+        assert re.search(rf"^{level} +[\d.]+ +[\d.]+x +[\d,]+ MiB +-$", done.stdout, re.MULTILINE)
+    assert re.search(r"O1's losses were within [\d.]+% of O0's", done.stdout)
+    assert {path.name for path in (tmp_path / "demo").iterdir()} >= {"digits", "O0.jsonl", "O1.jsonl", "losses.png"}
