@@ -193,6 +193,21 @@ def test_kept_module_gets_float32_and_gives_back_lower_precision():
     assert kept.seen[0][0][0].dtype is F32
 
 
+class Affine(nn.BatchNorm1d):
+    """A batch norm whose forward is its own: it cannot mix precisions as torch's kernels can."""
+
+    def forward(self, x):
+        self.seen = x.dtype
+        return x * self.weight + self.bias
+
+
+def test_batch_norm_with_a_forward_of_its_own_gets_float32():
+    model = nn.Sequential(nn.Linear(2, 2), Affine(2), nn.Linear(2, 2))
+    cast(model, "O5")
+    model(torch.ones(1, 2))  # the last layer takes lower precision only
+    assert model[1].seen is F32
+
+
 # What forward takes and returns
 
 Pair = namedtuple("Pair", "x label")
@@ -340,6 +355,16 @@ def test_model_inside_another_of_the_same_session_stays_in_lower_precision():
     outer.append(inner).append(nn.Linear(2, 2))
     ampkit.initialize([inner, outer], opt_level="O5", verbosity=0)
     assert outer(X).dtype is F32 and inner(X).dtype is F32
+
+
+def test_model_that_is_called_twice_inside_another_stays_in_lower_precision():
+    inner = nn.Linear(2, 2)
+    outer = nn.Sequential(inner, inner, nn.Linear(2, 2))
+    outer[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    seen = []
+    ampkit.initialize([inner, outer], opt_level="O5", verbosity=0)
+    outer(torch.ones(1, 2))
+    assert seen == [BF16]
 
 
 # Whole models

@@ -71,6 +71,10 @@ def by_data(p):
     p.data = p.data * 2
 
 
+def by_data_without_reading_it(p):
+    p.data = p.detach() * 2
+
+
 def by_loading(p):
     holder = nn.Module()
     holder.p = p
@@ -87,7 +91,9 @@ def by_averaging(p):
     p.ema, p.data = p.data, p.detach().clone().mul_(2)
 
 
-@pytest.mark.parametrize("edit", [in_place, by_data, by_loading, by_optimizer, by_averaging])
+@pytest.mark.parametrize(
+    "edit", [in_place, by_data, by_data_without_reading_it, by_loading, by_optimizer, by_averaging]
+)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_edited_weight_is_cast_anew(casting, edit, mode):
     p = nn.Parameter(torch.ones(2, 2))

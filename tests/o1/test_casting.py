@@ -361,6 +361,13 @@ def test_out_keeps_object_dtype_and_storage(out_dtype):
     assert (out.dtype, out.data_ptr()) == (out_dtype, pointer)
 
 
+def test_float32_function_rounds_into_a_narrower_out_once():
+    x = torch.tensor([10.03])
+    with o1():
+        # In bfloat16 the argument would be 10, and the result 3 % less.
+        assert torch.equal(torch.exp(x, out=torch.zeros(1, dtype=torch.bfloat16)), x.double().exp().bfloat16())
+
+
 POSITIONAL_OUT = {
     "torch.norm": (lambda x, out: torch.norm(x, 2, 1, True, out), (3, 1)),
     "torch.tensordot": (lambda x, out: torch.tensordot(x, x, 1, out), (3, 3)),
@@ -402,13 +409,14 @@ def test_out_given_by_position_is_written_to(name, out_dtype):
         lambda x, y: x.addcmul_(y, y),
         lambda x, y: x.lerp_(y, 0.5),
         lambda x, y: x.index_add_(0, torch.tensor([0, 1]), y),
+        lambda x, y: x.index_copy_(0, torch.tensor([0, 1]), source=y),
         lambda x, y: x.index_put_((torch.tensor([0]),), y[:1]),
         lambda x, y: x.scatter_add_(0, torch.zeros(2, 2, dtype=torch.long), y),
         lambda x, y: x.__setitem__(torch.tensor([0]), y[:1]) or x,
     ],
     ids=(
-        "iadd imul ipow isub itruediv addmm_ addmv_ put_ index_reduce_ square_ log1p_ addcmul_ lerp_ index_add_ index_put_ "
-        "scatter_add_ setitem"
+        "iadd imul ipow isub itruediv addmm_ addmv_ put_ index_reduce_ square_ log1p_ addcmul_ lerp_ index_add_ index_copy_ "
+        "index_put_ scatter_add_ setitem"
     ).split(),
 )
 def test_in_place_operation_keeps_object_dtype_and_storage(operation, low_first):
@@ -439,15 +447,16 @@ def test_keywords_of_the_caller_are_not_edited():
     assert all(keywords[key] is before[key] for key in before)
 
 
-def test_exceptions_are_torchs_own():
-    bad = torch.rand(2, 3)
+@pytest.mark.parametrize("shape, dtype", [((2, 3), torch.float32), ((2, 2), torch.float64)])
+def test_exceptions_are_torchs_own(shape, dtype):
+    one, other = torch.rand(shape), torch.rand(shape, dtype=dtype)
     with pytest.raises(RuntimeError) as plain:
-        torch.mm(bad, bad)
+        torch.mm(one, other)
     with o1(), pytest.raises(RuntimeError) as cast:
-        torch.mm(bad, bad)
+        torch.mm(one, other)
     assert str(cast.value) == str(plain.value)
     with o1(), pytest.raises(TypeError):
-        bad @ "text"
+        one @ "text"
 
 
 def test_subclass_with_torch_function_sees_its_calls():
@@ -473,7 +482,7 @@ def test_subclass_with_torch_function_sees_its_calls():
 def test_in_place_function_on_float16_is_refused():
     x = torch.ones(2, dtype=torch.float16)
     with o1(torch.float16) as casting:
-        for call in (lambda: x.exp_(), lambda: x.pow_(2), lambda: torch.exp_(x)):
+        for call in (lambda: x.exp_(), lambda: x.pow_(2), lambda: torch.exp_(x), lambda: torch.exp_(input=x)):
             with pytest.raises(RefusedOperation, match="returns float32"):
                 call()
         with casting.disabled():

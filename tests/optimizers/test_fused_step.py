@@ -198,6 +198,17 @@ def test_clipping_is_torchs_in_float64(name, way, level):
     assert_all_close(masters(optimizer), params, 1e-5)
 
 
+def test_clipping_goes_by_the_gradients_as_they_are_after_an_edit():
+    model, optimizer = prepared(lambda p: FusedSGD(p, lr=0.1), loss_scale=64.0)
+    backward(model, optimizer)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(4.0)
+    edited = [gradient for gradient in gradients_in_float64(model, "O2") if gradient is not None]
+    found = ampkit.clip_grad_norm_(optimizer, 1.0)
+    assert math.isclose(found.item(), torch.nn.utils.get_total_norm(edited).item(), rel_tol=1e-5)
+
+
 def test_clipping_with_larc_and_with_other_norms():
     model, optimizer = with_fused(lambda p: LARC(FusedSGD(p, **SGD)), loss_scale=64.0)
     backward_on_batch(model, optimizer)

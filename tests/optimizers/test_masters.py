@@ -120,6 +120,16 @@ def test_frozen_parameters_and_buffers_are_exact(level):
     assert torch.equal(model.frozen.weight, start["frozen.weight"]) and torch.equal(model.shift, start["shift"])
 
 
+def test_state_dict_has_the_running_statistics_of_the_moment():
+    """torch counts no write to them: in lower precision their values are compared."""
+    model, _ = prepared("O3")
+    for _ in range(2):
+        model(torch.randn(6, 4))
+        statistics = model.state_dict()["norm.running_mean"]
+        assert statistics.dtype is torch.float32 and model.norm.running_mean.dtype is torch.bfloat16
+        assert torch.equal(statistics, model.norm.running_mean.float()) and statistics.any()
+
+
 def test_originals_are_given_up_on_request():
     start = (torch.manual_seed(0), FrozenMiddle())[1].state_dict()
     torch.manual_seed(0)
@@ -307,6 +317,16 @@ def test_clearing_gradients_in_every_form_clears_the_masters_too():
             scaled.backward()
         assert torch.equal(master_of(model, optimizer, "last.bias").grad, torch.tensor([2.0]))
         ampkit.close()
+
+
+def test_zero_grad_of_the_model_clears_the_masters_at_once():
+    model, optimizer = prepared()
+    with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    masters = [p for p in optimizer.param_groups[0]["params"] if p.requires_grad]
+    assert all(p.grad is not None for p in masters)
+    model.zero_grad()
+    assert all(p.grad is None for p in masters)
 
 
 def test_clearing_one_parameter_clears_its_master_alone():

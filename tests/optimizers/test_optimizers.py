@@ -243,8 +243,8 @@ def test_closure_sees_the_masters_of_the_moment():
 
     def closure():
         optimizer.zero_grad()
-        loss = model()
         assert torch.equal(model.weight, optimizer.param_groups[0]["params"][0].bfloat16())
+        loss = model()
         with ampkit.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         return loss
@@ -488,6 +488,19 @@ def test_sparse_gradients_train_like_in_float32(level, optimizer_kind):
     torch.testing.assert_close(found, plain.weight.detach(), atol=0.02, rtol=0.01)
     rounded = start.bfloat16().float() if level == "O3" else start
     assert torch.equal(found[[0, 2, 3, 5]], rounded[[0, 2, 3, 5]])  # rows that were not looked up
+
+
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_overflow_in_a_sparse_gradient_skips_the_step(level):
+    model = nn.Embedding(6, 3, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = model.state_dict()["weight"].clone()
+    with ampkit.scale_loss(model(torch.tensor([1, 4])).float().sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert torch.equal(model.state_dict()["weight"], before)
 
 
 class Mixed(nn.Module):

@@ -243,19 +243,38 @@ def test_overflow_in_an_early_micro_batch_skips_the_step(level, flag):
     assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
 
 
+@pytest.mark.parametrize("layer", [1, 3], ids=["norm", "last"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_overflow_in_the_last_micro_batch_skips_the_step(level, make):
-    """The gradients of the batches before it are there already, unscaled: what is new is checked as it is added."""
+def test_overflow_in_the_last_micro_batch_skips_the_step(level, make, layer):
+    """Gradients of the batches before it are there already: what is new is checked as it is added, in every parameter."""
     _, model, optimizer = with_float32_twin(level, lambda p: make(p, lr=0.1))
+    before = everything(model, optimizer)  # now: who looks at master_params brings them about
     x, y = batches(1)[0]
     with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
         scaled.backward()
-    before = everything(model, optimizer)
-    overflow(model, optimizer)
+    model[layer].weight.register_hook(lambda gradient: gradient * math.inf)
+    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+        scaled.backward()
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss(level):
+    models = [net_with_norm(), net_with_norm()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
+    before = [everything(model, optimizer) for model, optimizer in zip(models, optimizers)]
+    x, y = batches(1)[0]
+    models[0][3].weight.register_hook(lambda gradient: gradient * math.inf)
+    with ampkit.scale_loss(F.mse_loss(models[0](x) + models[1](x), y), optimizers) as scaled:
+        scaled.backward()
+    for model, optimizer, values in zip(models, optimizers, before):
+        optimizer.step()
+        assert ampkit.step_was_skipped(optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(values, everything(model, optimizer)))
 
 
 def test_one_exit_is_one_iteration_and_delayed_ones_are_none():

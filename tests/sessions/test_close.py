@@ -196,3 +196,15 @@ def test_block_made_before_close_is_refused_after_it():
     ampkit.close()
     with pytest.raises(ampkit.NotInitializedError, match="initialize"):
         block.__enter__()
+
+
+@pytest.mark.parametrize("level", ("O2", "O3"))
+def test_gradients_without_an_optimizer_are_float32_after_close(level):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    model(torch.ones(1, 2)).sum().backward()
+    gradients = [p.grad.float() for p in model.parameters()]
+    ampkit.close()
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), gradients, strict=True))

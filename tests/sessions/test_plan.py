@@ -187,6 +187,11 @@ def test_bounds_that_cross_are_refused():
         resolve("O1", "cpu", {"min_loss_scale": 8, "max_loss_scale": 4})
 
 
+def test_bounds_may_be_one_number():
+    plan = resolve("O1", "cpu", {"min_loss_scale": 8, "max_loss_scale": 8})
+    assert (plan.min_loss_scale, plan.max_loss_scale) == (8.0, 8.0)
+
+
 def test_override_of_none_is_the_default():
     nothing = dict.fromkeys(field for field in vars(Plan()) if field not in ("opt_level", "enabled"))
     assert all(resolve(level, "cpu", nothing) == defaults_of(level, "cpu") for level in LEVELS)
