@@ -209,6 +209,16 @@ def test_an_overflow_skips_the_step_and_says_so(capsys):
     assert optimizer.loss_scale == 1024.0 and not optimizer.overflow
 
 
+def test_an_overflow_at_a_static_scale_skips_the_step():
+    model, optimizer = make(static_loss_scale=8.0)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model.eval()) * float("inf"))
+    optimizer.step()
+    assert optimizer.overflow and optimizer.loss_scale == 8.0
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+
+
 def test_masters_are_clipped():
     model, optimizer = make(static_loss_scale=32.0)
     optimizer.zero_grad()

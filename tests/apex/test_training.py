@@ -282,6 +282,17 @@ def test_each_loss_scale_goes_down_by_its_own_overflows(amp, level):
     assert [entry["unskipped"] for entry in state.values()] == [0, 0, 0]
 
 
+def test_negative_loss_ids_count_from_the_end(amp):
+    """Apex indexed a list with them."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=3, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer, loss_id=-1) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert [entry["unskipped"] for entry in amp.state_dict().values()] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_model_stays_trainable_after_its_state_was_exported(amp, level):
     model = Convolutional()

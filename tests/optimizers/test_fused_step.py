@@ -199,8 +199,8 @@ def test_clipping_is_torchs_in_float64(name, way, level):
 
 
 def test_clipping_goes_by_the_gradients_as_they_are_after_an_edit():
-    model, optimizer = prepared(lambda p: FusedSGD(p, lr=0.1), loss_scale=64.0)
-    backward(model, optimizer)
+    model, optimizer = with_fused(lambda p: FusedSGD(p, lr=0.1), loss_scale=64.0)
+    backward_on_batch(model, optimizer)
     for param in model.parameters():
         if param.grad is not None:
             param.grad.mul_(4.0)

@@ -122,7 +122,7 @@ def test_frozen_parameters_and_buffers_are_exact(level):
 
 def test_state_dict_has_the_running_statistics_of_the_moment():
     """torch counts no write to them: in lower precision their values are compared."""
-    model, _ = prepared("O3")
+    model, _ = with_masters("O3")
     for _ in range(2):
         model(torch.randn(6, 4))
         statistics = model.state_dict()["norm.running_mean"]
@@ -320,7 +320,7 @@ def test_clearing_gradients_in_every_form_clears_the_masters_too():
 
 
 def test_zero_grad_of_the_model_clears_the_masters_at_once():
-    model, optimizer = prepared()
+    model, optimizer = with_masters()
     with ampkit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
         scaled.backward()
     masters = [p for p in optimizer.param_groups[0]["params"] if p.requires_grad]
