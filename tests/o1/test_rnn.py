@@ -61,7 +61,7 @@ def compare(layer, x, state=None):
     assert not torch.equal(padded(output).float(), padded(expected))
 
 
-@pytest.mark.parametrize(("name", "setting"), itertools.product(LAYERS, SETTINGS))
+@pytest.mark.parametrize(("name", "setting"), list(itertools.product(LAYERS, SETTINGS)))
 def test_layer_trains_close_to_float32(name, setting):
     compare(LAYERS[name](**SETTINGS[setting]), torch.rand(5, 3, 4))
 

@@ -1,0 +1,12 @@
+"""The kernels share long lists out among threads, so they are tested on two, where all other tests have one."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def several_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, 2))
+    yield
+    torch.set_num_threads(before)
