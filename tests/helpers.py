@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import ampkit
 from ampkit.casting import Casting
@@ -193,6 +194,28 @@ def as_one_of_two_ranks(work: Callable[[int], Any]) -> None:
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class ResNet(nn.Sequential):
+    """For 8 images of 8 x 8: statistics over hundreds of numbers, since over two, gradients would hang on a rounding."""
+
+    def __init__(self, width=8):
+        stem = nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+        head = nn.AvgPool2d(8), nn.Flatten(), nn.Linear(width, 4)
+        super().__init__(*stem, Residual(width), Residual(width), *head)
+
+    def forward(self, x):
+        return super().forward(x)
 
 
 class TwoHeads(nn.Module):

@@ -215,7 +215,7 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def test_metrics_rows_have_every_key_and_count_over_the_run(train, tmp_path):
-    rows = train("-a resnet18 --opt-level O1 --max-iters 4 --augment none --prof 2")
+    rows = train("-a squeezenet1_1 --opt-level O1 --max-iters 4 --augment none --prof 2")
     assert all(list(row) == ROW for row in rows)
     assert [row["phase"] for row in rows] == ["train"] * 3 + ["val", "train", "val"]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 3, 4, 4]
@@ -229,7 +229,9 @@ def test_metrics_rows_have_every_key_and_count_over_the_run(train, tmp_path):
 
 
 def test_deterministic_runs_have_the_same_losses(train):
-    runs = [train("-a resnet18 --opt-level O2 --max-iters 2 --deterministic --seed 5", name) for name in ("a", "b")]
+    runs = [
+        train("-a squeezenet1_1 --opt-level O2 --max-iters 2 --deterministic --seed 5", name) for name in ("a", "b")
+    ]
     assert [row["loss"] for row in runs[0]] == [row["loss"] for row in runs[1]]
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import others_slow
+from helpers import ResNet, others_slow
 from torch import nn
 
 import ampkit
@@ -61,28 +61,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-class Residual(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-
-    def forward(self, x):
-        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
-
-
-class ResNet(nn.Sequential):
-    """Statistics over hundreds of numbers: over the two of a batch of two, gradients would hang on a rounding."""
-
-    def __init__(self, width=8):
-        stem = nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
-        head = nn.AvgPool2d(8), nn.Flatten(), nn.Linear(width, 4)
-        super().__init__(*stem, Residual(width), Residual(width), *head)
-
-    def forward(self, x):
-        return super().forward(x)
 
 
 class Recurrent(nn.Module):
