@@ -53,6 +53,7 @@ class Check:
         self._flag = self.found_inf = self._words[:1].view(torch.float32)
         self._lists = lists
         self._watched: list[Sequence[Any]] = []
+        self.verdict: Verdict | None = None  #: once the iteration has ended
 
     @classmethod
     def of(cls, found_inf: torch.Tensor) -> Check:

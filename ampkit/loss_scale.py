@@ -137,7 +137,7 @@ class LossScaler(ABC):
         if isinstance(check, torch.Tensor):
             check = Check.of(check)
         check.end(self._advance(check.found_inf, moves_scale))
-        verdict = Verdict(self, check, moves_scale=moves_scale)
+        verdict = check.verdict = Verdict(self, check, moves_scale=moves_scale)
         if not verdict.is_captured:  # it stands for as many iterations as the graph is replayed
             self._pending.append(verdict)
         return verdict

@@ -207,7 +207,7 @@ class LossScaling:
         if delay_overflow_check:
             scaler.carried = check
             for adapter in adapters:
-                adapter.unchecked.append(scaler)
+                adapter.unchecked.append((scaler, check))
             return
         verdict = scaler.judge(check, moves_scale=not local)
         for adapter in adapters:

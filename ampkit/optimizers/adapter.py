@@ -21,7 +21,7 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import LOWER_PRECISION, cast_floating
 from ..errors import ClosureError, ConfigurationError
-from ..findings import Verdict
+from ..findings import Check, Verdict
 from ..loss_scale import LossScaler
 from ..models.weights import Float32Value, write_lower
 from ..patching import PatchSet
@@ -65,7 +65,7 @@ class OptimizerAdapter:
         self._patches = PatchSet()
         self._in_closure = False
         self.verdicts: list[Verdict] = []
-        self.unchecked: list[LossScaler] = []
+        self.unchecked: list[tuple[LossScaler, Check]] = []
         self.delayed_with: LossScaler | None = None
         self._skipped: bool | torch.Tensor = False
         self.active = True
@@ -306,10 +306,13 @@ class OptimizerAdapter:
     def _take_verdicts(self) -> list[Verdict]:
         """The verdicts since the last step; carried findings are judged now at the latest."""
         unchecked, self.unchecked = self.unchecked, []
-        for scaler in unchecked:
-            if scaler.carried is not None:
-                check, scaler.carried = scaler.carried, None
-                self.verdicts.append(scaler.judge(check))
+        for scaler, check in unchecked:
+            if scaler.carried is check:
+                scaler.carried = None
+                scaler.judge(check)
+            # The block that ended the iteration may have been another optimizer's.
+            if check.verdict not in (None, *self.verdicts):
+                self.verdicts.append(check.verdict)
         verdicts, self.verdicts = self.verdicts, []
         return verdicts
 

@@ -277,6 +277,26 @@ def test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss(lev
         assert all(torch.equal(a, b) for a, b in zip(values, everything(model, optimizer)))
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_overflow_whose_check_was_delayed_skips_both_steps_and_moves_the_scale_once(make):
+    """The block that it is passed on to is another optimizer's, whose gradients are finite."""
+    models = [net_with_norm(), net_with_norm()]
+    optimizers = [make(model.parameters(), lr=0.1) for model in models]
+    ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    before = [everything(model, optimizer) for model, optimizer in zip(models, optimizers)]
+    overflow(models[0], optimizers[0], delay_overflow_check=True)
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 65536.0, "unskipped": 0}
+    x, y = random_batch()
+    with ampkit.scale_loss(F.mse_loss(models[1](x), y), optimizers[1]) as scaled:
+        scaled.backward()
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
+    for model, optimizer, values in zip(models, optimizers, before):
+        optimizer.step()
+        assert ampkit.step_was_skipped(optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(values, everything(model, optimizer)))
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
+
+
 def test_one_exit_is_one_iteration_and_delayed_ones_are_none():
     _, model, optimizer = with_float32_twin("O2")
     for flags in ({}, {}, {"delay_unscale": True}, {"delay_overflow_check": True}, {}):
