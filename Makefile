@@ -2,6 +2,7 @@
 #
 #   make test         what to run after each change, with the compiled kernels and without: minutes
 #   make test-all     every test, both ways
+#   make mutants      plants faults in copies, and tells which of them the tests notice; MUTANTS='*lamb*' for some of them
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
@@ -20,7 +21,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff
 
-.PHONY: venv clients test test-all cuda-build demo lint clean
+.PHONY: venv clients test test-all mutants cuda-build demo lint clean
 
 venv: $(VENV)/.extension
 
@@ -55,6 +56,11 @@ test: venv
 
 test-all: venv
 	$(call both-ways)
+
+MUTANTS ?=
+
+mutants: venv
+	PYTHONPATH=tests $(BIN)/python -m mutants.run $(if $(MUTANTS),'$(MUTANTS)')
 
 # Asks nvcc itself where its toolkit lies: the one on PATH may be a script or a link to it.
 CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p')

@@ -1,0 +1,38 @@
+"""Faults in batch norm over processes and in the averages of gradients."""
+
+from ..mutant import Mutant
+
+FAULTS = [
+    Mutant(
+        "gradient sync: predivision is not made up for",
+        "ampkit/gradient_sync.py",
+        "values.mul_(settings.predivide / dist.get_world_size(bucket.group))",
+        "values.mul_(1.0 / dist.get_world_size(bucket.group))",
+        breaks="gradients are averages, whatever they are divided by before",
+        tests=("parallel/test_gradient_sync.py::test_gradients_are_averaged_with_every_setting",),
+    ),
+    Mutant(
+        "gradient sync: the last backward is not forgotten",
+        "ampkit/gradient_sync.py",
+        "flags[i] = 0.0",
+        "flags[i] = 1.0",
+        breaks="parameters that no rank reached keep no gradient",
+        tests=("parallel/test_gradient_sync.py",),
+    ),
+    Mutant(
+        "sync batch norm: biased running variance",
+        "ampkit/parallel.py",
+        "unbiased = var * (count / (count - 1.0))",
+        "unbiased = var",
+        breaks="running variances are unbiased, over the joined batch",
+        tests=("parallel/test_parallel.py::test_syncbn_equals_float64_batch_norm_over_the_joined_batch",),
+    ),
+    Mutant(
+        "sync batch norm: converted layers train",
+        "ampkit/parallel.py",
+        "return twin.train(layer.training)",
+        "return twin",
+        breaks="a converted layer is in the mode of its original",
+        tests=("parallel/test_parallel.py::test_convert_shares_tensors_and_leaves_other_norms",),
+    ),
+]

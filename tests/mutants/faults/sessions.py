@@ -1,0 +1,97 @@
+"""Faults in plans, sessions and patches."""
+
+from ..mutant import Mutant
+
+FAULTS = [
+    Mutant(
+        "plan: O5 in float16",
+        "ampkit/plan.py",
+        "cast_model_type=torch.bfloat16,\n        keep_batchnorm_fp32=True",
+        "cast_model_type=LOWER,\n        keep_batchnorm_fp32=True",
+        breaks="O5 is bfloat16 on every device",
+        tests=("sessions/test_plan.py::test_defaults_on_an_accelerator",),
+    ),
+    Mutant(
+        "plan: O3 keeps norms",
+        "ampkit/plan.py",
+        "cast_model_type=LOWER, keep_batchnorm_fp32=False)",
+        "cast_model_type=LOWER, keep_batchnorm_fp32=True)",
+        breaks="O3 casts norms too",
+        tests=("sessions/test_plan.py::test_defaults_on_an_accelerator",),
+    ),
+    Mutant(
+        "plan: bfloat16 everywhere",
+        "ampkit/plan.py",
+        'torch.bfloat16 if device_type == "cpu" else torch.float16',
+        "torch.bfloat16",
+        breaks="accelerators get float16 by default",
+        tests=("sessions/test_plan.py::test_defaults_on_an_accelerator",),
+    ),
+    Mutant(
+        "plan: bounds the wrong way round",
+        "ampkit/plan.py",
+        "if plan.max_loss_scale < plan.min_loss_scale:",
+        "if plan.max_loss_scale <= plan.min_loss_scale:",
+        breaks="both bounds may be the same number",
+        tests=("sessions/test_plan.py::test_bounds_may_be_one_number",),
+    ),
+    Mutant(
+        "plan: O1 takes master weights",
+        "ampkit/plan.py",
+        'value = _check_bool("master_weights", value)\n    if level in ("O1", "O4"):',
+        'value = _check_bool("master_weights", value)\n    if level in ("O1",):',
+        breaks="O4 refuses master_weights",
+        tests=("sessions/test_plan.py::test_override_is_refused",),
+    ),
+    Mutant(
+        "session: a second policy is accepted",
+        "ampkit/session.py",
+        '("policy", plan.policy, casting.policy),',
+        "",
+        breaks="two sessions at O1 need the same policy",
+        tests=("o1/test_policy.py::test_second_session_with_another_policy_is_refused",),
+    ),
+    Mutant(
+        "session: an orphan stays open",
+        "ampkit/session.py",
+        "and not sys.is_finalizing():\n        orphan.close()",
+        "and sys.is_finalizing():\n        orphan.close()",
+        breaks="a session ends with the last of its models and optimizers",
+        tests=("sessions/test_sessions.py::test_fifty_times_leaves_what_two_left",),
+    ),
+    Mutant(
+        "session: a failed prepare is not undone",
+        "ampkit/session.py",
+        "except BaseException:\n            self.close()\n            raise",
+        "except Exception as error:\n            raise error",
+        breaks="a prepare that fails leaves nothing changed",
+        tests=("sessions/test_initialize.py::test_failure_halfway_undoes_everything",),
+    ),
+    Mutant(
+        "session: casts end with the first session",
+        "ampkit/session.py",
+        "if any(session.casting is casting for session in live_sessions):",
+        "if False:",
+        breaks="torch stays patched until the last session at O1 closes",
+        tests=("sessions/test_sessions.py::test_patches_stay_until_the_last_session_at_o1_closes",),
+    ),
+    Mutant(
+        "patches: undone in order",
+        "ampkit/patching.py",
+        "self._writes.pop()",
+        "self._writes.pop(0)",
+        breaks="of two patches of one place the older value comes back",
+        tests=(
+            "o1/test_fast_calls.py::test_rule_changed_while_installed_takes_effect",
+            "o1/test_early_bound.py::test_registered_rule_wins_among_the_wrappers_of_one_function",
+        ),
+    ),
+    Mutant(
+        "patches: the undo overwrites others",
+        "ampkit/patching.py",
+        "if own_attribute(owner, name) is ours:",
+        "if True:",
+        breaks="what somebody else put over a patch stays",
+        tests=("sessions/test_sessions.py::test_wrapper_put_on_top_stays_after_close_and_ours_is_inert",),
+    ),
+]

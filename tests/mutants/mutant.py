@@ -1,0 +1,29 @@
+"""A planted fault, as the tables of this folder hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``new`` in the place of ``old``, which stands once in ``file``, breaks a property; ``tests`` notice.
+
+    Tests are named as pytest does, from the folder tests on, and are part of `make test`: of its half without the extension
+    where ``extension`` is "off".
+
+    In C++ ``old`` and ``new`` are expressions of one type, or statements that end with a semicolon and declare nothing: both
+    are compiled, and one is chosen at run time.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: tuple[str, ...]
+    extension: str = "require"
+
+    @property
+    def is_cpp(self) -> bool:
+        return self.file.startswith("csrc/")
