@@ -172,15 +172,16 @@ def test_fifty_times_leaves_what_two_left(level, same_model, monkeypatch):
             model, optimizer = pair or make_pair()
             ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
             shrink_output(model, optimizer)
-            if time in (2, 50):
+            if time in (2, 26, 50):
                 shapes[time] = shape_of(model, optimizer)
                 counts[time] = everything()
                 memory[time] = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
     assert counts[50] == counts[2] and shapes[50] == shapes[2]
-    # Torch's own classes come and go by some hundred bytes a round; a session that stays takes some thousand.
-    assert memory[50] - memory[2] < 48 * 1024, memory
+    # Torch's own classes come and go by some hundred bytes a round; a session that stays takes some thousand. What is loaded
+    # once, on the way, takes millions, but only in one half.
+    assert min(memory[26] - memory[2], memory[50] - memory[26]) < 24 * 1024, memory
 
 
 def test_second_initialize_of_a_model_starts_from_the_masters():
