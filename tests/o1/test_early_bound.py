@@ -207,6 +207,19 @@ def test_registered_rule_wins_among_the_wrappers_of_one_function(module):
         _forget_registrations()
 
 
+def test_rule_registered_while_patched_wins_among_the_wrappers_of_one_function(module):
+    assert F.conv2d is torch.conv2d
+    module.conv2d = F.conv2d
+    try:
+        with o1():
+            ampkit.register_float_function(torch, "conv2d")
+            assert module.conv2d is torch.conv2d and module.conv2d is not F.conv2d
+            image = torch.ones(1, 1, 3, 3, dtype=torch.bfloat16)
+            assert module.conv2d(image, image).dtype is torch.float32
+    finally:
+        _forget_registrations()
+
+
 def test_registered_class_is_left(module):
     module.Function, kept = Config, Config
     owner = types.SimpleNamespace(Config=Config)

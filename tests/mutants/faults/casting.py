@@ -197,6 +197,14 @@ FAULTS = [
         tests=("o1/test_rnn.py::test_layer_takes_the_output_of_a_whitelisted_layer",),
     ),
     Mutant(
+        "early bound: the oldest wrapper wins",
+        "ampkit/casting/rebinding.py",
+        "standing = reversed([place",
+        "standing = list([place",
+        breaks="of several wrappers of one function the newest is handed out",
+        tests=("o1/test_early_bound.py::test_rule_registered_while_patched_wins_among_the_wrappers_of_one_function",),
+    ),
+    Mutant(
         "early bound: retired wrappers stay",
         "ampkit/casting/rebinding.py",
         "return Swap(newest_first + retired, keep_keys=True)",
