@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import accept
-from .casting.engine import active_casting
+from .casting.engine import active_casting, switch_off_left_on
 from .devices import device_type_of
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
 from .logs import logger
@@ -43,6 +43,7 @@ def initialize(
     keep_originals: bool = True,
     policy: str | Mapping[str, str] | Policy = "default",
     on_floor: str = "raise",
+    scope: str = "process",
     accept_lower_precision: bool = False,
 ) -> Any:
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
@@ -66,11 +67,14 @@ def initialize(
       master weights these get masters too.
     - ``policy``: which tables O1 follows, ``"default"``, ``"apex"`` or ``"autocast"``; a dict changes single rows
       (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
+    - ``scope``: at O1 and O4, "process" casts every call of torch, as Apex did, and "forward" only those inside the forward
+      passes of these models and their submodules, whose outputs are then float32.
     - ``verbosity``: 0 is silent, 1 logs settings and overflows, 2 also every cast.
 
     It may be called again, for other models (each call has its own loss scalers) or for the same (the old session is closed
     first). Raises `ConfigurationError` or TypeError for what cannot be right, and then changes nothing.
     """
+    switch_off_left_on()
     if isinstance(enabled, str):
         raise ConfigurationError(
             f"enabled={enabled!r} is not accepted: expected True or False. The third argument of initialize() is enabled; name "
@@ -106,6 +110,7 @@ def initialize(
             max_loss_scale=max_loss_scale,
             keep_fp32=keep_fp32,
             keep_originals=keep_originals,
+            scope=None if scope == "process" else scope,
             policy=policy,
             on_floor=on_floor,
         ),
@@ -144,6 +149,7 @@ def scale_loss(
     scale as they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the
     failed backward pass had added to these stays.
     """
+    switch_off_left_on()
     optimizer_list = accept.flatten(optimizers)
     session = _session_for(optimizer_list)
     if session is None or not session.plan.enabled:
@@ -279,9 +285,13 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
 
 
 def disable_casts() -> Any:
-    """``with disable_casts():`` switches O1's casts off, for all threads; nests, and survives exceptions."""
+    """``with disable_casts():`` switches O1's casts off, in this thread; nests, and survives exceptions.
+
+    ``with torch.autocast(device_type, enabled=False):`` does the same, and so the body of a compiled function may use either.
+    """
+    switch_off_left_on()
     casting = active_casting()
-    return casting.disabled(retrace=True) if casting is not None else nullcontext()
+    return casting.disabled() if casting is not None else nullcontext()
 
 
 @contextmanager
@@ -301,7 +311,12 @@ def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settin
 
 
 def close() -> None:
-    """Close every live session, newest first: torch, models and optimizers are as they were, weights as trained."""
+    """Close every live session, newest first: torch, models and optimizers are as they were, weights as trained.
+
+    A thread that initialized at O1 and is not the one that closes is switched off as soon as Python allows where it is the
+    main thread, else at its next call of ampkit.
+    """
+    switch_off_left_on()
     while live_sessions:
         live_sessions[-1].close()
 

@@ -8,7 +8,6 @@ compiled code instead. `forget_traces` is for those who change what a trace woul
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,15 +20,6 @@ from .logs import logger
 from .patching import PatchSet
 
 _TAG = " ampkit: "
-
-
-def thread_ident() -> int:
-    """`threading.get_ident`; in a trace, a constant: the trace runs in the thread that called the compiled function."""
-    return threading.get_ident()
-
-
-# What torch.compiler.assume_constant_result does, without importing dynamo for it.
-thread_ident._dynamo_marked_constant = True
 
 
 def forget_traces() -> None:
@@ -66,27 +56,46 @@ class CompiledModels:
         self._before_forward: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = (
             weakref.WeakKeyDictionary()
         )
+        self._before_calls: list[Callable[[], None]] = []
         self._patches = PatchSet()
+
+    def before_each_call(self, action: Callable[[], None]) -> None:
+        """Have ``action()`` done in the thread of each compiled call, before dynamo looks at its guards."""
+        self._before_calls.append(action)
+        self._watch_calls()
+
+    def not_before_calls(self, action: Callable[[], None]) -> None:
+        """Undo `before_each_call`."""
+        if action in self._before_calls:
+            self._before_calls.remove(action)
+        self._stop_watching()
 
     def note(self, model: nn.Module, before_forward: Callable[[nn.Module], None]) -> None:
         """A trace goes through the forward of ``model``: do what precedes a forward, now and before each compiled call."""
         before_forward(model)
         self._before_forward[model] = before_forward
-        if not self._patches:
-            self._watch_calls()
+        self._watch_calls()
 
     def forget(self, model: nn.Module) -> None:
         """``model`` is not initialized any more."""
         self._before_forward.pop(model, None)
-        if not self._before_forward:
-            self._patches.restore()
+        self._stop_watching()
 
     def before_call(self) -> None:
         """What precedes a forward, for every model whose forward is in compiled code."""
         for model, before_forward in list(self._before_forward.items()):
             before_forward(model)
+        for action in self._before_calls:
+            action()
+
+    def _stop_watching(self) -> None:
+        if not self._before_forward and not self._before_calls:
+            self._patches.restore()
 
     def _watch_calls(self) -> None:
+        # Where no optimizer has loaded dynamo yet, the first trace through a model comes here again.
+        if self._patches or "torch._dynamo" not in sys.modules:
+            return
         eval_frame = torch._dynamo.eval_frame
         original = getattr(eval_frame, "_callback_from_stance", None)
         if original is None:

@@ -44,6 +44,7 @@ class Plan:
     keep_originals: bool = True
     policy: Policy = field(default_factory=Policy)
     on_floor: str = "raise"
+    scope: str = "process"
 
     @property
     def casts_weights(self) -> bool:
@@ -292,6 +293,17 @@ def _check_on_floor(value: Any, level: str) -> str:
     return value
 
 
+def _check_scope(value: Any, level: str) -> str:
+    if value not in ("process", "forward"):
+        raise ConfigurationError(
+            f"scope={value!r} is not accepted: expected 'process' (every call of torch is cast) or 'forward' (calls inside the "
+            "forward of the initialized models are)."
+        )
+    if value == "forward" and not OPT_LEVELS[level].patch_torch_functions:
+        raise ConfigurationError(f"scope='forward' is about casts of calls, which {level} does not make. Use O1 or O4.")
+    return value
+
+
 _CHECKS = {
     "enabled": lambda value, level: _check_bool("enabled", value),
     "cast_model_type": _check_cast_model_type,
@@ -309,4 +321,5 @@ _CHECKS = {
     "keep_originals": lambda value, level: _check_bool("keep_originals", value),
     "policy": lambda value, level: Policy.of(value),
     "on_floor": _check_on_floor,
+    "scope": _check_scope,
 }

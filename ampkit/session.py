@@ -127,10 +127,12 @@ class Session:
 
     def _prepare_models(self, models: Sequence[nn.Module]) -> dict[torch.Tensor, Float32Value]:
         plan = self.plan
+        in_forward_only = plan.patch_torch_functions and plan.scope == "forward"
         casts = ForwardCasts(
             inputs=plan.cast_model_type,
-            outputs=plan.cast_model_outputs or (torch.float32 if plan.cast_model_type is not None else None),
+            outputs=plan.cast_model_outputs or (torch.float32 if plan.cast_model_type or in_forward_only else None),
             patched=plan.patch_torch_functions,
+            outermost_only=in_forward_only,
         )
         values: dict[torch.Tensor, Float32Value] = {}
         for model in models:
@@ -160,6 +162,8 @@ class Session:
             if not plan.casts_weights:
                 self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
             model_casts.install(model, casts)
+            if in_forward_only:
+                self._undo.callback(model_casts.cast_submodules(model, casts.outputs))
             model_casts.watchers[model] = self._before_forward
             model_casts.clearers[model] = self._after_zero_grad
         return values
@@ -195,13 +199,16 @@ class Session:
         if casting is not None:
             refuse_second_lower_precision(plan)
         else:
-            casting = Casting(plan.patch_torch_functions_type, policy=plan.policy, verbosity=plan.verbosity)
+            casting = Casting(
+                plan.patch_torch_functions_type, policy=plan.policy, verbosity=plan.verbosity, scope=plan.scope
+            )
         self.casting = casting
         self._undo.callback(self.stop_casting)
         if casting is not active_casting():
             casting.install()
         casting.rebind(models)
         self._restart_device_types()
+        casting.switch_on_here()
 
     def stop_casting(self) -> None:
         """End O1's casts for this session, and with the last session that has them, for torch. The rest of it goes on."""
@@ -335,6 +342,7 @@ def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -
         for name, wanted, active in (
             ("patch_torch_functions_type", plan.patch_torch_functions_type, casting.lower_precision),
             ("policy", plan.policy, casting.policy),
+            ("scope", plan.scope, casting.scope),
         ):
             if wanted != active:
                 raise ConfigurationError(

@@ -16,7 +16,7 @@ import torch._dynamo  # replaces torch.manual_seed; the first optimizer would im
 
 import ampkit
 from ampkit import kernels
-from ampkit.casting import rebinding
+from ampkit.casting import early_bound
 from ampkit.casting.library import dispatch
 from ampkit.kernels import reference, switch
 
@@ -57,7 +57,7 @@ def pytest_collection_finish():
     """What every test would pay for: the collector walks all that is alive, and O1 all loaded modules."""
     gc.collect()
     gc.freeze()
-    rebinding._LEFT_ALONE |= TOOLS
+    early_bound._LEFT_ALONE |= TOOLS
 
 
 def gpus_needed(item):

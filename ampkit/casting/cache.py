@@ -8,7 +8,9 @@ Writes that torch itself does not count move neither: the engine forgets a param
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -128,6 +130,89 @@ class CastCache:
         if made_of is not None and (recording or store.keep_without_grad) and _means_the_same(cast, recording):
             store.keep(weight, cast, made_of[0])
         return cast
+
+
+class CastCaches:
+    """The caches of one engine, one for each dtype, made by ``make_store`` when first asked for."""
+
+    def __init__(self, make_store: Callable[[], CastStore]) -> None:
+        self._make_store = make_store
+        self._caches: dict[torch.dtype, CastCache] = {}
+        self._forwards = 0
+        self._traces = 0
+        self._bypassed_before: dict[CastCache, bool] = {}
+        # Reentrant: garbage that is collected under it may come here again.
+        self._lock = threading.RLock()
+
+    def of(self, dtype: torch.dtype) -> CastCache:
+        """The cache of tensors cast to ``dtype``."""
+        cache = self._caches.get(dtype)
+        if cache is None:
+            with self._lock:
+                cache = self._caches.setdefault(dtype, CastCache(self._make_store()))
+                cache.keep_without_grad = self._forwards > 0
+                if self._traces:
+                    self._bypassed_before.setdefault(cache, False)
+                    cache.bypassed = True
+        return cache
+
+    def drop(self, before_backward: bool = False) -> None:
+        """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
+        for cache in self._all():
+            cache.drop(before_backward)
+
+    def pairs(self) -> dict[Tensor, Tensor]:
+        """The casts of weights that are kept now, by weight."""
+        return {weight: cast for cache in self._all() for weight, cast in cache.pairs()}
+
+    def forget(self, weight: Tensor) -> None:
+        """Forget the casts of one weight."""
+        for cache in self._all():
+            cache.forget(weight)
+
+    @contextlib.contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """The forward pass of an initialised model: casts made without grad mode are kept until its outermost end."""
+        self._enter_forward(1)
+        try:
+            yield
+        finally:
+            self._enter_forward(-1)
+
+    @contextlib.contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Weights are cast at every use: what is recorded inside has to contain their casts."""
+        with self._lock:
+            self._traces += 1
+            if self._traces == 1:
+                self._bypassed_before = {cache: cache.bypassed for cache in self._all()}
+                for cache in self._bypassed_before:
+                    cache.bypassed = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._traces -= 1
+                if self._traces == 0:
+                    for cache, bypassed in self._bypassed_before.items():
+                        cache.bypassed = bypassed
+                    self._bypassed_before = {}
+
+    def renew_lock(self) -> None:
+        """For a forked child: a thread of the parent may have held the lock."""
+        self._lock = threading.RLock()
+
+    def _enter_forward(self, step: int) -> None:
+        with self._lock:
+            self._forwards += step
+            for cache in self._all():
+                cache.keep_without_grad = self._forwards > 0
+                if self._forwards == 0:
+                    cache.drop_without_grad()
+
+    def _all(self) -> list[CastCache]:
+        """The caches of now: another thread may need one more meanwhile."""
+        return list(self._caches.values())
 
 
 def is_weight(tensor: Tensor) -> bool:

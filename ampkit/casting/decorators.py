@@ -11,9 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from ..errors import ConfigurationError
 from ..policy.rules import CastKind
-from .engine import active_casting, register_rule
+from .engine import Casting, active_casting, register_rule
 from .tensors import map_tensors
 from .wrappers import caster, promoter
 
@@ -71,14 +73,18 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
         if casting is None or not casting.is_on():
             return fn(*args, **kwargs)
         if kind is CastKind.PROMOTE:
-            cast = promoter(casting, label, args, kwargs)
+            cast = promoter(casting.state, label, args, kwargs)
         else:
-            cast = caster(kind, casting, label)
+            cast = caster(kind, casting.state, label, dtype=_region_dtype(kind, casting))
         if cast is None:
             return fn(*args, **kwargs)
         return fn(*map_tensors(args, cast), **map_tensors(kwargs, cast))
 
     return cast_and_call
+
+
+def _region_dtype(kind: CastKind, casting: Casting) -> torch.dtype | None:
+    return casting.state.other_precision() if kind is CastKind.LOWER_PRECISION_FP else None
 
 
 def _register(kind: CastKind, module: Any, name: str) -> None:

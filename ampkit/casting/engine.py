@@ -1,12 +1,12 @@
 """The O1 engine: puts the wrappers in torch's place, switches casting on and off, and takes everything back.
 
-There is one engine at a time, owned by the sessions at O1. Its ``enabled`` is a plain attribute: backward hooks and
-checkpoint recompute run in autograd's own threads and must see what the main thread sees.
+There is one engine at a time, owned by the sessions at O1. Whether a thread's calls are cast is torch.autocast's own state,
+which `state.py` reads; here it is set: by `install` for its thread, and by the forward of an initialized model for others.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import hashlib
 import inspect
 import logging
@@ -14,26 +14,29 @@ import os
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..compiling import forget_traces, kernels_of_inductor, tag_compiled_code, thread_ident
+from ..compiling import compiled_models, forget_traces, kernels_of_inductor, tag_compiled_code
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy
 from ..policy.rules import CastKind, CastRule, kernels, namesakes
-from .cache import CastCache
-from .calls import FastCalls
+from .cache import CastCache, CastCaches
+from .cpp_wrappers import CppWrappers
+from .early_bound import EarlyBound
 from .library import dispatch
 from .pickling import patch_picklers
-from .rebinding import Rebinding
+from .state import CastingState, Saved, mark_regions, number_of_regions, restore, save, switch
 from .store import CastStore
-from .surroundings import patch_surroundings
-from .wrappers import wrap
+from .torch_integration import patch_torch
+from .wrappers import autocast_would_cast, wrap
 
 _logger = logging.getLogger("ampkit")
+_compiling = torch.compiler.is_compiling
 
 # The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
 _active: Casting | None = None
@@ -41,12 +44,15 @@ _active: Casting | None = None
 # Rules of the user's, by owner and name. They may be registered before there is an engine, and hold for later ones.
 _registered: dict[tuple[int, str], CastRule] = {}
 
+# Threads that a closed engine left switched on since another thread closed it, and what they were before.
+_left_on: dict[int, Saved] = {}
+
 
 class Casting:
     """Casts of torch's functions by the tables of a policy, from `install` to `close`.
 
-    Tensors are cast on the device types in ``device_types`` only, a set that its owner fills. ``in_python`` leaves the
-    library of wrappers in C++ aside.
+    Tensors are cast on the device types in ``device_types`` only. ``scope`` "process" casts every call of the thread that
+    installs, "forward" only those inside `forward_scope`. ``in_python`` leaves the library of wrappers in C++ aside.
     """
 
     def __init__(
@@ -56,32 +62,36 @@ class Casting:
         device_types: Iterable[str] = (),
         verbosity: int = 0,
         in_python: bool = False,
+        scope: str = "process",
     ) -> None:
         library = None if in_python else dispatch().library
-        self.lower_precision = lower_precision
-        self.device_types = set(device_types)
-        self.policy = Policy.of(policy).settled(min(self.device_types, default="cpu"))
-        self.verbosity = verbosity
-        self.enabled = False
-        # Idents of the threads in which casting is off; empty nearly always.
-        self.suspended: set[int] = set()
+        self.policy = Policy.of(policy).settled(min(device_types, default="cpu"))
+        self.scope = scope
+        self.caches = CastCaches(CastStore if library is None else library.CastStore)
+        control = None if library is None else library.Switch()
+        #: What the wrappers ask.
+        self.state = CastingState(lower_precision, verbosity, self.caches, control)
         #: The wrappers in C++, where that library is loaded.
-        self.fast_calls = None if library is None else FastCalls(library, self)
-        self._make_store = CastStore if library is None else library.CastStore
+        self.cpp = None if library is None else CppWrappers(library, control)
+        self._device_types = frozenset(device_types)
         self._installed = False
-        self._times_disabled = 0
-        self._forwards = 0
-        self._traces = 0
-        self._bypassed_before: dict[CastCache, bool] = {}
-        # Reentrant: garbage collected under it may hold a `disabled` that was never left.
-        self._lock = threading.RLock()
-        self._caches: dict[torch.dtype, CastCache] = {}
+        self._paused = False
         self._patches = PatchSet()
         self._originals: dict[tuple[int, str], Any] = {}
         self._wrapped_by: dict[int, Any] = {}  # originals by the id of what stands in their place
         self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._tag = ""
-        self._rebinding = Rebinding()
+        self._early_bound = EarlyBound()
+        # What threads were before they were switched on, by their ident.
+        self._switched_on: dict[int, Saved] = {}
+
+    @property
+    def lower_precision(self) -> torch.dtype:
+        return self.state.lower_precision
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        return self._device_types
 
     # -- from install to close
 
@@ -94,29 +104,42 @@ class Casting:
         try:
             for rule in rules:
                 self._patch(rule)
-            patch_surroundings(self._patches, self)
-            patch_picklers(self._patches, self._rebinding.wrapper_of)
-            self._rebinding.in_modules()
+            patch_torch(self._patches, self)
+            patch_picklers(self._patches, self._early_bound.wrapper_of)
+            self._early_bound.in_modules()
+            self._installed = True
+            self._describe()
+            self.switch_on_here()
+            compiled_models.before_each_call(self._mark_regions)
+            _active = self
+            forget_traces()
         except BaseException:
-            self._restore()
+            self.close()
             raise
         if dropped:
             _logger.debug("This torch has no %s", ", ".join(dropped))
-        self._installed = True
-        self._describe()
-        _active = self
-        forget_traces()
 
     def close(self) -> None:
         """Give torch back as it was found. Wrappers that somebody kept call straight through from now on."""
         global _active
         self._installed = False
-        self._switch()
+        self._tell_state()
+        self._switch_off_everywhere()
+        compiled_models.not_before_calls(self._mark_regions)
         self.tag_compiled_code()
         self._restore()
         if _active is self:
             _active = None
         forget_traces()
+        if threading.main_thread().ident in _left_on:
+            ctypes.pythonapi.Py_AddPendingCall(_switch_off_pending, None)
+
+    def _switch_off_everywhere(self) -> None:
+        if number_of_regions() == 0:
+            self._switch_off_here()
+        # Only a thread itself can switch itself off.
+        _left_on.update(self._switched_on)
+        self._switched_on.clear()
 
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
         """Put a rule of the user's in place at once; it replaces a rule of the tables for the same function."""
@@ -126,174 +149,123 @@ class Casting:
             if (id(below.owner), below.name) not in _registered:
                 self._patch(below)
         self._patch(rule)
-        self._rebinding.again()
+        self._early_bound.again()
         self._describe()
         forget_traces()
 
-    def cast_on(self, device_types: set[str]) -> None:
+    def cast_on(self, device_types: Iterable[str]) -> None:
         """Cast tensors on these device types and no others."""
-        if device_types != self.device_types:
-            # A call in another thread must not find none of them.
-            self.device_types |= device_types
-            self.device_types &= device_types
+        device_types = frozenset(device_types)
+        if device_types != self._device_types:
+            was_on = threading.get_ident() in self._switched_on
+            if was_on:
+                self._switch_off_here()
+            self._device_types = device_types
             self._describe()
+            if was_on:
+                self.switch_on_here()
             forget_traces()
 
     def rebind(self, models: Iterable[nn.Module]) -> None:
         """Have the functions of torch that the models hold cast too, whenever they were bound."""
-        self._rebinding.in_models(models, self._cast_below())
+        self._early_bound.in_models(models, self._cast_below())
 
     def release(self, models: Iterable[nn.Module]) -> None:
         """Undo `rebind` for models whose session ends before the engine."""
-        self._rebinding.release(models)
+        self._early_bound.release(models)
 
     # -- on and off
 
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, would be cast."""
-        return self.enabled and thread_ident() not in self.suspended
+        return self.state.is_on()
 
-    @contextlib.contextmanager
-    def disabled(self, retrace: bool = False) -> Iterator[None]:
-        """Casting off for the whole process. May be nested.
+    def disabled(self) -> AbstractContextManager[Any]:
+        """Casting off inside, in this thread: a `Region`, but for traces."""
+        return self.state.region(False)
 
-        Compiled functions do not see the switch: ``retrace=True`` makes them forget their traces, which is dear. It is
-        for a user's own ``disable_casts``; an ``optimizer.step`` has nothing compiled in it that would be cast.
-        """
-        self._disable(1, retrace)
-        try:
+    def scope_of_forward(self) -> AbstractContextManager[Any]:
+        """What surrounds the forward pass of a model, in eager code and in a trace, which does without the cache."""
+        return self._unless_a_region_decides() if _compiling() else self.forward_scope()
+
+    @contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """The forward pass of an initialized model: cast, unless a region that the script entered says otherwise."""
+        with self.caches.forward_scope(), self._unless_a_region_decides():
             yield
-        finally:
-            self._disable(-1, retrace)
 
-    @contextlib.contextmanager
-    def enabled_again(self) -> Iterator[None]:
-        """Casting on inside, however often it was disabled: for a closure inside ``optimizer.step``."""
-        times = self._times_disabled
-        self._disable(-times)
-        try:
-            yield
-        finally:
-            self._disable(times)
+    def _unless_a_region_decides(self) -> AbstractContextManager[Any]:
+        if self.state.is_on() or not self.state.installed or number_of_regions() > 0:
+            return nullcontext()
+        return self.state.region(True)
 
-    @contextlib.contextmanager
-    def suspended_in_thread(self) -> Iterator[None]:
-        """Casting off for this thread only: while a batch is fetched, or a model of another level runs."""
-        ident = thread_ident()
-        if ident in self.suspended:
-            yield
-            return
-        self.suspended.add(ident)
-        try:
-            yield
-        finally:
-            self.suspended.discard(ident)
+    @property
+    def paused(self) -> bool:
+        """Nothing is cast in any thread, until further notice. A script of Apex's may ask for that."""
+        return self._paused
 
-    def _disable(self, times: int, retrace: bool = False) -> None:
-        with self._lock:
-            before = self.enabled
-            self._times_disabled += times
-            self._switch()
-        if retrace and self.enabled is not before:
-            self.tag_compiled_code()
-            forget_traces()
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        if self._installed and paused is not self._paused:
+            self._paused = paused
+            self._tell_state()
+            if paused:
+                self._switch_off_here()
+            else:
+                self.switch_on_here()
 
-    def _switch(self) -> None:
-        with self._lock:
-            self.enabled = self._installed and self._times_disabled == 0
-            if self.fast_calls is not None:
-                self.fast_calls.switch()
+    def switch_on_here(self) -> None:
+        """Cast every call of this thread from now on, if that is the engine's scope."""
+        if self.scope == "process" and self._installed and not self._paused and number_of_regions() == 0:
+            types_now = self.state.device_types
+            self._switched_on.setdefault(threading.get_ident(), save(types_now))
+            switch(types_now, True, self.lower_precision)
+
+    def _switch_off_here(self) -> None:
+        before = self._switched_on.pop(threading.get_ident(), None)
+        if before is not None:
+            restore(before)
+
+    def _mark_regions(self) -> None:
+        mark_regions(self.state.device_types)
+
+    def _tell_state(self) -> None:
+        self.state.set(self._installed and not self._paused, self._device_types)
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
         rules = sorted(f"{getattr(owner, '__name__', '')}.{name}={kind}" for owner, name, kind in self._kinds.values())
         digest = hashlib.sha256("".join(rules).encode()).hexdigest()[:16]
-        self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
-        self._switch()
-        self.tag_compiled_code()
+        self._tag = f"{self.lower_precision} {sorted(self._device_types)} {digest}"
+        self._tell_state()
 
     def _stay_off(self) -> None:
         """For a forked child: what was patched stays in place there, and calls straight through."""
         self._installed = False
-        self._lock = threading.RLock()  # a thread of the parent may have held it
-        self._switch()
+        self.caches.renew_lock()
+        self._tell_state()
+        self._switch_off_here()
         self.tag_compiled_code()
 
     # -- the cast cache
 
     def cache(self, dtype: torch.dtype) -> CastCache:
         """The cache of weights cast to ``dtype``."""
-        cache = self._caches.get(dtype)
-        if cache is None:
-            with self._lock:
-                cache = self._caches.setdefault(dtype, CastCache(self._make_store()))
-                if self._traces:
-                    self._bypassed_before.setdefault(cache, False)
-                    cache.bypassed = True
-        return cache
+        return self.caches.of(dtype)
 
     def drop_cache(self, before_backward: bool = False) -> None:
         """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
-        for cache in self._each_cache():
-            cache.drop(before_backward)
+        self.caches.drop(before_backward)
 
     def cached_casts(self) -> dict[Tensor, Tensor]:
         """The casts of weights that are kept now, by weight."""
-        return {weight: cast for cache in self._each_cache() for weight, cast in cache.pairs()}
+        return self.caches.pairs()
 
-    def forget_casts_of(self, weight: Tensor) -> None:
-        """Forget the casts of one weight."""
-        for cache in self._each_cache():
-            cache.forget(weight)
-
-    @contextlib.contextmanager
-    def forward_scope(self) -> Iterator[None]:
-        """The forward pass of an initialised model: casts made without grad mode are kept until its outermost end."""
-        self._enter_forward(1)
-        try:
-            yield
-        finally:
-            self._enter_forward(-1)
-
-    def _enter_forward(self, step: int) -> None:
-        with self._lock:
-            self._forwards += step
-            for cache in self._each_cache():
-                cache.keep_without_grad = self._forwards > 0
-                if self._forwards == 0:
-                    cache.drop_without_grad()
-
-    @contextlib.contextmanager
-    def uncached(self) -> Iterator[None]:
-        """Weights are cast at every use: what is recorded inside has to contain their casts."""
-        with self._lock:
-            self._traces += 1
-            if self._traces == 1:
-                self._bypassed_before = {cache: cache.bypassed for cache in self._each_cache()}
-                for cache in self._bypassed_before:
-                    cache.bypassed = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._traces -= 1
-                if self._traces == 0:
-                    for cache, bypassed in self._bypassed_before.items():
-                        cache.bypassed = bypassed
-                    self._bypassed_before = {}
-
-    def _each_cache(self) -> list[CastCache]:
-        """The caches of now: another thread may need one more meanwhile."""
-        return list(self._caches.values())
-
-    # -- what else `patch_surroundings` asks for
+    # -- what else `torch_integration` asks for
 
     def tag_compiled_code(self) -> None:
-        """Have code that is compiled now kept on disk apart from code with other casts.
-
-        An optimizer's step, which turns casting off at every iteration, leaves that to the compiler.
-        """
-        tag_compiled_code(self._tag if self.enabled else "")
+        """Have code that is compiled now, in this thread, kept on disk apart from code with other casts."""
+        tag_compiled_code(f"{self._tag} {self.state.other_precision() or ''}" if self.is_on() else "")
 
     def original_of(self, function: Any) -> Any:
         """torch's own function where one of the wrappers is given, else what was given."""
@@ -301,24 +273,24 @@ class Casting:
 
     def give_back_kernels(self) -> None:
         """Have code that inductor generates call torch's own kernels."""
-        self._rebinding.give_back(kernels_of_inductor())
+        self._early_bound.give_back(kernels_of_inductor())
 
     # -- patches
 
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
         self._kinds[key] = rule.owner, rule.name, rule.kind.name
-        if rule.kind is CastKind.NATIVE:
+        if rule.kind is CastKind.NATIVE and not autocast_would_cast(rule):
             if key in self._originals:  # patched by an earlier rule
                 self._patches.set(rule.owner, rule.name, self._originals[key])
-                self._rebinding.note(key, self._originals[key], self._originals[key])
+                self._early_bound.note(key, self._originals[key], self._originals[key])
             return
         if key not in self._originals:
             self._originals[key] = _stored(rule.owner, rule.name)
         stored = self._originals[key]
         wrapped = self._wrapped(stored, rule)
         self._patches.set(rule.owner, rule.name, wrapped)
-        self._rebinding.note(key, stored, wrapped)
+        self._early_bound.note(key, stored, wrapped)
 
     def _cast_below(self) -> list[Callable]:
         """Functions of torch.nn.functional in Python all of whose `namesakes` and `kernels` are cast by the same rule."""
@@ -335,8 +307,8 @@ class Casting:
 
     def _wrapped(self, stored: Any, rule: CastRule) -> Any:
         if isinstance(stored, (staticmethod, classmethod)):
-            return type(stored)(wrap(rule.kind, stored.__func__, self, rule.owner, rule.name))
-        wrapper = wrap(rule.kind, stored, self, rule.owner, rule.name)
+            return type(stored)(wrap(rule, stored.__func__, self.state, self.cpp))
+        wrapper = wrap(rule, stored, self.state, self.cpp)
         self._wrapped_by[id(wrapper)] = stored  # alive as long as the patch is
         return wrapper
 
@@ -345,10 +317,10 @@ class Casting:
         self._originals.clear()
         self._kinds.clear()
         self._wrapped_by.clear()
-        if self.fast_calls is not None:
-            self.fast_calls.close()
+        if self.cpp is not None:
+            self.cpp.close()
         self.drop_cache()
-        self._rebinding.undo()
+        self._early_bound.undo()
 
 
 def active_casting() -> Casting | None:
@@ -361,6 +333,21 @@ def register_rule(kind: CastKind, owner: Any, name: str) -> None:
     _registered[id(owner), name] = CastRule(kind, owner, name)
     if _active is not None:
         _active.register(kind, owner, name)
+
+
+def switch_off_left_on() -> None:
+    """Switch this thread off where an engine was closed in another one. For all that a script calls."""
+    if _left_on and _active is None:
+        before = _left_on.pop(threading.get_ident(), None)
+        if before is not None:
+            restore(before)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _switch_off_pending(_: Any) -> int:
+    """Run by Python in its main thread, as soon as that is between two instructions."""
+    switch_off_left_on()
+    return 0
 
 
 def _stored(owner: Any, name: str) -> Any:

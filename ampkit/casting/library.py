@@ -38,7 +38,7 @@ def _choose(wish: str) -> Dispatch:
         return Dispatch(None, "AMPKIT_EXTENSION=off")
     try:
         library = importlib.import_module("ampkit._casting")
-        if not hasattr(getattr(library, "CastStore", None), "stamp"):
+        if not hasattr(getattr(library, "Switch", None), "set"):
             raise ImportError("it was built from older sources; build it again")
     except (ImportError, OSError) as error:
         why = f"ampkit._casting could not be loaded: {error}"

@@ -3,6 +3,11 @@
 Each wrapper asks on every call whether casting is on, and otherwise calls straight through, so that a reference
 somebody kept is inert after the engine closes. The engine calls `wrap`; nothing here patches anything.
 
+Note [the tables win]
+    torch.autocast is on beneath the wrappers, with lists of its own, and sees what a function calls in its turn. So torch's
+    functions are called with it off (`past_autocast`), but for those that were given lower precision: nothing in them is
+    left to cast, and what they call has rows of its own.
+
 Note [what is never cast]
     An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
     functions keep their tensor, its dtype and its storage. float64, integer and complex tensors, and tensors on devices
@@ -22,15 +27,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..compiling import thread_ident
 from ..errors import RefusedOperation
-from ..policy.rules import CastKind
+from ..policy.autocast import CPU_LIST, CUDA_LIST
+from ..policy.rules import CastKind, CastRule
 from .cache import is_weight
-from .inside import without_copies
+from .fp32_functions import without_copies
+from .state import CastingState, past_autocast
 from .tensors import CASTABLE, CONVERT, LOWER_PRECISION, map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from .engine import Casting
+    from .cpp_wrappers import CppWrappers
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -48,32 +54,43 @@ _ANY_ADVICE = "the policy refuses it in lower precision. Give it float32, or cha
 _TYPE_NAMES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
-def wrap(kind: CastKind, original: Callable, casting: Casting, owner: Any, name: str) -> Callable:
-    """A function to stand at ``owner.name`` in place of ``original``."""
+def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappers | None) -> Callable:
+    """A function to stand at ``rule.owner.name`` in place of ``original``."""
+    kind, owner, name = rule.kind, rule.owner, rule.name
     is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
-    plain = _FACTORIES[kind](kind, original, casting, name, is_torch)
+    plain = _FACTORIES[kind](
+        kind, original, past_autocast(original, state) if is_torch else original, state, name, is_torch
+    )
     wrapper = _naming_out(plain, original)
     # C++ knows out= by its keyword only, and does not write the log of casts.
-    in_cpp = casting.fast_calls is not None and is_torch and wrapper is plain and casting.verbosity < 2
+    in_cpp = cpp is not None and is_torch and wrapper is plain and state.verbosity < 2
     saving = None
     if kind is CastKind.FP32:
-        log = None if casting.verbosity < 2 else lambda x: _log_cast(x, torch.float32, name)
-        saving = without_copies(wrapper, original, casting, owner, name, log)
+        log = None if state.verbosity < 2 else lambda x: _log_cast(x, torch.float32, name)
+        saving = without_copies(wrapper, original, state, owner, name, log)
     wrapper = saving or wrapper
     _name_like(wrapper, original, owner, name)
     if not in_cpp:
         return wrapper
-    target = _target(kind, casting)
+    target = _target(kind, state)
     weights = {}
     if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
-        weights = {"store": casting.cache(target).store, "cast_weight": caster(kind, casting, name)}
+        weights = {"store": state.cache(target).store, "cast_weight": caster(kind, state, name)}
     # What C++ refuses in lower precision it leaves to Python.
-    fast = casting.fast_calls.around(
-        wrapper, original, owner, name, CastKind.BANNED if saving else kind, target, **weights
-    )
+    fast = cpp.around(wrapper, original, owner, name, CastKind.BANNED if saving else kind, target, **weights)
     if isinstance(fast, FunctionType):
         _name_like(fast, original, owner, name)
     return fast
+
+
+def autocast_would_cast(rule: CastRule) -> bool:
+    """Whether torch.autocast, on any device, casts the arguments of a function that the tables leave alone."""
+    return rule.name in _CAST_BY_AUTOCAST
+
+
+_CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names) | {
+    *("cat", "concat", "concatenate", "stack", "index_copy"),
+}
 
 
 def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> None:
@@ -85,17 +102,22 @@ def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> 
         wrapper.__module__, wrapper.__qualname__ = "torch", f"Tensor.{name}"
 
 
-def caster(kind: CastKind, casting: Casting, name: str, only_reads: bool = False) -> Convert:
+def caster(
+    kind: CastKind, state: CastingState, name: str, only_reads: bool = False, dtype: torch.dtype | None = None
+) -> Convert:
     """The cast of a single tensor that a rule of this kind asks for (not for kinds that look at all arguments).
 
     ``only_reads`` tells that the cast goes to a function of torch, which will not write to it: others may share it.
+    ``dtype`` is another lower precision than the session's.
     """
-    target = _target(kind, casting)
-    convert = _converter(target, casting, name)
+    target = dtype or _target(kind, state)
+    convert = _converter(target, state, name)
     if kind is CastKind.FP32:
         return lambda x: convert(x) if x.dtype in LOWER_PRECISION else x
-    cached = casting.cache(target).cast
-    shared = casting.cache(target).cast_activation if only_reads else None
+    if dtype is not None and torch.compiler.is_compiling():  # a trace cannot make a cache, and needs none
+        return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not target else x
+    cached = state.cache(target).cast
+    shared = state.cache(target).cast_activation if only_reads else None
 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
@@ -107,7 +129,7 @@ def caster(kind: CastKind, casting: Casting, name: str, only_reads: bool = False
     return lower
 
 
-def promoter(casting: Casting, name: str, *values: Any) -> Convert | None:
+def promoter(state: CastingState, name: str, *values: Any) -> Convert | None:
     """The cast to the widest dtype among the tensors in ``values``, or None when nothing is to be cast."""
     floating = [x for x in tensors_in(*values) if x.is_floating_point() or x.is_complex()]
     dtypes = {x.dtype for x in floating}
@@ -116,24 +138,29 @@ def promoter(casting: Casting, name: str, *values: Any) -> Convert | None:
     # As everywhere in torch, 0-dim tensors have no say where there are others.
     deciding = [x.dtype for x in floating if x.dim()] or dtypes
     widest = functools.reduce(torch.promote_types, deciding)
-    convert = _converter(widest, casting, name)
+    convert = _converter(widest, state, name)
     return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not widest else x
 
 
-def _one_dtype(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
+def _one_dtype(
+    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
+) -> Callable:
     """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype."""
-    target = _target(kind, casting)
-    cast = caster(kind, casting, name, only_reads=is_torch)
+    target = _target(kind, state)
+    cast = caster(kind, state, name, only_reads=is_torch)
+    call = original if kind is CastKind.LOWER_PRECISION_FP else as_it_is
+    follows_regions, is_on, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.is_on, state.other_precision
     to_be_cast = LOWER_PRECISION if kind is CastKind.FP32 else CASTABLE - {target}
     untouchable = frozenset() if kind is CastKind.FP32 else _EXACT
-    suspended = casting.suspended
     # Parameters go to the cache directly: a weight that is in it costs no more than the look-up.
-    convert = _converter(target, casting, name)
-    cached = (lambda x, _: cast(x)) if kind is CastKind.FP32 else casting.cache(target).cast
+    convert = _converter(target, state, name)
+    cached = (lambda x, _: cast(x)) if kind is CastKind.FP32 else state.cache(target).cast
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casting.enabled or (suspended and thread_ident() in suspended):
+        if not is_on():
             return original(*args, **kwargs)
+        if follows_regions and (dtype := other_precision()) is not None:
+            return any_call(args, kwargs, caster(kind, state, name, only_reads=is_torch, dtype=dtype))
         if kwargs:
             for value in kwargs.values():
                 if type(value) not in _NO_TENSORS and not _is_sizes(value):
@@ -147,97 +174,114 @@ def _one_dtype(kind: CastKind, original: Callable, casting: Casting, name: str, 
                     if dtype in to_be_cast:
                         value = cached(value, convert) if exact_type is Parameter else cast(value)
                     elif dtype in untouchable:
-                        return original(*args, **kwargs)
+                        return as_it_is(*args, **kwargs)
             elif exact_type not in _NO_TENSORS and not _is_sizes(value):
                 return any_call(args, kwargs)
             converted.append(value)
-        return original(*converted, **kwargs) if kwargs else original(*converted)
+        return call(*converted, **kwargs) if kwargs else call(*converted)
 
-    def any_call(args: tuple, kwargs: dict[str, Any]) -> Any:
+    def any_call(args: tuple, kwargs: dict[str, Any], cast: Convert = cast) -> Any:
         """The same for containers, subclasses and tensors given by keyword; see Note [what is never cast]."""
         if _has_dtype(args, kwargs) or any(x.dtype in untouchable for x in tensors_in(args, kwargs)):
-            return original(*args, **kwargs)
+            return as_it_is(*args, **kwargs)
         out = kwargs.pop("out", None)
         if out is None:
-            return original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
+            return call(*map_tensors(args, cast), **map_tensors(kwargs, cast))
         goal = _dtype_of(out)
         if kind is CastKind.FP32 and goal is not torch.float32:
-            return original(*args, **kwargs, out=out)
-        fit = _fitting(goal, casting, name)
-        return original(*map_tensors(args, fit), **map_tensors(kwargs, fit), out=out)
+            return as_it_is(*args, **kwargs, out=out)
+        fit = _fitting(goal, state, name)
+        return as_it_is(*map_tensors(args, fit), **map_tensors(kwargs, fit), out=out)
 
     return wrapper
 
 
-def _promote(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
+def _promote(
+    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
+) -> Callable:
     """PROMOTE and PROMOTE_SEQUENCE: all to the widest dtype, where torch would refuse the mixture."""
-    suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casting.enabled or (suspended and thread_ident() in suspended) or _has_dtype(args, kwargs):
+        if not state.is_on():
             return original(*args, **kwargs)
+        if _has_dtype(args, kwargs):
+            return as_it_is(*args, **kwargs)
         if kwargs.get("out") is not None:
             out = kwargs.pop("out")
-            fit = _fitting(_dtype_of(out), casting, name)
-            return original(*map_tensors(args, fit), **map_tensors(kwargs, fit), out=out)
-        widen = promoter(casting, name, args, kwargs)
+            fit = _fitting(_dtype_of(out), state, name)
+            return as_it_is(*map_tensors(args, fit), **map_tensors(kwargs, fit), out=out)
+        widen = promoter(state, name, args, kwargs)
         if widen is None:
-            return original(*args, **kwargs)
-        return original(*map_tensors(args, widen), **map_tensors(kwargs, widen))
+            return as_it_is(*args, **kwargs)
+        return as_it_is(*map_tensors(args, widen), **map_tensors(kwargs, widen))
 
     return wrapper
 
 
-def _match_first(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
+def _match_first(
+    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
+) -> Callable:
     """MATCH_FIRST: in-place functions, whose first argument fixes the dtype."""
-    suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casting.enabled or (suspended and thread_ident() in suspended) or not args:
+        if not state.is_on() or not args:
             return original(*args, **kwargs)
         first, *others = args
         dtype = getattr(first, "dtype", None)
         if dtype not in CASTABLE:
-            return original(*args, **kwargs)
-        fit = _fitting(dtype, casting, name)
+            return as_it_is(*args, **kwargs)
+        fit = _fitting(dtype, state, name)
         # The tensors of these functions are arguments of their own; lists hold indices only.
         others = [fit(x) if isinstance(x, Tensor) else x for x in others]
         named = {key: fit(x) if isinstance(x, Tensor) else x for key, x in kwargs.items()}
-        return original(first, *others, **named)
+        return as_it_is(first, *others, **named)
 
     return wrapper
 
 
-def _reject(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
+def _reject(
+    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
+) -> Callable:
     """REJECT: in-place functions whose result need not fit into float16."""
-    suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if casting.enabled and not (suspended and thread_ident() in suspended):
+        if state.is_on():
             first = args[0] if args else kwargs.get("input")
-            if isinstance(first, Tensor) and first.dtype is torch.float16 and _is_ours(first, casting):
+            if isinstance(first, Tensor) and first.dtype is torch.float16 and _is_ours(first, state):
                 raise RefusedOperation(
                     f"{name}() was called on a float16 tensor while O1 is active: its result may not fit into float16, "
                     f"and in place it cannot become float32. Call {name.rstrip('_')}(), which returns float32, or put "
                     f"the call into 'with ampkit.disable_casts():'."
                 )
-        return original(*args, **kwargs)
+        return as_it_is(*args, **kwargs)
 
     return wrapper
 
 
-def _ban(kind: CastKind, original: Callable, casting: Casting, name: str, is_torch: bool) -> Callable:
+def _ban(
+    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
+) -> Callable:
     """BANNED: functions that lose their meaning in lower precision, or that the user's policy refuses."""
-    suspended = casting.suspended
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if casting.enabled and not (suspended and thread_ident() in suspended):
+        if state.is_on():
             for x in tensors_in(args, kwargs):
-                if x.dtype in LOWER_PRECISION and _is_ours(x, casting):
+                if x.dtype in LOWER_PRECISION and _is_ours(x, state):
                     raise RefusedOperation(
                         f"{name}() was called with a {x.dtype} tensor while O1 is active: {_ADVICE.get(name, _ANY_ADVICE)}"
                     )
-        return original(*args, **kwargs)
+        return as_it_is(*args, **kwargs)
+
+    return wrapper
+
+
+def _leave(
+    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
+) -> Callable:
+    """NATIVE, for functions that torch.autocast would cast: see Note [the tables win]."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return (as_it_is if state.is_on() else original)(*args, **kwargs)
 
     return wrapper
 
@@ -251,6 +295,7 @@ _FACTORIES = {
     CastKind.MATCH_FIRST: _match_first,
     CastKind.REJECT: _reject,
     CastKind.BANNED: _ban,
+    CastKind.NATIVE: _leave,
 }
 
 
@@ -271,24 +316,24 @@ def _naming_out(wrapper: Callable, original: Callable) -> Callable:
     return naming_out
 
 
-def _target(kind: CastKind, casting: Casting) -> torch.dtype:
+def _target(kind: CastKind, state: CastingState) -> torch.dtype:
     if kind is CastKind.LOWER_PRECISION_FP:
-        return casting.lower_precision
+        return state.lower_precision
     return torch.bfloat16 if kind is CastKind.BFLOAT16 else torch.float32
 
 
-def _converter(dtype: torch.dtype, casting: Casting, name: str) -> Convert:
+def _converter(dtype: torch.dtype, state: CastingState, name: str) -> Convert:
     """The cast to ``dtype`` of a tensor on one of the session's devices; others are returned as they are."""
     to_dtype = CONVERT[dtype]
-    device_types = casting.device_types
+    casts_on = state.casts_on
 
     def convert(x: Tensor) -> Tensor:
         # x.device.type alone costs ten times as much as is_cpu.
-        if ("cpu" if x.is_cpu else x.device.type) in device_types:
+        if casts_on("cpu" if x.is_cpu else x.device.type):
             return to_dtype(x)
         return x
 
-    if casting.verbosity < 2:
+    if state.verbosity < 2:
         return convert
 
     def convert_and_log(x: Tensor) -> Tensor:
@@ -304,16 +349,16 @@ def _log_cast(x: Tensor, dtype: torch.dtype, name: str) -> None:
     _logger.info("%s->%s (%s)", _TYPE_NAMES[x.dtype], _TYPE_NAMES[dtype], name)
 
 
-def _fitting(dtype: torch.dtype | None, casting: Casting, name: str) -> Convert:
+def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Convert:
     """The cast of arguments for a tensor of ``dtype`` that will be written to; none when that is float64, say."""
     if dtype not in CASTABLE:
         return lambda x: x
-    convert = _converter(dtype, casting, name)
+    convert = _converter(dtype, state, name)
     return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not dtype else x
 
 
-def _is_ours(x: Tensor, casting: Casting) -> bool:
-    return x.device.type in casting.device_types
+def _is_ours(x: Tensor, state: CastingState) -> bool:
+    return state.casts_on(x.device.type)
 
 
 def _is_sizes(value: Any) -> bool:

@@ -8,6 +8,7 @@ from .forward import install as install
 from .forward import take_off_copies as take_off_copies
 from .forward import uninstall as uninstall
 from .forward import watchers as watchers
+from .forward_scope import cast_submodules as cast_submodules
 from .keep import AsTheyAre as AsTheyAre
 from .keep import Kept as Kept
 from .keep import bridge as bridge

@@ -53,12 +53,14 @@ _shell_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDicti
 class ForwardCasts:
     """What a forward does to dtypes; None leaves them alone.
 
-    ``weights`` is set on copies only: the dtype in which to run the float32 weights listed in ``weight_names``.
+    ``patched`` says that torch's functions cast inside, and ``outermost_only`` that outputs of a forward inside of another
+    that is cast are left alone. ``weights`` is set on copies only: the dtype in which to run the float32 weights listed in ``weight_names``.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
     patched: bool = False
+    outermost_only: bool = False
     weights: torch.dtype | None = None
     weight_names: tuple[tuple[str, str], ...] = ()
 
@@ -228,6 +230,7 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
         watcher = watchers.get(model)
         if watcher is not None:
             watcher(model)
+    inside = casts.outermost_only and _is_cast_already()
     outer = _running.inputs
     _running.inputs = casts.inputs
     try:
@@ -238,16 +241,23 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
     finally:
         _running.inputs = outer
     # Called from inside a forward that runs in the same dtype, the outputs go on to its next layer.
-    inside = casts.inputs is not None and outer is casts.inputs
+    inside = inside or (casts.inputs is not None and outer is casts.inputs)
     return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
 
 
 def _o1_casts(casts: ForwardCasts, traced: bool) -> AbstractContextManager[None]:
     """O1's casts are on in the forward of a model at O1, and off in those of others. A trace does without the cache."""
     casting = active_casting()
-    if casting is None or (casts.patched and traced):
+    if casting is None:
         return nullcontext()
-    return casting.forward_scope() if casts.patched else casting.suspended_in_thread()
+    if not casts.patched:
+        return casting.disabled()
+    return casting.scope_of_forward()
+
+
+def _is_cast_already() -> bool:
+    casting = active_casting()
+    return casting is not None and casting.is_on()
 
 
 def _note_trace(model: nn.Module) -> None:

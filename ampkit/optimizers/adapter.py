@@ -19,6 +19,7 @@ import torch
 
 from .. import kernels
 from ..casting.engine import active_casting
+from ..casting.state import Region
 from ..casting.tensors import LOWER_PRECISION, cast_floating
 from ..errors import ClosureError, ConfigurationError
 from ..findings import Check, Verdict
@@ -260,9 +261,12 @@ class OptimizerAdapter:
             )
         self._skipped = False
 
+        casting_off = _casting_disabled()
+
         def evaluate() -> Any:
             self.write_masters_to_model()
-            with _casting_enabled():
+            # As it was where step() was called.
+            with casting_off.paused() if isinstance(casting_off, Region) else nullcontext():
                 loss = closure()
             self.settle_gradients()
             if self._must_skip():
@@ -270,7 +274,7 @@ class OptimizerAdapter:
             return loss
 
         try:
-            with _casting_disabled():
+            with casting_off:
                 result = original(evaluate, *args, **kwargs)
         except _SkippedInClosure:
             result = self._skip()
@@ -404,8 +408,3 @@ def _drop_casts() -> None:
 def _casting_disabled() -> Any:
     casting = active_casting()
     return casting.disabled() if casting is not None else nullcontext()
-
-
-def _casting_enabled() -> Any:
-    casting = active_casting()
-    return casting.enabled_again() if casting is not None else nullcontext()

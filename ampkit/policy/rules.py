@@ -113,8 +113,10 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
     extra_rules = list(extra_rules)
     for rule in extra_rules:
         for owner, name in namesakes(rule):
-            rules.pop((id(owner), name), None)
+            rules[id(owner), name] = CastRule(CastKind.NATIVE, owner, name, rule.reason)
     for rule in extra_rules:
+        # Last of all: of several wrappers of one function, scripts that bound it early are given the last.
+        rules.pop((id(rule.owner), rule.name), None)
         rules[id(rule.owner), rule.name] = rule
     for below in [below for rule in rules.values() for below in kernels(rule)]:
         rules.setdefault((id(below.owner), below.name), below)

@@ -78,6 +78,8 @@ Verdict judge(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, P
     }
     const at::ScalarType dtype = THPVariable_Unpack(args[i]).scalar_type();
     switch (binding->kind) {
+      case Kind::Native:
+        return Verdict::Through;
       case Kind::Lower:
         if (is_exact(dtype)) return Verdict::Through;
         if (dtype != binding->target && is_castable(dtype)) to_cast |= 1u << i;
@@ -139,15 +141,13 @@ PyObject* cast(const Binding* binding, PyObject* argument) {
         if (bypassed || !is_plain_weight(tensor)) return PyObject_CallOneArg(binding->cast_weight, argument);
         PyObject* found = binding->store->find(argument);
         if (found != nullptr) return Py_NewRef(found);
-        const int ours = is_on_our_device(binding->control, tensor);
-        if (ours <= 0) return ours < 0 ? nullptr : Py_NewRef(argument);
+        if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
         return make_weight_cast(binding->store, argument, binding->target);
       }
       if (!bypassed && !tensor.is_inference()) {
         at::Tensor found = binding->store->find_recent(tensor);
         if (found.defined()) return THPVariable_Wrap(std::move(found));
-        const int ours = is_on_our_device(binding->control, tensor);
-        if (ours <= 0) return ours < 0 ? nullptr : Py_NewRef(argument);
+        if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
         const uint32_t version = version_of(tensor);
         at::Tensor made = convert(tensor, binding->target);
         binding->store->keep_recent(tensor, made, version);
@@ -155,8 +155,7 @@ PyObject* cast(const Binding* binding, PyObject* argument) {
       }
     }
   }
-  const int ours = is_on_our_device(binding->control, tensor);
-  if (ours <= 0) return ours < 0 ? nullptr : Py_NewRef(argument);
+  if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
   return THPVariable_Wrap(convert(tensor, binding->target));
   END_HANDLE_TH_ERRORS
 }
@@ -197,22 +196,29 @@ struct InUse {
   InUse& operator=(const InUse&) = delete;
 };
 
+// A function of torch is called as the tables have it: torch.autocast must not cast its arguments once more, its own way.
+// But one that was given lower precision and is written in Python calls others, which have rows of their own.
+c10::DispatchKeySet keys_to_exclude(const Binding* binding) {
+  return binding->kind != Kind::Lower || binding->is_builtin ? binding->control->keys : c10::DispatchKeySet();
+}
+
 PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   const InUse use(call);
   const Binding* binding = use.binding;
-  if (binding == nullptr || !binding->control->enabled) {
+  if (binding == nullptr || !is_on(binding->control)) {
     return PyObject_Vectorcall(use.original, args, static_cast<size_t>(nargs), kwnames);
   }
   const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
   uint32_t to_cast = 0;
   Verdict verdict = Verdict::Slow;
-  if (PySet_GET_SIZE(binding->control->suspended) == 0 && total <= kMaxArguments && !is_watched() &&
-      (kwnames == nullptr || !has_out(args, nargs, kwnames))) {
+  if (total <= kMaxArguments && !is_watched() && (kwnames == nullptr || !has_out(args, nargs, kwnames)) &&
+      !(binding->follows_regions && wants_other_precision(binding->control))) {
     verdict = judge(binding, args, nargs, total, to_cast);
   }
-  if (verdict != Verdict::Cast) {
-    PyObject* callee = verdict == Verdict::Through ? use.original : binding->slow;
-    return PyObject_Vectorcall(callee, args, static_cast<size_t>(nargs), kwnames);
+  if (verdict == Verdict::Slow) return PyObject_Vectorcall(binding->slow, args, static_cast<size_t>(nargs), kwnames);
+  if (verdict == Verdict::Through) {
+    const c10::impl::ExcludeDispatchKeyGuard past_autocast(keys_to_exclude(binding));
+    return PyObject_Vectorcall(use.original, args, static_cast<size_t>(nargs), kwnames);
   }
   Arguments arguments;
   std::memcpy(arguments.values + 1, args, static_cast<size_t>(total) * sizeof(PyObject*));
@@ -223,6 +229,7 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
     arguments.owned[arguments.count++] = value;
     arguments.values[i + 1] = value;
   }
+  const c10::impl::ExcludeDispatchKeyGuard past_autocast(keys_to_exclude(binding));
   return PyObject_Vectorcall(
       use.original, arguments.values + 1, static_cast<size_t>(nargs) | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames);
 }
@@ -315,7 +322,7 @@ PyObject* call_bind(PyObject* object, PyObject* args, PyObject* kwargs) {
   static const std::pair<const char*, Kind> kinds[] = {
       {"LOWER_PRECISION_FP", Kind::Lower}, {"BFLOAT16", Kind::Lower},          {"FP32", Kind::Fp32},
       {"PROMOTE", Kind::Promote},          {"PROMOTE_SEQUENCE", Kind::Promote}, {"MATCH_FIRST", Kind::MatchFirst},
-      {"REJECT", Kind::Reject},            {"BANNED", Kind::Banned}};
+      {"REJECT", Kind::Reject},            {"BANNED", Kind::Banned},           {"NATIVE", Kind::Native}};
   const auto* kind = std::find_if(
       std::begin(kinds), std::end(kinds), [&](const auto& item) { return std::strcmp(item.first, kind_name) == 0; });
   if (kind == std::end(kinds)) {
@@ -328,6 +335,8 @@ PyObject* call_bind(PyObject* object, PyObject* args, PyObject* kwargs) {
   }
   auto* binding = new Binding();
   binding->kind = kind->second;
+  binding->follows_regions = std::strcmp(kind_name, "LOWER_PRECISION_FP") == 0;
+  binding->is_builtin = !PyFunction_Check(original);
   binding->target = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   binding->control = reinterpret_cast<Switch*>(Py_NewRef(control));
   binding->slow = Py_NewRef(slow);

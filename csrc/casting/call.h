@@ -14,12 +14,14 @@
 namespace ampkit {
 
 // As in ampkit.policy.rules.CastKind, by what the fast path does: Call.bind is given the names.
-enum class Kind { Lower, Fp32, Promote, MatchFirst, Reject, Banned };
+enum class Kind { Lower, Fp32, Promote, MatchFirst, Reject, Banned, Native };
 
 // What an engine gives a Call. Counted, since whatever runs during a call may have the engine closed.
 struct Binding {
   long references = 1;
   Kind kind;
+  bool follows_regions;  // the target is the lower precision, which a region of torch.autocast may choose
+  bool is_builtin;       // the original is written in C++
   at::ScalarType target;
   Switch* control;
   PyObject* slow;         // the wrapper in Python

@@ -1,57 +1,82 @@
 #include "switch.h"
 
-#include <structmember.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <new>
 
 namespace ampkit {
 
-int is_on_our_device(const Switch* control, const at::Tensor& tensor) {
-  static PyObject* cpu = PyUnicode_InternFromString("cpu");
-  static PyObject* cuda = PyUnicode_InternFromString("cuda");
-  if (tensor.is_cpu()) return PySet_Contains(control->device_types, cpu);
-  if (tensor.is_cuda()) return PySet_Contains(control->device_types, cuda);
-  PyObject* name = PyUnicode_FromString(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true).c_str());
-  if (name == nullptr) return -1;
-  const int contained = PySet_Contains(control->device_types, name);
-  Py_DECREF(name);
-  return contained;
-}
-
 namespace {
 
-PyObject* switch_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* keywords[] = {"suspended", "device_types", nullptr};
-  PyObject *suspended, *device_types;
-  if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "O!O!:Switch", const_cast<char**>(keywords), &PySet_Type, &suspended, &PySet_Type,
-          &device_types)) {
-    return nullptr;
-  }
+constexpr Py_ssize_t kMaxDeviceTypes = 8;
+
+PyObject* switch_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<Switch*>(type->tp_alloc(type, 0));
-  if (self == nullptr) return nullptr;
-  self->suspended = Py_NewRef(suspended);
-  self->device_types = Py_NewRef(device_types);
+  if (self != nullptr) new (&self->keys) c10::DispatchKeySet();
   return reinterpret_cast<PyObject*>(self);
 }
 
-void switch_dealloc(PyObject* object) {
-  auto* self = reinterpret_cast<Switch*>(object);
-  Py_CLEAR(self->suspended);
-  Py_CLEAR(self->device_types);
-  Py_TYPE(object)->tp_free(object);
+// Appends device types to those of the switch. False with a Python exception.
+bool add(Switch* control, PyObject* names, PyObject* choices) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(names);
+  if (control->count + count > kMaxDeviceTypes || (choices != nullptr && PyList_GET_SIZE(choices) != count)) {
+    PyErr_Format(PyExc_ValueError, "expected at most %zd device types, those torch.autocast knows with a dtype each", kMaxDeviceTypes);
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
+    if (name == nullptr) return false;
+    const c10::DeviceType type = c10::Device(name).type();
+    const int place = control->count;
+    control->device_types[place] = type;
+    if (choices != nullptr) {
+      PyObject* choice = PyList_GET_ITEM(choices, i);
+      if (!THPDtype_Check(choice)) {
+        PyErr_SetString(PyExc_TypeError, "expected a dtype for each device type");
+        return false;
+      }
+      control->torchs_choice[place] = reinterpret_cast<THPDtype*>(choice)->scalar_type;
+      control->keys = control->keys.add(at::autocast::get_autocast_dispatch_key_from_device_type(type));
+      control->known = place + 1;
+    }
+    control->count = place + 1;
+  }
+  return true;
 }
 
-PyMemberDef switch_members[] = {
-    {"enabled", T_BOOL, offsetof(Switch, enabled), 0, nullptr}, {nullptr, 0, 0, 0, nullptr}};
+PyObject* switch_set(PyObject* object, PyObject* args) {
+  HANDLE_TH_ERRORS
+  auto* self = reinterpret_cast<Switch*>(object);
+  int installed;
+  PyObject *known, *choices, *followers, *lower_precision;
+  if (!PyArg_ParseTuple(
+          args, "pO!O!O!O!:set", &installed, &PyTuple_Type, &known, &PyList_Type, &choices, &PyTuple_Type, &followers,
+          &THPDtypeType, &lower_precision)) {
+    return nullptr;
+  }
+  self->installed = false;
+  self->count = self->known = 0;
+  self->keys = c10::DispatchKeySet();
+  if (!add(self, known, choices) || !add(self, followers, nullptr)) return nullptr;
+  self->lower_precision = reinterpret_cast<THPDtype*>(lower_precision)->scalar_type;
+  self->installed = static_cast<char>(installed);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef switch_methods[] = {
+    {"set", switch_set, METH_VARARGS, "set(installed, device types, torch's default dtypes there, others that follow, lower_precision)"},
+    {nullptr, nullptr, 0, nullptr}};
 
 PyTypeObject make_switch_type() {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
   type.tp_name = "ampkit._casting.Switch";
   type.tp_basicsize = sizeof(Switch);
   type.tp_flags = Py_TPFLAGS_DEFAULT;
-  type.tp_doc = "Switch(suspended, device_types): whether, and in which threads and on which devices, Calls cast.";
+  type.tp_doc = "Switch(): whether, and on which devices, Calls cast; nothing until `set`.";
   type.tp_new = switch_new;
-  type.tp_dealloc = switch_dealloc;
-  type.tp_members = switch_members;
+  type.tp_methods = switch_methods;
   return type;
 }
 

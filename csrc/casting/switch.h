@@ -1,19 +1,53 @@
-// Whether Calls cast, in which threads and on which devices: what an engine says to all of its Calls at once.
+// Whether Calls cast, in this thread, and tensors on which devices: torch.autocast's own state, read for an engine. The
+// C++ twin of ampkit.casting.state.CastingState, which says what it means.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace ampkit {
 
 struct Switch {
   PyObject_HEAD
-  char enabled;
-  PyObject* suspended;     // set of the threads in which casting is off
-  PyObject* device_types;  // set of the device types whose tensors are cast
+  char installed;
+  int count;                        // of the device types whose tensors are cast
+  c10::DeviceType device_types[8];  // first those that torch.autocast knows
+  int known;                        // how many these are
+  at::ScalarType torchs_choice[8];  // what torch.autocast casts to there by default
+  at::ScalarType lower_precision;
+  c10::DispatchKeySet keys;         // of torch.autocast, for the known ones
 };
 
-// Whether a tensor lies on a device whose tensors are cast: 1, 0, or -1 with a Python exception.
-int is_on_our_device(const Switch* control, const at::Tensor& tensor);
+// Whether a call made now, in this thread, is cast.
+inline bool is_on(const Switch* control) {
+  if (!control->installed) return false;
+  const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  if ((control->keys & excluded) != control->keys) return true;
+  if (excluded.has(c10::DispatchKey::AutocastIPU)) return false;
+  // In a hook of a backward pass that was called with casts on, unless the hook entered a region of its own.
+  at::autocast::increment_nesting();
+  return at::autocast::decrement_nesting() == 0;
+}
+
+// Whether a tensor lies on a device whose tensors are cast, where `is_on`.
+inline bool is_on_our_device(const Switch* control, const at::Tensor& tensor) {
+  const c10::DeviceType type = tensor.device().type();
+  for (int i = 0; i < control->count; ++i) {
+    if (control->device_types[i] != type) continue;
+    if (i >= control->known) return true;
+    return at::autocast::is_autocast_enabled(type) || at::autocast::is_autocast_enabled(c10::DeviceType::IPU);
+  }
+  return false;
+}
+
+// Whether a region of torch.autocast asks for a lower precision that is neither the session's nor torch's default.
+inline bool wants_other_precision(const Switch* control) {
+  for (int i = 0; i < control->known; ++i) {
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(control->device_types[i]);
+    if (dtype != control->lower_precision && dtype != control->torchs_choice[i]) return true;
+  }
+  return false;
+}
 
 extern PyTypeObject SwitchType;
 

@@ -183,8 +183,8 @@ def test_weight_on_its_way_out_is_not_brought_back(casting, store, use):
 
 def test_traces_that_overlap_leave_the_cache_as_it_was(casting):
     cache = casting.cache(LOW)
-    with casting.uncached():
-        second = casting.uncached()
+    with casting.caches.bypassed():
+        second = casting.caches.bypassed()
         second.__enter__()
     assert cache.bypassed, "the second trace still runs"
     new = casting.cache(torch.float16)
@@ -197,7 +197,7 @@ def test_switches_nest_where_the_collector_runs_one_inside_another(casting):
     casting.cache(LOW)
 
     def collected_inside():
-        with casting._lock, casting.disabled(), casting.forward_scope():
+        with casting.caches._lock, casting.disabled(), casting.forward_scope():
             pass
 
     thread = threading.Thread(target=collected_inside, daemon=True)

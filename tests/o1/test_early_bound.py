@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ampkit
 from ampkit import Policy
-from ampkit.casting import rebinding
+from ampkit.casting import early_bound
 
 pytestmark = pytest.mark.switch
 
@@ -335,7 +335,7 @@ def test_long_containers_are_not_searched(module):
         assert module.vocabulary[0] is original
 
 
-def test_rebinding_keeps_nothing_alive(module):
+def test_walk_keeps_nothing_alive(module):
     class Held(nn.Linear):
         pass
 
@@ -353,10 +353,10 @@ def test_rebinding_keeps_nothing_alive(module):
 WALKS = """
 import torch
 import torch.nn.functional as F
-from ampkit.casting import Casting, rebinding
+from ampkit.casting import Casting, early_bound
 
 walks = []
-rebinding.swap_in_holders = lambda swap: walks.append(len(swap))
+early_bound.swap_in_holders = lambda swap: walks.append(len(swap))
 
 
 def engine(hold):
@@ -426,7 +426,7 @@ OUT_OF_REACH = {
 
 @pytest.fixture
 def nothing_logged_yet():
-    for names in (rebinding._logged, rebinding._searched):
+    for names in (early_bound._logged, early_bound._searched):
         names.clear()
 
 

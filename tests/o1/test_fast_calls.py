@@ -248,9 +248,10 @@ def test_suspended_thread_does_not_cast_and_others_do(casting, w):
     seen = {}
 
     def other():
-        seen["other"] = torch.mm(a(), w).dtype
+        with casting.forward_scope():
+            seen["other"] = torch.mm(a(), w).dtype
 
-    with casting.suspended_in_thread():
+    with casting.disabled():
         seen["this"] = torch.mm(a(), w).dtype
         thread = threading.Thread(target=other)
         thread.start()
@@ -259,9 +260,9 @@ def test_suspended_thread_does_not_cast_and_others_do(casting, w):
 
 
 def test_device_type_added_later_counts(casting):
-    casting.device_types.clear()
+    casting.cast_on({"cuda"})
     assert torch.mm(a(), a()).dtype is torch.float32
-    casting.device_types.add("cpu")
+    casting.cast_on({"cpu", "cuda"})
     assert torch.mm(a(), a()).dtype is LOW
 
 

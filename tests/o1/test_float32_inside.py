@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ampkit.casting import inside
+from ampkit.casting import fp32_functions
 
 pytestmark = pytest.mark.switch
 
@@ -59,13 +59,13 @@ CASES = {
 SAVING = ("layer_norm", "layer_norm by keywords", "torch.layer_norm", "group_norm", "rms_norm", "cross_entropy")
 
 
-SHIPPED_THRESHOLD = inside._WORTHWHILE
+SHIPPED_THRESHOLD = fp32_functions._WORTHWHILE
 
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     """The cases are small; tests of the shipped threshold put it back."""
-    monkeypatch.setattr(inside, "_WORTHWHILE", 0)
+    monkeypatch.setattr(fp32_functions, "_WORTHWHILE", 0)
 
 
 def made(name, dtype):
@@ -354,7 +354,7 @@ OF_ROWS = {
 @pytest.mark.parametrize("rows, kept", [(1023, torch.float32), (1024, torch.bfloat16)])
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_inputs_of_65536_elements_and_more_are_kept_in_lower_precision(name, rows, kept, in_python, monkeypatch):
-    monkeypatch.setattr(inside, "_WORTHWHILE", SHIPPED_THRESHOLD)
+    monkeypatch.setattr(fp32_functions, "_WORTHWHILE", SHIPPED_THRESHOLD)
     number, call = OF_ROWS[name]
     x = (torch.randn(rows, 64) + 0.5).bfloat16().requires_grad_()
     tensors = [x, *((torch.rand(64) + 0.5).requires_grad_() for _ in range(number))]
@@ -376,7 +376,7 @@ def test_dtype_is_passed_where_the_kernels_convert(call, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     x = torch.randn(4, 8, device="meta", dtype=torch.float16)
     with o1() as casting:
-        casting.device_types.add("meta")
+        casting.cast_on({"cpu", "meta"})
         for function in (getattr(torch, call), getattr(torch.Tensor, call)):
             assert function(x, -1).dtype is torch.float32
             assert function(x, -1, dtype=torch.float64).dtype is torch.float64

@@ -39,7 +39,7 @@ def package_with_broken_extension(tmp_path):
     shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
     # A file of that name, since an editable install would find the real library even from here.
     (tmp_path / "ampkit" / "_C.py").write_text("raise ImportError('undefined symbol: torch_parallel_for')\n")
-    wrappers = "torch_version = '2.11.0'\n\n\nclass CastStore:\n    stamp = None\n"
+    wrappers = "torch_version = '2.11.0'\n\n\nclass Switch:\n    set = None\n"
     (tmp_path / "ampkit" / "_casting.py").write_text(wrappers)
     return tmp_path
 

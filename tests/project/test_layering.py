@@ -31,13 +31,6 @@ KNOWN_CIRCLES = {
     "apex.amp._printing": {"apex.amp._amp_state"},
     "apex.amp.frontend": {"apex.amp._amp_state", "apex.amp._initialize"},
     "apex.amp.handle": {"apex.amp._amp_state"},
-    "casting.calls": {"casting.engine"},
-    "casting.engine": {"casting.calls", "casting.rebinding", "casting.surroundings", "casting.wrappers"},
-    "casting.inside": {"casting.engine"},
-    "casting.rebinding": {"casting.calls"},
-    "casting.rnn": {"casting.engine"},
-    "casting.surroundings": {"casting.rnn"},
-    "casting.wrappers": {"casting.engine", "casting.inside"},
 }
 
 

@@ -70,7 +70,6 @@ class AmpHandle:
         self._all_wrappers: list[Any] = []
         self._saved_functions: list[tuple[Any, str, Callable]] = []
         self._casting: Casting | None = None
-        self._switched_off = ExitStack()
         self._anchor: Any = None
 
     @classmethod
@@ -85,20 +84,18 @@ class AmpHandle:
 
     @property
     def _is_active(self) -> bool:
-        return self._casting is not None and self._casting.enabled
+        return self._casting is not None and not self._casting.paused
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:
-        self._switched_off.close()
-        if not active and self._casting is not None:
-            self._switched_off.enter_context(self._casting.disabled(retrace=True))
+        if self._casting is not None:
+            self._casting.paused = not active
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        return self._casting.disabled(retrace=True) if self._casting is not None else nullcontext()
+        return self._casting.disabled() if self._casting is not None else nullcontext()
 
     def _deactivate(self) -> None:
         """Give torch its functions back. Loss scaling goes on."""
-        self._switched_off.close()
         while self._saved_functions:
             utils.set_func(*self._saved_functions.pop())
         casting, self._casting = self._casting, None
@@ -116,7 +113,7 @@ class AmpHandle:
 
     def remove_cache(self, param: torch.Tensor) -> None:
         if self._casting is not None:
-            self._casting.forget_casts_of(param)
+            self._casting.caches.forget(param)
 
     @property
     def has_cache(self) -> bool:

@@ -1,6 +1,6 @@
 """The places of torch around the functions that O1 patches: they look through wrappers, or past what casting relies on.
 
-Recurrent layers check dtypes, parameters are written through ``.data``, data loaders run transforms, torch.jit compiles
+Parameters are written through ``.data``, data loaders run transforms, autograd runs formulas and functions, torch.jit compiles
 sources and records traces, inductor collects kernels. Each is patched, from the engine's `install` to its `close`.
 """
 
@@ -13,23 +13,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.data._utils import fetch
 
 from ..patching import PatchSet
-from . import rnn
+from .state import IN_BACKWARD, CastingState, Region, number_of_regions, restore, save
+
+_AUTOCAST_KEY = "_ampkit_autocast"
 
 
 class Engine(Protocol):
-    """What is asked of the O1 engine here, beside what `rnn.checking_a_stand_in` asks."""
+    """What is asked of the O1 engine here."""
 
-    def forget_casts_of(self, weight: torch.Tensor) -> None:
-        """Forget the casts of one weight."""
+    state: CastingState
 
-    def suspended_in_thread(self) -> AbstractContextManager[None]:
-        """Casting off for this thread only."""
-
-    def uncached(self) -> AbstractContextManager[None]:
-        """Weights are cast at every use."""
+    def disabled(self) -> Region:
+        """Casting off inside, in this thread."""
 
     def original_of(self, function: Any) -> Any:
         """torch's own function where one of the wrappers is given, else what was given."""
@@ -41,30 +40,70 @@ class Engine(Protocol):
         """Have code that inductor generates call torch's own kernels."""
 
 
-def patch_surroundings(patches: PatchSet, engine: Engine) -> None:
+def patch_torch(patches: PatchSet, engine: Engine) -> None:
     """Patch them all."""
-    base = nn.RNNBase
-    patches.set(base, "check_input", rnn.checking_a_stand_in(base.check_input, engine))
-    _patch_data(patches, engine)
+    state = engine.state
+    _patch_data(patches, state)
+    _patch_autograd(patches, state)
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        patches.set(fetcher, "fetch", _inside(engine.suspended_in_thread, fetcher.fetch))
+        patches.set(fetcher, "fetch", _inside(engine.disabled, fetcher.fetch))
     # torch.jit.script compiles what a function calls from its source, and has to see torch's own.
     for module, name in ((torch.jit._recursive, "try_compile_fn"), (torch.jit._builtins, "_find_builtin")):
         patches.set(module, name, _seeing_through(getattr(module, name), engine))
     # A trace has to contain the casts of weights: the cache would freeze them into it.
     for name in ("_trace_impl", "trace_module"):
-        patches.set(torch.jit._trace, name, _inside(engine.uncached, getattr(torch.jit._trace, name)))
+        patches.set(torch.jit._trace, name, _inside(state.caches.bypassed, getattr(torch.jit._trace, name)))
     compiler = torch._TorchCompileInductorWrapper
     patches.set(compiler, "__call__", _compiled_apart(compiler.__call__, engine))
 
 
-def _patch_data(patches: PatchSet, engine: Engine) -> None:
+def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
+    """See Note [the backward pass] in state.py. A function in Python computes backward in the state of its forward."""
+    run_backward = torch.autograd._engine_run_backward
+    apply = BackwardCFunction.apply
+
+    @functools.wraps(run_backward)
+    def run_uncast(*args: Any, **kwargs: Any) -> Any:
+        if not state.installed:
+            return run_backward(*args, **kwargs)
+        hooks_are_cast = state.is_on()
+        before = save((*state.device_types, IN_BACKWARD))
+        regions = number_of_regions() if hooks_are_cast else 0
+        for _ in range(regions):  # those that were entered before do not speak for the hooks
+            torch.autocast_decrement_nesting()
+        for one in state.device_types:
+            torch.set_autocast_enabled(one, False)
+        torch.set_autocast_enabled(IN_BACKWARD, hooks_are_cast)
+        try:
+            return run_backward(*args, **kwargs)
+        finally:
+            for _ in range(regions):
+                torch.autocast_increment_nesting()
+            restore(before)
+
+    def note_state(function: Any) -> None:
+        setattr(function, _AUTOCAST_KEY, (state.is_on(), state.other_precision()))
+
+    @functools.wraps(apply)
+    def apply_as_forward(function: Any, *args: Any) -> Any:
+        noted = getattr(function, _AUTOCAST_KEY, None)
+        if noted is None or not state.installed:
+            return apply(function, *args)
+        with state.region(*noted):
+            return apply(function, *args)
+
+    patches.set(torch.autograd, "_engine_run_backward", run_uncast)
+    patches.set(BackwardCFunction, "__init__", note_state)
+    patches.set(BackwardCFunction, "apply", apply_as_forward)
+
+
+def _patch_data(patches: PatchSet, state: CastingState) -> None:
     """Writes through ``.data`` are not counted: whoever asks for it may be about to write."""
     data = torch._C.TensorBase.data
 
     def get(parameter: nn.Parameter) -> torch.Tensor:
-        engine.forget_casts_of(parameter)
+        state.caches.forget(parameter)
         return data.__get__(parameter)
 
     patches.set(nn.Parameter, "data", property(get, data.__set__, doc=data.__doc__))

@@ -13,8 +13,7 @@ Note [when the copy is made after all]
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from .state import CastingState
 from .tensors import LOWER_PRECISION
-
-if TYPE_CHECKING:
-    from .engine import Casting
 
 Log = Callable[[Tensor], None]
 
@@ -43,31 +40,27 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
 def without_copies(
-    wrapper: Callable, original: Callable, casting: Casting, owner: Any, name: str, log: Log | None
+    wrapper: Callable, original: Callable, state: CastingState, owner: Any, name: str, log: Log | None
 ) -> Callable | None:
     """A function around ``wrapper``, which casts ``original``'s arguments to float32; None for all other names."""
     if any(owner is module for module in (F, torch)) and name in _COMPUTATIONS:
-        return _saving_the_input(wrapper, original, casting, _COMPUTATIONS[name], log)
+        return _saving_the_input(wrapper, original, state, _COMPUTATIONS[name], log)
     known = any(owner is place for place in (F, torch, Tensor, torch.special)) and name in _WITH_DTYPE
     if known and torch.accelerator.is_available():
-        return _with_dtype(wrapper, original, casting, log)
+        return _with_dtype(wrapper, original, state, log)
     return None
 
 
 def _saving_the_input(
-    wrapper: Callable, original: Callable, casting: Casting, computation: _Computation, log: Log | None
+    wrapper: Callable, original: Callable, state: CastingState, computation: _Computation, log: Log | None
 ) -> Callable:
-    suspended = casting.suspended
-    device_types = casting.device_types
-
     def save_the_input(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
         if (
             type(x) is not Tensor
             or x.dtype not in LOWER_PRECISION
-            or not casting.enabled
-            or (suspended and get_ident() in suspended)
-            or x.device.type not in device_types
+            or not state.is_on()
+            or not state.casts_on(x.device.type)
             or not _records_plainly(x)
             or x.numel() < _WORTHWHILE
         ):
@@ -100,10 +93,8 @@ def _records_plainly(x: Tensor) -> bool:
     )
 
 
-def _with_dtype(wrapper: Callable, original: Callable, casting: Casting, log: Log | None) -> Callable:
+def _with_dtype(wrapper: Callable, original: Callable, state: CastingState, log: Log | None) -> Callable:
     """For functions with ``dtype=``, whose kernels convert element by element, except on the CPU."""
-    suspended = casting.suspended
-    device_types = casting.device_types
 
     def pass_dtype(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
@@ -111,9 +102,8 @@ def _with_dtype(wrapper: Callable, original: Callable, casting: Casting, log: Lo
             type(x) is not Tensor
             or x.is_cpu
             or x.dtype not in LOWER_PRECISION
-            or not casting.enabled
-            or (suspended and get_ident() in suspended)
-            or x.device.type not in device_types
+            or not state.is_on()
+            or not state.casts_on(x.device.type)
             or kwargs.get("dtype") is not None
             or kwargs.get("out") is not None
             or any(type(value) is torch.dtype for value in args)

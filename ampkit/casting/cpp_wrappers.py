@@ -16,31 +16,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..policy.rules import CastKind
 
-if TYPE_CHECKING:
-    from .engine import Casting
-
 _compiling = torch.compiler.is_compiling
 
 
-class FastCalls:
+class CppWrappers:
     """The C++ wrappers of one engine, until `close`."""
 
-    def __init__(self, library: ModuleType, casting: Casting) -> None:
+    def __init__(self, library: ModuleType, control: Any) -> None:
         self._library = library
-        self._casting = casting
-        self._control = library.Switch(casting.suspended, casting.device_types)
+        self._control = control
         self._bound: list[Any] = []
-
-    def switch(self) -> None:
-        """Mirrors the engine's ``enabled``."""
-        self._control.enabled = self._casting.enabled
 
     def around(
         self,

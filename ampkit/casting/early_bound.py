@@ -1,7 +1,7 @@
 """Functions of torch that others bound before O1 patched them, and that a patch of torch therefore does not reach.
 
 ``from torch.nn.functional import linear``, ``self.act = F.gelu``, ``partial(F.softmax, dim=-1)`` and
-``ACT2FN = {"gelu": F.gelu}`` hold the original. `Rebinding` puts the engine's wrapper in its place, in attributes of loaded
+``ACT2FN = {"gelu": F.gelu}`` hold the original. `EarlyBound` puts the engine's wrapper in its place, in attributes of loaded
 modules and of the models' submodules: directly, in a `functools.partial`, or one level deep in a list, dict (as a key,
 too), tuple, dataclass or `types.SimpleNamespace`. The same walk with the map turned round is the undo: no place is
 remembered, nothing is kept alive, and what was bound while torch was patched is given back too. What cannot be reached
@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from .calls import is_held_by_others, tables_of_dynamo
+from .cpp_wrappers import is_held_by_others, tables_of_dynamo
 
 _logger = logging.getLogger("ampkit")
 
@@ -45,7 +45,7 @@ _searched: set[str] = set()
 _logged: set[str] = set()
 
 
-class Rebinding:
+class EarlyBound:
     """The functions of one engine, and who holds them: `note` each patch, then `in_modules` and `in_models`, at last `undo`."""
 
     def __init__(self) -> None:

@@ -1,0 +1,223 @@
+"""Whether calls of torch are cast, in the thread that asks: torch.autocast's own state is the switch.
+
+Casting on means that torch.autocast is really on in this thread. So regions of a script's own (``with torch.autocast(...,
+enabled=False):``), custom_fwd, checkpoint, DataParallel and dynamo's guards switch our casts with torch's, and what no patch
+reaches (TorchScript, ``torch.ops``, C++ code) is cast by torch. `CastingState` is what every wrapper asks; the engine owns it.
+
+Note [the backward pass]
+    autograd's formulas must compute in the precision of their forward, so torch.autocast is off while the engine runs.
+    Hooks are cast all the same where ``backward()`` was called with casts on; autograd carries that to its threads
+    like every dispatch key: as the state of a backend that nobody has any more. A region entered inside a hook has the last word, which is why the
+    number of regions counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .tensors import LOWER_PRECISION
+
+if TYPE_CHECKING:
+    from .cache import CastCaches
+
+#: torch.autocast for this device type says "a hook of a backward pass that was called with casts on".
+IN_BACKWARD = "ipu"
+
+# Bound once: asked on every call.
+_is_enabled = torch.is_autocast_enabled
+_dtype_of = torch.get_autocast_dtype
+_compiling = torch.compiler.is_compiling
+
+
+class CastingState:
+    """What the wrappers of one engine ask on every call.
+
+    ``lower_precision`` is the session's. ``control`` is told the same for the wrappers in C++, where there are any.
+    """
+
+    def __init__(
+        self, lower_precision: torch.dtype, verbosity: int, caches: CastCaches, control: Any | None = None
+    ) -> None:
+        self.lower_precision = lower_precision
+        self.verbosity = verbosity
+        self.caches = caches
+        self.cache = caches.of
+        #: Device types whose tensors are cast, and the engine's word for whether any are.
+        self.device_types: tuple[str, ...] = ()
+        self.installed = False
+        self._torchs_choice: dict[str, torch.dtype] = {}
+        # Device types that torch.autocast does not know ("meta"): their tensors are cast where any others are.
+        self._followers: tuple[str, ...] = ()
+        self._control = control
+
+    def set(self, installed: bool, device_types: Iterable[str]) -> None:
+        """For the engine: whether it is installed, and whose tensors it casts."""
+        self.device_types = tuple(one for one in sorted(device_types) if _is_known(one))
+        self._followers = tuple(sorted(set(device_types) - set(self.device_types)))
+        self._torchs_choice = {one: default_precision(one) for one in self.device_types}
+        self.installed = installed
+        if self._control is not None:
+            choices = list(self._torchs_choice.values())
+            self._control.set(installed, self.device_types, choices, self._followers, self.lower_precision)
+
+    def is_on(self) -> bool:
+        """Whether a call made now, in this thread, is cast."""
+        if not self.installed:
+            return False
+        for device_type in self.device_types:
+            if _is_enabled(device_type):
+                return True
+        # See Note [the backward pass].
+        return not _compiling() and _is_enabled(IN_BACKWARD) and number_of_regions() == 0
+
+    def casts_on(self, device_type: str) -> bool:
+        """Whether tensors on devices of this type are cast now, in this thread, where `is_on`."""
+        if device_type not in self.device_types:
+            return device_type in self._followers
+        return _is_enabled(device_type) or (not _compiling() and _is_enabled(IN_BACKWARD))
+
+    def other_precision(self) -> torch.dtype | None:
+        """The dtype of a torch.autocast region, where it is neither the session's nor what torch has by default."""
+        for device_type in self.device_types:
+            dtype = _dtype_of(device_type)
+            if dtype is not self.lower_precision and _is_enabled(device_type):
+                asked_for = dtype in LOWER_PRECISION and dtype is not self._torchs_choice[device_type]
+                return dtype if asked_for else None
+        return None
+
+    def region(self, enabled: bool, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
+        """A region of torch.autocast for every device type of the session: a `Region`, or torch's own in a trace."""
+        dtype = dtype or self.lower_precision
+        if not _compiling():
+            return Region(self.device_types, enabled, dtype)
+        if len(self.device_types) == 1:
+            return torch.autocast(self.device_types[0], dtype, enabled, cache_enabled=False)
+        return _traced_regions(self.device_types, enabled, dtype)
+
+
+class Region:
+    """``with torch.autocast(...):`` for several device types at once, without its cache and its checks."""
+
+    __slots__ = ("_before", "_device_types", "_dtype", "_enabled")
+
+    def __init__(self, device_types: Sequence[str], enabled: bool, dtype: torch.dtype) -> None:
+        self._device_types = device_types
+        self._enabled = enabled
+        self._dtype = dtype
+
+    def __enter__(self) -> Region:
+        self._before = save(self._device_types)
+        torch.autocast_increment_nesting()
+        switch(self._device_types, self._enabled, self._dtype)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        restore(self._before)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """As if the region had not been entered: for a closure inside ``optimizer.step``."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+@contextlib.contextmanager
+def _traced_regions(device_types: Sequence[str], enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    with contextlib.ExitStack() as regions:
+        for one in device_types:
+            regions.enter_context(torch.autocast(one, dtype, enabled, cache_enabled=False))
+        yield
+
+
+def number_of_regions() -> int:
+    """How many regions of torch.autocast this thread is in; in a trace, a constant."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+# What torch.compiler.assume_constant_result does, without importing dynamo for it.
+number_of_regions._dynamo_marked_constant = True
+
+
+def mark_regions(device_types: Sequence[str]) -> None:
+    """Have dynamo's guards tell a region that switches casts off from a thread that nobody has switched on yet.
+
+    They know whether torch.autocast is on and has a cache, not how many regions there are. Off, it needs no cache.
+    """
+    if not any(_is_enabled(one) for one in device_types):
+        torch.set_autocast_cache_enabled(number_of_regions() == 0)
+
+
+Saved = tuple[list[tuple[str, bool, torch.dtype]], bool]
+
+
+def save(device_types: Sequence[str]) -> Saved:
+    """What this thread's state is, for `restore`."""
+    return [(one, _is_enabled(one), _dtype_of(one)) for one in device_types], torch.is_autocast_cache_enabled()
+
+
+def switch(device_types: Sequence[str], enabled: bool, dtype: torch.dtype) -> None:
+    """Set this thread's state. torch's own cache is left out: it goes stale wherever regions are not nested."""
+    for one in device_types:
+        torch.set_autocast_enabled(one, enabled)
+        torch.set_autocast_dtype(one, dtype)
+    torch.set_autocast_cache_enabled(False)
+
+
+def restore(saved: Saved) -> None:
+    """Undo `switch`."""
+    states, cache_enabled = saved
+    for one, enabled, dtype in states:
+        torch.set_autocast_enabled(one, enabled)
+        torch.set_autocast_dtype(one, dtype)
+    torch.set_autocast_cache_enabled(cache_enabled)
+
+
+def past_autocast(function: Callable, state: CastingState) -> Callable:
+    """A built-in function of torch as the tables have it: torch.autocast does not cast its arguments once more, its own way."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _compiling():
+            # dynamo knows no other way.
+            with torch.autocast(state.device_types[0], enabled=False):
+                return function(*args, **kwargs)
+        on = [one for one in state.device_types if _is_enabled(one)]
+        for one in on:
+            torch.set_autocast_enabled(one, False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for one in on:
+                torch.set_autocast_enabled(one, True)
+
+    return call
+
+
+@functools.cache
+def default_precision(device_type: str) -> torch.dtype:
+    """What torch.autocast casts to on this device type where nobody says: the value that every new thread starts with."""
+    found: list[torch.dtype] = []
+    thread = threading.Thread(target=lambda: found.append(_dtype_of(device_type)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _is_known(device_type: str) -> bool:
+    """Whether torch.autocast has a state for devices of this type."""
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:
+        return False

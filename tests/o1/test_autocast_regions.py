@@ -1,0 +1,387 @@
+"""torch.amp's words at O1: each means what it means under torch.autocast, whose state is the switch of our casts."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import o1
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+
+pytestmark = pytest.mark.switch
+
+LOW = torch.bfloat16
+
+
+def initialized(models, optimizers=None, **settings):
+    return ampkit.initialize(models, optimizers, opt_level="O1", verbosity=0, **settings)
+
+
+def product():
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+REGIONS = {
+    "torch.autocast": lambda enabled: torch.autocast("cpu", enabled=enabled),
+    "torch.amp.autocast": lambda enabled: torch.amp.autocast("cpu", enabled=enabled),
+    "torch.cpu.amp.autocast": lambda enabled: torch.cpu.amp.autocast(enabled=enabled),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.*:FutureWarning")
+@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+def test_region_switches_casts_off_and_on_again(region, in_python):
+    with o1(in_python=in_python):
+        seen = [product()]
+        with region(False):
+            seen.append(product())
+            with region(True):
+                seen.append(product())
+            seen.append(product())
+
+        @region(False)
+        def decorated():
+            return product()
+
+        seen.append(decorated())
+    assert seen == [LOW, torch.float32, LOW, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+def test_region_with_another_dtype_is_followed(in_python):
+    weight = nn.Parameter(torch.ones(2, 2))
+    with o1(in_python=in_python):
+        with torch.autocast("cpu", torch.float16):
+            seen = [product(), F.linear(torch.ones(2, 2), weight).dtype]
+        seen.append(F.linear(torch.ones(2, 2), weight).dtype)
+    assert seen == [torch.float16, torch.float16, LOW]
+
+
+def test_region_for_another_device_changes_nothing():
+    with o1(), torch.autocast("xpu", enabled=False):
+        assert product() is LOW
+
+
+def test_region_reaches_its_own_thread_only():
+    model = initialized(nn.Linear(2, 2))
+    seen = {}
+
+    def other():
+        seen["other"] = model(torch.ones(1, 2)).dtype
+
+    with torch.autocast("cpu", enabled=False):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        seen["this"] = model(torch.ones(1, 2)).dtype
+    assert seen == {"other": LOW, "this": torch.float32}
+
+
+def test_state_answers_truly():
+    with o1():
+        assert torch.is_autocast_enabled("cpu") and torch.is_autocast_cpu_enabled()
+        assert torch.get_autocast_dtype("cpu") is LOW
+        with torch.autocast("cpu", enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+
+
+class Rotary(nn.Module):
+    """As in transformers: angles are computed outside of autocast, whatever surrounds it."""
+
+    def forward(self, positions):
+        frequencies = torch.logspace(0, -4, 8)[None, :, None]
+        with torch.autocast("cpu", enabled=False):
+            angles = (frequencies.float() @ positions[:, None, :].float()).transpose(1, 2)
+        return angles
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+def test_angles_of_far_positions_keep_float32(in_python):
+    positions = torch.arange(1000.0, 1064.0)[None]
+    exact = positions.double()[0, :, None] * torch.logspace(0, -4, 8).double()
+    with o1(in_python=in_python):
+        angles = Rotary()(positions)
+    assert (angles[0] - exact).abs().max() < 1e-3  # bfloat16 is off by up to 4
+
+
+def test_autocast_around_the_model_changes_nothing():
+    model = initialized(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)))
+    x = torch.randn(4, 8)
+    alone = model(x)
+    with torch.autocast("cpu", LOW):
+        around = model(x)
+    assert alone.dtype is around.dtype and torch.equal(alone, around)
+
+
+def test_gradients_of_a_float32_region_are_float32s():
+    weight = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(64, 64)
+    exact = x.double().t() @ torch.ones(64, 64).double()
+    with o1():
+        with torch.autocast("cpu", enabled=False):
+            y = x @ weight
+        y.sum().backward()
+    assert (weight.grad - exact).abs().max() < 1e-4  # a product in bfloat16 is off by 0.1 and more
+
+
+class Square(torch.autograd.Function):
+    """A function without custom_fwd; its backward multiplies matrices."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.save_for_backward(x)
+        ctx.seen = seen
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        ctx.seen.append(product())
+        return 2 * grad * x, None
+
+
+@pytest.mark.parametrize("forward_on", [True, False])
+@pytest.mark.parametrize("backward_on", [True, False])
+def test_plain_function_computes_backward_in_the_state_of_its_forward(forward_on, backward_on):
+    x, seen = torch.ones(2, requires_grad=True), []
+    with o1():
+        with torch.autocast("cpu", enabled=forward_on):
+            y = Square.apply(x, seen).sum()
+        with torch.autocast("cpu", enabled=backward_on):
+            y.backward()
+    assert seen == [LOW if forward_on else torch.float32]
+
+
+@pytest.mark.parametrize("backward_on", [True, False])
+def test_hooks_have_the_state_of_backward(backward_on):
+    x, seen = torch.ones(2, 2, requires_grad=True), []
+
+    def hook(grad):
+        seen.append(product())
+        with torch.autocast("cpu", enabled=False):
+            seen.append(product())
+
+    with o1():
+        y = x * 2
+        y.register_hook(hook)
+        with torch.autocast("cpu", enabled=backward_on):
+            y.sum().backward()
+        assert product() is LOW
+    assert seen == [LOW if backward_on else torch.float32, torch.float32]
+
+
+def with_custom_fwd(**settings):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", **settings)
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            ctx.seen = [x.dtype, (x.float() @ w.float()).dtype]
+            SEEN.append(ctx.seen)
+            return grad @ w.t(), x.t() @ grad
+
+    return Product
+
+
+SEEN = []
+
+
+@pytest.mark.parametrize("settings", [{}, {"cast_inputs": torch.float32}, {"cast_inputs": torch.float16}], ids=str)
+def test_custom_fwd_and_custom_bwd_as_under_autocast(settings):
+    x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    results = []
+    for surrounding in (lambda: torch.autocast("cpu", LOW), o1):
+        SEEN.clear()
+        w.grad = None
+        with surrounding():
+            y = with_custom_fwd(**settings).apply(x, w)
+        y.float().sum().backward()
+        results.append((y.dtype, y.detach(), w.grad, SEEN[0]))
+    (dtype, y, grad, seen), (our_dtype, our_y, our_grad, our_seen) = results
+    assert our_dtype is dtype and our_seen == seen
+    assert torch.equal(our_y, y) and torch.equal(our_grad, grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_has_the_states_of_the_first_pass(use_reentrant):
+    seen = []
+
+    def block(x):
+        seen.append(product())
+        with torch.autocast("cpu", enabled=False):
+            seen.append(product())
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    with o1():
+        checkpoint(block, x, use_reentrant=use_reentrant).sum().backward()
+        with torch.autocast("cpu", enabled=False):
+            y = checkpoint(block, x, use_reentrant=use_reentrant).sum()
+        y.backward()
+    assert seen == [LOW, torch.float32] * 2 + [torch.float32] * 4
+
+
+def test_region_across_yield_holds_until_it_is_left():
+    def positions():
+        with torch.autocast("cpu", enabled=False):
+            yield product()
+
+    with o1():
+        generator = positions()
+        seen = [next(generator), product()]  # entered, and not left: as under torch.autocast
+        generator.close()
+        seen.append(product())
+    assert seen == [torch.float32, torch.float32, LOW]
+
+
+def test_disable_casts_may_be_written_either_way_and_nested():
+    with o1():
+        with ampkit.disable_casts():
+            with torch.autocast("cpu"):
+                inside = product()
+            outside = product()
+        with torch.autocast("cpu", enabled=False), ampkit.disable_casts():
+            both = product()
+        assert product() is LOW
+    assert (inside, outside, both) == (LOW, torch.float32, torch.float32)
+
+
+@torch.jit.script
+def scripted(x, w):
+    return torch.mm(x, w)
+
+
+def test_scripted_function_inside_a_model_is_cast():
+    class Net(nn.Linear):
+        def forward(self, x):
+            return scripted(super().forward(x), self.weight)
+
+    model = initialized(Net(4, 4))
+    assert model(torch.randn(2, 4)).dtype is LOW
+
+
+def test_scripted_and_traced_submodules_are_cast():
+    model = nn.Sequential(
+        torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.randn(2, 4))
+    )
+    x = torch.randn(2, 4)
+    expected = model(x)
+    model = initialized(model)
+    result = model(x)
+    assert result.dtype is LOW
+    torch.testing.assert_close(result.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_operators_called_below_the_patches_are_cast():
+    with o1():
+        low, w = torch.randn(2, 2).bfloat16(), nn.Parameter(torch.randn(2, 2))
+        assert torch.ops.aten.mm(low, w).dtype is LOW
+        assert torch._C._nn.linear(low, w).dtype is LOW
+
+
+def test_tables_win_over_the_lists_of_autocast():
+    x = torch.rand(4, 4)
+    with o1(policy={"torch.mm": "fp32", "torch.prod": "native"}):
+        assert torch.mm(x, x).dtype is torch.float32
+        assert torch.prod(x.bfloat16()).dtype is LOW  # on the CPU torch.autocast has it in float32
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+def test_sequences_of_the_other_lower_precision_still_join(in_python):
+    with o1(in_python=in_python):
+        assert torch.cat([torch.ones(2).half(), torch.ones(2).half()]).dtype is torch.float16
+
+
+def test_initialized_in_one_thread_closed_in_another():
+    model = initialized(nn.Linear(2, 2))
+    assert torch.is_autocast_enabled("cpu")
+    thread = threading.Thread(target=ampkit.close)
+    thread.start()
+    thread.join()
+    for _ in range(3):  # Python runs what waits for its main thread between two instructions
+        pass
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+    assert model(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_thread_that_is_not_the_main_one_is_switched_off_at_its_next_call_of_ours():
+    seen, closed, ready = [], threading.Event(), threading.Event()
+
+    def other():
+        initialized(nn.Linear(2, 2))
+        ready.set()
+        closed.wait(60)
+        ampkit.close()
+        seen.append(torch.is_autocast_enabled("cpu"))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert ready.wait(60)
+    ampkit.close()
+    closed.set()
+    thread.join()
+    assert seen == [False]
+
+
+def test_step_in_one_thread_leaves_a_forward_in_another_alone():
+    """Forward passes while another thread trains: every output in lower precision, no error."""
+    model = nn.Linear(64, 64)
+    other = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    (model, other), optimizer = initialized([model, other], optimizer)
+    stop, dtypes, errors = threading.Event(), set(), []
+
+    def forward():
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    dtypes.add(other(torch.randn(8, 64)).dtype)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    for _ in range(200):
+        with ampkit.scale_loss(model(torch.randn(8, 64)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stop.set()
+    thread.join()
+    assert dtypes == {LOW} and not errors
+
+
+def test_closure_is_cast_and_the_step_around_it_is_not():
+    model = nn.Linear(4, 4)
+    seen = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(product())
+            loss = super().step(closure)
+            seen.append(product())
+            return loss
+
+    model, optimizer = initialized(model, Watching(model.parameters(), lr=0.1), loss_scale=128.0)
+
+    def closure():
+        optimizer.zero_grad()
+        out = model(torch.randn(2, 4))
+        seen.append(out.dtype)
+        with ampkit.scale_loss(out.float().sum(), optimizer) as scaled:
+            scaled.backward()
+        return out.sum()
+
+    optimizer.step(closure)
+    assert seen == [torch.float32, LOW, torch.float32]

@@ -1,0 +1,178 @@
+"""scope="forward": O1's casts end at the models that were initialized."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+from ampkit.errors import ConfigurationError
+
+LOW = torch.bfloat16
+
+
+def product():
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+class Watched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2)
+        self.seen = []
+
+    def forward(self, x):
+        x = self.inner(x)
+        self.seen.append(x.dtype)
+        return self.head(x)
+
+
+def initialized(model, optimizer=None, **settings):
+    return ampkit.initialize(model, optimizer, opt_level="O1", scope="forward", verbosity=0, **settings)
+
+
+def test_calls_outside_of_the_model_stay_float32():
+    baseline = nn.Linear(4, 2)
+    x = torch.randn(3, 4)
+    expected = baseline(x)
+    model = initialized(Watched())
+    out = model(x)
+    assert model.seen == [LOW] and out.dtype is torch.float32
+    assert product() is torch.float32 and not torch.is_autocast_enabled("cpu")
+    assert torch.equal(baseline(x), expected)
+
+
+def test_outputs_follow_cast_model_outputs():
+    assert initialized(Watched(), cast_model_outputs=torch.float16)(torch.randn(3, 4)).dtype is torch.float16
+
+
+@pytest.mark.parametrize("name", ["inner", "head", "inner.0"])
+def test_submodule_called_on_its_own_counts_as_the_model(name):
+    model = Watched()
+    part = model.get_submodule(name)
+    x = torch.randn(3, part[0].in_features if isinstance(part, nn.Sequential) else part.in_features)
+    expected = part(x)
+    initialized(model)
+    out = part(x)
+    assert out.dtype is torch.float32 and not torch.equal(out, expected)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+def test_model_inside_another_hands_lower_precision_on():
+    outer = nn.Sequential(nn.Linear(4, 4), Watched())
+    outer, inner = initialized([outer, outer[1]])
+    dtypes = []
+    inner.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    assert outer(torch.randn(2, 4)).dtype is torch.float32
+    assert dtypes == [LOW]
+
+
+def test_region_around_the_call_has_the_last_word():
+    model = initialized(Watched())
+    with torch.autocast("cpu", enabled=False):
+        model(torch.randn(2, 4))
+        model.head(torch.randn(2, 8))
+    assert model.seen == [torch.float32]
+
+
+def test_backward_of_functions_and_recomputation_is_as_their_forward_and_hooks_are_not_cast():
+    seen = {}
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen["function"] = product()
+            return grad
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            x = Function.apply(checkpoint(self.block, super().forward(x), use_reentrant=False))
+            x.register_hook(lambda grad: seen.update(hook=product()))
+            return x
+
+        def block(self, x):
+            seen.setdefault("block", []).append(product())
+            return x * x
+
+    initialized(Net(4, 4))(torch.randn(2, 4)).sum().backward()
+    assert seen == {"function": LOW, "block": [LOW, LOW], "hook": torch.float32}
+
+
+def test_trains_as_at_process_scope():
+    x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+    losses = {}
+    for scope in ("process", "forward"):
+        torch.manual_seed(0)
+        model = Watched()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1", scope=scope, verbosity=0)
+        for _ in range(5):
+            loss = F.cross_entropy(model(x), y)
+            with ampkit.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.setdefault(scope, []).append(loss.item())
+        ampkit.close()
+    assert losses["forward"] == pytest.approx(losses["process"], rel=1e-6)
+
+
+def test_forward_in_another_thread_is_cast():
+    model = initialized(Watched())
+    thread = threading.Thread(target=lambda: model(torch.randn(2, 4)))
+    thread.start()
+    thread.join()
+    assert model.seen == [LOW]
+
+
+def test_close_copies_and_pickles_have_classes_of_their_own():
+    model = initialized(Watched())
+    twin, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model.inner))
+    assert type(twin.head) is nn.Linear and type(loaded) is nn.Sequential and type(loaded[0]) is nn.Linear
+    assert type(model.head) is not nn.Linear and isinstance(model.head, nn.Linear)
+    ampkit.close()
+    assert [type(module) for module in model.modules()] == [Watched, nn.Sequential, nn.Linear, nn.ReLU, nn.Linear]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_model_is_cast_and_what_surrounds_it_is_not(backend):
+    model = initialized(Watched())
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def step(x, w):
+        return model.head(model.inner(x)), x @ w
+
+    out, beside = step(torch.randn(3, 4), torch.randn(4, 4))
+    assert out.dtype is torch.float32 and beside.dtype is torch.float32
+    compiled = torch.compile(lambda x: model.inner(x), backend=backend, fullgraph=True)
+    x = torch.randn(3, 4)
+    cast = compiled(x)
+    with torch.autocast("cpu", enabled=False):
+        uncast = compiled(x)
+    torch.testing.assert_close(cast, model.inner(x))
+    ampkit.close()
+    assert torch.equal(uncast, model.inner(x)) and not torch.equal(cast, uncast)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_other_levels_have_no_scope(level):
+    with pytest.raises(ConfigurationError, match="scope='forward' is about casts of calls"):
+        ampkit.initialize(nn.Linear(2, 2), opt_level=level, scope="forward", verbosity=0)
+
+
+def test_unknown_scope_and_two_scopes_at_once_are_refused():
+    with pytest.raises(ConfigurationError, match=r"scope='module' is not accepted: expected 'process' .* or 'forward'"):
+        ampkit.initialize(nn.Linear(2, 2), opt_level="O1", scope="module", verbosity=0)
+    model = initialized(Watched())
+    with pytest.raises(ConfigurationError, match="scope='process'"):
+        ampkit.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert model(torch.randn(2, 4)).dtype is torch.float32
