@@ -38,6 +38,7 @@ class LossScaling:
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._runs_without_sync = False
         self._hopeless: LossScaleError | None = None
+        self._told_of_unscaled = False
         self._unreported: deque[tuple[list[Verdict], Callable[[Verdict], str]]] = deque()
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -82,14 +83,20 @@ class LossScaling:
         home = _home(adapters)
         scale = scaler.current(home)
         self._open(adapters, scale)
+        scaled = loss.float() * on(scale, loss.device)
+        passed: list[torch.Tensor] = []
+        if scaled.requires_grad:
+            scaled.register_hook(passed.append)
         try:
-            yield loss.float() * on(scale, loss.device)
+            yield scaled
         except BaseException:
             done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
             for adapter in adapters:
                 adapter.gradients.put_back(done)
             _end_of_casts(keep=False)
             raise
+        if scaled.requires_grad and not passed:
+            self._warn_if_unscaled(adapters)
         local = self._backward_was_local()
         if delay_unscale:
             for adapter in adapters:
@@ -98,6 +105,22 @@ class LossScaling:
         else:
             self._collect(adapters, scaler, scale, home, local, delay_overflow_check)
         _end_of_casts(delay_unscale)
+
+    def _warn_if_unscaled(self, adapters: list[OptimizerAdapter]) -> None:
+        """Say it once when gradients came from something else than the scaled loss: they will be divided by the scale."""
+        arrived = any(
+            slot.param.grad is not None
+            for adapter in adapters
+            if not (adapter.gradients.delayed or adapter.gradients.local)
+            for slot in adapter.gradients.slots
+        )
+        if arrived and not self._told_of_unscaled:
+            self._told_of_unscaled = True
+            logger.warning(
+                "The backward pass inside this scale_loss block did not go through the scaled loss, so that its gradients are "
+                "divided by a loss scale that they were never multiplied by. Call backward() on what the block yields: "
+                "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'."
+            )
 
     def _backward_was_local(self) -> bool:
         """Whether the gradients of the backward pass that just ran were left unreduced.

@@ -31,6 +31,13 @@ from .plan import LOWER_PRECISIONS, OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, not_initialized
 from .scaling import LossScaling
 
+# Levels at which no gradient is saved from underflow by a loss scale, and what to do.
+_UNSCALED_LEVELS = {
+    "O0": "gradients in float32 do not underflow. Leave it out",
+    "O3": "without master weights, gradients go back to lower precision when they are unscaled, and what would have "
+    "underflowed is lost then. Leave it out, or use O2, whose gradients become float32",
+}
+
 
 class Session:
     """One ``initialize`` call, alive until `close` or until its models and optimizers are gone.
@@ -94,6 +101,7 @@ class Session:
                 stdout_lines.attach()
                 self._undo.callback(stdout_lines.detach)
                 self._log_banner()
+            self._warn_of_useless_loss_scale()
             values = self._prepare_models(models)
             self._prepare_optimizers(optimizers, values)
             if self.plan.patch_torch_functions:
@@ -319,6 +327,14 @@ class Session:
         params = set(model.parameters())
         for optimizer in self.optimizers:
             adapter_of(optimizer).gradients.clear_params(only=params)
+
+    def _warn_of_useless_loss_scale(self) -> None:
+        plan = self.plan
+        if plan.loss_scale != 1.0 and plan.opt_level in _UNSCALED_LEVELS:
+            scale = "dynamic" if plan.has_dynamic_loss_scale else f"{plan.loss_scale:g}"
+            logger.warning(
+                "loss_scale=%s does nothing useful at %s: %s.", scale, plan.opt_level, _UNSCALED_LEVELS[plan.opt_level]
+            )
 
     def _log_banner(self) -> None:
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))

@@ -6,9 +6,9 @@ reaches (TorchScript, ``torch.ops``, C++ code) is cast by torch. `CastingState` 
 
 Note [the backward pass]
     autograd's formulas must compute in the precision of their forward, so torch.autocast is off while the engine runs.
-    Hooks are cast all the same where ``backward()`` was called with casts on; autograd carries that to its threads
-    like every dispatch key: as the state of a backend that nobody has any more. A region entered inside a hook has the last word, which is why the
-    number of regions counts.
+    Hooks are cast all the same where ``backward()`` was called with casts on. Autograd carries that to its threads like every
+    state of torch.autocast: we keep it as the one for a backend that nobody has any more. A region entered inside a hook has
+    the last word, which is why the number of regions counts.
 """
 
 from __future__ import annotations

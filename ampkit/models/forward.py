@@ -54,7 +54,8 @@ class ForwardCasts:
     """What a forward does to dtypes; None leaves them alone.
 
     ``patched`` says that torch's functions cast inside, and ``outermost_only`` that outputs of a forward inside of another
-    that is cast are left alone. ``weights`` is set on copies only: the dtype in which to run the float32 weights listed in ``weight_names``.
+    that is cast are left alone. ``weights`` is set on copies only: the dtype in which to run the float32 weights listed in
+    ``weight_names``.
     """
 
     inputs: torch.dtype | None = None

@@ -406,3 +406,52 @@ def test_gradient_penalty_with_a_second_derivative():
     expected = [p.grad for p in twin.parameters() if p.grad is not None]
     # The last bias does not move a slope.
     assert_close_to_largest(found[:3], expected[:3], 6e-2)
+
+
+# -- silent mistakes
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_backward_through_the_loss_itself_is_told_once(level, caplog):
+    model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
+    for _ in range(2):
+        loss = model(torch.randn(3, 4)).float().sum()
+        with ampkit.scale_loss(loss, optimizer):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = [
+        record.getMessage() for record in caplog.records if "did not go through the scaled loss" in record.getMessage()
+    ]
+    assert len(told) == 1 and "scaled_loss.backward()" in told[0]
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda scaled, model: scaled.backward(),
+        lambda scaled, model: (scaled / 2).backward(),
+        lambda scaled, model: torch.autograd.backward([scaled]),
+        lambda scaled, model: None,
+    ],
+    ids=["itself", "a part of it", "autograd", "none"],
+)
+def test_backward_through_the_scaled_loss_is_not_told(backward, caplog):
+    model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, "O1", loss_scale=128.0)
+    with ampkit.scale_loss(model(torch.randn(3, 4)).float().sum(), optimizer) as scaled:
+        backward(scaled, model)
+    optimizer.step()
+    assert "scaled loss" not in caplog.text
+
+
+@pytest.mark.parametrize("level, said", [("O0", True), ("O1", False), ("O2", False), ("O3", True)])
+def test_loss_scale_that_does_nothing_useful_is_told(level, said, caplog):
+    initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
+    assert ("loss_scale=128 does nothing useful at" in caplog.text) is said
+    caplog.clear()
+    initialize_quietly(nn.Linear(4, 2), sgd, level)
+    assert "does nothing useful" not in caplog.text

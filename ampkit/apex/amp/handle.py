@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class AmpHandle:
 
     @property
     def _is_active(self) -> bool:
-        return self._casting is not None and not self._casting.paused
+        return self._casting is not None and self._casting.is_on()
 
     @_is_active.setter
     def _is_active(self, active: bool) -> None:

@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Mutant(
         "float32 inside: ignored targets count",
-        "ampkit/casting/inside.py",
+        "ampkit/casting/fp32_functions.py",
         "share = (~ignored).float()",
         "share = torch.ones_like(losses)",
         breaks="the mean is over targets that are not ignored",
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     Mutant(
         "float32 inside: the largest logit is not added again",
-        "ampkit/casting/inside.py",
+        "ampkit/casting/fp32_functions.py",
         "log_sum.add_(largest)",
         "log_sum",
         breaks="gradients of large logits are those of the softmax",
@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Mutant(
         "float32 inside: rms_norm loses a term",
-        "ampkit/casting/inside.py",
+        "ampkit/casting/fp32_functions.py",
         "if weight is not None:\n            grad, product = grad * weight, product.mul_(weight)",
         "if weight is not None:\n            grad = grad * weight",
         breaks="the gradient of rms_norm counts the weight in both terms",
@@ -166,7 +166,7 @@ FAULTS = [
     ),
     Mutant(
         "float32 inside: gradient in the wrong memory format",
-        "ampkit/casting/inside.py",
+        "ampkit/casting/fp32_functions.py",
         "_in_memory_format_of(x, grad), _in_memory_format_of(x, x.float())",
         "grad, x.float()",
         breaks="group_norm takes channels_last and others",
@@ -174,7 +174,7 @@ FAULTS = [
     ),
     Mutant(
         "surroundings: iterable data sets are cast",
-        "ampkit/casting/surroundings.py",
+        "ampkit/casting/torch_integration.py",
         "(fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)",
         "(fetch._MapDatasetFetcher,)",
         breaks="transforms of a data set run uncast in the main process too",
@@ -182,7 +182,7 @@ FAULTS = [
     ),
     Mutant(
         "surroundings: reading .data keeps the casts",
-        "ampkit/casting/surroundings.py",
+        "ampkit/casting/torch_integration.py",
         "engine.forget_casts_of(parameter)\n        return",
         "return",
         breaks="a write through .data after a cast counts",
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Mutant(
         "early bound: the oldest wrapper wins",
-        "ampkit/casting/rebinding.py",
+        "ampkit/casting/early_bound.py",
         "standing = reversed([place",
         "standing = list([place",
         breaks="of several wrappers of one function the newest is handed out",
@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Mutant(
         "early bound: retired wrappers stay",
-        "ampkit/casting/rebinding.py",
+        "ampkit/casting/early_bound.py",
         "return Swap(newest_first + retired, keep_keys=True)",
         "return Swap(newest_first, keep_keys=True)",
         breaks="a rule registered later reaches names that were bound before",
@@ -214,7 +214,7 @@ FAULTS = [
     ),
     Mutant(
         "early bound: partials stay cast",
-        "ampkit/casting/rebinding.py",
+        "ampkit/casting/early_bound.py",
         "if type(value) is functools.partial:\n            return self._in_partial(value)",
         "if type(value) is list:\n            return self._in_list(value)",
         breaks="partials inside containers follow",
@@ -222,7 +222,7 @@ FAULTS = [
     ),
     Mutant(
         "early bound: a released model stays cast",
-        "ampkit/casting/rebinding.py",
+        "ampkit/casting/early_bound.py",
         "swap_in_models(Swap(self._undo_pairs()), models)\n        self._models",
         "self._models",
         breaks="a session that closes gives its model back",
