@@ -1,21 +1,19 @@
 """The one place that decides who computes the multi-tensor operators: the compiled extension or plain torch.
 
-The choice is made once, at import, by AMPKIT_EXTENSION: ``auto`` (default) takes the extension if it loads, ``off``
-never does, ``require`` raises ExtensionError where ``auto`` would fall back. implementation() tells what was chosen and
-why. The faces (faces.py) say what to call, and serve() with whom.
+The choice is made once, at import, by AMPKIT_EXTENSION (libraries.py). implementation() tells what was chosen and why. The
+faces (faces.py) say what to call, and serve() with whom.
 """
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ampkit.errors import ExtensionError
 from ampkit.kernels import reference
 from ampkit.kernels.checks import KERNEL_DTYPES, check_flag, check_lists
+from ampkit.libraries import load_library
 
 Tensors = Sequence[torch.Tensor]
 
@@ -160,27 +158,22 @@ def _routes(op: str, lists: dict[str, Tensors | None]) -> list[Route]:
     ]
 
 
-def _choose(wish: str) -> tuple:
-    """The module that runs on kernel devices (or the reference), the types of these devices, and the reason."""
-    if wish not in ("auto", "off", "require"):
-        raise ExtensionError(f"AMPKIT_EXTENSION is {wish!r}; expected 'auto', 'off' or 'require'")
-    if wish == "off":
-        return reference, frozenset(), Implementation("reference", "AMPKIT_EXTENSION=off")
-    try:
-        from ampkit.kernels import extension
+def _import() -> tuple:
+    from ampkit.kernels import extension
 
-        capability = extension.ops.cpu_capability()
-    except (ImportError, OSError, RuntimeError) as error:
-        why = f"the extension could not be loaded: {error}"
-        if wish == "require":
-            raise ExtensionError(
-                f"AMPKIT_EXTENSION=require, but {why}. Build it with: pip install --no-build-isolation ."
-            ) from error
+    return extension, extension.ops.cpu_capability()
+
+
+def _choose() -> tuple:
+    """The module that runs on kernel devices (or the reference), the types of these devices, and the reason."""
+    loaded, why = load_library("the extension", _import)
+    if loaded is None:
         return reference, frozenset(), Implementation("reference", why)
+    extension, capability = loaded
     cuda, cuda_why = _load_cuda(extension)
     chosen = Implementation(
         "extension",
-        f"AMPKIT_EXTENSION={wish}, and the extension loaded",
+        why,
         built_with=extension.built_with,
         cpu_capability=capability,
         cuda=cuda,
@@ -200,4 +193,4 @@ def _load_cuda(extension) -> tuple[bool, str]:
         return False, f"the CUDA library could not be loaded: {error}"
 
 
-_extension, _kernel_devices, _implementation = _choose(os.environ.get("AMPKIT_EXTENSION", "auto"))
+_extension, _kernel_devices, _implementation = _choose()

@@ -84,7 +84,7 @@ def test_wrappers_built_with_another_torch_step_aside_and_say_so(package_without
     result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_without_kernels, AMPKIT_EXTENSION="auto", PYTHONPATH="")
     reason = f"it was built with torch {torch.__version__}, and this is torch 2.11.1+cu999"
     assert result.stdout.startswith("Python ") and reason in result.stdout, result
-    assert result.stderr.count(reason) == 1 and "O1 casts in Python" in result.stderr
+    assert result.stderr.count(reason) == 1 and "ampkit works without it, slower" in result.stderr
 
 
 @pytest.mark.slow

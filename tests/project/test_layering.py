@@ -20,7 +20,7 @@ LAYERS = [
     ["session", "scaling"],
     ["accept", "registry", "devices", "optimizers", "models", "casting", "compiling", "patching", "plan"],
     ["policy", "loss_scale", "findings", "kernels"],
-    ["logs", "errors"],
+    ["libraries", "logs", "errors"],
 ]
 RANK = {room: (level, place) for level, rooms in enumerate(LAYERS) for place, room in enumerate(rooms)}
 
