@@ -79,7 +79,7 @@ Verdict judge(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, P
     const at::ScalarType dtype = THPVariable_Unpack(args[i]).scalar_type();
     switch (binding->kind) {
       case Kind::Native:
-        return Verdict::Through;
+        break;
       case Kind::Lower:
         if (is_exact(dtype)) return Verdict::Through;
         if (dtype != binding->target && is_castable(dtype)) to_cast |= 1u << i;
@@ -210,8 +210,9 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
   }
   const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
   uint32_t to_cast = 0;
-  Verdict verdict = Verdict::Slow;
-  if (total <= kMaxArguments && !is_watched() && (kwnames == nullptr || !has_out(args, nargs, kwnames)) &&
+  Verdict verdict = binding->kind == Kind::Native ? Verdict::Through : Verdict::Slow;
+  if (verdict == Verdict::Slow && total <= kMaxArguments && !is_watched() &&
+      (kwnames == nullptr || !has_out(args, nargs, kwnames)) &&
       !(binding->follows_regions && wants_other_precision(binding->control))) {
     verdict = judge(binding, args, nargs, total, to_cast);
   }
