@@ -135,3 +135,18 @@ def test_tables_win_in_a_trace_too():
 
     x = torch.randn(4, 8)
     assert dtypes_of(products(x, x.bfloat16())) == [torch.float32, torch.float32, torch.float16, LOW]
+
+
+def test_model_of_another_level_is_compiled_without_casts():
+    class Net(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).softmax(-1) @ self.weight
+
+    model = ampkit.initialize(Net(8, 8), opt_level="O3", cast_model_outputs=LOW, verbosity=0)
+    x = torch.randn(4, 8)
+    alone = model(x)
+    initialized(nn.Linear(2, 2))  # whose tables have softmax in float32
+    dtypes = []
+    model.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(found, alone) and torch.equal(model(x), alone)

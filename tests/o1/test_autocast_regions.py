@@ -385,3 +385,19 @@ def test_closure_is_cast_and_the_step_around_it_is_not():
 
     optimizer.step(closure)
     assert seen == [torch.float32, LOW, torch.float32]
+
+
+def test_recomputation_of_a_model_at_another_level_is_as_its_forward():
+    class Net(nn.Linear):
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+        def block(self, x):
+            seen.append(product())
+            return (x @ self.weight) * x
+
+    seen = []
+    plain = ampkit.initialize(Net(4, 4), opt_level="O0", verbosity=0)
+    initialized(nn.Linear(2, 2))
+    plain(torch.randn(2, 4)).sum().backward()
+    assert seen == [torch.float32, torch.float32]
