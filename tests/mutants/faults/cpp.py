@@ -170,6 +170,22 @@ FAULTS = [
         tests=("o1/test_casting.py::test_in_place_function_on_float16_is_refused",),
     ),
     Mutant(
+        "cpp wrappers: torch's lists win over the tables",
+        "csrc/casting/call.cpp",
+        "binding->kind != Kind::Lower || binding->is_builtin",
+        "false",
+        breaks="the tables win over the lists of torch.autocast",
+        tests=("o1/test_autocast_regions.py::test_tables_win_over_the_lists_of_autocast",),
+    ),
+    Mutant(
+        "cpp wrappers: the dtype of a region is not asked",
+        "csrc/casting/call.cpp",
+        "(binding->follows_regions && wants_other_precision(binding->control))",
+        "false",
+        breaks="a region with another dtype is followed",
+        tests=("o1/test_autocast_regions.py::test_region_with_another_dtype_is_followed",),
+    ),
+    Mutant(
         "cpp wrappers: banned lets bfloat16 through",
         "csrc/casting/call.cpp",
         "mixed |= is_lower_precision(dtype);",

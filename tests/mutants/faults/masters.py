@@ -54,8 +54,8 @@ FAULTS = [
     Mutant(
         "adapter: a closure sees old weights",
         "ampkit/optimizers/adapter.py",
-        "self.write_masters_to_model()\n            with",
-        "with",
+        "self.write_masters_to_model()\n            # As it was",
+        "# As it was",
         breaks="a closure sees the masters of the moment",
         tests=("optimizers/test_optimizers.py::test_closure_sees_the_masters_of_the_moment",),
     ),

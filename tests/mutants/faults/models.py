@@ -102,8 +102,8 @@ FAULTS = [
     Mutant(
         "forward: a model inside another hands on float32",
         "ampkit/models/forward.py",
-        "inside = casts.inputs is not None and outer is casts.inputs",
-        "inside = False",
+        "(casts.inputs is not None and outer is casts.inputs)",
+        "False",
         breaks="a model inside another one hands on lower precision",
         tests=("models/test_cast_model.py::test_model_inside_another_of_the_same_session_stays_in_lower_precision",),
     ),
