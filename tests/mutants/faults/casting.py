@@ -243,8 +243,8 @@ FAULTS = [
     Mutant(
         "engine: close leaves torch.autocast on",
         "ampkit/casting/engine.py",
-        "if number_of_regions() == 0:\n            self._switch_off_here()",
-        "if number_of_regions() > 0:\n            self._switch_off_here()",
+        "restore(before)\n\n    def _mark_regions",
+        "pass\n\n    def _mark_regions",
         breaks="after close() torch.autocast is as it was",
         tests=("o1/test_autocast_regions.py::test_state_answers_truly",),
     ),
@@ -347,7 +347,7 @@ FAULTS = [
     Mutant(
         "policy: namesakes overrule the user",
         "ampkit/policy/rules.py",
-        "rules.pop((id(owner), name), None)",
+        "rules[id(owner), name] = CastRule(CastKind.NATIVE, owner, name, rule.reason)",
         "pass",
         breaks="what a user registers for F.softmax is not overruled by Tensor.softmax",
         tests=("o1/test_policy.py::test_changed_row_decides",),
