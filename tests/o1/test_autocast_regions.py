@@ -57,8 +57,18 @@ def test_region_with_another_dtype_is_followed(in_python):
     with o1(in_python=in_python):
         with torch.autocast("cpu", torch.float16):
             seen = [product(), F.linear(torch.ones(2, 2), weight).dtype]
+            finer = torch.mm(torch.full((1, 1), 1.001), torch.ones(1, 1))
         seen.append(F.linear(torch.ones(2, 2), weight).dtype)
     assert seen == [torch.float16, torch.float16, LOW]
+    assert finer.item() == 1 + 2**-10  # bfloat16 on the way would have made it 1
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+def test_region_for_one_of_two_devices(in_python):
+    with o1(device_types=("cpu", "xpu"), in_python=in_python):
+        with torch.autocast("cpu", enabled=False):
+            seen = [product()]
+        assert [*seen, product()] == [torch.float32, LOW]
 
 
 def test_region_for_another_device_changes_nothing():

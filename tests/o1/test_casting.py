@@ -339,6 +339,15 @@ def test_tensors_on_other_devices_are_left_alone():
         casting.close()
 
 
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+def test_tensors_given_by_keyword_are_cast_like_others(in_python):
+    low, weight = torch.rand(2, 2).bfloat16(), nn.Parameter(torch.rand(2, 2))
+    with o1(in_python=in_python) as casting:
+        assert torch.exp(input=low).dtype is torch.float32
+        assert F.linear(low, weight=weight).dtype is torch.bfloat16
+        assert set(casting.cached_casts()) == {weight}
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "sum", "cumsum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_explicit_dtype_is_respected(name, dtype):
