@@ -103,6 +103,26 @@ def weights(model_list: list[nn.Module], recast: set[nn.Module], optimizer_list:
                     )
 
 
+def scripted_parts(model_list: list[nn.Module], plan: Plan) -> None:
+    """Refuse TorchScript submodules with weights where weights are cast.
+
+    A script may hold a weight's dtype in its code, takes no hooks for what stays float32 in it, and none for ``state_dict``.
+    """
+    for model in model_list if plan.casts_weights else ():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and _has_castable_tensors(module):
+                raise ConfigurationError(
+                    f"Module {name!r} of the model is a TorchScript module, whose operations are fixed: {plan.opt_level} cannot "
+                    "cast its weights. Put the module that it was made from in its place, or use opt_level='O1' or 'O4', "
+                    "which cast its calls and leave its weights float32."
+                )
+
+
+def _has_castable_tensors(module: nn.Module) -> bool:
+    floating = (torch.float32, *_LOWER_PRECISIONS)
+    return any(tensor.dtype in floating for tensor in (*module.parameters(), *module.buffers()))
+
+
 def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
     """Refuse items of ``keep_fp32=`` that name nothing in any of the models."""
     refuse_unmatched([Kept(model, False, plan.keep_fp32) for model in model_list])

@@ -119,6 +119,7 @@ def initialize(
     recast = {model for session in earlier if session.plan.casts_weights for model in session.models}
     if accept_lower_precision:
         recast.update(model_list)
+    accept.scripted_parts(model_list, plan)
     accept.weights(model_list, recast, optimizer_list, plan)
     accept.kept_modules(model_list, plan)
     collect_orphans(closing=earlier)

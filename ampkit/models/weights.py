@@ -110,7 +110,9 @@ def cast_weights(
     ``shared`` carries the float32 values from model to model of one ``initialize``, so that tied weights share one.
     """
     for module in model.modules():
-        if RECORD_KEY in module.__dict__:
+        if RECORD_KEY in module.__dict__ or isinstance(
+            module, torch.jit.ScriptModule
+        ):  # it has no weights: see accept.py
             continue
         record = module.__dict__[RECORD_KEY] = WeightRecord(lower_precision)
         kept_names = []
