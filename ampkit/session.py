@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,6 +109,9 @@ class Session:
                 self._start_casting(models)
             model_casts.exports.acquire()
             self._undo.callback(model_casts.exports.release)
+            if self.plan.casts_weights:
+                model_casts.operators.acquire()
+                self._undo.callback(model_casts.operators.release)
             self._forget_traces()
             self._settle(optimizers, values)
         except BaseException:
@@ -158,6 +162,7 @@ class Session:
             model_casts.cast_weights(model, plan.cast_model_type, choice, values)
             for module in choice.outermost():
                 model_casts.bridge(module, plan.cast_model_type)
+            model_casts.widen_targets(model)
         if plan.master_weights and not plan.casts_weights:
             for model in models:
                 if any(param.dtype in LOWER_PRECISIONS.values() for param in model.parameters()):
@@ -169,7 +174,7 @@ class Session:
         for model in models:
             if not plan.casts_weights:
                 self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
-            model_casts.install(model, casts)
+            model_casts.install(model, replace(casts, targets_stay=model_casts.is_detector(model)))
             if in_forward_only:
                 self._undo.callback(model_casts.cast_submodules(model, casts.outputs))
             model_casts.watchers[model] = self._before_forward
@@ -213,7 +218,8 @@ class Session:
         self.casting = casting
         self._undo.callback(self.stop_casting)
         if casting is not active_casting():
-            casting.install()
+            with model_casts.operators.lifted():
+                casting.install()
         casting.rebind(models)
         self._restart_device_types()
         casting.switch_on_here()
@@ -227,7 +233,8 @@ class Session:
             casting.release(self.models)
             self._restart_device_types()
         else:
-            casting.close()
+            with model_casts.operators.lifted():
+                casting.close()
 
     @staticmethod
     def _restart_device_types() -> None:
@@ -310,10 +317,14 @@ class Session:
     def _before_forward(self, model: nn.Module) -> None:
         if self.plan.casts_weights:
             model_casts.bring_into_agreement(model)
+            model_casts.operators.catch_up()
         else:
             _refuse_changed_dtype(model, self._left_as[model])
         if self.casting is not None:
             self._cast_where_it_is(model)
+            if self.casting.is_behind:
+                with model_casts.operators.lifted():
+                    self.casting.catch_up()
         self._scaling.note_forward()
 
     def _cast_where_it_is(self, model: nn.Module) -> None:
@@ -393,6 +404,7 @@ def _restore_model(model: nn.Module) -> None:
     model_casts.restore_weights(model)
     for module in model.modules():
         model_casts.unbridge(module)
+    model_casts.unwiden_targets(model)
 
 
 def _detach_optimizer(optimizer: Any) -> None:

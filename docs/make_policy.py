@@ -393,6 +393,10 @@ arguments as they come.
 float64, integer and complex tensors, an explicit `dtype=`, and the tensors that `out=` and in-place functions write to are left
 as they are.
 
+torchvision's operators have rows where torchvision is loaded: from `initialize` on, or, when it is imported later, from the
+next forward of an initialized model on. At O2, O3 and O5, where nothing else is patched, they compute in float32 too, and give
+back the dtype of their first argument.
+
 ## Choosing and changing
 
 ```python

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ..compiling import compiled_models, forget_traces, kernels_of_inductor, tag_compiled_code
 from ..errors import ConfigurationError
 from ..patching import PatchSet
-from ..policy import Policy
-from ..policy.rules import CastKind, CastRule, kernels, namesakes
+from ..policy import Policy, tables_for
+from ..policy.rules import CastKind, CastRule, is_loaded, kernels, namesakes
 from .cache import CastCache, CastCaches
 from .cpp_wrappers import CppWrappers
 from .early_bound import EarlyBound
@@ -82,6 +82,8 @@ class Casting:
         self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._tag = ""
         self._early_bound = EarlyBound()
+        # Packages that have rows, and are not loaded yet.
+        self._awaited: tuple[str, ...] = ()
         # What threads were before they were switched on, by their ident.
         self._switched_on: dict[int, Saved] = {}
 
@@ -101,6 +103,7 @@ class Casting:
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
         rules, dropped = self.policy.rules(_registered.values())
+        self._await_packages()
         try:
             for rule in rules:
                 self._patch(rule)
@@ -152,6 +155,28 @@ class Casting:
         self._early_bound.again()
         self._describe()
         forget_traces()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a package that has rows was loaded since `install`: `catch_up` puts them in place."""
+        for package in self._awaited:
+            if is_loaded(package):
+                return True
+        return False
+
+    def catch_up(self) -> None:
+        """Put the rows of packages that were loaded since `install` in place."""
+        self._await_packages()
+        for rule in self.policy.rules(_registered.values())[0]:
+            if (id(rule.owner), rule.name) not in self._kinds:
+                self._patch(rule)
+        self._early_bound.again()
+        self._describe()
+        forget_traces()
+
+    def _await_packages(self) -> None:
+        packages = {group.package for group in tables_for(self.policy.base)}
+        self._awaited = tuple(sorted(package for package in packages if not is_loaded(package)))
 
     def cast_on(self, device_types: Iterable[str]) -> None:
         """Cast tensors on these device types and no others."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._ops import OpOverloadPacket
 from torch.autograd.function import BackwardCFunction
 from torch.utils.data._utils import fetch
 
@@ -125,7 +126,8 @@ def _seeing_through(function: Callable, engine: Engine) -> Callable:
 
     @functools.wraps(function)
     def see_through(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(engine.original_of(fn), *args, **kwargs)
+        original = engine.original_of(fn)
+        return function(original.op if isinstance(original, OpOverloadPacket) else original, *args, **kwargs)
 
     return see_through
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 
 from ..errors import RefusedOperation
@@ -83,6 +84,14 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     return fast
 
 
+def keep_overloads(wrapper: Callable, original: Callable) -> None:
+    """Give the wrapper of an operator (``torch.ops.torchvision.nms``) its overloads: compilers and libraries ask for them."""
+    if isinstance(original, OpOverloadPacket):
+        wrapper.overloads = original.overloads
+        for name in original.overloads():
+            setattr(wrapper, name, getattr(original, name))
+
+
 def autocast_would_cast(rule: CastRule) -> bool:
     """Whether torch.autocast, on any device, casts the arguments of a function that the tables leave alone."""
     return rule.name in _CAST_BY_AUTOCAST
@@ -95,6 +104,7 @@ _CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name
 
 def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> None:
     functools.update_wrapper(wrapper, original)
+    keep_overloads(wrapper, original)
     # Built-in functions name modules and classes that pickle would find the original under.
     if isinstance(owner, ModuleType):
         wrapper.__module__, wrapper.__qualname__ = owner.__name__, name

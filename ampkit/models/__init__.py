@@ -14,6 +14,10 @@ from .keep import Kept as Kept
 from .keep import bridge as bridge
 from .keep import refuse_unmatched as refuse_unmatched
 from .keep import unbridge as unbridge
+from .operators import is_detector as is_detector
+from .operators import operators as operators
+from .operators import unwiden_targets as unwiden_targets
+from .operators import widen_targets as widen_targets
 from .weights import Float32Value as Float32Value
 from .weights import bring_into_agreement as bring_into_agreement
 from .weights import cast_weights as cast_weights

@@ -54,14 +54,15 @@ class ForwardCasts:
     """What a forward does to dtypes; None leaves them alone.
 
     ``patched`` says that torch's functions cast inside, and ``outermost_only`` that outputs of a forward inside of another
-    that is cast are left alone. ``weights`` is set on copies only: the dtype in which to run the float32 weights listed in
-    ``weight_names``.
+    that is cast are left alone. ``targets_stay`` is for ``model(images, targets)`` that computes its losses itself.
+    ``weights`` is set on copies only: the dtype in which to run the float32 weights listed in ``weight_names``.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
     patched: bool = False
     outermost_only: bool = False
+    targets_stay: bool = False
     weights: torch.dtype | None = None
     weight_names: tuple[tuple[str, str], ...] = ()
 
@@ -237,13 +238,20 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
     try:
         with _o1_casts(casts, traced), _lower_weights(model, casts, traced):
             if casts.inputs is not None:
-                args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
+                args, kwargs = _cast_inputs(casts, args, kwargs)
             outputs = function(*args, **kwargs)
     finally:
         _running.inputs = outer
     # Called from inside a forward that runs in the same dtype, the outputs go on to its next layer.
     inside = inside or (casts.inputs is not None and outer is casts.inputs)
     return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
+
+
+def _cast_inputs(casts: ForwardCasts, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    if not casts.targets_stay:
+        return cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
+    targets = {"targets": kwargs["targets"]} if "targets" in kwargs else {}
+    return (*cast_floating(args[:1], casts.inputs), *args[1:]), {**cast_floating(kwargs, casts.inputs), **targets}
 
 
 def _o1_casts(casts: ForwardCasts, traced: bool) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import pkgutil
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ F = "torch.nn.functional"
 LINALG = "torch.linalg"
 SPECIAL = "torch.special"
 VF = "torch._VF"
+VISION = "torch.ops.torchvision"
 
 # What functions of torch.nn.functional that are written in Python call: in torch, where it is not their own name,
 _OTHER_NAMES = {"grid_sample": "grid_sampler"}
@@ -71,13 +73,14 @@ class RuleGroup:
     """One row of a table: names that are treated alike, and why.
 
     Several owners mean that each name is looked for in all of them: ``exp`` is a function of torch and a method of
-    Tensor, and has to be found under both spellings.
+    Tensor, and has to be found under both spellings. Functions of a ``package`` beside torch are patched where it is loaded.
     """
 
     kind: CastKind
     owner: str | tuple[str, ...]
     names: tuple[str, ...]
     reason: str
+    package: str = "torch"
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -99,10 +102,13 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
 
     One rule is left for each attribute. A later group wins over an earlier one, and ``extra_rules`` win over both: a rule
     for a function of torch.nn.functional also over the tables' rules for `namesakes`. It holds for its `kernels` too.
+    Groups of packages that are not loaded are left out.
     """
     rules: dict[tuple[int, str], CastRule] = {}
     dropped = []
     for group in tables:
+        if not is_loaded(group.package):
+            continue
         owners = [(path, resolve_owner(path)) for path in group.owners]
         for name in group.names:
             found = [owner for _, owner in owners if owner is not None and hasattr(owner, name)]
@@ -145,6 +151,12 @@ def kernels(rule: CastRule) -> list[CastRule]:
         return []
     owner = resolve_owner("torch._C._nn")
     return [CastRule(rule.kind, owner, name, rule.reason) for name in names if hasattr(owner, name)]
+
+
+def is_loaded(package: str) -> bool:
+    """Whether a package was imported, and its import is over."""
+    module = sys.modules.get(package)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 def resolve_owner(path: str) -> Any | None:

@@ -21,6 +21,7 @@ from .rules import (
     TENSOR,
     TORCH,
     VF,
+    VISION,
     F,
     RuleGroup,
 )
@@ -283,6 +284,20 @@ TODAY = (
             "irfft", "irfft2", "irfftn", "rfft", "rfft2", "rfftn",
         ),
         "no bfloat16 kernels, and float16 only for powers of two",
+    ),
+    RuleGroup(
+        FP32,
+        VISION,
+        ("deform_conv2d", "nms", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool"),
+        "coordinates need more than 8 or 11 bits; torchvision has no bfloat16 kernel for it",
+        package="torchvision",
+    ),
+    RuleGroup(
+        FP32,
+        "torchvision.ops.boxes",
+        ("batched_nms",),
+        "moves boxes far apart, class by class, where lower precision cannot tell those of a class from one another",
+        package="torchvision",
     ),
     # Mixed dtypes that torch refuses to promote: a lower-precision activation meets a float32 tensor of the script.
     RuleGroup(

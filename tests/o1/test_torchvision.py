@@ -1,0 +1,289 @@
+"""torchvision's operators and detection models, at every level: boxes are compared and moved in float32."""
+
+import sys
+
+import pytest
+import torch
+import torchvision
+from helpers import o1
+from torch import nn
+from torch._ops import OpOverloadPacket
+from torchvision.models.detection import FCOS, FasterRCNN, MaskRCNN, RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import mobilenet_backbone
+
+import ampkit
+
+LOW = torch.bfloat16
+VISION = torch.ops.torchvision
+
+
+def boxes():
+    corners = torch.rand(10, 2, generator=torch.Generator().manual_seed(0)) * 8
+    return torch.cat([corners, corners + 4], 1).bfloat16()
+
+
+def scores():
+    return torch.rand(10, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def image():
+    return torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def rois():
+    return torch.cat([torch.zeros(10, 1), boxes().float()], 1)
+
+
+def deformed(x):
+    weight = torch.linspace(-1, 1, 72).reshape(2, 4, 3, 3)
+    offsets = torch.linspace(-1, 1, 18 * 14 * 14).reshape(1, 18, 14, 14)
+    return torchvision.ops.deform_conv2d(x, offsets, weight)
+
+
+# Of a layer's output and a float32 tensor of the script, and of the output of a layer alone.
+OPERATORS = {
+    "nms": (lambda s: torchvision.ops.nms(boxes().to(torch.float32), s, 0.3), scores),
+    "batched_nms": (lambda b: torchvision.ops.batched_nms(b, scores().float(), torch.arange(10) % 2, 0.3), boxes),
+    "roi_align": (lambda x: torchvision.ops.roi_align(x, rois(), 3, sampling_ratio=2), image),
+    "roi_pool": (lambda x: torchvision.ops.roi_pool(x, rois(), 3), image),
+    "ps_roi_align": (lambda x: torchvision.ops.ps_roi_align(x, rois(), 2, sampling_ratio=2), image),
+    "ps_roi_pool": (lambda x: torchvision.ops.ps_roi_pool(x, rois(), 2), image),
+    "deform_conv2d": (deformed, image),
+}
+
+
+def with_gradient(call, x):
+    leaf = x.detach().requires_grad_()
+    result = call(leaf)
+    if result.is_floating_point():
+        result.sum().backward()
+    return result.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_computes_in_float32(name, lower, in_python):
+    call, given = OPERATORS[name]
+    x = given().to(lower)
+    expected, gradient = with_gradient(call, x.float())
+    with o1(lower, in_python=in_python):
+        found, its_gradient = with_gradient(call, x)
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+    if gradient is not None:
+        torch.testing.assert_close(its_gradient.float(), gradient, rtol=2**-8, atol=1e-6)  # rounded once
+    assert isinstance(VISION.nms, OpOverloadPacket)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_takes_lower_precision_beside_cast_weights(name, level):
+    call, given = OPERATORS[name]
+    expected = call(given().float())
+    settings = {} if level == "O5" else {"cast_model_type": LOW}
+    session_model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **settings)
+    try:
+        assert torch.equal(call(given().float()), expected)  # float32 stays float32
+        found = call(given())
+    finally:
+        ampkit.close()
+    del session_model
+    # The result has the dtype of the first argument: what follows has lower-precision weights.
+    assert found.dtype is (LOW if expected.is_floating_point() else torch.int64)
+    assert torch.equal(found, expected.to(found.dtype))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_batched_nms_tells_boxes_of_far_classes_apart(level):
+    # Two boxes 8 apart do not overlap; class 90 moves them by 90 * 105, where bfloat16 counts in steps of 64.
+    apart = torch.tensor([[80.0, 80, 86, 86], [88, 80, 94, 86], [98, 98, 104, 104]], dtype=LOW)
+    classes, order = torch.tensor([90, 90, 0]), torch.tensor([0.5, 0.25, 0.75], dtype=LOW)
+    held = torchvision.ops.batched_nms
+    ampkit.initialize(model := nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
+    try:
+        assert torchvision.ops.batched_nms(apart, order, classes, 0.5).tolist() == [2, 0, 1]
+        if level == "O2":
+            assert held(apart, order, classes, 0.5).tolist() == [2, 0, 1]
+    finally:
+        ampkit.close()
+    del model
+
+
+def lower_precision_of(level):
+    return {"patch_torch_functions_type": LOW} if level == "O1" else {"cast_model_type": LOW}
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """As if torchvision had not been imported yet; called, as if it had been since."""
+    monkeypatch.delitem(sys.modules, "torchvision")
+    return lambda: monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_torchvision_may_be_imported_after_initialize(level, unloaded):
+    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
+    try:
+        assert isinstance(VISION.ps_roi_align, OpOverloadPacket)
+        unloaded()
+        model(torch.ones(1, 2))
+        found = torchvision.ops.ps_roi_align(image(), rois(), 2, sampling_ratio=2)
+    finally:
+        ampkit.close()
+    assert isinstance(VISION.ps_roi_align, OpOverloadPacket)
+    expected = torchvision.ops.ps_roi_align(image().float(), rois(), 2, sampling_ratio=2)
+    assert torch.equal(found, expected.to(found.dtype))
+
+
+@pytest.mark.parametrize("first_to_close", ["O1", "O2"])
+@pytest.mark.parametrize("first", ["O1", "O2"])
+def test_operators_are_given_back_in_any_order(first, first_to_close):
+    before = VISION.nms, torchvision.ops.boxes.batched_nms, torchvision.ops.boxes._batched_nms_coordinate_trick
+    models, sessions = {}, {}
+    for level in (first, {"O1": "O2", "O2": "O1"}[first]):
+        settings = lower_precision_of(level)
+        models[level] = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **settings)
+        sessions[level] = ampkit.current_session()
+    assert VISION.nms is not before[0]
+    sessions.pop(first_to_close).close()
+    assert VISION.nms is not before[0]
+    assert torchvision.ops.nms(boxes(), scores(), 0.3).numel()
+    next(iter(sessions.values())).close()
+    after = VISION.nms, torchvision.ops.boxes.batched_nms, torchvision.ops.boxes._batched_nms_coordinate_trick
+    assert all(one is other for one, other in zip(before, after))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scripts_and_traces_find_the_operators(level):
+    def suppress(b, s, classes):
+        return torchvision.ops.batched_nms(b, s, classes, 0.3)
+
+    given = boxes(), scores(), torch.arange(10) % 2
+    in_float32 = given[0].float(), given[1].float(), given[2]
+    expected = suppress(*in_float32)
+    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
+    try:
+        assert VISION.nms.overloads() == ["default"] and VISION.nms.default.name() == "torchvision::nms"
+        assert torch.equal(torch.jit.trace(suppress, given)(*given), expected)
+        scripted = torch.jit.script(torchvision.ops.nms)
+    finally:
+        ampkit.close()
+    del model
+    assert torch.equal(scripted(*in_float32[:2], 0.3), torchvision.ops.nms(*in_float32[:2], 0.3))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_compiled_code_has_the_casts(level):
+    def suppress(b, s):
+        return torchvision.ops.nms(b, s, 0.3)
+
+    expected = suppress(boxes().float(), scores().float())
+    model = ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **lower_precision_of(level))
+    try:
+        found = torch.compile(suppress, backend="aot_eager", fullgraph=True)(boxes(), scores())
+    finally:
+        ampkit.close()
+    del model
+    assert torch.equal(found, expected)
+
+
+# Detection models: random weights, a step of training, and boxes.
+
+
+def detector(cls):
+    torch.manual_seed(0)
+    backbone = mobilenet_backbone(backbone_name="mobilenet_v3_small", weights=None, fpn=True, trainable_layers=6)
+    ratios = (0.5, 1.0, 2.0) if cls in (FasterRCNN, MaskRCNN) else (1.0,)
+    anchors = AnchorGenerator(((16,), (32,), (64,)), (ratios,) * 3)
+    sizes = {"num_classes": 4, "min_size": 64, "max_size": 64}
+    if cls not in (FasterRCNN, MaskRCNN):
+        return cls(backbone, anchor_generator=anchors, score_thresh=0.0, detections_per_img=5, **sizes)
+    few = {f"rpn_{when}_nms_top_n_{mode}": 20 for when in ("pre", "post") for mode in ("train", "test")}
+    return cls(backbone, rpn_anchor_generator=anchors, box_detections_per_img=5, box_score_thresh=0.0, **few, **sizes)
+
+
+def pictures():
+    return list(torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)))
+
+
+def targets():
+    masks = torch.zeros(2, 64, 64, dtype=torch.uint8)
+    masks[0, 8:40, 8:40] = masks[1, 20:60, 30:60] = 1
+    corners = torch.tensor([[8.0, 8, 40, 40], [30, 20, 60, 60]])
+    return [{"boxes": corners, "labels": torch.tensor([1, 2]), "masks": masks} for _ in range(2)]
+
+
+class Wrapped(nn.Module):
+    """A detector inside another model: its targets come in lower precision where the outer model's inputs are cast."""
+
+    def __init__(self, detector):
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, images, targets=None):
+        return self.detector(images, targets)
+
+
+def losses_of(model):
+    torch.manual_seed(5)  # anchors and proposals are drawn
+    return model.train()(pictures(), targets())
+
+
+def check_training(model, level):
+    expected = losses_of(model)
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    own = {} if level in ("O4", "O5") else lower_precision_of(level)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **own)
+    try:
+        losses = losses_of(model)
+        with ampkit.scale_loss(sum(losses.values()), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        for name, loss in expected.items():
+            assert losses[name].dtype is torch.float32
+            assert losses[name].item() == pytest.approx(loss.item(), rel=0.03, abs=1e-3), name
+        gradients = [param.grad for param in model.parameters() if param.grad is not None]
+        assert len(gradients) > 50 and all(gradient.isfinite().all() for gradient in gradients)
+        with torch.no_grad():
+            found = model.eval()(pictures())
+        assert all(one["boxes"].isfinite().all() and one["boxes"].shape[1] == 4 for one in found)
+        assert sum(len(one["boxes"]) for one in found) > 0
+    finally:
+        ampkit.close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("cls", [FasterRCNN, MaskRCNN])
+def test_detector_trains_and_evaluates(cls, level):
+    check_training(detector(cls), level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("cls", [RetinaNet, FCOS])
+def test_one_stage_detector_trains_and_evaluates(cls, level):
+    check_training(detector(cls), level)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_detector_inside_another_model_trains(level):
+    model = Wrapped(detector(FasterRCNN))
+    check_training(model, level)
+    assert not model.detector.roi_heads._forward_pre_hooks
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_targets_of_a_detector_keep_float32(by_name):
+    seen = []
+    model = detector(FasterRCNN)
+    transform = model.transform.forward
+    model.transform.forward = lambda images, targets: seen.extend((images, targets)) or transform(images, targets)
+    far = targets()
+    far[0]["boxes"][0, 2] = 40.0625  # 40 in bfloat16
+    ampkit.initialize(model, opt_level="O2", verbosity=0, cast_model_type=LOW)
+    try:
+        model(targets=far, images=pictures()) if by_name else model(pictures(), far)
+    finally:
+        ampkit.close()
+    assert seen[0][0].dtype is LOW and seen[1][0]["boxes"][0, 2].item() == 40.0625
