@@ -391,7 +391,7 @@ arguments as they come.
 | refused | an error, with advice, for lower-precision arguments; in float16 only where it says so |
 
 float64, integer and complex tensors, an explicit `dtype=`, and the tensors that `out=` and in-place functions write to are left
-as they are.
+as they are. NumPy has no bfloat16: `numpy()` of a bfloat16 tensor gives a float32 array, wherever the tensor is.
 
 torchvision's operators have rows where torchvision is loaded: from `initialize` on, or, when it is imported later, from the
 next forward of an initialized model on. At O2, O3 and O5, where nothing else is patched, they compute in float32 too, and give

@@ -45,6 +45,8 @@ _logger = logging.getLogger("ampkit")
 
 _EXACT = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size})
+# NumPy's arrays lie in host memory, which is not on the devices of most sessions.
+_TO_NUMPY = frozenset({"numpy", "__array__"})
 _ADVICE = {
     "binary_cross_entropy": "probabilities near 0 and 1 are rounded to 0 and 1 there, and their logarithm is infinite. Leave "
     "out the sigmoid and use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), which is safe. Or have the "
@@ -64,7 +66,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     )
     wrapper = _naming_out(plain, original)
     # C++ knows out= by its keyword only, and does not write the log of casts.
-    in_cpp = cpp is not None and is_torch and wrapper is plain and state.verbosity < 2
+    in_cpp = cpp is not None and is_torch and wrapper is plain and state.verbosity < 2 and name not in _TO_NUMPY
     saving = None
     if kind is CastKind.FP32:
         log = None if state.verbosity < 2 else lambda x: _log_cast(x, torch.float32, name)
@@ -336,10 +338,11 @@ def _converter(dtype: torch.dtype, state: CastingState, name: str) -> Convert:
     """The cast to ``dtype`` of a tensor on one of the session's devices; others are returned as they are."""
     to_dtype = CONVERT[dtype]
     casts_on = state.casts_on
+    elsewhere = torch.bfloat16 if name in _TO_NUMPY else None
 
     def convert(x: Tensor) -> Tensor:
         # x.device.type alone costs ten times as much as is_cpu.
-        if casts_on("cpu" if x.is_cpu else x.device.type):
+        if casts_on("cpu" if x.is_cpu else x.device.type) or x.dtype is elsewhere:
             return to_dtype(x)
         return x
 

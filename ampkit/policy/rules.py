@@ -62,7 +62,7 @@ _KERNELS = {
     "mse_loss": ("mse_loss",),
     "multi_margin_loss": ("multi_margin_loss",),
     "multilabel_margin_loss": ("multilabel_margin_loss",),
-    "nll_loss": ("nll_loss_nd",),
+    "nll_loss": ("nll_loss_nd", "nll_loss", "nll_loss2d"),
     "smooth_l1_loss": ("smooth_l1_loss",),
     "soft_margin_loss": ("soft_margin_loss",),
 }

@@ -287,6 +287,13 @@ TODAY = (
     ),
     RuleGroup(
         FP32,
+        TORCH,
+        ("_dirichlet_grad", "_sample_dirichlet", "_standard_gamma", "_standard_gamma_grad", "binomial"),
+        "torch has no lower-precision kernel for it; Beta, Dirichlet, Gamma, StudentT and Binomial draw from it",
+    ),
+    RuleGroup(FP32, TENSOR, ("__array__", "numpy"), "NumPy has no bfloat16"),
+    RuleGroup(
+        FP32,
         VISION,
         ("deform_conv2d", "nms", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool"),
         "coordinates need more than 8 or 11 bits; torchvision has no bfloat16 kernel for it",
