@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .errors import ConfigurationError
-from .models import Kept, refuse_unmatched
+from .models import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
 from .plan import Plan
 
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
@@ -124,8 +124,12 @@ def _has_castable_tensors(module: nn.Module) -> bool:
 
 
 def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
-    """Refuse items of ``keep_fp32=`` that name nothing in any of the models."""
-    refuse_unmatched([Kept(model, False, plan.keep_fp32) for model in model_list])
+    """Refuse items of ``keep_fp32=`` that name nothing in any of the models, or what the level cannot keep."""
+    kept = [Kept(model, False, plan.keep_fp32) for model in model_list]
+    refuse_unmatched(kept)
+    refuse_scripted(kept)
+    if plan.patch_torch_functions:
+        refuse_what_no_call_keeps(kept, plan.opt_level)
 
 
 def _refuse_lower_precision(model: nn.Module) -> None:

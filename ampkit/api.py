@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from . import accept
-from .casting.engine import active_casting, switch_off_left_on
+from .casting.decorators import casts_of_calls_disabled
+from .casting.engine import switch_off_left_on
 from .devices import device_type_of
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
 from .logs import logger
@@ -56,8 +57,8 @@ def initialize(
 
     - ``cast_model_type``: the dtype of the model's weights (O2, O3).
     - ``patch_torch_functions``: whether torch functions are patched (O1, O4); ``patch_torch_functions_type`` to which dtype.
-    - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights; ``keep_fp32`` names more modules, types or name
-      patterns to keep.
+    - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights.
+    - ``keep_fp32``: modules, types or name patterns that compute in float32 and return float32, at every level.
     - ``master_weights``: whether the optimizer updates float32 masters.
     - ``loss_scale``: ``"dynamic"``, a number, or a `DynamicLossScale`; ``num_losses`` scalers are made. A dynamic scale stays
       between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
@@ -286,13 +287,13 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
 
 
 def disable_casts() -> Any:
-    """``with disable_casts():`` switches O1's casts off, in this thread; nests, and survives exceptions.
+    """``with disable_casts():`` switches casts of calls off, in this thread; nests, and survives exceptions.
 
-    ``with torch.autocast(device_type, enabled=False):`` does the same, and so the body of a compiled function may use either.
+    At O1 and O4 ``with torch.autocast(device_type, enabled=False):`` does the same, and so the body of a compiled function may use
+    either. At O2, O3 and O5 `float_function` alone casts calls; the weights stay in the precision that they are in.
     """
     switch_off_left_on()
-    casting = active_casting()
-    return casting.disabled() if casting is not None else nullcontext()
+    return casts_of_calls_disabled()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from . import models as model_casts
+from .casting.decorators import cast_models
 from .casting.engine import Casting, active_casting
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
@@ -107,6 +108,9 @@ class Session:
             self._prepare_optimizers(optimizers, values)
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
+            elif self.plan.casts_weights:
+                cast_models.acquire()
+                self._undo.callback(cast_models.release)
             model_casts.exports.acquire()
             self._undo.callback(model_casts.exports.release)
             if self.plan.casts_weights:
@@ -151,35 +155,55 @@ class Session:
             self._undo.callback(_when_alive(model_casts.take_off_copies(model)), weakref.ref(model))
         kept = (
             [Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32) for model in models]
-            if plan.casts_weights
+            if plan.casts_weights or (plan.patch_torch_functions and plan.keep_fp32)
             else []
         )
         for model in models:
             self._undo.callback(_when_alive(model_casts.uninstall), weakref.ref(model))
             if plan.casts_weights:
                 self._undo.callback(_when_alive(_restore_model), weakref.ref(model))
-        for model, choice in zip(models, kept):
-            model_casts.cast_weights(model, plan.cast_model_type, choice, values)
-            for module in choice.outermost():
-                model_casts.bridge(module, plan.cast_model_type)
-            model_casts.widen_targets(model)
+        if plan.casts_weights:
+            for model, choice in zip(models, kept):
+                self._cast_weights(model, choice, values)
         if plan.master_weights and not plan.casts_weights:
             for model in models:
                 if any(param.dtype in LOWER_PRECISIONS.values() for param in model.parameters()):
                     self._undo.callback(_when_alive(model_casts.restore_weights), weakref.ref(model))
                     model_casts.cast_weights(model, _lower_precision_in(model), model_casts.AsTheyAre(model), values)
         if kept:
-            logger.info("Kept in float32: %d modules.", sum(len(choice.modules) for choice in kept))
-            logger.debug("Kept in float32: %s", ", ".join(name for choice in kept for name in choice.modules.values()))
+            names = [
+                name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()
+            ]
+            logger.info("Kept in float32: %d modules.", len(names))
+            logger.debug("Kept in float32: %s", ", ".join(names))
+        in_float32 = {m: None for choice in kept for m in choice.in_float32(hand_on_norms=plan.casts_weights)}
+        for module in in_float32:
+            if module not in models:
+                self._undo.callback(_when_alive(model_casts.uninstall), weakref.ref(module))
+                model_casts.install(module, model_casts.KEPT)
         for model in models:
             if not plan.casts_weights:
                 self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
-            model_casts.install(model, replace(casts, targets_stay=model_casts.is_detector(model)))
+            own = replace(casts, targets_stay=model_casts.is_detector(model))
+            if model in in_float32:  # keep_fp32 names the model itself
+                own = replace(own, inputs=torch.float32, patched=False)
+            model_casts.install(model, own)
             if in_forward_only:
                 self._undo.callback(model_casts.cast_submodules(model, casts.outputs))
             model_casts.watchers[model] = self._before_forward
             model_casts.clearers[model] = self._after_zero_grad
         return values
+
+    def _cast_weights(self, model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float32Value]) -> None:
+        """Cast all but what is kept, and have inputs cast where kept and other modules meet."""
+        model_casts.cast_weights(model, self.plan.cast_model_type, kept, values)
+        for module in kept.bridged():
+            model_casts.bridge(module, self.plan.cast_model_type)
+        if kept.mixes_precisions():
+            for module in model.modules():
+                if module is not model and model_casts.own_precision(module) is not None:
+                    model_casts.take_inputs_down(module)
+        model_casts.widen_targets(model)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         plan = self.plan
@@ -404,6 +428,7 @@ def _restore_model(model: nn.Module) -> None:
     model_casts.restore_weights(model)
     for module in model.modules():
         model_casts.unbridge(module)
+        model_casts.leave_inputs(module)
     model_casts.unwiden_targets(model)
 
 

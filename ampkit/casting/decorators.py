@@ -1,14 +1,16 @@
-"""Functions of the user's own under O1: decorators, and registrations by name.
+"""Functions of the user's own: decorators, and registrations by name.
 
-Both may be used at import time, before there is a session, and do nothing while no session at O1 is active. A decorated
-function casts every tensor it is given; a registered one is patched like a row of the tables, so that ``dtype=``,
-``out=`` and the like keep their meaning.
+Both may be used at import time, before there is a session, and do nothing while no session at O1 is active; but
+`float_function` casts at O2, O3 and O5 too. A decorated function casts every tensor it is given; a registered one is patched
+like a row of the tables, so that ``dtype=``, ``out=`` and the like keep their meaning.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +18,65 @@ import torch
 from ..errors import ConfigurationError
 from ..policy.rules import CastKind
 from .engine import Casting, active_casting, register_rule
-from .tensors import map_tensors
+from .tensors import LOWER_PRECISION, map_tensors
 from .wrappers import caster, promoter
 
 F = TypeVar("F", bound=Callable)
+
+
+class _Suspensions(threading.local):
+    """How many `disable_casts` blocks this thread is in, at levels that cast models."""
+
+    def __init__(self) -> None:  # dynamo guards on the attribute being there
+        self.number = 0
+
+
+class CastModels:
+    """Whether `float_function` casts where torch is not patched: while sessions at O2, O3 or O5 are alive."""
+
+    def __init__(self) -> None:
+        self._sessions = 0
+        self._suspensions = _Suspensions()
+
+    def acquire(self) -> None:
+        self._sessions += 1
+
+    def release(self) -> None:
+        self._sessions -= 1
+
+    @property
+    def are_there(self) -> bool:
+        return self._sessions > 0
+
+    def is_on(self) -> bool:
+        """Whether a call made now, in this thread, is cast."""
+        return self._sessions > 0 and self._suspensions.number == 0
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Casting off inside, in this thread."""
+        self._suspensions.number += 1
+        try:
+            yield
+        finally:
+            self._suspensions.number -= 1
+
+
+cast_models = CastModels()
+
+
+def casts_of_calls_disabled() -> AbstractContextManager[Any]:
+    """Casts of calls off in this thread, whatever the levels of the live sessions."""
+    casting = active_casting()
+    if not cast_models.are_there:
+        return nullcontext() if casting is None else casting.disabled()
+    return cast_models.disabled() if casting is None else _both_disabled(casting)
+
+
+@contextmanager
+def _both_disabled(casting: Casting) -> Iterator[None]:
+    with cast_models.disabled(), casting.disabled():
+        yield
 
 
 def half_function(fn: F) -> F:
@@ -33,7 +90,7 @@ def bfloat16_function(fn: F) -> F:
 
 
 def float_function(fn: F) -> F:
-    """``fn`` with its lower-precision tensors cast to float32."""
+    """``fn`` with its lower-precision tensors cast to float32, at O2, O3 and O5 too."""
     return _decorated(fn, CastKind.FP32)
 
 
@@ -71,7 +128,9 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
     def cast_and_call(*args: Any, **kwargs: Any) -> Any:
         casting = active_casting()
         if casting is None or not casting.is_on():
-            return fn(*args, **kwargs)
+            if kind is not CastKind.FP32 or not cast_models.is_on():
+                return fn(*args, **kwargs)
+            return fn(*map_tensors(args, _to_float32), **map_tensors(kwargs, _to_float32))
         if kind is CastKind.PROMOTE:
             cast = promoter(casting.state, label, args, kwargs)
         else:
@@ -81,6 +140,10 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
         return fn(*map_tensors(args, cast), **map_tensors(kwargs, cast))
 
     return cast_and_call
+
+
+def _to_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in LOWER_PRECISION else x
 
 
 def _region_dtype(kind: CastKind, casting: Casting) -> torch.dtype | None:

@@ -1,6 +1,7 @@
 """What a session does to a model: cast its weights, keep norms float32, cast the inputs and outputs of its forward."""
 
 from .exporting import exports as exports
+from .forward import KEPT as KEPT
 from .forward import ForwardCasts as ForwardCasts
 from .forward import cast_inputs as cast_inputs
 from .forward import clearers as clearers
@@ -9,11 +10,16 @@ from .forward import take_off_copies as take_off_copies
 from .forward import uninstall as uninstall
 from .forward import watchers as watchers
 from .forward_scope import cast_submodules as cast_submodules
-from .keep import AsTheyAre as AsTheyAre
-from .keep import Kept as Kept
-from .keep import bridge as bridge
-from .keep import refuse_unmatched as refuse_unmatched
-from .keep import unbridge as unbridge
+from .keep_fp32 import AsTheyAre as AsTheyAre
+from .keep_fp32 import Kept as Kept
+from .keep_fp32 import bridge as bridge
+from .keep_fp32 import leave_inputs as leave_inputs
+from .keep_fp32 import own_precision as own_precision
+from .keep_fp32 import refuse_scripted as refuse_scripted
+from .keep_fp32 import refuse_unmatched as refuse_unmatched
+from .keep_fp32 import refuse_what_no_call_keeps as refuse_what_no_call_keeps
+from .keep_fp32 import take_inputs_down as take_inputs_down
+from .keep_fp32 import unbridge as unbridge
 from .operators import is_detector as is_detector
 from .operators import operators as operators
 from .operators import unwiden_targets as unwiden_targets

@@ -27,7 +27,16 @@ from ..casting.engine import active_casting
 from ..casting.tensors import cast_floating
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
-from .keep import ACTIVATION_KEY, bridge, unbridge
+from .keep_fp32 import (
+    ACTIVATION_KEY,
+    bridge,
+    have_it_called,
+    leave_inputs,
+    need_not_be_called,
+    take_inputs_down,
+    takes_inputs_down,
+    unbridge,
+)
 from .weights import RECORD_KEY, follow_devices, forget_weights, lower_entries, settle_weights
 
 CASTS_KEY = "_ampkit_casts"
@@ -54,8 +63,9 @@ class ForwardCasts:
     """What a forward does to dtypes; None leaves them alone.
 
     ``patched`` says that torch's functions cast inside, and ``outermost_only`` that outputs of a forward inside of another
-    that is cast are left alone. ``targets_stay`` is for ``model(images, targets)`` that computes its losses itself.
-    ``weights`` is set on copies only: the dtype in which to run the float32 weights listed in ``weight_names``.
+    that is cast are left alone. ``targets_stay`` is for ``model(images, targets)`` that computes its losses itself. ``kept``
+    is for what ``keep_fp32=`` names, which may lie inside of one another. ``weights`` is set on copies only: the dtype in which
+    to run the float32 weights listed in ``weight_names``.
     """
 
     inputs: torch.dtype | None = None
@@ -63,8 +73,13 @@ class ForwardCasts:
     patched: bool = False
     outermost_only: bool = False
     targets_stay: bool = False
+    kept: bool = False
     weights: torch.dtype | None = None
     weight_names: tuple[tuple[str, str], ...] = ()
+
+
+#: A module in float32 inside a model that is not: casts of calls are off in it, and its outputs stay as they are.
+KEPT = ForwardCasts(inputs=torch.float32, kept=True)
 
 
 class _Shell:
@@ -124,6 +139,8 @@ class _Shell:
 
 def install(model: nn.Module, casts: ForwardCasts) -> None:
     """Make ``model`` cast as ``casts`` says, whichever way its forward is called."""
+    if casts.kept:
+        have_it_called(model)
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
@@ -136,6 +153,7 @@ def uninstall(model: nn.Module) -> None:
     watchers.pop(model, None)
     clearers.pop(model, None)
     compiled_models.forget(model)
+    need_not_be_called(model)
     model.__dict__.pop(CASTS_KEY, None)
     if INNER_FORWARD_KEY in model.__dict__:
         model.__dict__["forward"] = model.__dict__.pop(INNER_FORWARD_KEY)
@@ -149,21 +167,25 @@ def take_off_copies(model: nn.Module) -> Callable[[nn.Module], None]:
     for name, copied in model.named_modules():
         if CASTS_KEY in copied.__dict__ and copied not in watchers:
             bridged = {n: m.__dict__[ACTIVATION_KEY] for n, m in copied.named_modules() if ACTIVATION_KEY in m.__dict__}
-            worn[name] = copied.__dict__[CASTS_KEY], bridged
+            lowering = [n for n, m in copied.named_modules() if takes_inputs_down(m)]
+            worn[name] = copied.__dict__[CASTS_KEY], bridged, lowering
     modules = dict(model.named_modules())
     for name in worn:
         for module in modules[name].modules():
             unbridge(module)
+            leave_inputs(module)
         uninstall(modules[name])
 
     def put_on(model: nn.Module) -> None:
         modules = dict(model.named_modules())
-        for name, (casts, bridged) in worn.items():
+        for name, (casts, bridged, lowering) in worn.items():
             if name in modules:
                 install(modules[name], casts)
                 inner = dict(modules[name].named_modules())
                 for path in bridged.keys() & inner.keys():
                     bridge(inner[path], bridged[path])
+                for path in inner.keys() & set(lowering):
+                    take_inputs_down(inner[path])
 
     return put_on
 
@@ -223,7 +245,7 @@ def _new_shell(base: type, *arguments: object) -> nn.Module:
 
 def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
     casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
-    if casts is None:
+    if casts is None or (casts.kept and _running.inputs is casts.inputs):  # in a kept module that is inside another
         return function(*args, **kwargs)
     traced = _compiling()
     if traced:

@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import kernels
 from ..errors import ConfigurationError
-from .keep import Kept
+from .keep_fp32 import Kept
 
 RECORD_KEY = "_ampkit_weights"
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,12 +1,14 @@
-"""A user's own functions under O1: decorated, and registered by name."""
+"""A user's own functions: decorated, and registered by name."""
 
 import inspect
+import threading
 import types
 
 import pytest
 import torch
 from helpers import o1
 
+import ampkit
 import ampkit.casting.engine as engine_module
 from ampkit.casting import (
     bfloat16_function,
@@ -220,3 +222,131 @@ def test_registration_of_a_missing_function_is_an_error(owner):
     with pytest.raises(ConfigurationError, match="no function 'no_such_name'"):
         register_half_function(owner, "no_such_name")
     assert issubclass(ConfigurationError, ValueError)
+
+
+# Where models are cast and torch is not patched
+
+CAST_LEVELS = ("O2", "O3", "O5")
+
+
+class Distance(torch.nn.Module):
+    """Ends in a function that has to compute in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 256)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x, variance(x), plain_variance(x)
+
+
+def plain_variance(x):
+    return (x.square().mean(-1) - x.mean(-1).square()).clone()
+
+
+variance = float_function(plain_variance)
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_float_function_computes_in_float32_in_a_cast_model(level, compiled):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = ampkit.initialize(Distance(), opt_level=level, cast_model_type=LOW, verbosity=0)
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    x, ours, plain = forward(torch.randn(8, 4))
+    exact = plain_variance(x.double())
+    assert (ours - exact).abs().max() < 1e-5 < 1e-3 < (plain - exact).abs().max()
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_float_function_casts_while_a_model_is_cast(level):
+    function, given = (
+        float_function(dtypes),
+        [torch.ones(2, dtype=dtype) for dtype in (LOW, HALF, torch.float64, torch.int64)],
+    )
+    as_given = [x.dtype for x in given]
+    assert function(*given) == as_given
+    with ampkit.session(torch.nn.Linear(2, 2), opt_level=level, verbosity=0):
+        assert function(*given[:2], c=given[2], d=given[3]) == [FULL, FULL, torch.float64, torch.int64]
+        assert float_function(lambda batch: batch["x"][0].dtype)({"x": [given[0]]}) is FULL
+    assert function(*given) == as_given
+
+
+@pytest.mark.parametrize("level", ("O0", *CAST_LEVELS))
+def test_other_decorators_do_nothing_where_torch_is_not_patched(level):
+    """half_function and bfloat16_function are the identity there, and so is promote_function."""
+    given = [torch.ones(2, dtype=dtype) for dtype in (FULL, LOW)]
+    with ampkit.session(torch.nn.Linear(2, 2), opt_level=level, verbosity=0):
+        for decorate in (half_function, bfloat16_function, promote_function):
+            assert decorate(dtypes)(*given) == [FULL, LOW]
+        if level == "O0":
+            assert float_function(dtypes)(*given) == [FULL, LOW]
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_disable_casts_suspends_float_function_and_nothing_else(level):
+    torch.manual_seed(0)
+    model = ampkit.initialize(Distance(), opt_level=level, cast_model_type=LOW, verbosity=0)
+    x, low = torch.randn(8, 4), torch.ones(2).bfloat16()
+    function, seen = float_function(dtypes), []
+    outside = model(x)
+    with ampkit.disable_casts():
+        inside = model(x)
+        seen += function(low)
+        with ampkit.disable_casts():
+            seen += function(low)
+        seen += function(low)
+        thread = threading.Thread(target=lambda: seen.extend(function(low)))
+        thread.start()
+        thread.join()
+        assert {p.dtype for p in model.parameters()} == {LOW}
+    assert seen == [LOW, LOW, LOW, FULL] and function(low) == [FULL]
+    assert torch.equal(inside[0], outside[0])  # the model computes as it did
+    assert torch.equal(inside[1], inside[2]) and not torch.equal(outside[1], outside[2])
+    with pytest.raises(ZeroDivisionError), ampkit.disable_casts():
+        raise ZeroDivisionError
+    assert function(low) == [FULL]
+
+
+def test_disable_casts_inside_and_around_compiled_code():
+    torch._dynamo.reset()
+    function, low = float_function(lambda x: x * 2), torch.ones(2).bfloat16()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def both(x):
+        first = function(x)
+        with ampkit.disable_casts():
+            second = function(x)
+        return first.dtype, second.dtype, second
+
+    with ampkit.session(torch.nn.Linear(2, 2), opt_level="O2", verbosity=0):
+        assert both(low)[:2] == (FULL, LOW)
+        with ampkit.disable_casts():
+            assert both(low)[:2] == (LOW, LOW)
+        assert both(low)[:2] == (FULL, LOW)
+    assert both(low)[:2] == (LOW, LOW)
+
+
+def test_sessions_of_both_kinds_count_together():
+    """A session at O1 is live, and one at O2: each ends for itself."""
+    function, low = float_function(dtypes), torch.ones(2).bfloat16()
+    patched, cast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    ampkit.initialize(patched, opt_level="O1", verbosity=0)
+    ampkit.initialize(cast, opt_level="O2", verbosity=0)
+    with ampkit.disable_casts():
+        assert function(low) == [LOW]
+    assert function(low) == [FULL]
+    ampkit.initialize(patched, enabled=False)
+    assert function(low) == [FULL]
+    ampkit.initialize(cast, enabled=False)
+    assert function(low) == [LOW]
+
+
+def test_float_function_inside_a_cast_model_beside_a_session_at_o1():
+    torch.manual_seed(0)
+    model = ampkit.initialize(Distance(), opt_level="O2", cast_model_type=LOW, verbosity=0)
+    ampkit.initialize(torch.nn.Linear(2, 2), opt_level="O1", patch_torch_functions_type=LOW, verbosity=0)
+    x, ours, _ = model(torch.randn(8, 4))
+    assert (ours - plain_variance(x.double())).abs().max() < 1e-5

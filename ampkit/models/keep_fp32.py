@@ -1,0 +1,305 @@
+"""Which modules stay float32, and how they live among lower-precision activations.
+
+What ``keep_fp32=`` names runs in float32 at every level and hands on float32: it gets a forward of its own (`KEPT` in
+forward.py), and where the weights of a model are cast, those around it are given a hook that casts float32 inputs down.
+
+Norm layers and what torch has no lower precision for keep float32 weights only, and hand lower precision on. Batch and instance
+norm take lower-precision activations with float32 weights natively; the others are given hooks that hand them float32 inputs
+and cast their outputs back. All hooks are plain functions of this module, so that models pickle and deep-copy.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _Orthogonal
+from torch.nn.utils.parametrize import ParametrizationList
+
+from ..casting.tensors import LOWER_PRECISION, cast_floating
+from ..errors import ConfigurationError
+
+ACTIVATION_KEY = "_ampkit_activation_dtype"
+
+_NORM_TYPES = tuple(
+    getattr(nn, name)
+    for name in ("LayerNorm", "GroupNorm", "RMSNorm", "LocalResponseNorm", "CrossMapLRN2d")
+    if hasattr(nn, name)
+) + (_NormBase,)
+_NORM_SUFFIXES = ("Norm", "Norm1d", "Norm2d", "Norm3d")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Every norm class of torch.nn and its subclasses, and classes named like one (``LlamaRMSNorm``)."""
+    return isinstance(module, _NORM_TYPES) or type(module).__name__.endswith(_NORM_SUFFIXES)
+
+
+def needs_float32(module: nn.Module) -> bool:
+    """Orthogonal parametrizations: in bfloat16 two of the maps have no kernels, and the third gives NaN."""
+    return isinstance(module, ParametrizationList) and any(isinstance(one, _Orthogonal) for one in module)
+
+
+def takes_lower_precision_natively(module: nn.Module) -> bool:
+    """torch's batch norm kernels compute in float32 from lower-precision input with float32 weights.
+
+    A subclass with a forward of its own may do anything, and is not trusted to.
+    """
+    home = getattr(type(module).forward, "__module__", "")
+    return isinstance(module, _NormBase) and home.startswith(("torch.nn.", "ampkit."))
+
+
+class AsTheyAre:
+    """The choice that keeps every float32 tensor: only weights that came in lower precision get a float32 value behind them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {
+            tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype is torch.float32
+        }
+
+    def covers(self, module: nn.Module) -> bool:
+        return False
+
+
+class Kept:
+    """The choice for one model: ``modules`` (with everything inside them) and single ``parameters`` by identity.
+
+    ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing.
+    """
+
+    def __init__(self, model: nn.Module, keep_norms: bool, keep_fp32: tuple[Any, ...]) -> None:
+        self.modules: dict[nn.Module, str] = {}
+        self.named: dict[nn.Module, str] = {}
+        self.parameters: set[torch.Tensor] = set()
+        self.unmatched: list[Any] = []
+        self._model = model
+        for name, module in model.named_modules():
+            if needs_float32(module) or (keep_norms and is_norm(module)):
+                self.modules[module] = name
+        for item in keep_fp32:
+            if not self._keep(item):
+                self.unmatched.append(item)
+        self._name_attentions()
+        self.modules.update(self.named)
+        self._keep_tied()
+        self._inside = {inner for module in self.modules for inner in module.modules()}
+
+    def covers(self, module: nn.Module) -> bool:
+        return module in self._inside
+
+    def bridged(self) -> list[nn.Module]:
+        """Kept modules that hand on lower precision: norms and the like, outside of those that run in float32."""
+        in_float32 = set(self.in_float32(hand_on_norms=True))
+        nested = {inner for module in self.modules for inner in module.modules() if inner is not module}
+        return [m for m in self.modules if m not in nested and m not in in_float32 and _has_forward(m)]
+
+    def in_float32(self, hand_on_norms: bool) -> list[nn.Module]:
+        """The modules that ``keep_fp32=`` names and all inside them: each may be called by itself, containers never are.
+
+        With ``hand_on_norms`` norms that are named by themselves are left out, as are parametrizations.
+        """
+        found: dict[nn.Module, None] = {}
+        for root in self.named:
+            if hand_on_norms and (is_norm(root) or isinstance(root, ParametrizationList)):
+                continue
+            computed = {m for one in root.modules() if isinstance(one, ParametrizationList) for m in one.modules()}
+            for module in root.modules():
+                if _has_forward(module) and (module is root or module not in computed):
+                    found[module] = None
+        return list(found)
+
+    def mixes_precisions(self) -> bool:
+        """Whether float32 may reach weights in lower precision, in a model whose weights are cast."""
+        norms = {inner for module in self.modules if is_norm(module) for inner in module.modules()}
+        in_norms = {param for module in norms for param in module.parameters(recurse=False)}
+        return bool(self.in_float32(hand_on_norms=True) or self.parameters - in_norms)
+
+    def alone(self) -> list[str]:
+        """Names of parameters that are to be kept although no module around them is."""
+        inside = {inner for module in self.in_float32(hand_on_norms=False) for inner in module.modules()}
+        return [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self._model.named_modules()
+            if module not in inside
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
+            if param in self.parameters or module in self.named
+        ]
+
+    def scripted(self) -> list[str]:
+        """Names of modules that are to be kept and have no forward in Python."""
+        return [name for module, name in self.named.items() if isinstance(module, torch.jit.ScriptModule)]
+
+    def _keep_tied(self) -> None:
+        """A tensor has one dtype: modules that share a weight with a kept one are kept as well."""
+        found = bool(self.modules)
+        while found:
+            inside = {inner for module in self.modules for inner in module.modules()}
+            tensors = {param for module in inside for param in module.parameters(recurse=False)}
+            found = {
+                module: name
+                for name, module in self._model.named_modules()
+                if module not in inside and any(param in tensors for param in module.parameters(recurse=False))
+            }
+            self.modules.update(found)
+
+    def _keep(self, item: Any) -> bool:
+        if isinstance(item, str):
+            modules, parameters = self._matching(item)
+        else:
+            matches = (lambda m: isinstance(m, item)) if isinstance(item, type) else (lambda m: m is item)
+            modules = {m: name for name, m in self._model.named_modules() if matches(m)}
+            parameters = set()
+        self.named.update(modules)
+        self.parameters.update(parameters)
+        return bool(modules or parameters)
+
+    def _matching(self, pattern: str) -> tuple[dict[nn.Module, str], set[torch.Tensor]]:
+        """Modules and parameters by name. Who names all that is in a module, ``"head.*"``, names the module."""
+        model = self._model
+        modules = {m: name for name, m in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
+        every = model.named_parameters(remove_duplicate=False)
+        parameters = {param for name, param in every if fnmatch.fnmatchcase(name, pattern)}
+        for name, module in model.named_modules():
+            own = list(module.parameters(recurse=False))
+            children = [child for child in module.children() if child not in modules]
+            if own and not children and parameters.issuperset(own):
+                modules[module] = name
+        return modules, parameters
+
+    def _name_attentions(self) -> None:
+        """torch's attention never calls its ``out_proj``: who names that names the attention."""
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.MultiheadAttention) and module.out_proj in self.named:
+                self.named[module] = name
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether calls reach the module: not a ModuleList, not what torch.compile or torch.jit put around one."""
+    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+        return False
+    return type(module).forward is not nn.Module.forward
+
+
+def refuse_unmatched(kept: list[Kept]) -> None:
+    """An item of ``keep_fp32=`` that matches nothing in any of the models is a mistake worth an error."""
+    unmatched = [item for item in kept[0].unmatched if all(item in one.unmatched for one in kept)] if kept else []
+    if unmatched:
+        shown = [type(item).__name__ if isinstance(item, nn.Module) else item for item in unmatched]
+        raise ConfigurationError(
+            f"keep_fp32 items {shown} match no module and no parameter. Give modules of the model, module types, or name "
+            "patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
+        )
+
+
+def refuse_what_no_call_keeps(kept: list[Kept], level: str) -> None:
+    """Where calls are cast and not weights, only modules can be kept, by what happens around their forward."""
+    for one in kept:
+        alone = one.alone()
+        if alone:
+            around = list(dict.fromkeys(name.rpartition(".")[0] for name in alone))
+            if all(around):
+                advice = f"Name the modules whose operations use them instead: keep_fp32={around}."
+            else:
+                advice = (
+                    "Compute with them inside 'with torch.autocast(device_type, enabled=False):', or in a function under "
+                    "@ampkit.float_function."
+                )
+            raise ConfigurationError(
+                f"keep_fp32 names single parameters ({', '.join(alone)}). {level} casts the arguments of calls and leaves all "
+                f"weights float32, so there is nothing to keep about a parameter alone. {advice}"
+            )
+
+
+def refuse_scripted(kept: list[Kept]) -> None:
+    """The forward of a scripted module is not called from Python, and nothing can be put around it."""
+    names = [name for one in kept for name in one.scripted()]
+    if names:
+        raise ConfigurationError(
+            f"keep_fp32 names TorchScript modules ({', '.join(names)}). Name the module that calls them, or give initialize() the "
+            "module as it was before scripting."
+        )
+
+
+def bridge(module: nn.Module, lower_precision: torch.dtype) -> None:
+    """Let float32 weights live among lower-precision activations: float32 in, ``lower_precision`` out."""
+    if not takes_lower_precision_natively(module):
+        module.__dict__[ACTIVATION_KEY] = lower_precision
+        module.register_forward_pre_hook(_inputs_to_float32, with_kwargs=True)
+        module.register_forward_hook(_outputs_to_activation_dtype)
+
+
+def unbridge(module: nn.Module) -> None:
+    """Undo `bridge`."""
+    if module.__dict__.pop(ACTIVATION_KEY, None) is not None:
+        _remove(module, _inputs_to_float32)
+        _remove(module, _outputs_to_activation_dtype)
+
+
+def take_inputs_down(module: nn.Module) -> None:
+    """Have the module's inputs cast to the precision of its own weights, where that is lower."""
+    if not takes_inputs_down(module):
+        module.register_forward_pre_hook(_inputs_to_own_precision, with_kwargs=True)
+
+
+def takes_inputs_down(module: nn.Module) -> bool:
+    return _inputs_to_own_precision in module._forward_pre_hooks.values()
+
+
+def leave_inputs(module: nn.Module) -> None:
+    """Undo `take_inputs_down`."""
+    _remove(module, _inputs_to_own_precision)
+
+
+def have_it_called(module: nn.Module) -> None:
+    """torch's TransformerEncoderLayer calls its parts, instead of one kernel in their place, where one of them has a hook."""
+    module.register_forward_pre_hook(_no_kernel_in_its_place)
+
+
+def need_not_be_called(module: nn.Module) -> None:
+    """Undo `have_it_called`."""
+    _remove(module, _no_kernel_in_its_place)
+
+
+def own_precision(module: nn.Module) -> torch.dtype | None:
+    """The lower precision of the module's own weights, if they have one: parameters, parametrized ones, running statistics."""
+    for param in module._parameters.values():
+        if param is not None and param.dtype in LOWER_PRECISION:
+            return param.dtype
+    parametrizations = module._modules.get("parametrizations")
+    if parametrizations is not None:
+        for one in parametrizations._modules.values():
+            if ACTIVATION_KEY in one.__dict__:
+                return one.__dict__[ACTIVATION_KEY]
+            dtype = own_precision(one)
+            if dtype is not None:
+                return dtype
+    if isinstance(module, _NormBase) and module.running_mean is not None and module.weight is None:
+        return module.running_mean.dtype if module.running_mean.dtype in LOWER_PRECISION else None
+    return None
+
+
+def _remove(module: nn.Module, function: Any) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook is function]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _inputs_to_float32(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+
+
+def _outputs_to_activation_dtype(module: nn.Module, args: tuple, output: Any) -> Any:
+    return cast_floating(output, module.__dict__[ACTIVATION_KEY])
+
+
+def _inputs_to_own_precision(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    # Asked each time: a copy's weights are in lower precision only while its forward runs.
+    dtype = own_precision(module)
+    return (args, kwargs) if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
+
+
+def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
+    """Its being there is all that it does."""

@@ -1,0 +1,565 @@
+"""``keep_fp32=``: what it names computes in float32 at every level, and hands on float32.
+
+A kept module's outputs and gradients are compared with the same module in float64, given what it was given. Float32 is
+within 1e-5 of that here, bfloat16 off by 1e-3 and more.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+from ampkit.models.forward import CASTS_KEY
+from ampkit.session import Session
+
+BF16, F32 = torch.bfloat16, torch.float32
+PATCHED, CAST = ("O1", "O4"), ("O2", "O3", "O5")
+LEVELS = PATCHED + CAST
+
+
+class Head(nn.Sequential):
+    """A type of its own, to be named in keep_fp32."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+
+
+class Net(nn.Module):
+    """A head between layers in lower precision, which notes what the head was given and what it returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.last = nn.Linear(12, 16), Head(), nn.Linear(8, 4)
+        self.seen = []
+
+    def run_head(self, x):
+        return self.head(x)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.run_head(x)
+        self.seen.append((x, y))
+        return self.last(y)
+
+
+class ByForward(Net):
+    def run_head(self, x):
+        return self.head.forward(x)
+
+
+class ByLayers(Net):
+    """The head is never called, its layers are."""
+
+    def run_head(self, x):
+        for layer in self.head:
+            x = layer(x)
+        return x
+
+
+class Recomputed(Net):
+    def run_head(self, x):
+        return checkpoint(self.head, x, use_reentrant=False)
+
+
+def initialized(model, level="O1", **settings):
+    torch.manual_seed(0)
+    settings = {"opt_level": level, "verbosity": 0, **settings}
+    if level == "O2":
+        settings.setdefault("cast_model_type", BF16)
+    if level == "O1":
+        settings.setdefault("patch_torch_functions_type", BF16)
+    return ampkit.initialize(model, **settings)
+
+
+def distance(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+def is_float32s(found, exact):
+    """Whether numbers were computed in float32; in bfloat16 they were certainly not within 1e-5."""
+    return found.dtype is F32 and distance(found.detach(), exact.detach()) < 1e-5
+
+
+WAYS = {
+    "name": lambda m: "head",
+    "pattern": lambda m: "hea?",
+    "pattern of all that is inside": lambda m: "head.*",
+    "type": lambda m: Head,
+    "module": lambda m: m.head,
+    "list": lambda m: ["head"],
+    "layers by name": lambda m: ["head.0", "head.2"],
+    "nested": lambda m: ["head", m.head[0], "head.2"],
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
+def test_named_module_computes_in_float32(way, level):
+    model = Net()
+    exact = copy.deepcopy(model.head).double()
+    initialized(model, level, keep_fp32=WAYS[way](model))
+    model(torch.randn(6, 12))
+    (given, found), *_ = model.seen
+    assert given.dtype is BF16  # in lower precision, as everything around
+    assert is_float32s(found, exact(given.double()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [Net, ByForward, ByLayers, Recomputed])
+def test_kept_module_is_kept_whichever_way_it_is_called(kind, level):
+    model = kind()
+    exact = copy.deepcopy(model.head).double()
+    initialized(model, level, keep_fp32="head")
+    model(torch.randn(6, 12)).sum().backward()
+    (given, found), *_ = model.seen
+    assert given.dtype is BF16 and is_float32s(found, exact(given.double()))
+    direct = model.head(given)
+    assert is_float32s(direct, exact(given.double()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [Net, Recomputed])
+def test_backward_of_a_kept_module_is_float32(kind, level):
+    model = kind()
+    exact = copy.deepcopy(model.head).double()
+    initialized(model, level, keep_fp32="head")
+    x = torch.randn(6, 12)
+    upstream = torch.randn(6, 8)
+    model(x)
+    given, found = model.seen[0]
+    gradients = torch.autograd.grad(found, [given, *model.head.parameters()], upstream)
+    given64 = given.detach().double().requires_grad_()
+    expected = torch.autograd.grad(exact(given64), [given64, *exact.parameters()], upstream.double())
+    assert gradients[0].dtype is BF16 and distance(gradients[0], expected[0]) < 2**-8  # rounded once
+    assert all(is_float32s(*pair) for pair in zip(gradients[1:], expected[1:]))
+
+
+def test_without_keep_fp32_the_same_numbers_are_lower_precisions():
+    for level in LEVELS:
+        model = Net()
+        exact = copy.deepcopy(model.head).double()
+        initialized(model, level)
+        model(torch.randn(6, 12))
+        given, found = model.seen[0]
+        assert distance(found.detach(), exact(given.double()).detach()) > 1e-4
+        ampkit.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_whole_model_may_be_named(level):
+    model = Net()
+    exact, x = copy.deepcopy(model).double(), torch.randn(6, 12)
+    initialized(model, level, keep_fp32=Net)
+    assert is_float32s(model(x), exact(x.double())) and is_float32s(model.forward(x), exact(x.double()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_shared_module_is_kept_wherever_it_is_called(level):
+    shared = nn.Linear(8, 8)
+    models = [nn.Sequential(nn.Linear(8, 8), shared), nn.Sequential(shared, nn.Linear(8, 8), shared)]
+    exact = copy.deepcopy(shared).double()
+    seen = []
+    shared.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    initialized(models, level, keep_fp32=shared)
+    for model in models:
+        model(torch.randn(2, 8))
+    assert len(seen) == 3 and all(is_float32s(found, exact(given.double())) for given, found in seen)
+    ampkit.close()
+    assert type(shared) is nn.Linear and len(vars(shared)["_forward_pre_hooks"]) == 0
+
+
+def test_tied_weight_does_not_keep_the_other_module_at_o1():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    initialized(model, keep_fp32="1")
+    assert model[0](torch.ones(1, 4)).dtype is BF16 and model[1](torch.ones(1, 4)).dtype is F32
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.seen = []
+        for block in self.blocks:
+            x = block(x)
+            self.seen.append(x.dtype)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_module_list_keeps_what_is_in_it(level):
+    model = initialized(Blocks(), level, keep_fp32="blocks")
+    model(torch.randn(2, 8))
+    assert model.seen == [F32, F32] and model.last.weight.dtype is (F32 if level in PATCHED else BF16)
+
+
+# Single parameters
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate = nn.Linear(8, 8), nn.Parameter(torch.full((8,), 0.3))
+
+    def forward(self, x):
+        return self.inner(x) * self.gate
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_single_parameter_is_kept_and_the_next_layer_takes_what_comes_of_it(level):
+    model = nn.Sequential(Gated(), nn.Linear(8, 8))
+    initialized(model, level, keep_fp32="*.gate")
+    assert model[0].gate.dtype is F32 and model[0].inner.weight.dtype is BF16
+    gated = model[0](torch.randn(2, 8).bfloat16())
+    assert gated.dtype is F32
+    model(torch.randn(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("level", PATCHED)
+def test_single_parameter_is_refused_where_calls_are_cast(level):
+    model = nn.Sequential(Gated(), nn.Linear(8, 8))
+    before = {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
+    with pytest.raises(ampkit.ConfigurationError, match=r"single parameters \(0\.gate\).*keep_fp32=\['0'\]"):
+        initialized(model, level, keep_fp32="*.gate")
+    with pytest.raises(ampkit.ConfigurationError, match=r"single parameters \(gate\).*float_function"):
+        initialized(Gated(), level, keep_fp32="gate")
+    with pytest.raises(ampkit.ConfigurationError, match=r"single parameters \(1\.weight\).*keep_fp32=\['1'\]"):
+        initialized(model, level, keep_fp32="1.weight")
+    assert before == {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
+    assert ampkit.current_session() is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_parameters_of_a_layer_name_the_layer(level):
+    model = initialized(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), level, keep_fp32=["1.weight", "1.bi*", "1.*"])
+    assert model[1](torch.ones(1, 8).bfloat16()).dtype is F32
+    assert model(torch.ones(1, 8)).dtype is F32
+
+
+@pytest.mark.parametrize("level", PATCHED)
+def test_scripted_module_is_refused_by_name(level):
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = torch.jit.script(nn.Linear(4, 4))
+
+    with pytest.raises(ampkit.ConfigurationError, match=r"TorchScript modules \(part\)"):
+        initialized(Around(), level, keep_fp32="part")
+
+
+# Between kept modules and others, where weights are cast
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, attn_mask=torch.zeros(4, 4))[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cells = kind(8, 8, batch_first=True)
+
+    def forward(self, x):
+        state = x.new_zeros(1, len(x), 8)
+        return self.cells(x, (state, state) if isinstance(self.cells, nn.LSTM) else state)[0]
+
+
+TAKERS = {
+    "linear": lambda: nn.Linear(8, 8),
+    "linear without bias": lambda: nn.Linear(8, 8, bias=False),
+    "weight norm": lambda: weight_norm(nn.Linear(8, 8, bias=False)),
+    "convolution": lambda: nn.Conv1d(4, 4, 3),
+    "attention": Attention,
+    "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN),
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "batch norm without weights": lambda: nn.BatchNorm1d(4, affine=False),
+    "layer norm": lambda: nn.LayerNorm(8),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("taker", TAKERS)
+def test_what_follows_a_kept_module_takes_its_float32(taker, training, level):
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Linear(8, 8), TAKERS[taker](), nn.Linear(8, 8) if taker != "convolution" else nn.ReLU()
+    )
+    model.train(training)
+    twin, x = copy.deepcopy(model).double(), torch.randn(3, 4, 8)
+    for module in twin.modules():  # the mask
+        if isinstance(module, Attention):
+            module.forward = lambda x, own=module: own.attention(x, x, x)[0]
+    initialized(model, level, keep_fp32="1")
+    with torch.set_grad_enabled(training):
+        found, exact = model(x), twin(x.double())
+    assert distance(found.detach().double(), exact.detach()) < 0.05
+    if training:
+        found.float().square().mean().backward()
+        exact.square().mean().backward()
+        pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters())]
+        found, exact = (torch.cat([pair[i].double().flatten() for pair in pairs]) for i in (0, 1))
+        assert distance(found, exact) < 0.1
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_ordinary_models_get_no_hook_for_it(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    initialized(model, level, keep_fp32=[nn.BatchNorm1d])
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 0
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_named_norm_hands_on_lower_precision(level):
+    model = initialized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), level, keep_fp32="1")
+    assert model[1].weight.dtype is F32 and model[1](torch.ones(2, 4).bfloat16()).dtype is BF16
+
+
+@pytest.mark.parametrize("level", PATCHED)
+def test_named_norm_is_like_any_other_at_o1(level):
+    model = initialized(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), level, keep_fp32=nn.BatchNorm1d)
+    assert model(torch.randn(3, 4)).dtype is F32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_naming_the_out_projection_names_the_attention(level):
+    model = nn.Sequential(nn.Linear(8, 8), Attention())
+    exact = copy.deepcopy(model[1].attention).double()
+    initialized(model, level, keep_fp32="*.out_proj")
+    x = model[0](torch.randn(2, 4, 8).to(model[0].weight.dtype))
+    found, expected = model[1](x), x.double()
+    assert x.dtype is BF16 and is_float32s(found, exact(expected, expected, expected)[0])
+
+
+class Noting(nn.Linear):
+    def forward(self, x):
+        self.seen = x.dtype
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_part_of_an_encoder_layer_is_kept_in_evaluation_too(level):
+    """torch has one kernel for the whole layer, which would not call its parts."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
+    model[0].linear1 = Noting(8, 16)
+    initialized(model, level, keep_fp32="0.linear1")
+    with torch.no_grad():
+        model(torch.randn(2, 4, 8))
+    assert model[0].linear1.seen is F32
+
+
+# Copies, pickles, replicas, close
+
+
+def plain_state(model):
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs")
+    return {n: (type(m), set(vars(m)), [list(vars(m)[h]) for h in hooks]) for n, m in model.named_modules()}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_close_leaves_nothing_on_the_model(level):
+    model = Net()
+    before = plain_state(model)
+    initialized(model, level, keep_fp32="head")
+    assert plain_state(model) != before
+    model(torch.randn(2, 12))
+    ampkit.close()
+    assert plain_state(model) == before and {p.dtype for p in model.parameters()} == {F32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_failure_halfway_leaves_nothing_on_the_model(level, monkeypatch):
+    model = Net()
+    before = plain_state(model)
+
+    def fail(*_):
+        raise MemoryError("made to fail")
+
+    monkeypatch.setattr(Session, "_settle", fail)
+    with pytest.raises(MemoryError, match="made to fail"):
+        initialized(model, level, keep_fp32="head")
+    assert plain_state(model) == before and {p.dtype for p in model.parameters()} == {F32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_failure_while_modules_are_kept_leaves_nothing(level, monkeypatch):
+    model = Net()
+    before = plain_state(model)
+    install, calls = ampkit.models.install, []
+
+    def fail_at_the_third(module, casts):
+        calls.append(module)
+        install(module, casts)
+        if len(calls) == 3:
+            raise MemoryError("made to fail")
+
+    monkeypatch.setattr("ampkit.models.install", fail_at_the_third)
+    with pytest.raises(MemoryError, match="made to fail"):
+        initialized(model, level, keep_fp32="head")
+    assert plain_state(model) == before
+
+
+def pickled(model):
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+def replica(model):
+    """As DataParallel makes them, on one device."""
+    made = model._replicate_for_data_parallel()
+    made.head = model.head._replicate_for_data_parallel()
+    for name, module in model.head.named_children():
+        made.head._modules[name] = module._replicate_for_data_parallel()
+        for key, param in module._parameters.items():
+            setattr(made.head._modules[name], key, param)
+    for name in ("first", "last"):
+        setattr(made, name, getattr(model, name))
+    return made
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled, replica])
+def test_copy_computes_as_the_model_does(copied, level):
+    model = initialized(Net(), level, keep_fp32="head")
+    x = torch.randn(6, 12)
+    expected = model(x)
+    model.seen.clear()
+    twin = copied(model)
+    twin.seen = []
+    assert torch.equal(twin(x), expected)
+    given, found = twin.seen[0]
+    assert given.dtype is BF16 and found.dtype is F32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copy_of_a_closed_session_is_initialized_like_any_model(copied, level):
+    model = initialized(Net(), level, keep_fp32="head")
+    twin = copied(model)
+    ampkit.close()
+    x = torch.randn(6, 12)
+    if level in PATCHED:  # nothing is cast any more
+        assert torch.equal(twin(x), model(x)) and twin.seen[0][0].dtype is F32
+    again = plain_state(model)
+    initialized(twin, level)  # and this time nothing is kept
+    twin.seen.clear()
+    twin(x)
+    assert twin.seen[0][1].dtype is BF16
+    ampkit.close()
+    assert plain_state(model) == again
+    assert {CASTS_KEY in vars(m) for m in model.modules()} == {False}
+
+
+def test_kept_module_copied_alone_is_a_float32_module():
+    for level in LEVELS:
+        model = initialized(Net(), level, keep_fp32="head")
+        twin = copy.deepcopy(model.head)
+        exact, x = copy.deepcopy(model.head), torch.randn(3, 16)
+        ampkit.close()
+        assert is_float32s(twin(x), exact.double()(x.double()))
+        assert pickle.loads(pickle.dumps(twin))(x).dtype is F32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialized_again_without_keep_fp32_keeps_nothing(level):
+    model = Net()
+    initialized(model, level, keep_fp32="head")
+    initialized(model, level)
+    model(torch.randn(2, 12))
+    assert model.seen[0][1].dtype is BF16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_moves_kept_weights(level):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(0)
+    initialized(model, level, optimizers=optimizer, keep_fp32="head")
+    x, start = torch.randn(16, 12), model.head[0].weight.detach().clone()
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x).float(), x[:, :4])
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0] and model.head[0].weight.dtype is F32
+    assert not torch.equal(model.head[0].weight, start)
+
+
+# Casts inside
+
+
+@pytest.mark.parametrize("level", PATCHED)
+def test_region_inside_a_kept_module_switches_casts_on(level):
+    class Mixed(nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cpu", BF16):
+                low = super().forward(x)
+            return low.dtype, super().forward(x).dtype
+
+    model = initialized(nn.Sequential(Mixed(4, 4)), level, keep_fp32=Mixed)
+    assert model(torch.ones(1, 4)) == (BF16, F32)
+
+
+@pytest.mark.parametrize("level", PATCHED)
+def test_after_an_error_in_a_kept_module_casts_are_on_again(level):
+    model = initialized(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), level, keep_fp32="1")
+    with pytest.raises(RuntimeError):
+        model[1](torch.ones(1, 5))
+    assert model[0](torch.ones(1, 4)).dtype is BF16 and model(torch.ones(1, 4)).dtype is F32
+
+
+# Compiled
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [Net, ByForward, ByLayers])
+def test_compiled_model_keeps_as_eager_does(kind, level):
+    class Returning(kind):
+        def forward(self, x):
+            x = self.first(x)
+            y = self.run_head(x)
+            return x, y, self.last(y)
+
+    torch._dynamo.reset()
+    model = Returning()
+    exact = copy.deepcopy(model.head).double()
+    initialized(model, level, keep_fp32="head")
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(model, fullgraph=True, backend=note)
+    x = torch.randn(6, 12)
+    eager, found = model(x), compiled(x)
+    assert [y.dtype for y in found] == [y.dtype for y in eager] and len(graphs) == 1
+    given, kept, _ = found
+    assert is_float32s(kept, exact(given.double()))
+    sum(y.float().sum() for y in found).backward()
+    compiled(x)
+    assert len(graphs) == 1
