@@ -34,7 +34,11 @@ class Operators:
 
     def acquire(self) -> None:
         self._users += 1
-        self.catch_up()
+        try:
+            self.catch_up()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         self._users -= 1
@@ -45,13 +49,20 @@ class Operators:
         """Patch torchvision if it was loaded since `acquire`."""
         if not self._users or self._patches or not is_loaded(PACKAGE):
             return
-        for path, name in _FUNCTIONS:
-            owner = resolve_owner(path)
-            if hasattr(owner, name):
-                wrapper = _in_float32(getattr(owner, name))
-                self._patches.set(owner, name, wrapper)
-                if path == VISION:  # torch.jit.script finds operators by what stands in their place
-                    self._patches.set(_get_builtin_table(), id(wrapper), f"{PACKAGE}::{name}")
+        try:
+            for path, name in _FUNCTIONS:
+                self._patch(resolve_owner(path), name)
+        except BaseException:
+            self._patches.restore()
+            raise
+
+    def _patch(self, owner: Any, name: str) -> None:
+        if not hasattr(owner, name):
+            return
+        wrapper = _in_float32(getattr(owner, name))
+        self._patches.set(owner, name, wrapper)
+        if owner is resolve_owner(VISION):  # torch.jit.script finds operators by what stands in their place
+            self._patches.set(_get_builtin_table(), id(wrapper), f"{PACKAGE}::{name}")
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

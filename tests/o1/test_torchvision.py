@@ -13,6 +13,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import mobilenet_backbone
 
 import ampkit
+from ampkit.patching import PatchSet
 
 LOW = torch.bfloat16
 VISION = torch.ops.torchvision
@@ -152,6 +153,29 @@ def test_operators_are_given_back_in_any_order(first, first_to_close):
     next(iter(sessions.values())).close()
     after = VISION.nms, torchvision.ops.boxes.batched_nms, torchvision.ops.boxes._batched_nms_coordinate_trick
     assert all(one is other for one, other in zip(before, after))
+
+
+def test_initialize_that_fails_gives_the_operators_back(monkeypatch):
+    before = {name: getattr(VISION, name) for name in ("deform_conv2d", "nms", "roi_align")}
+    write, written = PatchSet.set, []
+
+    def fail_at_the_third(patches, owner, name, value):
+        if owner is VISION:
+            written.append(name)
+            if len(written) == 3:
+                raise MemoryError("made to fail")
+        write(patches, owner, name, value)
+
+    monkeypatch.setattr(PatchSet, "set", fail_at_the_third)
+    with pytest.raises(MemoryError, match="made to fail"):
+        ampkit.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    assert len(written) == 3 and all(getattr(VISION, name) is original for name, original in before.items())
+    # Nothing is counted as living either: the next session comes and goes as if it were the first.
+    ampkit.initialize(model := nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    assert VISION.nms is not before["nms"]
+    ampkit.close()
+    del model
+    assert all(getattr(VISION, name) is original for name, original in before.items())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

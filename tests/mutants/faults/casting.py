@@ -74,7 +74,7 @@ FAULTS = [
     Mutant(
         "wrappers: casts on other devices",
         "ampkit/casting/wrappers.py",
-        'if casts_on("cpu" if x.is_cpu else x.device.type):',
+        'if casts_on("cpu" if x.is_cpu else x.device.type) or x.dtype is elsewhere:',
         "if True:",
         breaks="tensors on devices that are not the session's stay",
         tests=("o1/test_casting.py::test_tensors_on_other_devices_are_left_alone",),
