@@ -344,6 +344,14 @@ def test_thread_that_is_not_the_main_one_is_switched_off_at_its_next_call_of_our
     assert seen == [False]
 
 
+def test_closed_inside_a_region_is_switched_off_at_the_next_call_of_ours():
+    initialized(nn.Linear(2, 2))
+    with torch.autocast("cpu"):
+        ampkit.close()
+    ampkit.close()
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+
+
 def test_step_in_one_thread_leaves_a_forward_in_another_alone():
     """Forward passes while another thread trains: every output in lower precision, no error."""
     model = nn.Linear(64, 64)
