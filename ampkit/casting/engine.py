@@ -84,8 +84,10 @@ class Casting:
         self._early_bound = EarlyBound()
         # Packages that have rows, and are not loaded yet.
         self._awaited: tuple[str, ...] = ()
-        # What threads were before they were switched on, by their ident.
+        # What threads were before they were switched on for good, by their ident.
         self._switched_on: dict[int, Saved] = {}
+        # Threads that were in a region when the device types changed.
+        self._out_of_date: set[int] = set()
 
     @property
     def lower_precision(self) -> torch.dtype:
@@ -127,6 +129,7 @@ class Casting:
         global _active
         self._installed = False
         self._tell_state()
+        self.state.closed, self.state.before = True, dict(self._switched_on)
         self._switch_off_everywhere()
         compiled_models.not_before_calls(self._mark_regions)
         self.tag_compiled_code()
@@ -135,7 +138,7 @@ class Casting:
             _active = None
         forget_traces()
         if threading.main_thread().ident in _left_on:
-            ctypes.pythonapi.Py_AddPendingCall(_switch_off_pending, None)
+            _switch_main_thread_off()
 
     def _switch_off_everywhere(self) -> None:
         if number_of_regions() == 0:
@@ -182,14 +185,19 @@ class Casting:
         """Cast tensors on these device types and no others."""
         device_types = frozenset(device_types)
         if device_types != self._device_types:
-            was_on = threading.get_ident() in self._switched_on
-            if was_on:
-                self._switch_off_here()
             self._device_types = device_types
             self._describe()
-            if was_on:
-                self.switch_on_here()
+            if threading.get_ident() in self._switched_on:
+                self._out_of_date.add(threading.get_ident())
+                self._bring_up_to_date()
             forget_traces()
+
+    def _bring_up_to_date(self) -> None:
+        """Have this thread cast on the device types of now, as soon as no region of the script's own decides."""
+        if threading.get_ident() in self._out_of_date and number_of_regions() == 0:
+            self._out_of_date.discard(threading.get_ident())
+            self._switch_off_here()
+            self.switch_on_here()
 
     def rebind(self, models: Iterable[nn.Module]) -> None:
         """Have the functions of torch that the models hold cast too, whenever they were bound."""
@@ -220,6 +228,8 @@ class Casting:
             yield
 
     def _unless_a_region_decides(self) -> AbstractContextManager[Any]:
+        if self._out_of_date and not _compiling():
+            self._bring_up_to_date()
         if self.state.is_on() or not self.state.installed or number_of_regions() > 0:
             return nullcontext()
         return self.state.region(True)
@@ -269,7 +279,10 @@ class Casting:
         self._installed = False
         self.caches.renew_lock()
         self._tell_state()
+        self.state.closed, self.state.before = True, dict(self._switched_on)
         self._switch_off_here()
+        for one in self.state.device_types:  # in the midst of a forward, too
+            torch.set_autocast_enabled(one, False)
         self.tag_compiled_code()
 
     # -- the cast cache
@@ -373,7 +386,15 @@ def switch_off_left_on() -> None:
 def _switch_off_pending(_: Any) -> int:
     """Run by Python in its main thread, as soon as that is between two instructions."""
     switch_off_left_on()
+    if threading.get_ident() in _left_on and _active is None:  # inside of a region: look again
+        again = threading.Timer(0.05, _switch_main_thread_off)
+        again.daemon = True
+        again.start()
     return 0
+
+
+def _switch_main_thread_off() -> None:
+    ctypes.pythonapi.Py_AddPendingCall(_switch_off_pending, None)
 
 
 def _stored(owner: Any, name: str) -> Any:

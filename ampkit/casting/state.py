@@ -53,6 +53,9 @@ class CastingState:
         self.device_types: tuple[str, ...] = ()
         self.installed = False
         self._torchs_choice: dict[str, torch.dtype] = {}
+        #: Set when the engine is closed, and what threads were before it switched them on for good, by their ident.
+        self.closed = False
+        self.before: dict[int, Saved] = {}
         # Device types that torch.autocast does not know ("meta"): their tensors are cast where any others are.
         self._followers: tuple[str, ...] = ()
         self._control = control
@@ -96,32 +99,36 @@ class CastingState:
         """A region of torch.autocast for every device type of the session: a `Region`, or torch's own in a trace."""
         dtype = dtype or self.lower_precision
         if not _compiling():
-            return Region(self.device_types, enabled, dtype)
+            return Region(self, enabled, dtype)
         if len(self.device_types) == 1:
             return torch.autocast(self.device_types[0], dtype, enabled, cache_enabled=False)
         return _traced_regions(self.device_types, enabled, dtype)
 
+    def restore(self, saved: Saved) -> None:
+        """Bring back what `save` found, unless the engine was closed since: a session may end anywhere, by the collector."""
+        restore(self.before.get(threading.get_ident(), saved) if self.closed else saved)
+
 
 class Region:
-    """``with torch.autocast(...):`` for several device types at once, without its cache and its checks."""
+    """``with torch.autocast(...):`` for all device types of an engine, without its cache and its checks."""
 
-    __slots__ = ("_before", "_device_types", "_dtype", "_enabled")
+    __slots__ = ("_before", "_dtype", "_enabled", "_state")
 
-    def __init__(self, device_types: Sequence[str], enabled: bool, dtype: torch.dtype) -> None:
-        self._device_types = device_types
+    def __init__(self, state: CastingState, enabled: bool, dtype: torch.dtype) -> None:
+        self._state = state
         self._enabled = enabled
         self._dtype = dtype
 
     def __enter__(self) -> Region:
-        self._before = save(self._device_types)
+        self._before = save(self._state.device_types)
         torch.autocast_increment_nesting()
-        switch(self._device_types, self._enabled, self._dtype)
+        switch(self._state.device_types, self._enabled, self._dtype)
         return self
 
     def __exit__(self, *error: object) -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        restore(self._before)
+        self._state.restore(self._before)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -199,8 +206,9 @@ def past_autocast(function: Callable, state: CastingState) -> Callable:
         try:
             return function(*args, **kwargs)
         finally:
-            for one in on:
-                torch.set_autocast_enabled(one, True)
+            if not state.closed:
+                for one in on:
+                    torch.set_autocast_enabled(one, True)
 
     return call
 

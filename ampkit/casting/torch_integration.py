@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.data._utils import fetch
 
 from ..patching import PatchSet
-from .state import IN_BACKWARD, CastingState, Region, number_of_regions, restore, save
+from .state import IN_BACKWARD, CastingState, number_of_regions, save
 
 _AUTOCAST_KEY = "_ampkit_autocast"
 
@@ -28,7 +28,7 @@ class Engine(Protocol):
 
     state: CastingState
 
-    def disabled(self) -> Region:
+    def disabled(self) -> AbstractContextManager[Any]:
         """Casting off inside, in this thread."""
 
     def original_of(self, function: Any) -> Any:
@@ -69,7 +69,7 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
         if not state.installed:
             return run_backward(*args, **kwargs)
         hooks_are_cast = state.is_on()
-        before = save((*state.device_types, IN_BACKWARD))
+        before, in_backward = save(state.device_types), torch.is_autocast_enabled(IN_BACKWARD)
         regions = number_of_regions() if hooks_are_cast else 0
         for _ in range(regions):  # those that were entered before do not speak for the hooks
             torch.autocast_decrement_nesting()
@@ -81,7 +81,8 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
         finally:
             for _ in range(regions):
                 torch.autocast_increment_nesting()
-            restore(before)
+            torch.set_autocast_enabled(IN_BACKWARD, in_backward)
+            state.restore(before)
 
     def note_state(function: Any) -> None:
         setattr(function, _AUTOCAST_KEY, (state.is_on(), state.other_precision()))

@@ -99,6 +99,9 @@ def autocast_would_cast(rule: CastRule) -> bool:
     return rule.name in _CAST_BY_AUTOCAST
 
 
+_WIDENED_BY_AUTOCAST = frozenset(
+    name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names if group.kind is not CastKind.LOWER_PRECISION_FP
+)
 _CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names) | {
     *("cat", "concat", "concatenate", "stack", "index_copy"),
 }
@@ -160,7 +163,8 @@ def _one_dtype(
     """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype."""
     target = _target(kind, state)
     cast = caster(kind, state, name, only_reads=is_torch)
-    call = original if kind is CastKind.LOWER_PRECISION_FP else as_it_is
+    agrees = isinstance(original, FunctionType) or name not in _WIDENED_BY_AUTOCAST
+    call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
     follows_regions, is_on, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.is_on, state.other_precision
     to_be_cast = LOWER_PRECISION if kind is CastKind.FP32 else CASTABLE - {target}
     untouchable = frozenset() if kind is CastKind.FP32 else _EXACT

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ..casting.engine import active_casting
+from ..casting.state import number_of_regions
 from ..casting.tensors import cast_floating
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
@@ -288,7 +289,7 @@ def _o1_casts(casts: ForwardCasts, traced: bool) -> AbstractContextManager[None]
 
 def _is_cast_already() -> bool:
     casting = active_casting()
-    return casting is not None and casting.is_on()
+    return casting is not None and (casting.is_on() or number_of_regions() > 0)
 
 
 def _note_trace(model: nn.Module) -> None:

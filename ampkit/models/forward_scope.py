@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..casting.engine import active_casting
+from ..casting.state import number_of_regions
 from ..casting.tensors import cast_floating
 
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
@@ -58,6 +59,13 @@ class _Scoped:
         if "_ampkit_scoped" not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
+    def __prepare_scriptable__(self):
+        # Asked for by torch.jit.script, which compiles from source.
+        own = type(self).__mro__[2]
+        twin = own.__new__(own)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     def __reduce_ex__(self, protocol):
         function, arguments, *rest = super().__reduce_ex__(protocol)
         if arguments and arguments[0] is type(self):
@@ -77,7 +85,7 @@ def _scoped_class(base: type, outputs: Any) -> type:
         @functools.wraps(base.forward)
         def forward(self, *args, **kwargs):
             casting = active_casting()
-            if casting is None or casting.is_on():
+            if casting is None or casting.is_on() or number_of_regions() > 0:
                 return base.forward(self, *args, **kwargs)
             with casting.scope_of_forward():
                 result = base.forward(self, *args, **kwargs)

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -198,9 +199,22 @@ struct InUse {
 
 // A function of torch is called as the tables have it: torch.autocast must not cast its arguments once more, its own way.
 // But one that was given lower precision and is written in Python calls others, which have rows of their own.
-c10::DispatchKeySet keys_to_exclude(const Binding* binding) {
-  return binding->kind != Kind::Lower || binding->is_builtin ? binding->control->keys : c10::DispatchKeySet();
-}
+struct PastAutocast {
+  explicit PastAutocast(const Binding* binding) : control(binding->control) {
+    guard.emplace(!binding->follows_regions || binding->is_builtin ? control->keys : c10::DispatchKeySet());
+  }
+  ~PastAutocast() {
+    guard.reset();
+    if (control->installed) return;
+    // A session ended in the midst of the call: what that switched off stays off.
+    for (int i = 0; i < control->known; ++i) at::autocast::set_autocast_enabled(control->device_types[i], false);
+  }
+  PastAutocast(const PastAutocast&) = delete;
+  PastAutocast& operator=(const PastAutocast&) = delete;
+
+  const Switch* control;
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> guard;
+};
 
 PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   const InUse use(call);
@@ -218,7 +232,7 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
   }
   if (verdict == Verdict::Slow) return PyObject_Vectorcall(binding->slow, args, static_cast<size_t>(nargs), kwnames);
   if (verdict == Verdict::Through) {
-    const c10::impl::ExcludeDispatchKeyGuard past_autocast(keys_to_exclude(binding));
+    const PastAutocast past_autocast(binding);
     return PyObject_Vectorcall(use.original, args, static_cast<size_t>(nargs), kwnames);
   }
   Arguments arguments;
@@ -230,7 +244,7 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
     arguments.owned[arguments.count++] = value;
     arguments.values[i + 1] = value;
   }
-  const c10::impl::ExcludeDispatchKeyGuard past_autocast(keys_to_exclude(binding));
+  const PastAutocast past_autocast(binding);
   return PyObject_Vectorcall(
       use.original, arguments.values + 1, static_cast<size_t>(nargs) | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames);
 }

@@ -1,6 +1,7 @@
 """torch.amp's words at O1: each means what it means under torch.autocast, whose state is the switch of our casts."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
+import ampkit.casting.engine as engine_module
+from ampkit.casting import active_casting
+from ampkit.casting.library import Dispatch
+from ampkit.policy import CastKind
 
 pytestmark = pytest.mark.switch
 
@@ -307,6 +312,28 @@ def test_tables_win_over_the_lists_of_autocast():
         assert torch.prod(x.bfloat16()).dtype is LOW  # on the CPU torch.autocast has it in float32
 
 
+LOWERED = {
+    "torch.prod": lambda x: torch.prod(x),
+    "torch.Tensor.prod": lambda x: x.prod(),
+    "torch.nn.functional.mse_loss": lambda x: F.mse_loss(x, x),
+    "torch.Tensor.cumsum": lambda x: x.cumsum(0),
+}
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize("name", LOWERED)
+def test_rows_that_a_user_lowers_are_not_raised_by_autocast(name, in_python):
+    with o1(policy={name: "lower"}, in_python=in_python):
+        assert LOWERED[name](torch.rand(2, 2)).dtype is LOW
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+def test_bfloat16_function_in_a_session_in_float16(in_python):
+    with o1(torch.float16, in_python=in_python) as casting:
+        casting.register(CastKind.BFLOAT16, torch, "einsum")
+        assert torch.einsum("ij,jk->ik", torch.rand(2, 2), torch.rand(2, 2)).dtype is LOW
+
+
 @pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 def test_sequences_of_the_other_lower_precision_still_join(in_python):
     with o1(in_python=in_python):
@@ -344,12 +371,83 @@ def test_thread_that_is_not_the_main_one_is_switched_off_at_its_next_call_of_our
     assert seen == [False]
 
 
+def as_torch_is():
+    return not torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled() and product() is torch.float32
+
+
 def test_closed_inside_a_region_is_switched_off_at_the_next_call_of_ours():
     initialized(nn.Linear(2, 2))
     with torch.autocast("cpu"):
         ampkit.close()
     ampkit.close()
-    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+    assert as_torch_is()
+
+
+def test_closed_inside_a_region_is_switched_off_soon_after_its_end():
+    initialized(nn.Linear(2, 2))
+    with torch.autocast("cpu"):
+        ampkit.close()
+    deadline = time.monotonic() + 60
+    while torch.is_autocast_enabled("cpu") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert as_torch_is()
+
+
+def in_a_hook(model):
+    x = torch.ones(1, 2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: ampkit.close())
+    y.sum().backward()
+
+
+def while_data_is_fetched(model):
+    class Closing(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            ampkit.close()
+            return torch.ones(1)
+
+    list(torch.utils.data.DataLoader(Closing()))
+
+
+def in_a_function_of_torchs(model):
+    F.triplet_margin_with_distance_loss(
+        *torch.randn(3, 2, 2), distance_function=lambda a, b: (ampkit.close(), (a - b).sum(1))[1]
+    )
+
+
+def in_casts_that_are_disabled(model):
+    with ampkit.disable_casts():
+        ampkit.close()
+
+
+def in_the_forward(model):
+    model.register_forward_hook(lambda *_: ampkit.close())
+    model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize(
+    "close", [in_a_hook, while_data_is_fetched, in_a_function_of_torchs, in_casts_that_are_disabled, in_the_forward]
+)
+def test_session_that_ends_in_the_midst_of_something_leaves_torch_as_it_was(close, in_python, monkeypatch):
+    """The collector may end one anywhere."""
+    if in_python:
+        monkeypatch.setattr(engine_module, "dispatch", lambda: Dispatch(None, "for a test"))
+    close(initialized(nn.Linear(2, 2)))
+    assert as_torch_is()
+
+
+def test_device_types_that_change_inside_a_region_are_cast_after_it():
+    model = initialized(nn.Linear(2, 2))
+    with ampkit.disable_casts():
+        active_casting().cast_on({"cpu", "xpu"})
+    model(torch.ones(1, 2))
+    assert torch.is_autocast_enabled("xpu") and torch.is_autocast_enabled("cpu")
+    ampkit.close()
+    assert as_torch_is() and not torch.is_autocast_enabled("xpu")
 
 
 def test_step_in_one_thread_leaves_a_forward_in_another_alone():

@@ -1,6 +1,7 @@
 """scope="forward": O1's casts end at the models that were initialized."""
 
 import copy
+import os
 import pickle
 import threading
 
@@ -61,6 +62,43 @@ def test_submodule_called_on_its_own_counts_as_the_model(name):
     out = part(x)
     assert out.dtype is torch.float32 and not torch.equal(out, expected)
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+def test_submodule_in_a_region_inside_the_forward_hands_lower_precision_on():
+    class Net(Watched):
+        def forward(self, x):
+            hidden = self.inner(x)
+            with torch.autocast("cpu", enabled=False):
+                self.seen.append(self.inner[1](hidden).dtype)
+            return hidden
+
+    model = initialized(Net())
+    model(torch.randn(2, 4))
+    assert model.seen == [LOW]
+
+
+def test_submodule_can_be_scripted():
+    model = initialized(Watched())
+    scripted = torch.jit.script(model.inner)
+    x = torch.randn(2, 4)
+    ampkit.close()
+    assert torch.equal(scripted(x), model.inner(x))
+
+
+def test_child_forked_inside_a_forward_is_not_cast(tmp_path):
+    model = initialized(Watched())
+
+    def fork(module, args):
+        if os.fork() == 0:
+            (tmp_path / "child").write_text(f"{product()} {torch.is_autocast_enabled('cpu')}")
+            os._exit(0)
+        os.wait()
+
+    model.register_forward_pre_hook(fork)
+    model.inner.register_forward_pre_hook(fork)
+    model(torch.randn(2, 4))
+    assert (tmp_path / "child").read_text() == "torch.float32 False"
+    assert model.seen == [LOW]
 
 
 def test_model_inside_another_hands_lower_precision_on():

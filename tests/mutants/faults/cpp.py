@@ -172,7 +172,7 @@ FAULTS = [
     Mutant(
         "cpp wrappers: torch's lists win over the tables",
         "csrc/casting/call.cpp",
-        "binding->kind != Kind::Lower || binding->is_builtin",
+        "!binding->follows_regions || binding->is_builtin",
         "false",
         breaks="the tables win over the lists of torch.autocast",
         tests=("o1/test_autocast_regions.py::test_tables_win_over_the_lists_of_autocast",),
