@@ -227,10 +227,18 @@ FAULTS = [
     Mutant(
         "state: a region leaves its state behind",
         "ampkit/casting/state.py",
-        "torch.clear_autocast_cache()\n        restore(self._before)",
+        "torch.clear_autocast_cache()\n        self._state.restore(self._before)",
         "torch.clear_autocast_cache()",
         breaks="after a region casts are as they were before",
         tests=("o1/test_casting.py::test_disabled_nests_and_survives_exceptions",),
+    ),
+    Mutant(
+        "state: what a session switched on comes back after its end",
+        "ampkit/casting/state.py",
+        "if self.closed else saved",
+        "if False else saved",
+        breaks="a session that ends in the midst of something leaves torch as it was",
+        tests=("o1/test_autocast_regions.py::test_session_that_ends_in_the_midst_of_something_leaves_torch_as_it_was",),
     ),
     Mutant(
         "engine: a forward switches casts on inside a region",
