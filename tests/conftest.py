@@ -41,11 +41,16 @@ TOOLS = {"_pytest", "hypothesis", "mpmath", "networkx", "numpy", "pytest", "setu
 WAITING = pytest.StashKey[int]()
 
 
+def asks_for_python(item) -> bool:
+    return getattr(item, "callspec", None) is not None and item.callspec.params.get("in_python") is True
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that only tests that were asked for count as waiting
 def pytest_collection_modifyitems(config, items):
     """Leave out what cannot run here: tests of what is compiled, with AMPKIT_EXTENSION=off, and tests that need GPUs."""
     if os.environ.get("AMPKIT_EXTENSION") == "off":
-        compiled = [item for item in items if item.get_closest_marker("compiled")]
+        # What chooses between the wrappers finds only those in Python here, and need not ask for them twice.
+        compiled = [item for item in items if item.get_closest_marker("compiled") or asks_for_python(item)]
         config.hook.pytest_deselected(items=compiled)
         items[:] = [item for item in items if item not in set(compiled)]
     here = [item for item in items if gpus_needed(item) <= torch.cuda.device_count()]
