@@ -13,14 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Two runs with different instruction sets must not write over each other's compiled code.
-INSTRUCTION_SETS = [
-    os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", "AMPKIT_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
-]
-if any(INSTRUCTION_SETS):
-    cache = os.path.join(
-        tempfile.gettempdir(), f"ampkit-inductor-{os.getuid()}-" + "-".join(map(str, INSTRUCTION_SETS))
-    )
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(
+        tempfile.gettempdir(),
+        f"ampkit-inductor-{os.getuid()}",
+        *(os.environ.get(f"{one}_CPU_CAPABILITY", "native") for one in ("ATEN", "AMPKIT")),
+    ),
+)
 
 import torch
 import torch._dynamo  # replaces torch.manual_seed; the first optimizer would import it in the midst of a test
