@@ -82,11 +82,11 @@ class LossScaling:
             return
         home = _home(adapters)
         scale = scaler.current(home)
-        self._open(adapters, scale)
         scaled = loss.float() * on(scale, loss.device)
         passed: list[torch.Tensor] = []
         if scaled.requires_grad:
             scaled.register_hook(passed.append)
+        self._open(adapters, scale)
         try:
             yield scaled
         except BaseException:

@@ -455,3 +455,20 @@ def test_loss_scale_that_does_nothing_useful_is_told(level, said, caplog):
     caplog.clear()
     initialize_quietly(nn.Linear(4, 2), sgd, level)
     assert "does nothing useful" not in caplog.text
+
+
+class Unscalable(torch.Tensor):
+    def float(self):
+        raise MemoryError("no room for the scaled loss")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_loss_that_cannot_be_scaled_leaves_earlier_gradients(level):
+    model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
+    with ampkit.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(MemoryError), ampkit.scale_loss(torch.ones(()).as_subclass(Unscalable), optimizer):
+        pass
+    # The gradient of a sum of outputs: the input, and one for each row of the bias.
+    gradients = [param.grad.tolist() for param in ampkit.master_params(optimizer)]
+    assert gradients == [[[1.0] * 4] * 2, [1.0, 1.0]]
