@@ -18,7 +18,7 @@ import torch
 from ..errors import ConfigurationError
 from ..policy.rules import CastKind
 from .engine import Casting, active_casting, register_rule
-from .tensors import LOWER_PRECISION, map_tensors
+from .tensors import map_tensors, to_float32
 from .wrappers import caster, promoter
 
 F = TypeVar("F", bound=Callable)
@@ -130,7 +130,7 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
         if casting is None or not casting.is_on():
             if kind is not CastKind.FP32 or not cast_models.is_on():
                 return fn(*args, **kwargs)
-            return fn(*map_tensors(args, _to_float32), **map_tensors(kwargs, _to_float32))
+            return fn(*map_tensors(args, to_float32), **map_tensors(kwargs, to_float32))
         if kind is CastKind.PROMOTE:
             cast = promoter(casting.state, label, args, kwargs)
         else:
@@ -140,10 +140,6 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
         return fn(*map_tensors(args, cast), **map_tensors(kwargs, cast))
 
     return cast_and_call
-
-
-def _to_float32(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in LOWER_PRECISION else x
 
 
 def _region_dtype(kind: CastKind, casting: Casting) -> torch.dtype | None:

@@ -193,12 +193,11 @@ def restore(saved: Saved) -> None:
 
 
 def past_autocast(function: Callable, state: CastingState) -> Callable:
-    """A built-in function of torch as the tables have it: torch.autocast does not cast its arguments once more, its own way."""
+    """A function of torch as the tables have it: torch.autocast does not cast its arguments once more, its own way."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _compiling():
-            # dynamo knows no other way.
-            with torch.autocast(state.device_types[0], enabled=False):
+            with state.region(False):
                 return function(*args, **kwargs)
         on = [one for one in state.device_types if _is_enabled(one)]
         for one in on:

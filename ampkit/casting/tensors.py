@@ -54,6 +54,11 @@ def map_tensors(value: T, fn: Callable[[Tensor], Any], _inside: tuple[int, ...] 
     return rebuild(value, lambda item: map_tensors(item, fn, inside))
 
 
+def to_float32(x: Tensor) -> Tensor:
+    """``x`` in float32 where it is in lower precision, and as it is where not."""
+    return x.float() if x.dtype in LOWER_PRECISION else x
+
+
 def cast_floating(value: T, dtype: torch.dtype) -> T:
     """``value`` with its float32, float16 and bfloat16 tensors as ``dtype``; all other tensors are left alone."""
     return map_tensors(value, lambda x: x.to(dtype) if x.dtype in CASTABLE else x)

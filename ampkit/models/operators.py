@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.jit._builtins import _get_builtin_table
 
-from ..casting.tensors import LOWER_PRECISION, cast_floating, map_tensors, tensors_in
+from ..casting.tensors import LOWER_PRECISION, cast_floating, map_tensors, tensors_in, to_float32
 from ..casting.wrappers import keep_overloads
 from ..patching import PatchSet
 from ..policy.rules import VISION, is_loaded, resolve_owner
@@ -95,8 +94,8 @@ def unwiden_targets(model: nn.Module) -> None:
 
 
 def _targets_to_float32(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    targets = {name: map_tensors(value, _to_float32) for name, value in kwargs.items() if name == "targets"}
-    return (*args[:3], *map_tensors(args[3:], _to_float32)), {**kwargs, **targets}
+    targets = {name: map_tensors(value, to_float32) for name, value in kwargs.items() if name == "targets"}
+    return (*args[:3], *map_tensors(args[3:], to_float32)), {**kwargs, **targets}
 
 
 def _is_one_of(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -110,15 +109,11 @@ def _in_float32(function: Callable) -> Callable:
         first = next((x.dtype for x in tensors_in(args, kwargs)), None)
         if not any(x.dtype in LOWER_PRECISION for x in tensors_in(args, kwargs)):
             return function(*args, **kwargs)
-        result = function(*map_tensors(args, _to_float32), **map_tensors(kwargs, _to_float32))
+        result = function(*map_tensors(args, to_float32), **map_tensors(kwargs, to_float32))
         return cast_floating(result, first) if first in LOWER_PRECISION else result
 
     keep_overloads(call, function)
     return call
-
-
-def _to_float32(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in LOWER_PRECISION else x
 
 
 _DETECTORS = ("GeneralizedRCNN", "RetinaNet", "FCOS", "SSD")

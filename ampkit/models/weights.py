@@ -110,9 +110,8 @@ def cast_weights(
     ``shared`` carries the float32 values from model to model of one ``initialize``, so that tied weights share one.
     """
     for module in model.modules():
-        if RECORD_KEY in module.__dict__ or isinstance(
-            module, torch.jit.ScriptModule
-        ):  # it has no weights: see accept.py
+        # Scripted modules have no weights here: see accept.py.
+        if RECORD_KEY in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
             continue
         record = module.__dict__[RECORD_KEY] = WeightRecord(lower_precision)
         kept_names = []

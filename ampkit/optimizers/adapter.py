@@ -19,7 +19,6 @@ import torch
 
 from .. import kernels
 from ..casting.engine import active_casting
-from ..casting.state import Region
 from ..casting.tensors import LOWER_PRECISION, cast_floating
 from ..errors import ClosureError, ConfigurationError
 from ..findings import Check, Verdict
@@ -266,7 +265,7 @@ class OptimizerAdapter:
         def evaluate() -> Any:
             self.write_masters_to_model()
             # As it was where step() was called.
-            with casting_off.paused() if isinstance(casting_off, Region) else nullcontext():
+            with getattr(casting_off, "paused", nullcontext)():
                 loss = closure()
             self.settle_gradients()
             if self._must_skip():
