@@ -29,7 +29,7 @@ from .errors import LossIdError as LossIdError
 from .errors import LossScaleError as LossScaleError
 from .errors import NotInitializedError as NotInitializedError
 from .errors import RefusedOperation as RefusedOperation
-from .loss_scale import DynamicLossScale as DynamicLossScale
+from .iteration.loss_scale import DynamicLossScale as DynamicLossScale
 from .models import cast_inputs as cast_inputs
 from .policy import Policy as Policy
 from .registry import current_session as current_session

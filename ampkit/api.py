@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from . import accept
+from . import validation
 from .casting.decorators import casts_of_calls_disabled
 from .casting.engine import switch_off_left_on
 from .devices import device_type_of
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
+from .iteration.loss_scale import DynamicLossScale, LossScaler, validate_scaler_state
+from .iteration.optimizer_wrapper import wrapper_of
 from .logs import logger
-from .loss_scale import DynamicLossScale, LossScaler, validate_scaler_state
-from .optimizers import adapter_of
 from .plan import Plan, resolve
 from .policy import Policy
 from .registry import collect_orphans, current_session, live_sessions, not_initialized, session_of
@@ -83,7 +83,7 @@ def initialize(
         )
     if not enabled:
         things = [
-            [accept.uncompiled(item) for item in accept.flatten(value) if accept.can_be_tracked(item)]
+            [validation.uncompiled(item) for item in validation.flatten(value) if validation.can_be_tracked(item)]
             for value in (models, optimizers)
         ]
         for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):
@@ -93,7 +93,7 @@ def initialize(
         Session(Plan(enabled=False)).prepare(*things)
         return models if optimizers is None else (models, optimizers)
 
-    model_list, optimizer_list = accept.models(models), accept.optimizers(optimizers)
+    model_list, optimizer_list = validation.models(models), validation.optimizers(optimizers)
     plan = resolve(
         opt_level,
         device_type_of(model_list),
@@ -120,9 +120,9 @@ def initialize(
     recast = {model for session in earlier if session.plan.casts_weights for model in session.models}
     if accept_lower_precision:
         recast.update(model_list)
-    accept.scripted_parts(model_list, plan)
-    accept.weights(model_list, recast, optimizer_list, plan)
-    accept.kept_modules(model_list, plan)
+    validation.scripted_parts(model_list, plan)
+    validation.weights(model_list, recast, optimizer_list, plan)
+    validation.kept_modules(model_list, plan)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
     for session in earlier:
@@ -152,7 +152,7 @@ def scale_loss(
     failed backward pass had added to these stays.
     """
     switch_off_left_on()
-    optimizer_list = accept.flatten(optimizers)
+    optimizer_list = validation.flatten(optimizers)
     session = _session_for(optimizer_list)
     if session is None or not session.plan.enabled:
         return nullcontext(loss)
@@ -168,9 +168,9 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``.
     """
-    adapter = adapter_of(optimizer)
-    if adapter is not None and not adapter.gradients.is_open:
-        adapter.settle_gradients()
+    wrapper = wrapper_of(optimizer)
+    if wrapper is not None and not wrapper.gradients.is_open:
+        wrapper.synchronize_gradients()
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -185,18 +185,18 @@ def clip_grad_norm_(
     inside ``step()``, and nothing waits for the device; ``error_if_nonfinite=True`` does. Gradients that are not finite
     are left as they are: a loss scale that checks will skip the step.
     """
-    adapter = adapter_of(optimizer)
-    if adapter is None or norm_type != 2.0:
+    wrapper = wrapper_of(optimizer)
+    if wrapper is None or norm_type != 2.0:
         params = list(master_params(optimizer))
         grads = [param.grad for param in params if param.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.where(norm.isfinite(), norm, 0.0))
         return norm
-    if adapter.gradients.is_open:
+    if wrapper.gradients.is_open:
         raise ConfigurationError(
             "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
         )
-    norm = adapter.clip_grad_norm(float(max_norm))
+    norm = wrapper.clip_grad_norm(float(max_norm))
     if norm is None:
         return torch.zeros(())
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -212,8 +212,8 @@ def step_was_skipped(optimizer: Any) -> bool:
 
     Waits for the device where that was decided there, as fused optimizers do.
     """
-    adapter = adapter_of(optimizer)
-    return adapter is not None and adapter.skipped
+    wrapper = wrapper_of(optimizer)
+    return wrapper is not None and wrapper.skipped
 
 
 def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | int]]:
@@ -224,7 +224,7 @@ def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | i
     """
     destination = OrderedDict() if destination is None else destination
     for one in live_sessions:
-        one.settle_reports()
+        one.synchronize_reports()
     for index, scaler in enumerate(_all_scalers()):
         destination[f"loss_scaler{index}"] = scaler.state_dict()
     return destination

@@ -10,13 +10,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from .errors import ConfigurationError
-from .loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
+from .iteration.loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
 from .policy import Policy
 
 LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
@@ -54,11 +53,6 @@ class Plan:
     @property
     def has_dynamic_loss_scale(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
-
-    @cached_property  # asked in every iteration
-    def checks_gradients(self) -> bool:
-        """A static scale of exactly 1.0 neither unscales nor looks for overflow."""
-        return self.loss_scale != 1.0
 
     def banner_rows(self) -> list[tuple[str, object]]:
         """The options as (name, value), as Apex prints them: ``dynamic`` stands for any dynamic rule."""

@@ -24,14 +24,14 @@ from .casting.engine import Casting, active_casting
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .errors import ConfigurationError
-from .findings import Verdict
+from .iteration.found_inf import Verdict
+from .iteration.loss_scale import LossScaler
+from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
+from .iteration.scale_loss import LossScaling
 from .logs import logger, stdout_lines
-from .loss_scale import LossScaler
 from .models import Float32Value, ForwardCasts, Kept
-from .optimizers import OptimizerAdapter, adapter_of
 from .plan import LOWER_PRECISIONS, OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, not_initialized
-from .scaling import LossScaling
 
 # Levels at which no gradient is saved from underflow by a loss scale, and what to do.
 _UNSCALED_LEVELS = {
@@ -127,7 +127,7 @@ class Session:
 
         Closing twice does nothing the second time.
         """
-        self._scaling.settle()
+        self._scaling.synchronize()
         self._undo.close()
         self._models.clear()
         self._optimizers.clear()
@@ -209,7 +209,7 @@ class Session:
         plan = self.plan
         for optimizer in optimizers:
             self._undo.callback(_when_alive(_detach_optimizer), weakref.ref(optimizer))
-            OptimizerAdapter(
+            OptimizerWrapper(
                 optimizer,
                 owner=self,
                 values=values if plan.master_weights else {},
@@ -225,8 +225,8 @@ class Session:
             for param in group["params"]
             if param.requires_grad
         }
-        matched = [pair for optimizer in optimizers for pair in adapter_of(optimizer).matched_state()]
-        model_casts.settle_originals(values, self.plan.keep_originals, set() if self.plan.master_weights else trained)
+        matched = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).matched_state()]
+        model_casts.release_originals(values, self.plan.keep_originals, set() if self.plan.master_weights else trained)
         for own, cast in matched:
             own.update(cast)
 
@@ -284,29 +284,29 @@ class Session:
     ) -> AbstractContextManager[torch.Tensor]:
         """See `ampkit.scale_loss`. ``guests`` are optimizers of other sessions, for which this session's loss scale holds here."""
         for optimizer in optimizers:
-            adapter = adapter_of(optimizer)
-            if adapter is None or adapter.owner is not self:
+            wrapper = wrapper_of(optimizer)
+            if wrapper is None or wrapper.owner is not self:
                 raise not_initialized(optimizer)
-        adapters = [adapter_of(optimizer) for optimizer in (*optimizers, *guests)]
-        return self._scaling.scale_loss(loss, adapters, loss_id, delay_unscale, delay_overflow_check)
+        wrappers = [wrapper_of(optimizer) for optimizer in (*optimizers, *guests)]
+        return self._scaling.scale_loss(loss, wrappers, loss_id, delay_unscale, delay_overflow_check)
 
-    # What adapters and models ask of their session
+    # What wrappers and models ask of their session
 
-    def finish_delayed(self, adapter: OptimizerAdapter) -> None:
+    def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """Unscale gradients that still wait after ``delay_unscale=True``."""
-        self._scaling.finish_delayed(adapter)
+        self._scaling.finish_delayed(wrapper)
 
-    def report_skip(self, adapter: OptimizerAdapter, verdict: Verdict) -> None:
+    def report_skip(self, wrapper: OptimizerWrapper, verdict: Verdict) -> None:
         """Log a skipped step; raises `LossScaleError` when it is hopeless."""
-        self._scaling.report_skip(verdict, self._culprit_of(adapter))
+        self._scaling.report_skip(verdict, self._culprit_of(wrapper))
 
-    def report_late(self, adapter: OptimizerAdapter, verdicts: list[Verdict]) -> None:
+    def report_late(self, wrapper: OptimizerWrapper, verdicts: list[Verdict]) -> None:
         """Log it if a step was skipped on the device, as soon as that is known."""
-        self._scaling.report_late(verdicts, self._culprit_of(adapter))
+        self._scaling.report_late(verdicts, self._culprit_of(wrapper))
 
-    def settle_reports(self) -> None:
+    def synchronize_reports(self) -> None:
         """Wait for every finding that the host has not heard of, and log skipped steps."""
-        self._scaling.settle()
+        self._scaling.synchronize()
 
     def float32_values(self) -> dict[torch.Tensor, Float32Value]:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
@@ -314,17 +314,17 @@ class Session:
             return {}
         return {tensor: entry for model in self.models for _, _, tensor, entry in model_casts.lower_entries(model)}
 
-    def _culprit_of(self, adapter: OptimizerAdapter) -> Callable[[Verdict], str]:
+    def _culprit_of(self, wrapper: OptimizerWrapper) -> Callable[[Verdict], str]:
         """Tells the name of the first parameter, in the optimizer's order, whose gradient was not finite."""
-        ref = weakref.ref(adapter)
+        ref = weakref.ref(wrapper)
 
         def name(verdict: Verdict) -> str:
-            adapter = ref()
-            if adapter is None:
+            wrapper = ref()
+            if wrapper is None:
                 return "not found (its optimizer is gone)"
             found = set(verdict.outcome.culprits)
-            first = next((slot.param for slot in adapter.gradients.slots if slot.param in found), None)
-            return self._name_of(adapter.gradients.first_non_finite() if first is None else first)
+            first = next((slot.param for slot in wrapper.gradients.slots if slot.param in found), None)
+            return self._name_of(wrapper.gradients.first_non_finite() if first is None else first)
 
         return name
 
@@ -340,7 +340,7 @@ class Session:
 
     def _before_forward(self, model: nn.Module) -> None:
         if self.plan.casts_weights:
-            model_casts.bring_into_agreement(model)
+            model_casts.sync_weights(model)
             model_casts.operators.catch_up()
         else:
             _refuse_changed_dtype(model, self._left_as[model])
@@ -361,7 +361,7 @@ class Session:
     def _after_zero_grad(self, model: nn.Module) -> None:
         params = set(model.parameters())
         for optimizer in self.optimizers:
-            adapter_of(optimizer).gradients.clear_params(only=params)
+            wrapper_of(optimizer).gradients.clear_params(only=params)
 
     def _warn_of_useless_loss_scale(self) -> None:
         plan = self.plan
@@ -433,9 +433,9 @@ def _restore_model(model: nn.Module) -> None:
 
 
 def _detach_optimizer(optimizer: Any) -> None:
-    adapter = adapter_of(optimizer)
-    if adapter is not None:
-        adapter.detach()
+    wrapper = wrapper_of(optimizer)
+    if wrapper is not None:
+        wrapper.detach()
 
 
 def _refuse_changed_dtype(model: nn.Module, left_as: list[tuple[weakref.ref, torch.dtype]]) -> None:

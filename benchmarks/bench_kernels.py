@@ -6,7 +6,7 @@ For each kernel, the copy, ours and torch's run in turn, round after round, and 
 does hits all alike. Ours and torch's take turns in following the copy, which leaves nothing else in the caches. Bytes are
 those that the operation must move: each input read once, each output written once. The copy is of float32, as many bytes as
 the largest list has. Where torch has no fused optimizer of the kind, its foreach calls are the other side
-(ampkit/kernels/updates.py).
+(ampkit/kernels/reference_optimizers.py).
 """
 
 import argparse

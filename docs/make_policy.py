@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampkit.policy.autocast import CPU_LIST, CUDA_LIST
-from ampkit.policy.rules import CastKind, RuleGroup
+from ampkit.policy.cast_rules import CastKind, RuleGroup
 from ampkit.policy.tables import APEX, APEX_ONLY, DEFAULT
 
 PAGE = Path(__file__).with_name("policy.md")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..kernels import updates
+from ..kernels import reference_optimizers
 from .tensor_lists import Lists, checked_lists, found_inf_for, is_raised, raise_flag
 
 
@@ -332,7 +332,7 @@ def multi_tensor_lamb_stage1_cuda(
     grads, params, exp_avgs, exp_avg_sqs, outputs = checked_lists(
         "multi_tensor_lamb_stage1_cuda", tensor_lists, 5, noop_flag
     )
-    directions = updates.lamb_direction(
+    directions = reference_optimizers.lamb_direction(
         grads,
         params,
         exp_avgs,
@@ -358,7 +358,7 @@ def multi_tensor_lamb_stage2_cuda(
 ) -> None:
     """The second half of LAMB on the lists (p, update)."""
     params, directions = checked_lists("multi_tensor_lamb_stage2_cuda", tensor_lists, 2, noop_flag)
-    updates.lamb_move(
+    reference_optimizers.lamb_move(
         params,
         directions,
         lr=lr,

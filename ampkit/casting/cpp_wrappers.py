@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..policy.rules import CastKind
+from ..policy.cast_rules import CastKind
 
 _compiling = torch.compiler.is_compiling
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ConfigurationError
-from ..policy.rules import CastKind
+from ..policy.cast_rules import CastKind
 from .engine import Casting, active_casting, register_rule
 from .tensors import map_tensors, to_float32
 from .wrappers import caster, promoter

@@ -24,7 +24,7 @@ from ..compiling import compiled_models, forget_traces, kernels_of_inductor, tag
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy, tables_for
-from ..policy.rules import CastKind, CastRule, is_loaded, kernels, namesakes
+from ..policy.cast_rules import CastKind, CastRule, is_loaded, kernels, namesakes
 from .cache import CastCache, CastCaches
 from .cpp_wrappers import CppWrappers
 from .early_bound import EarlyBound

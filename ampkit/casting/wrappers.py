@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from ..errors import RefusedOperation
 from ..policy.autocast import CPU_LIST, CUDA_LIST
-from ..policy.rules import CastKind, CastRule
+from ..policy.cast_rules import CastKind, CastRule
 from .cache import is_weight
 from .fp32_functions import without_copies
 from .state import CastingState, past_autocast

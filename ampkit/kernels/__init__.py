@@ -1,7 +1,8 @@
-"""The multi-tensor operators (faces.py), the choice of who computes them (switch.py), and their meaning in plain torch
-(reference.py, updates.py)."""
+"""The multi-tensor operators (ops.py), the choice of who computes them (backend.py), and their meaning in plain torch
+(reference.py, reference_optimizers.py)."""
 
-from ampkit.kernels.faces import (
+from ampkit.kernels.backend import Implementation, implementation
+from ampkit.kernels.ops import (
     multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_axpby,
@@ -14,8 +15,7 @@ from ampkit.kernels.faces import (
     update_scale,
 )
 from ampkit.kernels.reference import NO_BAD
-from ampkit.kernels.switch import Implementation, implementation
-from ampkit.kernels.updates import clip_coefficient, clip_factor, gradient_norms, lars_trust
+from ampkit.kernels.reference_optimizers import clip_coefficient, clip_factor, gradient_norms, lars_trust
 
 __all__ = [
     "NO_BAD",

@@ -1,7 +1,7 @@
 """Every multi-tensor operator in plain torch: the specification of the compiled kernels, and what runs without them.
 
 Arithmetic is float32, or wider where a tensor is: each step is rounded once, and the result once more on its way into a
-narrower output. The kernels agree bit for bit, except that norms and the optimizers' rules (updates.py) may differ in
+narrower output. The kernels agree bit for bit, except that norms and the optimizers' rules (reference_optimizers.py) may differ in
 their last places. Lists given to these functions lie on one device; they may hold any floating point dtype and, outside
 the optimizers' rules, complex ones.
 """
@@ -9,7 +9,7 @@ the optimizers' rules, complex ones.
 import torch
 
 from ampkit.kernels.checks import check_flag, check_lists, compute_dtype
-from ampkit.kernels.updates import (
+from ampkit.kernels.reference_optimizers import (
     multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_lamb,

@@ -25,8 +25,8 @@ from .operators import operators as operators
 from .operators import unwiden_targets as unwiden_targets
 from .operators import widen_targets as widen_targets
 from .weights import Float32Value as Float32Value
-from .weights import bring_into_agreement as bring_into_agreement
 from .weights import cast_weights as cast_weights
 from .weights import lower_entries as lower_entries
+from .weights import release_originals as release_originals
 from .weights import restore_weights as restore_weights
-from .weights import settle_originals as settle_originals
+from .weights import sync_weights as sync_weights

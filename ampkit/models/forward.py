@@ -38,7 +38,7 @@ from .keep_fp32 import (
     takes_inputs_down,
     unbridge,
 )
-from .weights import RECORD_KEY, follow_devices, forget_weights, lower_entries, settle_weights
+from .weights import RECORD_KEY, follow_devices, forget_weights, lower_entries, synchronize_weights
 
 CASTS_KEY = "_ampkit_casts"
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
@@ -117,7 +117,7 @@ class _Shell:
         return twin
 
     def __deepcopy__(self, memo):
-        settle_weights(self)
+        synchronize_weights(self)
         _copy_masters_and_weights_as_one(self, memo)
         if hasattr(super(), "__deepcopy__"):
             return _copy_by_its_own_method(self, memo)
@@ -127,7 +127,7 @@ class _Shell:
         return twin
 
     def __reduce_ex__(self, protocol):
-        settle_weights(self)
+        synchronize_weights(self)
         function, arguments, *rest = super().__reduce_ex__(protocol)
         if arguments and arguments[0] is type(self):
             return (_new_shell, (_own_class(self), *arguments[1:]), *rest)
@@ -356,7 +356,7 @@ def _own_float32_weights(model: nn.Module) -> None:
     for module, _, tensor, entry in lower_entries(model):
         lower = module.__dict__[RECORD_KEY].lower_precision
         if tensor.dtype is lower:
-            # Not entry.current(): version counters start anew in a copy, and settle_weights came before it.
+            # Not entry.current(): version counters start anew in a copy, and synchronize_weights came before it.
             tensor.data = tensor.float() if entry.value is None else entry.value.detach().to(tensor.device)
     forget_weights(model)
     model.__dict__[CASTS_KEY] = replace(casts, weights=lower, weight_names=tuple(names))

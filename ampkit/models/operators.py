@@ -19,7 +19,7 @@ from torch.jit._builtins import _get_builtin_table
 from ..casting.tensors import LOWER_PRECISION, cast_floating, map_tensors, tensors_in, to_float32
 from ..casting.wrappers import keep_overloads
 from ..patching import PatchSet
-from ..policy.rules import VISION, is_loaded, resolve_owner
+from ..policy.cast_rules import VISION, is_loaded, resolve_owner
 
 PACKAGE = "torchvision"
 

@@ -51,7 +51,7 @@ class Float32Value:
         """Whether neither a counted write nor ``p.data = ...`` has changed ``lower`` since they agreed."""
         return self.lower_version == lower._version and self.lower_ptr == lower.data_ptr()
 
-    def settle(self, lower: torch.Tensor) -> None:
+    def synchronize(self, lower: torch.Tensor) -> None:
         """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
         if self.value is None or self.value._version != self.value_version:
             return  # What was written to the value is newer, and reaches the model before its next forward.
@@ -66,7 +66,7 @@ class Float32Value:
 
     def current(self, lower: torch.Tensor) -> torch.Tensor:
         """The float32 value on the device of ``lower``: live, not a copy, wherever it lies there."""
-        self.settle(lower)
+        self.synchronize(lower)
         return lower.detach().float() if self.value is None else self.value.detach().to(lower.device)
 
 
@@ -110,7 +110,7 @@ def cast_weights(
     ``shared`` carries the float32 values from model to model of one ``initialize``, so that tied weights share one.
     """
     for module in model.modules():
-        # Scripted modules have no weights here: see accept.py.
+        # Scripted modules have no weights here: see validation.py.
         if RECORD_KEY in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
             continue
         record = module.__dict__[RECORD_KEY] = WeightRecord(lower_precision)
@@ -142,7 +142,7 @@ def cast_weights(
             module.flatten_parameters()
 
 
-def settle_originals(
+def release_originals(
     entries: dict[torch.Tensor, Float32Value], keep: bool, trains_without_master: set[torch.Tensor]
 ) -> None:
     """After the masters were made: free the float32 values that nobody needs, and move the rest to the host.
@@ -163,7 +163,7 @@ def settle_originals(
             entry.agree(tensor)
 
 
-def bring_into_agreement(model: nn.Module) -> None:
+def sync_weights(model: nn.Module) -> None:
     """Let edits on either side reach the other before the next forward, and refuse what cannot be right.
 
     In-place writes to tensors of ``state_dict()`` (they are the float32 values) reach the model; counted in-place writes
@@ -192,7 +192,7 @@ def bring_into_agreement(model: nn.Module) -> None:
             if entry.value._version != entry.value_version:
                 stale.append((entry, tensor))
             elif not entry.is_unwritten(tensor):
-                entry.settle(tensor)
+                entry.synchronize(tensor)
         for name in record.buffers:
             entry, tensor = record.lower[name], module._buffers.get(name)
             if tensor is not None and entry.value is not None and entry.value._version != entry.value_version:
@@ -228,11 +228,11 @@ def write_lower(values: list[torch.Tensor], lowers: list[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(lowers)
 
 
-def settle_weights(model: nn.Module) -> None:
+def synchronize_weights(model: nn.Module) -> None:
     """Take over counted writes to the model's tensors, before a copy of the model is made."""
     for _, _, tensor, entry in lower_entries(model):
         if tensor is not None:
-            entry.settle(tensor)
+            entry.synchronize(tensor)
 
 
 def follow_devices(model: nn.Module) -> None:

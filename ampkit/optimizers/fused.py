@@ -112,7 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step runs over lists of tensors."""
 
     set_grad_none = True
-    keeps_float32_state = True  # an adapter leaves it alone where the parameters train in lower precision
+    keeps_float32_state = True  # an wrapper leaves it alone where the parameters train in lower precision
     takes_step_inputs = True  # a session need not read a finding, nor convert a gradient, for it
     counts_steps = True
     takes_complex = False  # torch.optim squares real and imaginary parts apart

@@ -7,7 +7,7 @@ them with what the installed torch has registered.
 
 from __future__ import annotations
 
-from .rules import BANNED, FP32, LINALG, LOWER, NATIVE, PROMOTE, SPECIAL, TENSOR, TORCH, VF, F, RuleGroup
+from .cast_rules import BANNED, FP32, LINALG, LOWER, NATIVE, PROMOTE, SPECIAL, TENSOR, TORCH, VF, F, RuleGroup
 
 # Many names to a line, as in a table.
 # fmt: off

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigurationError
-from .rules import FP32, MATCH_FIRST, NATIVE, CastKind, CastRule, expand, resolve_owner
+from .cast_rules import FP32, MATCH_FIRST, NATIVE, CastKind, CastRule, expand, resolve_owner
 from .tables import tables_for
 
 AUTOCAST = "autocast"

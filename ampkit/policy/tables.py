@@ -8,7 +8,7 @@ Apex cast to make mixed dtypes meet and torch now promotes by itself, the row sa
 from __future__ import annotations
 
 from .autocast import CPU_LIST, CUDA_LIST
-from .rules import (
+from .cast_rules import (
     BANNED,
     FP32,
     LINALG,

@@ -13,7 +13,7 @@
 
 namespace ampkit {
 
-// As in ampkit.policy.rules.CastKind, by what the fast path does: Call.bind is given the names.
+// As in ampkit.policy.cast_rules.CastKind, by what the fast path does: Call.bind is given the names.
 enum class Kind { Lower, Fp32, Promote, MatchFirst, Reject, Banned, Native };
 
 // What an engine gives a Call. Counted, since whatever runs during a call may have the engine closed.

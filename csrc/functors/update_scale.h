@@ -1,4 +1,4 @@
-// The rule of a dynamic loss scale, as DynamicScaler has it (ampkit/loss_scale.py). Products are float64, rounded once.
+// The rule of a dynamic loss scale, as DynamicScaler has it (ampkit/iteration/loss_scale.py). Products are float64, rounded once.
 #pragma once
 
 #include <cstdint>

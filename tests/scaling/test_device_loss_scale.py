@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit import DynamicLossScale
-from ampkit.findings import HostCopy
+from ampkit.iteration.found_inf import HostCopy
+from ampkit.iteration.loss_scale import DynamicScaler
 from ampkit.kernels import reference
-from ampkit.loss_scale import DynamicScaler
 from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 
 pytestmark = pytest.mark.switch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampkit import CheckpointError, ConfigurationError, DynamicLossScale, LossScaleError
-from ampkit.loss_scale import DynamicScaler, StaticScaler
+from ampkit.iteration.loss_scale import DynamicScaler, StaticScaler
 
 
 def iterate(scaler, *overflows):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ... import accept, api
+from ... import api, validation
 from ...casting.engine import active_casting
 from ...casting.tensors import CASTABLE, cast_floating, map_tensors
 from ...errors import ConfigurationError
@@ -51,7 +51,7 @@ def open_session(
     level, options = properties.opt_level, properties.options
     patches = properties.patch_torch_functions and "patch_torch_functions" not in ignoring
     if accepts_lower and options["cast_model_type"] is torch.float32:
-        for model in accept.models(models):
+        for model in validation.models(models):
             model.float()
     if patches:
         _end_casts_of_other_kinds(options["patch_torch_functions_type"])
@@ -102,13 +102,13 @@ def show(session: Session, properties: Any) -> None:
 def check_models(models: Any) -> None:
     """Raises for models that ``initialize`` would refuse."""
     _refuse_wrapped(models)
-    accept.models(models)
+    validation.models(models)
 
 
 def check_optimizers(optimizers: Any) -> None:
     """Raises for optimizers that ``initialize`` would refuse."""
     _refuse_fp16_optimizers(optimizers)
-    accept.optimizers(optimizers)
+    validation.optimizers(optimizers)
 
 
 def to_type(dtype: torch.dtype, tensor: Any) -> Any:
@@ -122,7 +122,7 @@ def applier(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _refuse_wrapped(models: Any) -> None:
-    for model in accept.flatten(models):
+    for model in validation.flatten(models):
         if isinstance(model, DistributedDataParallel):
             raise ConfigurationError(
                 f"Incoming model is an instance of {type(model)}. Call amp.initialize on the bare model, and wrap what it returns."
@@ -130,7 +130,7 @@ def _refuse_wrapped(models: Any) -> None:
 
 
 def _refuse_fp16_optimizers(optimizers: Any) -> None:
-    for optimizer in accept.flatten(optimizers):
+    for optimizer in validation.flatten(optimizers):
         if any(cls.__name__ == "FP16_Optimizer" for cls in type(optimizer).__mro__):
             raise ConfigurationError(
                 f"An incoming optimizer is an instance of {type(optimizer)}, which makes master weights and scales losses itself. "

@@ -1,6 +1,6 @@
 """What scripts expect on an optimizer after ``amp.initialize``: ``_amp_stash``, and the underscored methods.
 
-`dress` puts them there until the session closes. They look at and act on the optimizer's adapter in the core; masters
+`dress` puts them there until the session closes. They look at and act on the optimizer's wrapper in the core; masters
 exist from ``initialize`` on, so what Apex made lazily is there already.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ...errors import NotInitializedError
-from ...findings import Check
-from ...optimizers import Slot, adapter_of
+from ...iteration.found_inf import Check
+from ...iteration.master_weights import Slot
+from ...iteration.optimizer_wrapper import wrapper_of
 from ...registry import session_of
 from ...session import Session
 from .scaler import LossScaler
@@ -50,24 +51,24 @@ def _amp_lazy_init(optimizer: Any) -> None:
 
 def _prepare_amp_backward(optimizer: Any) -> None:
     """Before a backward pass: set the gradients aside that are there, so that fresh ones arrive unmixed."""
-    gradients = _adapter(optimizer).gradients
+    gradients = _wrapper(optimizer).gradients
     gradients.drop_cleared()
     gradients.open(gradients.waiting_scale if gradients.delayed else 1.0)
 
 
 def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
     """After it: unscale the fresh gradients by ``scaler``, which notes what is not finite, and add those set aside."""
-    adapter = _adapter(optimizer)
-    slot = next(iter(adapter.gradients.slots), None)
+    wrapper = _wrapper(optimizer)
+    slot = next(iter(wrapper.gradients.slots), None)
     scale = scaler.loss_scale()
     needs_check = scaler.dynamic or scale != 1.0
     needs_check = needs_check and slot is not None
-    adapter.gradients.collect(scale, Check.of(scaler.flag_on(slot.param.device)) if needs_check else None)
+    wrapper.gradients.collect(scale, Check.of(scaler.flag_on(slot.param.device)) if needs_check else None)
 
 
 def _master_params_to_model_params(optimizer: Any) -> None:
     """Round every master into the model, whoever wrote to it and however."""
-    _adapter(optimizer).write_masters_to_model(everything=True)
+    _wrapper(optimizer).write_masters_to_model(everything=True)
 
 
 _METHODS = (
@@ -116,7 +117,7 @@ class AmpOptimizerState:
 
     @property
     def _gradients(self) -> Any:
-        return _adapter(self._optimizer()).gradients
+        return _wrapper(self._optimizer()).gradients
 
     @property
     def _has_masters(self) -> bool:
@@ -187,10 +188,10 @@ def _aside(slot: Slot) -> torch.Tensor | None:
     return slot.aside
 
 
-def _adapter(optimizer: Any) -> Any:
-    adapter = adapter_of(optimizer)
-    if adapter is None:
+def _wrapper(optimizer: Any) -> Any:
+    wrapper = wrapper_of(optimizer)
+    if wrapper is None:
         raise NotInitializedError(
             f"This {type(optimizer).__name__} was not passed to amp.initialize, or its session was closed. Pass it there."
         )
-    return adapter
+    return wrapper

@@ -15,7 +15,7 @@ from ...casting.decorators import register_float_function as register_float_func
 from ...casting.decorators import register_half_function as register_half_function
 from ...casting.decorators import register_promote_function as register_promote_function
 from ...plan import default_lower_precision
-from ...policy.rules import CastKind
+from ...policy.cast_rules import CastKind
 from ...registry import session_of
 from . import _printing
 from ._amp_state import _amp_state

@@ -14,7 +14,7 @@ import torch
 
 from ... import api
 from ...errors import ConfigurationError
-from ...loss_scale import DynamicLossScale
+from ...iteration.loss_scale import DynamicLossScale
 from ...plan import OPT_LEVELS, defaults_of, resolve
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._initialize import open_session

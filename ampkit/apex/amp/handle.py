@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ... import accept, api
+from ... import api, validation
 from ...casting.engine import Casting
 from ...registry import current_session, live_sessions, session_of
 from ...session import Session
@@ -34,7 +34,7 @@ def scale_loss(
     if _switched_off_by_hand():
         yield loss
         return
-    found = [_initialized(optimizer) for optimizer in accept.flatten(optimizers)]
+    found = [_initialized(optimizer) for optimizer in validation.flatten(optimizers)]
     sessions = list(dict.fromkeys(session for optimizer in found if (session := session_of(optimizer)) is not None))
     loss_id = operator.index(loss_id)
     for scaler in _amp_state.loss_scalers:

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 
 from ... import kernels
-from ...loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale, DynamicScaler, StaticScaler
-from ...loss_scale import LossScaler as CoreScaler
+from ...iteration.loss_scale import (
+    DEFAULT_MAX_LOSS_SCALE,
+    DEFAULT_MIN_LOSS_SCALE,
+    DynamicLossScale,
+    DynamicScaler,
+    StaticScaler,
+)
+from ...iteration.loss_scale import LossScaler as CoreScaler
 
 
 class LossScaler:
@@ -81,12 +87,12 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
-        self._core.settle()
+        self._core.synchronize()
         return self._core.unskipped
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._core.settle()
+        self._core.synchronize()
         self._core.unskipped = int(value)
 
     @property
@@ -97,7 +103,7 @@ class LossScaler:
     def _has_overflow(self) -> bool:
         if self._runs_by_hand:
             return any(bool(flag.item()) for flag in (self._flag, self._noop_buffer) if flag is not None)
-        self._core.settle()
+        self._core.synchronize()
         return self._core.skips_in_a_row > 0
 
     @_has_overflow.setter
@@ -144,7 +150,7 @@ class LossScaler:
 
     def clear_overflow_state(self) -> None:
         """Before gradients are unscaled: an iteration begins, without overflow so far."""
-        self._core.settle()
+        self._core.synchronize()
         self._runs_by_hand = True
         self._flag = None
         if self._noop_buffer is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...casting.engine import active_casting
-from ...policy.rules import CastKind
+from ...policy.cast_rules import CastKind
 from . import utils
 
 _KIND_OF_CAST = {

@@ -14,7 +14,7 @@ from torch import nn
 
 from ... import kernels
 from ...errors import CheckpointError, LossScaleError
-from ...optimizers import adapter_of
+from ...iteration.optimizer_wrapper import wrapper_of
 from ..amp.scaler import LossScaler
 
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
@@ -36,7 +36,7 @@ class FP16_Optimizer:
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        if adapter_of(init_optimizer) is not None:
+        if wrapper_of(init_optimizer) is not None:
             raise RuntimeError(
                 "FP16_Optimizer was given an optimizer that initialize() has prepared already: it has its masters and its "
                 "loss scale. Use amp.scale_loss with it, without FP16_Optimizer."

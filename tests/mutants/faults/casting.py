@@ -348,7 +348,7 @@ FAULTS = [
     ),
     Mutant(
         "policy: the tables win over the user",
-        "ampkit/policy/rules.py",
+        "ampkit/policy/cast_rules.py",
         "rules.setdefault((id(below.owner), below.name), below)",
         "rules[id(below.owner), below.name] = below",
         breaks="a row of a kernel's own wins",
@@ -356,7 +356,7 @@ FAULTS = [
     ),
     Mutant(
         "policy: namesakes overrule the user",
-        "ampkit/policy/rules.py",
+        "ampkit/policy/cast_rules.py",
         "rules[id(owner), name] = CastRule(CastKind.NATIVE, owner, name, rule.reason)",
         "pass",
         breaks="what a user registers for F.softmax is not overruled by Tensor.softmax",

@@ -53,7 +53,7 @@ FAULTS = [
     ),
     Mutant(
         "faces: norms in the order of the routes",
-        "ampkit/kernels/faces.py",
+        "ampkit/kernels/ops.py",
         "norms = torch.empty_like(norms).index_copy_(0, order, norms)",
         "norms = norms[torch.arange(len(order), device=device)]",
         breaks="norms of tensors come in the order of the list, also where dtypes part it",
@@ -61,7 +61,7 @@ FAULTS = [
     ),
     Mutant(
         "updates: eps inside the root",
-        "ampkit/kernels/updates.py",
+        "ampkit/kernels/reference_optimizers.py",
         "torch._foreach_sqrt_(denominator)\n    torch._foreach_add_(denominator, eps)",
         "torch._foreach_add_(denominator, eps)\n    torch._foreach_sqrt_(denominator)",
         breaks="Adam adds eps to the root of the second moment",
@@ -69,7 +69,7 @@ FAULTS = [
     ),
     Mutant(
         "updates: dampening ignored",
-        "ampkit/kernels/updates.py",
+        "ampkit/kernels/reference_optimizers.py",
         "alpha=1.0 - dampening)",
         "alpha=1.0)",
         breaks="dampening holds back the gradient's part in the momentum",
@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Mutant(
         "updates: found_inf comes too late",
-        "ampkit/kernels/updates.py",
+        "ampkit/kernels/reference_optimizers.py",
         "copy = found_inf is not None",
         "copy = False",
         breaks="with found_inf nothing is written",
@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Mutant(
         "updates: clip_factor scales up",
-        "ampkit/kernels/updates.py",
+        "ampkit/kernels/reference_optimizers.py",
         "(max_norm > 0) & (norm > max_norm)",
         "max_norm > 0",
         breaks="clipping never makes a gradient longer",
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Mutant(
         "updates: lamb divides by a norm of 0",
-        "ampkit/kernels/updates.py",
+        "ampkit/kernels/reference_optimizers.py",
         "ratios = torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))",
         "ratios = w / u",
         breaks="a tensor of zeros moves at the plain rate",
@@ -101,7 +101,7 @@ FAULTS = [
     ),
     Mutant(
         "updates: norms move at an overflow",
-        "ampkit/kernels/updates.py",
+        "ampkit/kernels/reference_optimizers.py",
         "norms.copy_(moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved))",
         "norms.copy_(moved)",
         breaks="NovoGrad's norms stay where a step is skipped",
@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Mutant(
         "updates: lars forgets the decay",
-        "ampkit/kernels/updates.py",
+        "ampkit/kernels/reference_optimizers.py",
         "(grad_norms + weight_decay * param_norms + eps)",
         "(grad_norms + eps)",
         breaks="the rate of LARS counts the weight decay",

@@ -5,7 +5,7 @@ from ..mutant import Mutant
 FAULTS = [
     Mutant(
         "loss scale: a stale scale",
-        "ampkit/loss_scale.py",
+        "ampkit/iteration/loss_scale.py",
         "self._snapshot = None\n        return self._state",
         "return self._state",
         breaks="the scale that an iteration leaves behind is the next one's",
@@ -13,7 +13,7 @@ FAULTS = [
     ),
     Mutant(
         "loss scale: loaded below the floor",
-        "ampkit/loss_scale.py",
+        "ampkit/iteration/loss_scale.py",
         "self._loss_scale = max(value, self.min_loss_scale)",
         "self._loss_scale = value",
         breaks="a loaded scale is lifted to the floor",
@@ -21,7 +21,7 @@ FAULTS = [
     ),
     Mutant(
         "loss scale: skips at the floor add up for ever",
-        "ampkit/loss_scale.py",
+        "ampkit/iteration/loss_scale.py",
         "self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0",
         "self._skips_at_floor = self._skips_at_floor + (at_floor and counts)",
         breaks="one clean iteration ends a row of skips",
@@ -29,7 +29,7 @@ FAULTS = [
     ),
     Mutant(
         "loss scale: moves without being told to",
-        "ampkit/loss_scale.py",
+        "ampkit/iteration/loss_scale.py",
         "found_inf if moves_scale else torch.zeros_like(found_inf)",
         "found_inf",
         breaks="under no_sync the scale waits for the other ranks",
@@ -37,7 +37,7 @@ FAULTS = [
     ),
     Mutant(
         "loss scale: a grad scaler's interval is lost",
-        "ampkit/loss_scale.py",
+        "ampkit/iteration/loss_scale.py",
         'growth_interval=int(state["growth_interval"]),',
         "growth_interval=self.rule.growth_interval,",
         breaks="a GradScaler's rule is taken over",
@@ -45,7 +45,7 @@ FAULTS = [
     ),
     Mutant(
         "loss scale: the maximum is no start",
-        "ampkit/loss_scale.py",
+        "ampkit/iteration/loss_scale.py",
         "max(self.min_loss_scale, min(self.max_loss_scale, self.rule.init_scale))",
         "max(self.min_loss_scale, self.rule.init_scale)",
         breaks="the first scale is not above the maximum",
@@ -53,7 +53,7 @@ FAULTS = [
     ),
     Mutant(
         "loss scale: the counter starts anew on loading",
-        "ampkit/loss_scale.py",
+        "ampkit/iteration/loss_scale.py",
         'self._unskipped = int(state["unskipped"])',
         "self._unskipped = 0",
         breaks="a checkpoint goes on counting clean iterations",
@@ -61,7 +61,7 @@ FAULTS = [
     ),
     Mutant(
         "scaling: a delayed check is forgotten",
-        "ampkit/scaling.py",
+        "ampkit/iteration/scale_loss.py",
         "check, scaler.carried = scaler.carried, None\n            check = check or",
         "check = None or",
         breaks="what delay_overflow_check found moves the scale at the next exit",
@@ -71,31 +71,31 @@ FAULTS = [
     ),
     Mutant(
         "scaling: one optimizer of two hears the verdict",
-        "ampkit/scaling.py",
-        "for adapter in adapters:\n            adapter.verdicts.append(verdict)",
-        "adapters[0].verdicts.append(verdict)",
+        "ampkit/iteration/scale_loss.py",
+        "for wrapper in wrappers:\n            wrapper.verdicts.append(verdict)",
+        "wrappers[0].verdicts.append(verdict)",
         breaks="an overflow skips the step of every optimizer of the loss",
         tests=("scaling/test_scale_loss.py::test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss",),
     ),
     Mutant(
         "scaling: two optimizers unscale twice",
-        "ampkit/scaling.py",
-        "adapter.gradients.collect(scale, check, local=local, done=done)",
-        "adapter.gradients.collect(scale, check, local=local, done=None)",
+        "ampkit/iteration/scale_loss.py",
+        "wrapper.gradients.collect(scale, check, local=local, done=done)",
+        "wrapper.gradients.collect(scale, check, local=local, done=None)",
         breaks="parameters of two optimizers are unscaled once",
         tests=("scaling/test_scale_loss.py::test_parameters_in_two_optimizers_are_unscaled_once",),
     ),
     Mutant(
         "scaling: a scale set by hand is not applied",
-        "ampkit/scaling.py",
-        "return self._plan.checks_gradients or not scaler.is_one",
-        "return self._plan.checks_gradients",
+        "ampkit/iteration/scale_loss.py",
+        "return not scaler.is_one",
+        "return False",
         breaks="a static scale that is set by hand multiplies",
         tests=("apex/test_state.py::test_a_loss_scale_set_by_hand_is_used_next",),
     ),
     Mutant(
         "scaling: casts outlive scale_loss",
-        "ampkit/scaling.py",
+        "ampkit/iteration/scale_loss.py",
         "if casting is not None and not keep:",
         "if casting is not None and keep:",
         breaks="weights are cast anew after each scale_loss",
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Mutant(
         "findings: words of the scaler are not sent",
-        "ampkit/findings.py",
+        "ampkit/iteration/found_inf.py",
         "self._words[1:_HEADER].copy_(state)",
         "pass",
         breaks="the host hears of the scale that an iteration ended with",

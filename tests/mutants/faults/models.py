@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Mutant(
         "keep: single parameters are accepted at O1",
-        "ampkit/accept.py",
+        "ampkit/validation.py",
         "refuse_what_no_call_keeps(kept, plan.opt_level)",
         "pass",
         breaks="what O1 cannot keep is refused by name",
@@ -198,7 +198,7 @@ FAULTS = [
     Mutant(
         "copies: a write before the copy is missed",
         "ampkit/models/forward.py",
-        "def __deepcopy__(self, memo):\n        settle_weights(self)",
+        "def __deepcopy__(self, memo):\n        synchronize_weights(self)",
         "def __deepcopy__(self, memo):",
         breaks="a copy has what was written to the weights before",
         tests=("models/test_copies.py::test_copy_made_after_a_write_to_state_dict_has_it",),

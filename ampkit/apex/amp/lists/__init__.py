@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from ....policy.rules import CastKind, CastRule
+from ....policy.cast_rules import CastKind, CastRule
 from . import functional_overrides as functional_overrides
 from . import tensor_overrides as tensor_overrides
 from . import torch_overrides as torch_overrides

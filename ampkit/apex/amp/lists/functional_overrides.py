@@ -2,7 +2,7 @@
 
 import torch.nn.functional
 
-from ....policy.rules import CastKind
+from ....policy.cast_rules import CastKind
 from .tables import names
 
 MODULE = torch.nn.functional

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....policy.rules import CastKind, resolve_owner
+from ....policy.cast_rules import CastKind, resolve_owner
 from ....policy.tables import APEX, APEX_ONLY
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ....policy.rules import CastKind
+from ....policy.cast_rules import CastKind
 from .tables import names, promoted
 
 MODULE = torch.Tensor

@@ -2,7 +2,7 @@
 
 import torch
 
-from ....policy.rules import CastKind
+from ....policy.cast_rules import CastKind
 from ..rnn_compat import RNN_NAMES
 from .tables import names, promoted
 

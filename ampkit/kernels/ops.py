@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ampkit.kernels.switch import Route, kernels_of, serve, without_grad
-from ampkit.kernels.updates import gradient_norms, move_norms
+from ampkit.kernels.backend import Route, kernels_of, serve, without_grad
+from ampkit.kernels.reference_optimizers import gradient_norms, move_norms
 
 Tensors = Sequence[torch.Tensor]
 Number = Any

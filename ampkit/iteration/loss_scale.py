@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from . import kernels
-from .errors import CheckpointError, ConfigurationError, LossScaleError
-from .findings import Check, Outcome, Verdict
-from .logs import logger
+from .. import kernels
+from ..errors import CheckpointError, ConfigurationError, LossScaleError
+from ..logs import logger
+from .found_inf import Check, Outcome, Verdict
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
@@ -89,31 +89,31 @@ class LossScaler(ABC):
 
     @property
     def loss_scale(self) -> float:
-        self.settle()
+        self.synchronize()
         return self._loss_scale
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         if not _is_positive(value):
             raise ConfigurationError(f"A loss scale must be a positive, finite number, found {value!r}.")
-        self.settle()
+        self.synchronize()
         self._loss_scale = float(value)
         self._write_state()
 
     @property
     def unskipped(self) -> int:
-        self.settle()
+        self.synchronize()
         return self._unskipped
 
     @unskipped.setter
     def unskipped(self, value: int) -> None:
-        self.settle()
+        self.synchronize()
         self._unskipped = int(value)
         self._write_state()
 
     @property
     def skips_in_a_row(self) -> int:
-        self.settle()
+        self.synchronize()
         return self._skips_in_a_row
 
     @property
@@ -142,7 +142,7 @@ class LossScaler(ABC):
             self._pending.append(verdict)
         return verdict
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Learn of everything that has happened; waits for the device."""
         if self._pending:
             self.learn_up_to(self._pending[-1])
@@ -159,7 +159,7 @@ class LossScaler(ABC):
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         validate_scaler_state(state)
-        self.settle()
+        self.synchronize()
         self._load_scale(float(state["loss_scale"]))
         self._unskipped = int(state["unskipped"])
         self._skips_in_a_row = 0
@@ -303,7 +303,7 @@ class DynamicScaler(LossScaler):
     def raise_if_hopeless(self, on_floor: str, outcome: Outcome | None = None) -> None:
         """Stop after 50 skips in a row at the floor: nothing is being learned and nothing will change by itself."""
         if outcome is None:
-            self.settle()
+            self.synchronize()
         skips = self._skips_at_floor if outcome is None else outcome.skips_at_floor
         if skips < SKIPS_AT_FLOOR_BEFORE_GIVING_UP or skips % SKIPS_AT_FLOOR_BEFORE_GIVING_UP:
             return

@@ -1,7 +1,7 @@
 """What a session puts on an optimizer: a step that can be skipped, and masters kept in step with the model.
 
 The methods are installed on the instance as bound methods, so that learning-rate schedulers find their ``__func__``; the
-adapter itself sits on the optimizer and lives as long as it does. Optimizers are anything with ``param_groups``, ``state``,
+wrapper itself sits on the optimizer and lives as long as it does. Optimizers are anything with ``param_groups``, ``state``,
 ``step`` and ``zero_grad``; those that can be told on the device that a step is to be skipped are told there.
 """
 
@@ -21,39 +21,39 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import LOWER_PRECISION, cast_floating
 from ..errors import ClosureError, ConfigurationError
-from ..findings import Check, Verdict
-from ..loss_scale import LossScaler
 from ..models.weights import Float32Value, write_lower
+from ..optimizers.fused import FusedOptimizer, StepInputs
+from ..optimizers.scales import inverse, is_one, on
 from ..patching import PatchSet
-from .fused import FusedOptimizer, StepInputs
+from .found_inf import Check, Verdict
 from .gradients import Gradients
-from .master import Slot, make_slots, put_params_back
-from .scales import inverse, is_one, on
+from .loss_scale import LossScaler
+from .master_weights import Slot, make_slots, put_params_back
 
-ADAPTER_KEY = "_ampkit"
+WRAPPER_KEY = "_ampkit"
 
 
 class Owner(Protocol):
-    """What an adapter asks of its session."""
+    """What an wrapper asks of its session."""
 
     def float32_values(self) -> Mapping[torch.Tensor, Float32Value]:
         """The float32 value of every lower-precision tensor of the session's models."""
 
-    def finish_delayed(self, adapter: OptimizerAdapter) -> None:
+    def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """Unscale gradients that still wait after ``delay_unscale=True``."""
 
-    def report_skip(self, adapter: OptimizerAdapter, verdict: Verdict) -> None:
+    def report_skip(self, wrapper: OptimizerWrapper, verdict: Verdict) -> None:
         """Log a skipped step; raises `LossScaleError` when it is hopeless."""
 
-    def report_late(self, adapter: OptimizerAdapter, verdicts: list[Verdict]) -> None:
+    def report_late(self, wrapper: OptimizerWrapper, verdicts: list[Verdict]) -> None:
         """Log it if a step was skipped on the device, as soon as that is known."""
 
 
 class _SkippedInClosure(Exception):
-    """Unwinds an optimizer whose closure met an overflow; never leaves `OptimizerAdapter.step`."""
+    """Unwinds an optimizer whose closure met an overflow; never leaves `OptimizerWrapper.step`."""
 
 
-class OptimizerAdapter:
+class OptimizerWrapper:
     """One optimizer of a session: its slots, its gradients, its verdicts, and the methods that replace its own."""
 
     def __init__(
@@ -101,8 +101,8 @@ class OptimizerAdapter:
     def detach(self) -> None:
         """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
         optimizer = self.optimizer
-        if optimizer is not None and adapter_of(optimizer) is self and not self.gradients.is_open:
-            self.settle_gradients()
+        if optimizer is not None and wrapper_of(optimizer) is self and not self.gradients.is_open:
+            self.synchronize_gradients()
         self.active = False
         self._patches.restore()
         masters = list(self.gradients.mastered)
@@ -112,7 +112,7 @@ class OptimizerAdapter:
         for own, cast in self._state_cast(lambda param: torch.float32):
             own.update(cast)
         for slot in masters:
-            slot.entry.settle(slot.param)
+            slot.entry.synchronize(slot.param)
             slot.param.grad = None
             slot.param.data = slot.master.data
             slot.param.grad = slot.master.grad
@@ -154,7 +154,7 @@ class OptimizerAdapter:
         _round_into_model(stale)
 
     def _install(self, optimizer: Any) -> None:
-        self._patches.set(optimizer, ADAPTER_KEY, self)
+        self._patches.set(optimizer, WRAPPER_KEY, self)
         self._replace(optimizer, "step", self._step)
         self._replace(optimizer, "zero_grad", self._zero_grad)
         if hasattr(optimizer, "add_param_group"):
@@ -186,7 +186,7 @@ class OptimizerAdapter:
             return self._step_with_closure(original, closure, *rest, **kwargs)
         if self._takes_step_inputs:
             return self._step_on_device(original, args, kwargs)
-        self.settle_gradients()
+        self.synchronize_gradients()
         if self._takes_found_inf:
             return self._step_with_found_inf(original, args, kwargs)
         if self._must_skip():
@@ -199,7 +199,7 @@ class OptimizerAdapter:
     def _step_on_device(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """A step of a fused optimizer, which is skipped or taken on the device."""
         gradients, optimizer = self.gradients, self.optimizer
-        self.settle_gradients(for_fused_step=True)
+        self.synchronize_gradients(for_fused_step=True)
         self._write_stale()
         found_inf = self._found_inf()
         masters = gradients.mastered
@@ -238,7 +238,7 @@ class OptimizerAdapter:
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""
         gradients = self.gradients
-        self.settle_gradients(for_fused_step=self._takes_step_inputs)
+        self.synchronize_gradients(for_fused_step=self._takes_step_inputs)
         norm = gradients.total_norm()
         if norm is not None:
             coefficient = kernels.clip_coefficient(norm, max_norm)
@@ -267,7 +267,7 @@ class OptimizerAdapter:
             # As it was where step() was called.
             with getattr(casting_off, "paused", nullcontext)():
                 loss = closure()
-            self.settle_gradients()
+            self.synchronize_gradients()
             if self._must_skip():
                 raise _SkippedInClosure
             return loss
@@ -284,7 +284,7 @@ class OptimizerAdapter:
         self.write_masters_to_model()
         _drop_casts()
 
-    def settle_gradients(self, for_fused_step: bool = False) -> None:
+    def synchronize_gradients(self, for_fused_step: bool = False) -> None:
         """Bring every pending gradient, unscaled, to where the optimizer and ``master_params`` look for it.
 
         ``for_fused_step`` leaves those that such a step reads where they are.
@@ -293,7 +293,7 @@ class OptimizerAdapter:
         gradients.drop_cleared()
         for slot in gradients.mastered:
             # Else the step would undo what was written to the model since its forward.
-            slot.entry.settle(slot.param)
+            slot.entry.synchronize(slot.param)
         if gradients.delayed:
             self.owner.finish_delayed(self)
         elif gradients.uncollected():
@@ -370,9 +370,9 @@ class OptimizerAdapter:
         return result
 
 
-def adapter_of(optimizer: Any) -> OptimizerAdapter | None:
-    """The adapter that a live session put on this optimizer, if any."""
-    return getattr(optimizer, "__dict__", {}).get(ADAPTER_KEY)
+def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
+    """The wrapper that a live session put on this optimizer, if any."""
+    return getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
 
 
 def _round_into_model(slots: list[Slot]) -> None:
@@ -388,7 +388,9 @@ def _takes_step_inputs(optimizer: Any) -> bool:
     if not isinstance(optimizer, FusedOptimizer) or "step" in vars(optimizer):
         return False
     step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
-    return optimizer.takes_step_inputs and step.__module__.startswith(__package__ + ".")
+    return optimizer.takes_step_inputs and step.__module__.startswith(
+        FusedOptimizer.__module__.rpartition(".")[0] + "."
+    )
 
 
 def _takes_found_inf(optimizer: Any) -> bool:

@@ -11,26 +11,39 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .casting.engine import active_casting
-from .errors import ConfigurationError, LossIdError, LossScaleError
-from .findings import Check, Verdict
-from .logs import logger
-from .loss_scale import DynamicScaler, LossScaler, StaticScaler
-from .optimizers import LISTS_OF_A_COLLECTION, OptimizerAdapter, on
-from .plan import Plan
-from .registry import not_initialized
+from ..casting.engine import active_casting
+from ..errors import ConfigurationError, LossIdError, LossScaleError, NotInitializedError
+from ..logs import logger
+from ..optimizers.scales import on
+from .found_inf import Check, Verdict
+from .gradients import LISTS_OF_A_COLLECTION
+from .loss_scale import DynamicLossScale, DynamicScaler, LossScaler, StaticScaler
+from .optimizer_wrapper import OptimizerWrapper
 
 SKIPS_BEFORE_DIAGNOSIS = 25
+
+
+class Settings(Protocol):
+    """What of a session's plan matters here."""
+
+    enabled: bool
+    loss_scale: float | DynamicLossScale
+    num_losses: int
+    min_loss_scale: float
+    max_loss_scale: float
+    master_weights: bool
+    on_floor: str
 
 
 class LossScaling:
     """One loss scaler per loss, and the steps of an iteration that they take part in."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Settings) -> None:
         self._plan = plan
         self.scalers: list[LossScaler] = [_make_scaler(plan) for _ in range(plan.num_losses if plan.enabled else 0)]
         for loss_id, scaler in enumerate(self.scalers):
@@ -61,16 +74,19 @@ class LossScaling:
     def scale_loss(
         self,
         loss: torch.Tensor,
-        adapters: list[OptimizerAdapter],
+        wrappers: list[OptimizerWrapper],
         loss_id: int,
         delay_unscale: bool,
         delay_overflow_check: bool,
     ) -> Iterator[torch.Tensor]:
         """See `ampkit.scale_loss`."""
         scaler = self.scaler(loss_id)
-        for adapter in adapters:
-            if not adapter.active:  # closed since scale_loss was called
-                raise not_initialized(adapter.optimizer)
+        for wrapper in wrappers:
+            if not wrapper.active:  # closed since scale_loss was called
+                raise NotInitializedError(
+                    f"The session of this {type(wrapper.optimizer).__name__} was closed. Call initialize() again, or leave out "
+                    "scale_loss."
+                )
         self._report_known()
         # From here on autograd keeps the casts of weights that the backward pass needs, and frees each when it is done with it.
         _end_of_casts(delay_unscale, before_backward=True)
@@ -80,39 +96,39 @@ class LossScaling:
             finally:
                 _end_of_casts(delay_unscale)
             return
-        home = _home(adapters)
+        home = _home(wrappers)
         scale = scaler.current(home)
         scaled = loss.float() * on(scale, loss.device)
         passed: list[torch.Tensor] = []
         if scaled.requires_grad:
             scaled.register_hook(passed.append)
-        self._open(adapters, scale)
+        self._open(wrappers, scale)
         try:
             yield scaled
         except BaseException:
-            done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
-            for adapter in adapters:
-                adapter.gradients.put_back(done)
+            done: set[torch.Tensor] | None = set() if len(wrappers) > 1 else None
+            for wrapper in wrappers:
+                wrapper.gradients.put_back(done)
             _end_of_casts(keep=False)
             raise
         if scaled.requires_grad and not passed:
-            self._warn_if_unscaled(adapters)
+            self._warn_if_unscaled(wrappers)
         local = self._backward_was_local()
         if delay_unscale:
-            for adapter in adapters:
-                adapter.gradients.keep_scaled(scale)
-                adapter.delayed_with = scaler
+            for wrapper in wrappers:
+                wrapper.gradients.keep_scaled(scale)
+                wrapper.delayed_with = scaler
         else:
-            self._collect(adapters, scaler, scale, home, local, delay_overflow_check)
+            self._collect(wrappers, scaler, scale, home, local, delay_overflow_check)
         _end_of_casts(delay_unscale)
 
-    def _warn_if_unscaled(self, adapters: list[OptimizerAdapter]) -> None:
+    def _warn_if_unscaled(self, wrappers: list[OptimizerWrapper]) -> None:
         """Say it once when gradients came from something else than the scaled loss: they will be divided by the scale."""
         arrived = any(
             slot.param.grad is not None
-            for adapter in adapters
-            if not (adapter.gradients.delayed or adapter.gradients.local)
-            for slot in adapter.gradients.slots
+            for wrapper in wrappers
+            if not (wrapper.gradients.delayed or wrapper.gradients.local)
+            for slot in wrapper.gradients.slots
         )
         if arrived and not self._told_of_unscaled:
             self._told_of_unscaled = True
@@ -131,10 +147,10 @@ class LossScaling:
         told = getattr(self._ddp() if self._ddp is not None else None, "last_backward_was_local", None)
         return local if told is None else told
 
-    def finish_delayed(self, adapter: OptimizerAdapter) -> None:
+    def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """A step while gradients still wait after ``delay_unscale=True``: end the iteration as ``scale_loss`` would have."""
-        scaler = adapter.delayed_with or self.scalers[0]
-        self._collect([adapter], scaler, adapter.gradients.waiting_scale, _home([adapter]))
+        scaler = wrapper.delayed_with or self.scalers[0]
+        self._collect([wrapper], scaler, wrapper.gradients.waiting_scale, _home([wrapper]))
 
     def report_skip(self, verdict: Verdict, culprit: Callable[[Verdict], str]) -> None:
         """Log a skipped step once, name the ``culprit`` when there were many, give up when it is hopeless."""
@@ -164,10 +180,10 @@ class LossScaling:
         if not any(verdict.is_captured for verdict in verdicts):  # replays of a CUDA graph run without us
             self._unreported.append((verdicts, culprit))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for every verdict, and log those that nobody has read. Nothing is raised: the next `scale_loss` will."""
         for scaler in self.scalers:
-            scaler.settle()
+            scaler.synchronize()
         hopeless = self._hopeless
         while self._unreported:
             try:
@@ -192,25 +208,25 @@ class LossScaling:
             self.report_skip(overflows[-1], culprit)
 
     def _checks(self, scaler: LossScaler) -> bool:
-        return self._plan.checks_gradients or not scaler.is_one  # it may have been set by hand
+        return not scaler.is_one  # it may have been set by hand
 
-    def _open(self, adapters: list[OptimizerAdapter], scale: float | torch.Tensor) -> None:
-        if any(adapter.gradients.is_open for adapter in adapters):
+    def _open(self, wrappers: list[OptimizerWrapper], scale: float | torch.Tensor) -> None:
+        if any(wrapper.gradients.is_open for wrapper in wrappers):
             raise ConfigurationError(
                 "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
                 "entering the second: gradients of several losses add up across blocks."
             )
         ddp = self._ddp() if self._ddp is not None else None
-        for adapter in adapters:
-            adapter.gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
-            adapter.gradients.drop_cleared()
-            adapter.gradients.drop_known_overflow()
-        for adapter in adapters:
-            adapter.gradients.open(scale)
+        for wrapper in wrappers:
+            wrapper.gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
+            wrapper.gradients.drop_cleared()
+            wrapper.gradients.drop_known_overflow()
+        for wrapper in wrappers:
+            wrapper.gradients.open(scale)
 
     def _collect(
         self,
-        adapters: list[OptimizerAdapter],
+        wrappers: list[OptimizerWrapper],
         scaler: LossScaler,
         scale: float | torch.Tensor,
         home: torch.device,
@@ -221,32 +237,32 @@ class LossScaling:
         if self._checks(scaler):
             # What delay_overflow_check=True passed on is in the flag already.
             check, scaler.carried = scaler.carried, None
-            check = check or Check(home, LISTS_OF_A_COLLECTION * len(adapters))
-        done: set[torch.Tensor] | None = set() if len(adapters) > 1 else None
-        for adapter in adapters:
-            adapter.gradients.collect(scale, check, local=local, done=done)
+            check = check or Check(home, LISTS_OF_A_COLLECTION * len(wrappers))
+        done: set[torch.Tensor] | None = set() if len(wrappers) > 1 else None
+        for wrapper in wrappers:
+            wrapper.gradients.collect(scale, check, local=local, done=done)
         if check is None:
             return
         if delay_overflow_check:
             scaler.carried = check
-            for adapter in adapters:
-                adapter.unchecked.append((scaler, check))
+            for wrapper in wrappers:
+                wrapper.unchecked.append((scaler, check))
             return
         verdict = scaler.judge(check, moves_scale=not local)
-        for adapter in adapters:
-            adapter.verdicts.append(verdict)
+        for wrapper in wrappers:
+            wrapper.verdicts.append(verdict)
 
 
-def _make_scaler(plan: Plan) -> LossScaler:
-    if plan.has_dynamic_loss_scale:
+def _make_scaler(plan: Settings) -> LossScaler:
+    if isinstance(plan.loss_scale, DynamicLossScale):
         return DynamicScaler(plan.loss_scale, plan.min_loss_scale, plan.max_loss_scale)
     return StaticScaler(plan.loss_scale)
 
 
-def _home(adapters: Sequence[OptimizerAdapter]) -> torch.device:
+def _home(wrappers: Sequence[OptimizerWrapper]) -> torch.device:
     """Where the loss scale of these optimizers lives."""
-    for adapter in adapters:
-        for slot in adapter.gradients.slots:
+    for wrapper in wrappers:
+        for slot in wrapper.gradients.slots:
             return slot.param.device
     return torch.device("cpu")
 

@@ -1,7 +1,7 @@
 """The one place that decides who computes the multi-tensor operators: the compiled extension or plain torch.
 
 The choice is made once, at import, by AMPKIT_EXTENSION (libraries.py). implementation() tells what was chosen and why. The
-faces (faces.py) say what to call, and serve() with whom.
+faces (ops.py) say what to call, and serve() with whom.
 """
 
 import functools

@@ -5,7 +5,7 @@ result is rounded once on its way back. Gradients are read only, and multiplied 
 ``lower`` receives the new parameters, rounded. With a ``found_inf`` other than 0 nothing is written. Numbers such as
 ``lr`` and ``step`` may be tensors: nothing waits for the device.
 
-faces.py routes calls here or to the compiled kernels, for which these functions are the specification.
+ops.py routes calls here or to the compiled kernels, for which these functions are the specification.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from .. import kernels
-from ..findings import Check, Verdict
+from ..optimizers.scales import Scale, inverse, is_one, on, ratio
 from . import passes
-from .master import COLLECTED, Slot, is_shared, mark_collected
-from .scales import Scale, inverse, is_one, on, ratio
+from .found_inf import Check, Verdict
+from .master_weights import COLLECTED, Slot, is_shared, mark_collected
 
 LISTS_OF_A_COLLECTION = 4  #: how many lists `Gradients.collect` checks at most
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from .. import kernels
-from ..findings import Check
 from ..models.weights import move_like
-from .master import Slot
-from .scales import Scale, inverse, is_one, on
+from ..optimizers.scales import Scale, inverse, is_one, on
+from .found_inf import Check
+from .master_weights import Slot
 
 
 def unscale(fresh: list[tuple[Slot, torch.Tensor]], factor: Scale, check: Check | None) -> None:

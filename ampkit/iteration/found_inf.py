@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import kernels
+from .. import kernels
 
 _HEADER = 4  # 32-bit words: found_inf, and the three of a dynamic loss scale
 
