@@ -242,8 +242,7 @@ class Session:
         self.casting = casting
         self._undo.callback(self.stop_casting)
         if casting is not active_casting():
-            with model_casts.operators.lifted():
-                casting.install()
+            casting.install()
         casting.rebind(models)
         self._restart_device_types()
         casting.switch_on_here()
@@ -257,8 +256,7 @@ class Session:
             casting.release(self.models)
             self._restart_device_types()
         else:
-            with model_casts.operators.lifted():
-                casting.close()
+            casting.close()
 
     @staticmethod
     def _restart_device_types() -> None:
@@ -347,8 +345,7 @@ class Session:
         if self.casting is not None:
             self._cast_where_it_is(model)
             if self.casting.is_behind:
-                with model_casts.operators.lifted():
-                    self.casting.catch_up()
+                self.casting.catch_up()
         self._scaling.note_forward()
 
     def _cast_where_it_is(self, model: nn.Module) -> None:

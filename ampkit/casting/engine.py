@@ -41,6 +41,9 @@ _compiling = torch.compiler.is_compiling
 # The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
 _active: Casting | None = None
 
+# See `keep_on_top`.
+_beneath_others: Callable[[], AbstractContextManager[None]] = nullcontext
+
 # Rules of the user's, by owner and name. They may be registered before there is an engine, and hold for later ones.
 _registered: dict[tuple[int, str], CastRule] = {}
 
@@ -101,16 +104,20 @@ class Casting:
 
     def install(self) -> None:
         """Patch torch. When anything fails midway, torch is as it was before."""
-        global _active
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
+        with _beneath_others():
+            self._install()
+
+    def _install(self) -> None:
+        global _active
         rules, dropped = self.policy.rules(_registered.values())
         self._await_packages()
         try:
             for rule in rules:
                 self._patch(rule)
             patch_torch(self._patches, self)
-            patch_picklers(self._patches, self._early_bound.wrapper_of)
+            patch_picklers(self._patches, self.wrapper_of)
             self._early_bound.in_modules()
             self._installed = True
             self._describe()
@@ -133,7 +140,8 @@ class Casting:
         self._switch_off_everywhere()
         compiled_models.not_before_calls(self._mark_regions)
         self.tag_compiled_code()
-        self._restore()
+        with _beneath_others():
+            self._restore()
         if _active is self:
             _active = None
         forget_traces()
@@ -151,11 +159,12 @@ class Casting:
         """Put a rule of the user's in place at once; it replaces a rule of the tables for the same function."""
         rule = CastRule(kind, owner, name)
         brought = [CastRule(CastKind.NATIVE, *namesake) for namesake in namesakes(rule)] + kernels(rule)
-        for below in brought:
-            if (id(below.owner), below.name) not in _registered:
-                self._patch(below)
-        self._patch(rule)
-        self._early_bound.again()
+        with _beneath_others():
+            for below in brought:
+                if (id(below.owner), below.name) not in _registered:
+                    self._patch(below)
+            self._patch(rule)
+            self._early_bound.again()
         self._describe()
         forget_traces()
 
@@ -170,10 +179,11 @@ class Casting:
     def catch_up(self) -> None:
         """Put the rows of packages that were loaded since `install` in place."""
         self._await_packages()
-        for rule in self.policy.rules(_registered.values())[0]:
-            if (id(rule.owner), rule.name) not in self._kinds:
-                self._patch(rule)
-        self._early_bound.again()
+        with _beneath_others():
+            for rule in self.policy.rules(_registered.values())[0]:
+                if (id(rule.owner), rule.name) not in self._kinds:
+                    self._patch(rule)
+            self._early_bound.again()
         self._describe()
         forget_traces()
 
@@ -309,6 +319,10 @@ class Casting:
         """torch's own function where one of the wrappers is given, else what was given."""
         return self._wrapped_by.get(id(function), function)
 
+    def wrapper_of(self, original: Any) -> Any | None:
+        """What stands in the place of a function of torch's, or None."""
+        return self._early_bound.wrapper_of(original)
+
     def give_back_kernels(self) -> None:
         """Have code that inductor generates call torch's own kernels."""
         self._early_bound.give_back(kernels_of_inductor())
@@ -364,6 +378,12 @@ class Casting:
 def active_casting() -> Casting | None:
     """The engine that is installed now, if any."""
     return _active
+
+
+def keep_on_top(lifted: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have patches of others stand over the engine's, so that either may be undone first: it works inside ``lifted()``."""
+    global _beneath_others
+    _beneath_others = lifted
 
 
 def register_rule(kind: CastKind, owner: Any, name: str) -> None:

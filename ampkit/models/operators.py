@@ -1,21 +1,31 @@
-"""torchvision's operators in models of lower precision: computed in float32, as in the tables of O1.
+"""What computes in float32 beside weights of lower precision, as in the tables of O1: torch's losses, torchvision's operators.
 
-At O2, O3 and O5 nothing of torch is patched. But torchvision's kernels take no bfloat16 and no mixed dtypes, and the weights of
-a detection model cannot say which boxes are compared. While a session has cast a model's weights, these operators take
-lower precision, compute in float32, and give back the dtype of their first argument, as under torch.autocast. The targets
-of a detection model are not cast with its images: a box at 801 is one at 800 in bfloat16.
+At O2, O3 and O5 nothing else of torch is patched. While a session has cast a model's weights, the losses of
+torch.nn.functional, which a model may compute inside of its forward, take lower precision, compute in float32 and return it,
+as under torch.autocast; `disable_casts` suspends that.
+
+torchvision's kernels take no bfloat16 and no mixed dtypes, and the weights of a detection model cannot say which boxes are
+compared. Its operators compute in float32 too, but give back the dtype of their first argument. The targets of a detection
+model are not cast with its images: a box at 801 is one at 800 in bfloat16.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.jit._builtins import _get_builtin_table
 
+from ..casting.decorators import cast_models
+from ..casting.engine import active_casting, keep_on_top
+from ..casting.fp32_functions import without_copies
+from ..casting.pickling import patch_picklers
 from ..casting.tensors import LOWER_PRECISION, cast_floating, map_tensors, tensors_in, to_float32
 from ..casting.wrappers import keep_overloads
 from ..patching import PatchSet
@@ -25,10 +35,11 @@ PACKAGE = "torchvision"
 
 
 class Operators:
-    """The patches on torchvision, counted: put there by the first session, or once it is loaded, taken away by the last."""
+    """The patches, counted: put there by the first session, torchvision's once it is loaded, taken away by the last."""
 
     def __init__(self) -> None:
         self._users = 0
+        self._losses = PatchSet()
         self._patches = PatchSet()
 
     def acquire(self) -> None:
@@ -42,18 +53,46 @@ class Operators:
     def release(self) -> None:
         self._users -= 1
         if not self._users:
-            self._patches.restore()
+            self._restore()
 
     def catch_up(self) -> None:
         """Patch torchvision if it was loaded since `acquire`."""
-        if not self._users or self._patches or not is_loaded(PACKAGE):
+        if not self._users or (self._losses and (self._patches or not is_loaded(PACKAGE))):
             return
         try:
-            for path, name in _FUNCTIONS:
-                self._patch(resolve_owner(path), name)
+            if not self._losses:
+                self._patch_losses()
+            if not self._patches and is_loaded(PACKAGE):
+                for path, name in _FUNCTIONS:
+                    self._patch(resolve_owner(path), name)
         except BaseException:
-            self._patches.restore()
+            self._restore()
             raise
+
+    def _restore(self) -> None:
+        self._patches.restore()
+        self._losses.restore()
+
+    def _patch_losses(self) -> None:
+        originals, wrappers = {}, {}
+        for name in LOSSES:
+            original = getattr(F, name)
+            wrapper = _loss_in_float32(original, name)
+            originals[wrapper], wrappers[original] = original, wrapper
+            self._losses.set(F, name, wrapper)
+        casting = active_casting()
+        beneath = casting.wrapper_of if casting is not None else {}.get
+        patch_picklers(self._losses, lambda function: _on_top(wrappers, function, beneath(function)))
+        compile_function = torch.jit._recursive.try_compile_fn
+
+        @functools.wraps(compile_function)
+        def compile_original(function: Any, *args: Any, **kwargs: Any) -> Any:
+            # torch.jit.script compiles what a function calls from its source, and has to see torch's own.
+            if isinstance(function, types.FunctionType):
+                function = originals.get(function, function)
+            return compile_function(function, *args, **kwargs)
+
+        self._losses.set(torch.jit._recursive, "try_compile_fn", compile_original)
 
     def _patch(self, owner: Any, name: str) -> None:
         if not hasattr(owner, name):
@@ -65,12 +104,17 @@ class Operators:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Without these patches: O1's engine comes and goes beneath them, so that either may be undone first."""
-        self._patches.restore()
+        """Without these patches: O1's engine works beneath them."""
+        self._restore()
         try:
             yield
         finally:
             self.catch_up()
+
+
+def _on_top(wrappers: dict[Callable, Callable], function: Callable, o1s: Any | None) -> Any | None:
+    """What stands in the place of ``function`` where ``wrappers`` stand, perhaps over O1's wrapper of it."""
+    return wrappers.get(function if o1s is None else o1s, o1s)
 
 
 def is_detector(model: nn.Module) -> bool:
@@ -116,6 +160,52 @@ def _in_float32(function: Callable) -> Callable:
     return call
 
 
+class _CastsOfLosses:
+    """Whether losses are cast: where O1's casts are on, its tables decide. What `without_copies` asks."""
+
+    def is_on(self) -> bool:
+        if not cast_models.is_on():
+            return False
+        casting = active_casting()
+        return casting is None or not casting.is_on()
+
+    def casts_on(self, device_type: str) -> bool:
+        return True
+
+
+_casts_of_losses = _CastsOfLosses()
+
+
+def _loss_in_float32(function: Callable, name: str) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _casts_of_losses.is_on():
+            return function(*args, **kwargs)
+        return function(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+
+    call = without_copies(call, function, _casts_of_losses, F, name, None) or call
+    return functools.wraps(function)(call)
+
+
+def _widened(value: Any) -> Any:
+    return to_float32(value) if isinstance(value, Tensor) else value
+
+
+#: The losses of torch.nn.functional, which the modules in torch.nn call.
+LOSSES = (
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss"),
+    *(
+        "gaussian_nll_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "margin_ranking_loss",
+        "mse_loss",
+    ),
+    *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss"),
+    *("smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss"),
+)
+
 _DETECTORS = ("GeneralizedRCNN", "RetinaNet", "FCOS", "SSD")
 _OPERATORS = ("deform_conv2d", "nms", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool")
 _FUNCTIONS = (
@@ -125,3 +215,4 @@ _FUNCTIONS = (
 )
 
 operators = Operators()
+keep_on_top(operators.lifted)

@@ -11,7 +11,6 @@ import contextlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import others_slow
 
 import ampkit
@@ -140,7 +139,7 @@ def make(name, seed, settings):
     return cls(cls.config_class(**settings)).train()
 
 
-def losses(model, optimizer, way, batches, loss_of):
+def losses(model, optimizer, way, batches):
     """The loss of each step; ``way`` is an opt level, ``"autocast"`` or ``"float32"``."""
     region = contextlib.nullcontext()
     if way == "autocast":
@@ -151,8 +150,7 @@ def losses(model, optimizer, way, batches, loss_of):
     for batch in batches:
         optimizer.zero_grad()
         with region:
-            outputs = model(**batch)
-        loss = loss_of(outputs, batch["labels"])
+            loss = model(**batch).loss
         if way in ("autocast", "float32"):
             loss.backward()
         else:
@@ -162,14 +160,6 @@ def losses(model, optimizer, way, batches, loss_of):
         found.append(loss.item())
     ampkit.close()
     return torch.tensor(found, dtype=torch.float64)
-
-
-def loss_of_logits(outputs, labels):
-    """The model's loss, computed beside the model: inside, a model in bfloat16 (O2) may round the loss itself to 8 bits."""
-    logits = outputs.logits.float()
-    if isinstance(outputs, transformers.modeling_outputs.CausalLMOutputWithPast):
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 @pytest.mark.parametrize("architecture", others_slow("BERT", of=ARCHITECTURES))
@@ -182,7 +172,7 @@ def test_loss_curve_stays_as_close_to_float32_as_autocasts(architecture):
             generator = torch.Generator().manual_seed(seed)
             batches = [task(generator) for _ in range(100)]
             model = make(name, seed, settings)
-            return losses(model, torch.optim.Adam(model.parameters(), 1e-3, eps=1e-5), way, batches, loss_of_logits)
+            return losses(model, torch.optim.Adam(model.parameters(), 1e-3, eps=1e-5), way, batches)
 
         exact = curve("float32")
         for way, found in differences.items():
@@ -207,7 +197,7 @@ def test_llama_learns_to_copy_as_under_autocast(seed):
         batches = [copies(generator) for _ in range(220)]
         model = make("LlamaForCausalLM", seed, {**settings, "max_position_embeddings": 1024})
         optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        return losses(model, optimizer, way, batches, lambda outputs, labels: outputs.loss)[-20:].mean().item()
+        return losses(model, optimizer, way, batches)[-20:].mean().item()
 
     expected = final("autocast")
     assert expected < 0.004

@@ -68,7 +68,8 @@ def test_namespaces_are_the_same_after_close(level):
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     during = sum(vars(n).get(k) is not v for n, old in zip(NAMESPACES, before) for k, v in old.items())
-    assert during > 100 if level in ("O1", "O4") else during == 0
+    losses = 21  # of torch.nn.functional
+    assert during > 100 if level in ("O1", "O4") else during == (0 if level == "O0" else losses)
     classify_tokens(model, optimizer)
     ampkit.close()
     for namespace, old in zip(NAMESPACES, before):

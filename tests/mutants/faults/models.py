@@ -172,6 +172,22 @@ FAULTS = [
         tests=("sessions/test_close.py::test_forward_put_on_the_instance_is_given_back",),
     ),
     Mutant(
+        "losses: computed in lower precision",
+        "ampkit/models/operators.py",
+        "return function(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})",
+        "return to_float32(function(*args, **kwargs))",
+        breaks="a loss beside cast weights computes in float32, and does not only return it",
+        tests=("models/test_losses.py::test_loss_inside_a_model_leaves_it_unrounded",),
+    ),
+    Mutant(
+        "losses: O1's tables are overruled",
+        "ampkit/models/operators.py",
+        "return casting is None or not casting.is_on()",
+        "return True",
+        breaks="where O1's casts are on, its policy decides about losses, whatever else is initialized",
+        tests=("models/test_losses.py::test_policy_of_an_o1_session_holds_beside_one_at_o2",),
+    ),
+    Mutant(
         "forward: zero_grad leaves the masters'",
         "ampkit/models/forward.py",
         "if clearer is not None:\n            clearer(self)",

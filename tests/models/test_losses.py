@@ -1,0 +1,268 @@
+"""Losses of torch beside cast weights: computed in float32 from lower-precision tensors, as under torch.autocast."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import net_with_norm
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import ampkit
+from ampkit.casting import engine
+from ampkit.models.operators import LOSSES
+
+LOW = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    before = {name: getattr(F, name) for name in LOSSES}
+    yield
+    ampkit.close()
+    assert all(getattr(F, name) is function for name, function in before.items())
+
+
+def cast_model(level="O2", lower=LOW, model=None):
+    settings = {} if level == "O5" else {"cast_model_type": lower}
+    return ampkit.initialize(model or nn.Linear(2, 2), opt_level=level, verbosity=0, **settings)
+
+
+def drawn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(LOW)
+
+
+def signs():
+    return torch.arange(8) % 2 * 2 - 1
+
+
+def classes(count):
+    return torch.arange(8) % count
+
+
+# Each loss module of torch.nn, and what it is called with beside a layer's output.
+MODULES = {
+    "BCELoss": lambda loss, x: loss(x.sigmoid(), drawn(1, 8, 4).sigmoid()),
+    "BCEWithLogitsLoss": lambda loss, x: loss(x, drawn(1, 8, 4).sigmoid()),
+    "CTCLoss": lambda loss, x: loss(x.reshape(8, 1, 4).log_softmax(2), torch.tensor([[1, 2]]), (8,), (2,)),
+    "CosineEmbeddingLoss": lambda loss, x: loss(x, drawn(1, 8, 4), signs()),
+    "CrossEntropyLoss": lambda loss, x: loss(x, classes(4)),
+    "GaussianNLLLoss": lambda loss, x: loss(x, drawn(1, 8, 4), drawn(2, 8, 4).exp()),
+    "HingeEmbeddingLoss": lambda loss, x: loss(x, signs().unsqueeze(1).expand(8, 4)),
+    "HuberLoss": lambda loss, x: loss(x, drawn(1, 8, 4)),
+    "KLDivLoss": lambda loss, x: loss(x.log_softmax(1), drawn(1, 8, 4).softmax(1)),
+    "L1Loss": lambda loss, x: loss(x, drawn(1, 8, 4)),
+    "MSELoss": lambda loss, x: loss(x, drawn(1, 8, 4)),
+    "MarginRankingLoss": lambda loss, x: loss(x, drawn(1, 8, 4), signs().unsqueeze(1)),
+    "MultiLabelMarginLoss": lambda loss, x: loss(x, torch.tensor([[3, 0, -1, 1]] * 8)),
+    "MultiLabelSoftMarginLoss": lambda loss, x: loss(x, (drawn(1, 8, 4) > 0).to(LOW)),
+    "MultiMarginLoss": lambda loss, x: loss(x, classes(4)),
+    "NLLLoss": lambda loss, x: loss(x.log_softmax(1), classes(4)),
+    "PoissonNLLLoss": lambda loss, x: loss(x, drawn(1, 8, 4).exp()),
+    "SmoothL1Loss": lambda loss, x: loss(x, drawn(1, 8, 4)),
+    "SoftMarginLoss": lambda loss, x: loss(x, signs().unsqueeze(1).expand(8, 4)),
+    "TripletMarginLoss": lambda loss, x: loss(x, drawn(1, 8, 4), drawn(2, 8, 4)),
+    "TripletMarginWithDistanceLoss": lambda loss, x: loss(x, drawn(1, 8, 4), drawn(2, 8, 4)),
+}
+
+
+def test_no_loss_of_torch_is_left_out():
+    # The one with weights of its own is cast like any module.
+    others = {"NLLLoss2d", "AdaptiveLogSoftmaxWithLoss"}
+    assert set(MODULES) == {name for name in dir(nn) if name.endswith("Loss")} - others
+    assert set(LOSSES) == {
+        name for name in dir(F) if name.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div"))
+    }
+
+
+class WithFloat32Arguments:
+    """A loss module, called in float32 with what is in lower precision: the number to be found."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+    def __call__(self, *args):
+        return self.loss(*(x.float() if isinstance(x, torch.Tensor) and x.dtype is LOW else x for x in args))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_loss_is_float32_inside_and_out(name):
+    call, loss = MODULES[name], getattr(nn, name)()
+    x, twin = drawn(0, 8, 4).requires_grad_(), drawn(0, 8, 4).requires_grad_()
+    expected = call(WithFloat32Arguments(loss), twin)
+    expected.backward()
+    model = cast_model()
+    found = call(loss, x)
+    found.backward()
+    assert found.dtype is torch.float32 and torch.equal(found, expected)
+    assert x.grad.dtype is LOW and torch.equal(x.grad, twin.grad)
+    del model
+
+
+class WithLoss(nn.Module):
+    """As in transformers: a model that is given its labels, and returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.loss = net_with_norm(outputs=50), nn.CrossEntropyLoss()
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": self.loss(logits, labels), "mse": F.mse_loss(logits, torch.ones_like(logits)), "logits": logits}
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(64, 6, generator=generator), torch.randint(0, 50, (64,), generator=generator)
+
+
+def expected_of(outputs, labels):
+    """The losses in float64, of the logits that were computed."""
+    logits = outputs["logits"].double()
+    return F.cross_entropy(logits, labels), (logits - 1).square().mean()
+
+
+def check(outputs, labels):
+    for name, expected in zip(("loss", "mse"), expected_of(outputs, labels)):
+        assert outputs[name].dtype is torch.float32
+        assert outputs[name].item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("level, lower", [("O2", LOW), ("O2", torch.float16), ("O3", LOW), ("O5", LOW)], ids=str)
+def test_loss_inside_a_model_leaves_it_unrounded(level, lower):
+    x, labels = batch()
+    model = cast_model(level, lower, WithLoss())
+    check(model(x, labels), labels)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_model_has_the_float32_loss(backend):
+    model = cast_model(model=WithLoss())
+    outputs = torch.compile(model, backend=backend, fullgraph=True)(*batch())
+    check(outputs, batch()[1])
+    outputs["loss"].backward()
+
+
+def test_gradients_are_as_close_as_autocasts():
+    x, labels = batch()
+    exact, cast = WithLoss().double(), WithLoss()
+    cast.load_state_dict(exact.state_dict())
+    exact(x.double(), labels)["loss"].backward()
+    wanted = exact.net[0].weight.grad
+
+    def error(model):
+        return (model.net[0].weight.grad.double() - wanted).norm() / wanted.norm()
+
+    beside = copy.deepcopy(cast)
+    with torch.autocast("cpu", LOW):
+        beside(x, labels)["loss"].backward()
+    cast = cast_model(model=cast)
+    cast(x, labels)["loss"].backward()
+    assert error(cast) < 1.5 * error(beside)
+
+
+def test_no_float32_copy_of_the_logits_is_saved():
+    logits, labels = drawn(0, 512, 1000).requires_grad_(), torch.arange(512)
+    model = cast_model()
+    saved = []
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        loss = F.cross_entropy(logits, labels)
+    assert max(x.nbytes for x in saved) == logits.nbytes
+    loss.backward()
+    assert loss.item() == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=1e-6)
+    del model
+
+
+def test_disable_casts_leaves_losses_to_torch():
+    x = drawn(0, 8, 4)
+    model = cast_model()
+    with ampkit.disable_casts():
+        assert F.mse_loss(x, x + 1).dtype is LOW
+    assert F.mse_loss(x, x + 1).dtype is torch.float32
+    assert F.mse_loss(x.double(), x.double()).dtype is torch.float64
+    del model
+
+
+@pytest.mark.parametrize("first_to_close", [0, 1])
+@pytest.mark.parametrize("levels", [("O2", "O2"), ("O1", "O2"), ("O2", "O1"), ("O3", "O5")], ids=str)
+def test_losses_are_cast_until_the_last_session_ends(levels, first_to_close):
+    x, before = drawn(0, 8, 4), F.mse_loss
+    models, sessions = [], []
+    for level in levels:
+        settings = {"patch_torch_functions_type": LOW} if level == "O1" else {}
+        settings = {"cast_model_type": LOW} if level in ("O2", "O3") else settings
+        models.append(ampkit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **settings))
+        sessions.append(ampkit.current_session())
+    held = F.mse_loss
+    sessions.pop(first_to_close).close()
+    assert F.mse_loss(x, x + 1).dtype is torch.float32
+    sessions.pop().close()
+    assert F.mse_loss is before
+    assert held(x, x + 1).dtype is LOW  # what somebody kept calls straight through
+
+
+def test_policy_of_an_o1_session_holds_beside_one_at_o2():
+    one = cast_model()
+    settings = {"patch_torch_functions_type": LOW, "policy": {"torch.nn.functional.mse_loss": "native"}}
+    other = ampkit.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0, **settings)
+    x = drawn(0, 8, 4)
+    assert F.mse_loss(x, x + 1).dtype is LOW
+    with ampkit.disable_casts():
+        assert F.mse_loss(x, x + 1).dtype is LOW
+    del one, other
+
+
+@pytest.mark.parametrize("first_to_close", [0, 1])
+def test_loss_registered_beside_a_session_at_o2_is_given_back(first_to_close, monkeypatch):
+    monkeypatch.setattr(engine, "_registered", {})
+    before, sessions, models = F.mse_loss, [], [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for level, key, model in zip(("O1", "O2"), ("patch_torch_functions_type", "cast_model_type"), models):
+        ampkit.initialize(model, opt_level=level, verbosity=0, **{key: LOW})
+        sessions.append(ampkit.current_session())
+    ampkit.register_half_function(F, "mse_loss")
+    x = drawn(0, 8, 4)
+    assert F.mse_loss(x.float(), x.float()).dtype is LOW
+    sessions.pop(first_to_close).close()
+    sessions.pop().close()
+    assert F.mse_loss is before
+
+
+class HoldsALoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.loss = nn.Linear(4, 4), F.mse_loss
+
+    def forward(self, x):
+        return self.loss(self.layer(x), x)
+
+
+@pytest.mark.parametrize("levels", [("O2",), ("O1", "O2"), ("O2", "O1")], ids=str)
+def test_model_that_holds_a_loss_is_pickled(levels):
+    plain, x = HoldsALoss(), drawn(0, 8, 4).float()
+    others = [nn.Linear(2, 2) for _ in levels[1:]]
+    for level, model in zip(levels, [plain, *others]):
+        settings = {"patch_torch_functions_type": LOW} if level == "O1" else {"cast_model_type": LOW}
+        ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False), pickle.loads(pickle.dumps(plain))
+    expected = plain(x)
+    for one in loaded:
+        assert one(x).item() == pytest.approx(expected.item(), rel=0.01)
+    assert pickle.loads(pickle.dumps(F.mse_loss)) is F.mse_loss
+
+
+def test_scripts_and_symbolic_traces_have_the_losses():
+    def loss(x, y):
+        return F.mse_loss(x, y)
+
+    x, y = drawn(0, 8, 4), drawn(1, 8, 4)
+    model = cast_model()
+    scripted, traced = torch.jit.script(loss), torch.fx.symbolic_trace(loss)
+    assert torch.equal(scripted(x.float(), y.float()), loss(x, y))
+    assert torch.equal(traced(x.float(), y.float()), loss(x, y))
+    del model
