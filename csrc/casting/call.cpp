@@ -59,10 +59,10 @@ bool holds_no_tensors(PyObject* object) {
 }
 
 // A mode of torch function or of dispatch, or a transform of torch.func: what they see and do is for Python to decide.
-bool is_watched() {
+bool is_watched(const ThreadKeys& thread) {
   constexpr c10::DispatchKeySet watchers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  return c10::impl::tls_local_dispatch_key_set().included_.has_any(watchers) || at::impl::torch_function_mode_enabled();
+  return thread.included().has_any(watchers) || at::impl::PythonTorchFunctionTLS::stack_len() > 0;
 }
 
 enum class Verdict { Through, Cast, Slow };
@@ -139,9 +139,10 @@ PyObject* cast(const Binding* binding, PyObject* argument) {
       const int bypassed = is_bypassed(binding->store);
       if (bypassed < 0) return nullptr;
       if (is_weight) {
-        if (bypassed || !is_plain_weight(tensor)) return PyObject_CallOneArg(binding->cast_weight, argument);
-        PyObject* found = binding->store->find(argument);
+        // Only casts of plain weights are kept, so that what is found need not be asked.
+        PyObject* found = bypassed ? nullptr : binding->store->find(argument);
         if (found != nullptr) return Py_NewRef(found);
+        if (bypassed || !is_plain_weight(tensor)) return PyObject_CallOneArg(binding->cast_weight, argument);
         if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
         return make_weight_cast(binding->store, argument, binding->target);
       }
@@ -200,11 +201,12 @@ struct InUse {
 // A function of torch is called as the tables have it: torch.autocast must not cast its arguments once more, its own way.
 // But one that was given lower precision and is written in Python calls others, which have rows of their own.
 struct PastAutocast {
-  explicit PastAutocast(const Binding* binding) : control(binding->control) {
-    guard.emplace(!binding->follows_regions || binding->is_builtin ? control->keys : c10::DispatchKeySet());
+  PastAutocast(const Binding* binding, ThreadKeys& thread)
+      : control(binding->control), thread(thread), added(keys(binding) - thread.excluded()) {
+    thread.set_excluded(thread.excluded() | added);
   }
   ~PastAutocast() {
-    guard.reset();
+    thread.set_excluded(thread.excluded() - added);
     if (control->installed) return;
     // A session ended in the midst of the call: what that switched off stays off.
     for (int i = 0; i < control->known; ++i) at::autocast::set_autocast_enabled(control->device_types[i], false);
@@ -213,26 +215,33 @@ struct PastAutocast {
   PastAutocast& operator=(const PastAutocast&) = delete;
 
   const Switch* control;
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> guard;
+  ThreadKeys& thread;
+  const c10::DispatchKeySet added;
+
+ private:
+  static c10::DispatchKeySet keys(const Binding* binding) {
+    return !binding->follows_regions || binding->is_builtin ? binding->control->keys : c10::DispatchKeySet();
+  }
 };
 
 PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   const InUse use(call);
   const Binding* binding = use.binding;
-  if (binding == nullptr || !is_on(binding->control)) {
+  ThreadKeys& thread = keys_of_this_thread();
+  if (binding == nullptr || !is_on(binding->control, thread)) {
     return PyObject_Vectorcall(use.original, args, static_cast<size_t>(nargs), kwnames);
   }
   const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
   uint32_t to_cast = 0;
   Verdict verdict = binding->kind == Kind::Native ? Verdict::Through : Verdict::Slow;
-  if (verdict == Verdict::Slow && total <= kMaxArguments && !is_watched() &&
+  if (verdict == Verdict::Slow && total <= kMaxArguments && !is_watched(thread) &&
       (kwnames == nullptr || !has_out(args, nargs, kwnames)) &&
       !(binding->follows_regions && wants_other_precision(binding->control))) {
     verdict = judge(binding, args, nargs, total, to_cast);
   }
   if (verdict == Verdict::Slow) return PyObject_Vectorcall(binding->slow, args, static_cast<size_t>(nargs), kwnames);
   if (verdict == Verdict::Through) {
-    const PastAutocast past_autocast(binding);
+    const PastAutocast past_autocast(binding, thread);
     return PyObject_Vectorcall(use.original, args, static_cast<size_t>(nargs), kwnames);
   }
   Arguments arguments;
@@ -244,7 +253,7 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
     arguments.owned[arguments.count++] = value;
     arguments.values[i + 1] = value;
   }
-  const PastAutocast past_autocast(binding);
+  const PastAutocast past_autocast(binding, thread);
   return PyObject_Vectorcall(
       use.original, arguments.values + 1, static_cast<size_t>(nargs) | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames);
 }

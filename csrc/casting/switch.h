@@ -18,10 +18,14 @@ struct Switch {
   c10::DispatchKeySet keys;         // of torch.autocast, for the known ones
 };
 
-// Whether a call made now, in this thread, is cast.
-inline bool is_on(const Switch* control) {
+// The dispatch keys of this thread: looked up once in a call, since every look goes through the loader's tables.
+using ThreadKeys = c10::impl::PODLocalDispatchKeySet;
+inline ThreadKeys& keys_of_this_thread() { return c10::impl::raw_local_dispatch_key_set; }
+
+// Whether a call made now, in the thread of these keys, is cast.
+inline bool is_on(const Switch* control, const ThreadKeys& thread) {
   if (!control->installed) return false;
-  const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  const c10::DispatchKeySet excluded = thread.excluded();
   if ((control->keys & excluded) != control->keys) return true;
   if (excluded.has(c10::DispatchKey::AutocastIPU)) return false;
   // In a hook of a backward pass that was called with casts on, unless the hook entered a region of its own.
