@@ -27,6 +27,10 @@ class LARC:
     def __repr__(self) -> str:
         return repr(self.optim)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without what a session put on it, as torch's optimizers copy none of what was put on them."""
+        return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}
+
     @property
     def state(self) -> Any:
         return self.optim.state

@@ -1,9 +1,11 @@
 """LARC around any optimizer: the published update, and what it hands on to the optimizer inside."""
 
 import copy
+import functools
 
 import pytest
 import torch
+from helpers import saved_and_loaded
 from torch import nn
 
 import ampkit
@@ -69,3 +71,20 @@ def test_larc_passes_on_what_an_optimizer_has():
     optimizer.zero_grad()
     assert p.grad is None
     assert repr(optimizer) == repr(inner)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, functools.partial(saved_and_loaded, weights_only=False)])
+def test_larc_is_copied_without_what_initialize_put_on_it(level, copied):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.5), trust_coefficient=0.25, clip=False, eps=0.0)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    twin = copied(optimizer)
+    (param,) = twin.param_groups[0]["params"]
+    before = [model.weight.detach().clone(), param.detach().clone()]
+    param.grad = torch.tensor([[3.0, 4.0]])
+    twin.step()
+    # The local rate is 0.25 * |w| / |g|, with |g| = 5.
+    expected = before[1] - 0.5 * 0.25 * before[1].norm() / 5.0 * param.grad.new_tensor([[3.0, 4.0]])
+    assert torch.allclose(param, expected) and torch.equal(model.weight, before[0])
+    assert (twin.trust_coefficient, twin.clip, twin.eps) == (0.25, False, 0.0)

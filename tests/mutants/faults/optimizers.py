@@ -181,4 +181,12 @@ FAULTS = [
         breaks="a tensor without a norm moves at the optimizer's rate",
         tests=("optimizers/test_larc.py::test_larc_leaves_tensors_without_a_norm_to_the_optimizer",),
     ),
+    Mutant(
+        "larc: copies take what initialize put on it",
+        "ampkit/optimizers/larc.py",
+        'return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}',
+        "return dict(vars(self))",
+        breaks="a LARC that went through initialize can be copied and pickled",
+        tests=("optimizers/test_larc.py::test_larc_is_copied_without_what_initialize_put_on_it",),
+    ),
 ]
