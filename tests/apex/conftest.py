@@ -11,11 +11,12 @@ def apex_installed():
     ampkit.apex.install()
     from apex.amp import _amp_state
 
+    before = dict(vars(_amp_state))
     yield
     ampkit.close()
     for handle in list(_amp_state._opened_by_init):
         handle._deactivate()
-    _amp_state.__init__()
+    vars(_amp_state).update(before)
     ampkit.apex.uninstall()
 
 

@@ -1,7 +1,7 @@
 """Who may import whom (docs/architecture.md): modules import from their own layer's right and below, never upward.
 
 Within a layer the order below counts too: a room may import those to the right of it. Within a room no files import one
-another in a circle, but for those in KNOWN_CIRCLES.
+another in a circle.
 """
 
 import ast
@@ -34,15 +34,6 @@ LAYERS = [
     ["libraries", "logs", "errors"],
 ]
 RANK = {room: (level, place) for level, rooms in enumerate(LAYERS) for place, room in enumerate(rooms)}
-
-# Every import that is part of a circle today: what imports, and what it imports. It only ever shrinks.
-KNOWN_CIRCLES = {
-    "apex.amp._amp_state": {"apex.amp.frontend", "apex.amp.handle"},
-    "apex.amp._initialize": {"apex.amp._amp_state", "apex.amp._printing", "apex.amp.handle"},
-    "apex.amp._printing": {"apex.amp._amp_state"},
-    "apex.amp.frontend": {"apex.amp._amp_state", "apex.amp._initialize"},
-    "apex.amp.handle": {"apex.amp._amp_state"},
-}
 
 
 def module_of(path):
@@ -123,22 +114,12 @@ def test_the_page_has_the_same_table():
     assert [re.findall(r"\w+", layer) for layer in diagram.split("->")] == LAYERS
 
 
-def test_no_files_import_one_another_but_those_recorded():
+def test_no_files_import_one_another():
     graph = {
         module: imported_modules(path.read_text(), module_of(path)[1], PATHS.keys() - {module})
         for module, path in PATHS.items()
     }
-    found = {
-        module.removeprefix("ampkit."): {other.removeprefix("ampkit.") for other in others}
-        for module, others in circles(graph).items()
-    }
-    assert without(found, KNOWN_CIRCLES) == {}, "new circles"
-    assert without(KNOWN_CIRCLES, found) == {}, "circles that are gone: take them out of KNOWN_CIRCLES"
-
-
-def without(imports, others):
-    differences = {module: names - others.get(module, set()) for module, names in imports.items()}
-    return {module: names for module, names in differences.items() if names}
+    assert circles(graph) == {}
 
 
 def test_the_check_can_fail():

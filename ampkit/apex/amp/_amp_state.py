@@ -1,7 +1,7 @@
 """The state that scripts read and write: ``amp._amp_state`` and what hangs on it.
 
-Every attribute exists from import on. ``opt_properties``, ``handle`` and ``loss_scalers`` are those of the newest
-``amp.initialize``, as in Apex; what they say is asked of its session, and what is written to them reaches it.
+Every attribute exists from the import of ``apex.amp`` on. ``opt_properties``, ``handle`` and ``loss_scalers`` are those of the
+newest ``amp.initialize``, as in Apex; what they say is asked of its session, and what is written to them reaches it.
 """
 
 from __future__ import annotations
@@ -26,35 +26,12 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.loss_scalers: list[Any] = []
-        self._opt_properties: Any = None
-        self._handle: Any = None
-        self._opened_by_init: list[
-            Any
-        ] = []  # until their _deactivate(): a script need not keep the handle of amp.init()
-
-    @property
-    def opt_properties(self) -> Any:
-        if self._opt_properties is None:
-            from .frontend import Properties  # it imports this module
-
-            self._opt_properties = Properties()
-        return self._opt_properties
-
-    @opt_properties.setter
-    def opt_properties(self, value: Any) -> None:
-        self._opt_properties = value
-
-    @property
-    def handle(self) -> Any:
-        if self._handle is None:
-            from .handle import NoOpHandle
-
-            self._handle = NoOpHandle()
-        return self._handle
-
-    @handle.setter
-    def handle(self, value: Any) -> None:
-        self._handle = value
+        self.opt_properties: Any = (
+            None  # frontend.py and handle.py, which import this module, put what holds before initialize
+        )
+        self.handle: Any = None
+        # Until their _deactivate(): a script need not keep the handle of amp.init().
+        self._opened_by_init: list[Any] = []
 
 
 _amp_state = AmpState()

@@ -62,6 +62,9 @@ class Properties:
             self.options[name] = value
 
 
+_amp_state.opt_properties = Properties()
+
+
 class _Level:
     """An opt level as Apex had it: called on a `Properties`, it fills in the defaults."""
 

@@ -15,6 +15,7 @@ from ...registry import current_session, live_sessions, session_of
 from ...session import Session
 from . import utils
 from ._amp_state import _amp_state
+from .opt import OptimWrapper
 
 
 @contextmanager
@@ -133,8 +134,6 @@ class AmpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """An `OptimWrapper`, whose ``scale_loss`` has one loss scaler for each of ``num_loss`` losses."""
-        from .opt import OptimWrapper  # it imports this module
-
         self._default_scaler = None
         wrapper = OptimWrapper(optimizer, self, num_loss)
         self._all_wrappers.append(wrapper)
@@ -142,8 +141,8 @@ class AmpHandle:
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
         raise RuntimeError(
-            "handle.scale_loss is of an API that Apex gave up. Call amp.initialize(model, optimizer, ...) and use "
-            "'with amp.scale_loss(loss, optimizer) as scaled_loss:', or wrap the optimizer with handle.wrap_optimizer(optimizer)."
+            "The old Amp API is no longer supported. Please move to the new API: call amp.initialize(model, optimizer, ...) "
+            "and use 'with amp.scale_loss(loss, optimizer) as scaled_loss:', or wrap the optimizer with handle.wrap_optimizer(optimizer)."
         )
 
 
@@ -161,8 +160,6 @@ class NoOpHandle:
         yield
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        from .opt import OptimWrapper  # it imports this module
-
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextmanager
@@ -189,6 +186,9 @@ class NoOpHandle:
 
     def _deactivate(self) -> None:
         """Nothing is active."""
+
+
+_amp_state.handle = NoOpHandle()
 
 
 def _switched_off_by_hand() -> bool:
