@@ -421,8 +421,12 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> torch.Tensor:
-    """Move a loss scale and its two counters, in place; returns the scale."""
-    return kernels.update_scale(
+    """Move a loss scale and its two counters, in place; returns the scale.
+
+    A scale below float32's smallest normal number counts as zero, before and after, as in Apex.
+    """
+    _flush_subnormal(current_scale)
+    kernels.update_scale(
         current_scale,
         growth_tracker,
         hysteresis_tracker,
@@ -432,6 +436,12 @@ def update_scale_hysteresis(
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
+    return _flush_subnormal(current_scale)
+
+
+def _flush_subnormal(scale: torch.Tensor) -> torch.Tensor:
+    """Zero in place of a number so small that it is stored with fewer digits; nothing waits for the device."""
+    return scale.masked_fill_(scale.abs() < torch.finfo(scale.dtype).tiny, 0.0)
 
 
 def _adam_capturable(

@@ -319,6 +319,21 @@ def test_update_scale_hysteresis_follows_its_counters(device):
 
 
 @pytest.mark.parametrize(
+    "before, found_inf, after",
+    [
+        (2.0**-125, 1.0, 2.0**-126),  # the smallest normal number of float32 stays
+        (2.0**-126, 1.0, 0.0),
+        (2.0**-127, 0.0, 0.0),  # zero does not grow into 2**-126
+    ],
+)
+def test_update_scale_hysteresis_takes_subnormal_scales_for_zero(before, found_inf, after, device):
+    scale = torch.tensor([before], device=device)
+    growth, hysteresis = (torch.tensor([n], dtype=torch.int, device=device) for n in (0, 1))
+    amp_C.update_scale_hysteresis(scale, growth, hysteresis, torch.tensor([found_inf], device=device), 2.0, 0.5, 1, 1)
+    assert scale.item() == after
+
+
+@pytest.mark.parametrize(
     "lists, message",
     [
         ([[torch.ones(2)]], "expected 2 lists"),

@@ -5,13 +5,16 @@ import importlib
 import pytest
 
 NAMES = {
+    "apex.amp.__version__": "VERSION __version__",
     "apex.parallel": "DistributedDataParallel Reducer ReduceOp SyncBatchNorm convert_syncbn_model create_syncbn_process_group",
     "apex.parallel.distributed": "DistributedDataParallel Reducer flat_dist_call split_half_float_double",
     "apex.parallel.LARC": "LARC",
     "apex.parallel.multiproc": "main",
     "apex.parallel.sync_batchnorm": "SyncBatchNorm",
     "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm",
-    "apex.optimizers": "FusedAdam FusedSGD FusedLAMB FusedNovoGrad FusedAdagrad FusedMixedPrecisionLamb FusedLARS",
+    "apex.optimizers": "FusedAdam FusedSGD FusedLAMB FusedNovoGrad FusedAdagrad FusedMixedPrecisionLamb FusedLARS "
+    "FP16_Optimizer",
+    "apex.optimizers.fp16_optimizer": "FP16_Optimizer",
     "apex.optimizers.fused_adam": "FusedAdam",
     "apex.optimizers.fused_sgd": "FusedSGD",
     "apex.optimizers.fused_lamb": "FusedLAMB",

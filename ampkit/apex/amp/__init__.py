@@ -3,6 +3,7 @@
 ``_amp_state`` is the state object here, and the module of that name for ``from apex.amp._amp_state import _amp_state``.
 """
 
+from . import __version__ as __version__
 from . import compat as compat
 from . import lists as lists
 from . import opt as opt

@@ -3,6 +3,7 @@
 They load checkpoints of torch.optim too.
 """
 
+from .fp16_optimizer import FP16_Optimizer as FP16_Optimizer
 from .fused_adagrad import FusedAdagrad as FusedAdagrad
 from .fused_adam import FusedAdam as FusedAdam
 from .fused_lamb import FusedLAMB as FusedLAMB

@@ -75,4 +75,20 @@ FAULTS = [
         breaks="loss_id=-1 is the last loss scaler, as for Apex's list",
         tests=("apex/test_training.py::test_negative_loss_ids_count_from_the_end",),
     ),
+    Mutant(
+        "amp_C: subnormal scales stay",
+        "ampkit/apex/amp_C.py",
+        "return _flush_subnormal(current_scale)",
+        "return current_scale",
+        breaks="a loss scale below the smallest normal number of float32 becomes zero",
+        tests=("apex/test_apex_amp_c.py::test_update_scale_hysteresis_takes_subnormal_scales_for_zero",),
+    ),
+    Mutant(
+        "amp_C: subnormal scales grow",
+        "ampkit/apex/amp_C.py",
+        "_flush_subnormal(current_scale)\n    kernels",
+        "kernels",
+        breaks="a loss scale below the smallest normal number of float32 counts as zero before it grows",
+        tests=("apex/test_apex_amp_c.py::test_update_scale_hysteresis_takes_subnormal_scales_for_zero",),
+    ),
 ]
