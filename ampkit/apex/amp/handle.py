@@ -142,7 +142,8 @@ class AmpHandle:
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
         raise RuntimeError(
             "The old Amp API is no longer supported. Please move to the new API: call amp.initialize(model, optimizer, ...) "
-            "and use 'with amp.scale_loss(loss, optimizer) as scaled_loss:', or wrap the optimizer with handle.wrap_optimizer(optimizer)."
+            "and use 'with amp.scale_loss(loss, optimizer) as scaled_loss:', or wrap the optimizer with "
+            "handle.wrap_optimizer(optimizer)."
         )
 
 
