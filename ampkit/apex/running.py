@@ -13,16 +13,20 @@ import json
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .. import api
+from ..logs import is_rank_zero
 from . import cpu, importing
 
 VARIABLE = "AMPKIT_RUN"
 SPAWNED = "ampkit.apex.spawned"
+LOADS_PICKLES = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+"""torch's own variable: ``torch.load`` unpickles anything where it was not told ``weights_only``."""
 
 
 _until_exit = ExitStack()
@@ -37,6 +41,7 @@ class Run:
     is_module: bool = False
     device: str | None = None
     replace: bool = False
+    allow_pickle: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replace", action="store_true", help="take the place of an installed apex that has amp, too")
     parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="have torch.load unpickle any object, as before torch 2.6: old checkpoints load, and may run code",
+    )
+    parser.add_argument(
         "-m", dest="module", action="store_true", help="the name that follows is a module, as for python -m"
     )
     parser.add_argument("target", metavar="SCRIPT", help="script.py, or with -m a module")
@@ -56,14 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Run what the command line says, as Python would have run it. The script's exit is ours."""
-    run = Run(arguments.target, arguments.module, arguments.device, arguments.replace)
+    run = Run(arguments.target, arguments.module, arguments.device, arguments.replace, arguments.allow_pickle)
     if not run.is_module and not os.path.exists(run.target):
         print(
             f"ampkit run: there is no {run.target!r} here. For a module: python -m ampkit run -m NAME.", file=sys.stderr
         )
         return 2
-    execute(run, arguments.arguments)
+    execute_as_main(run, arguments.arguments)
     return 0
+
+
+def execute_as_main(run: Run, arguments: Sequence[str]) -> None:
+    """`execute`, for a process that has nothing else to do: an exception is shown as plain Python would have shown it."""
+    try:
+        execute(run, arguments)
+    except BaseException as error:
+        _show_without_our_frames(error)
+        raise
 
 
 def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
@@ -74,7 +93,7 @@ def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
         path, code = _find(run)
         absolute = run if run.is_module else replace(run, target=os.path.abspath(run.target))
         os.environ[VARIABLE] = json.dumps(asdict(absolute))
-        sys.argv = [path, *arguments]
+        sys.argv = [path if run.is_module else run.target, *arguments]
         sys.path[0] = os.getcwd() if run.is_module else os.path.dirname(os.path.abspath(path))
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
@@ -89,6 +108,8 @@ def installed(run: Run, is_child: bool = False) -> Iterator[None]:
         if not importing.is_installed():
             importing.install(replace=run.replace)
             stack.callback(importing.uninstall)
+        if run.allow_pickle:
+            stack.enter_context(_pickles_allowed(silent=is_child))
         if run.device == "cpu":
             stack.enter_context(cpu.in_place_of_cuda(silent=is_child))
         yield
@@ -132,8 +153,9 @@ def _find(run: Run) -> tuple[str, types.CodeType]:
     if not run.is_module:
         if os.path.isdir(run.target):
             run = replace(run, target=os.path.join(run.target, "__main__.py"))
-        with open(run.target, "rb") as file:
-            return run.target, compile(file.read(), run.target, "exec", dont_inherit=True)
+        path = os.path.abspath(run.target)  # as in __file__ and in tracebacks of plain Python
+        with open(path, "rb") as file:
+            return path, compile(file.read(), path, "exec", dont_inherit=True)
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     spec = importlib.util.find_spec(run.target)
@@ -152,6 +174,54 @@ def _package_of(run: Run) -> str | None:
     spec = importlib.util.find_spec(run.target)
     name = importing.our_name(run.target) or run.target
     return name if spec is not None and spec.submodule_search_locations is not None else name.rpartition(".")[0]
+
+
+def _show_without_our_frames(error: BaseException) -> None:
+    """Have the interpreter print a traceback that begins in the script, by whatever hook the script has set."""
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, traceback: types.TracebackType | None) -> None:
+        if value is error:
+            traceback = _part_of_the_script(traceback)
+            value.__traceback__ = traceback  # Python's own hook looks here
+        hook(kind, value, traceback)
+
+    sys.excepthook = show
+
+
+def _part_of_the_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """What lies below our frames; nothing of it where the script could not be compiled, as plain Python has it."""
+    frame = traceback
+    while frame is not None and frame.tb_frame.f_code not in (fill.__code__, _find.__code__):
+        frame = frame.tb_next
+    if frame is None:  # the script had not begun
+        return traceback
+    frame = frame.tb_next
+    while frame is not None and "importlib" in frame.tb_frame.f_code.co_filename:
+        frame = frame.tb_next
+    return frame
+
+
+@contextmanager
+def _pickles_allowed(silent: bool = False) -> Iterator[None]:
+    """Inside, ``torch.load`` unpickles anything unless it is told ``weights_only``; one line on standard error says so."""
+    before = os.environ.get(LOADS_PICKLES)
+    if not silent and is_rank_zero():
+        print(
+            "ampkit: --allow-pickle: torch.load unpickles any object, and a file may run code of its own when it is loaded. "
+            "Load only files that you trust.",
+            file=sys.stderr,
+        )
+    os.environ[LOADS_PICKLES] = "1"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=f"Environment variable {LOADS_PICKLES}")
+            yield
+    finally:
+        if before is None:
+            os.environ.pop(LOADS_PICKLES, None)
+        else:
+            os.environ[LOADS_PICKLES] = before
 
 
 @contextmanager

@@ -12,6 +12,6 @@ if __name__ == "__main__":
     import json
     import os
 
-    running.execute(running.Run(**json.loads(os.environ[running.VARIABLE])), sys.argv[1:])
+    running.execute_as_main(running.Run(**json.loads(os.environ[running.VARIABLE])), sys.argv[1:])
 else:
     running.resume_in_child(globals())

@@ -1,14 +1,18 @@
 """``python -m ampkit run``: legacy scripts as they are, on a machine without a GPU."""
 
+import argparse
 import os
 import pathlib
 import subprocess
 import sys
 import types
+import warnings
 
 import pytest
 import torch
 from helpers import ROOT, others_slow
+
+from ampkit.apex import running
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 
@@ -107,6 +111,77 @@ def test_exit_codes_and_errors_are_the_scripts(tmp_path):
     assert missing.returncode == 2 and "nowhere.py" in missing.stderr
 
 
+BROKEN = {
+    "raises": "import sys\nprint(sys.argv, __file__, file=sys.stderr)\n"
+    "def f(x):\n    return 1 / x\ntry:\n    f(0)\nexcept ZeroDivisionError:\n    f(0)\n",
+    "is no Python": "def f(:\n",
+    "has a hook": "import sys, traceback\n"
+    "sys.excepthook = lambda kind, value, tb: print('HOOK', len(traceback.extract_tb(tb)), file=sys.stderr)\n"
+    "def f():\n    raise KeyError('x')\nf()\n",
+}
+
+
+@pytest.mark.parametrize("script", others_slow("raises", of=BROKEN))
+def test_tracebacks_are_those_of_plain_python(script, tmp_path):
+    (tmp_path / "script.py").write_text(BROKEN[script])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def shown(*before):
+        command = [sys.executable, *before, "script.py"]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    plain = shown()
+    assert plain[0] == 1 and plain[1]
+    assert shown("-m", "ampkit", "run") == plain
+
+
+@pytest.mark.slow
+def test_tracebacks_of_modules_begin_in_the_module(tmp_path):
+    (tmp_path / "tool.py").write_text("raise KeyError('x')\n")
+    command = [sys.executable, "-m", "ampkit", "run", "-m"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in ("tool", "nowhere"):
+        done = subprocess.run([*command, name], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and "ampkit/" not in done.stderr and "importlib" not in done.stderr, done.stderr
+    assert done.stderr.startswith("ModuleNotFoundError: No module named 'nowhere'")
+
+
+PICKLES = """
+import argparse, pickle, warnings, torch
+torch.save({"args": argparse.Namespace(lr=0.5)}, PATH)
+try:
+    lr = torch.load(PATH)["args"].lr
+except pickle.UnpicklingError:
+    lr = None
+try:
+    torch.load(PATH, weights_only=True)
+    asked_for = "everything"
+except pickle.UnpicklingError:
+    asked_for = "weights"
+"""
+
+
+@pytest.mark.parametrize("allowed, lr", [(False, None), (True, 0.5)])
+def test_old_checkpoints_load_where_pickles_are_allowed(allowed, lr, tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(PICKLES.replace("PATH", repr(str(tmp_path / "checkpoint.pt"))))
+    environment = dict(os.environ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        names = running.execute(running.Run(str(script), allow_pickle=allowed), [])
+    assert names["lr"] == lr and names["asked_for"] == "weights"
+    assert ("--allow-pickle: torch.load unpickles any object" in capsys.readouterr().err) == allowed
+    assert dict(os.environ) == environment
+
+
+def test_the_command_line_allows_pickles_only_when_told_to():
+    parser = argparse.ArgumentParser()
+    running.add_arguments(parser)
+    assert not parser.parse_args(["script.py", "--allow-pickle"]).allow_pickle  # that is the script's
+    assert parser.parse_args(["--allow-pickle", "script.py"]).allow_pickle
+
+
 @pytest.mark.slow
 def test_an_installed_apex_with_amp_is_kept_unless_replaced(tmp_path):
     (tmp_path / "apex").mkdir()
@@ -120,8 +195,6 @@ def test_an_installed_apex_with_amp_is_kept_unless_replaced(tmp_path):
 
 
 def test_everything_is_undone_at_the_end(tmp_path):
-    from ampkit.apex import running
-
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nfrom apex import amp\n"

@@ -91,4 +91,20 @@ FAULTS = [
         breaks="a loss scale below the smallest normal number of float32 counts as zero before it grows",
         tests=("apex/test_apex_amp_c.py::test_update_scale_hysteresis_takes_subnormal_scales_for_zero",),
     ),
+    Mutant(
+        "run: our frames in tracebacks",
+        "ampkit/apex/running.py",
+        "value.__traceback__ = traceback",
+        "pass",
+        breaks="an exception of the script is shown as plain Python shows it",
+        tests=("apex/test_run.py::test_tracebacks_are_those_of_plain_python",),
+    ),
+    Mutant(
+        "run: pickles are always allowed",
+        "ampkit/apex/running.py",
+        "if run.allow_pickle:",
+        "if True:",
+        breaks="torch.load stays strict unless --allow-pickle is given",
+        tests=("apex/test_run.py::test_old_checkpoints_load_where_pickles_are_allowed",),
+    ),
 ]
