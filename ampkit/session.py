@@ -203,6 +203,8 @@ class Session:
             for module in model.modules():
                 if module is not model and model_casts.own_precision(module) is not None:
                     model_casts.take_inputs_down(module)
+        for module in model_casts.entrances(model):
+            model_casts.cast_direct_calls(module)
         model_casts.widen_targets(model)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
@@ -426,6 +428,7 @@ def _restore_model(model: nn.Module) -> None:
     for module in model.modules():
         model_casts.unbridge(module)
         model_casts.leave_inputs(module)
+        model_casts.leave_direct_calls(module)
     model_casts.unwiden_targets(model)
 
 

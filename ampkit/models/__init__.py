@@ -1,5 +1,8 @@
 """What a session does to a model: cast its weights, keep norms float32, cast the inputs and outputs of its forward."""
 
+from .direct_calls import cast_direct_calls as cast_direct_calls
+from .direct_calls import entrances as entrances
+from .direct_calls import leave_direct_calls as leave_direct_calls
 from .exporting import exports as exports
 from .forward import KEPT as KEPT
 from .forward import ForwardCasts as ForwardCasts

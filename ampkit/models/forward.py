@@ -28,6 +28,7 @@ from ..casting.state import number_of_regions
 from ..casting.tensors import cast_floating
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
+from .direct_calls import cast_direct_calls, casts_direct_calls, leave_direct_calls, running
 from .keep_fp32 import (
     ACTIVATION_KEY,
     bridge,
@@ -169,17 +170,19 @@ def take_off_copies(model: nn.Module) -> Callable[[nn.Module], None]:
         if CASTS_KEY in copied.__dict__ and copied not in watchers:
             bridged = {n: m.__dict__[ACTIVATION_KEY] for n, m in copied.named_modules() if ACTIVATION_KEY in m.__dict__}
             lowering = [n for n, m in copied.named_modules() if takes_inputs_down(m)]
-            worn[name] = copied.__dict__[CASTS_KEY], bridged, lowering
+            entered = [n for n, m in copied.named_modules() if casts_direct_calls(m)]
+            worn[name] = copied.__dict__[CASTS_KEY], bridged, lowering, entered
     modules = dict(model.named_modules())
     for name in worn:
         for module in modules[name].modules():
             unbridge(module)
             leave_inputs(module)
+            leave_direct_calls(module)
         uninstall(modules[name])
 
     def put_on(model: nn.Module) -> None:
         modules = dict(model.named_modules())
-        for name, (casts, bridged, lowering) in worn.items():
+        for name, (casts, bridged, lowering, entered) in worn.items():
             if name in modules:
                 install(modules[name], casts)
                 inner = dict(modules[name].named_modules())
@@ -187,6 +190,8 @@ def take_off_copies(model: nn.Module) -> Callable[[nn.Module], None]:
                     bridge(inner[path], bridged[path])
                 for path in inner.keys() & set(lowering):
                     take_inputs_down(inner[path])
+                for path in inner.keys() & set(entered):
+                    cast_direct_calls(inner[path])
 
     return put_on
 
@@ -246,7 +251,7 @@ def _new_shell(base: type, *arguments: object) -> nn.Module:
 
 def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
     casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
-    if casts is None or (casts.kept and _running.inputs is casts.inputs):  # in a kept module that is inside another
+    if casts is None or (casts.kept and running.inputs is casts.inputs):  # in a kept module that is inside another
         return function(*args, **kwargs)
     traced = _compiling()
     if traced:
@@ -256,15 +261,15 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
         if watcher is not None:
             watcher(model)
     inside = casts.outermost_only and _is_cast_already()
-    outer = _running.inputs
-    _running.inputs = casts.inputs
+    outer = running.inputs
+    running.inputs = casts.inputs
     try:
         with _o1_casts(casts, traced), _lower_weights(model, casts, traced):
             if casts.inputs is not None:
                 args, kwargs = _cast_inputs(casts, args, kwargs)
             outputs = function(*args, **kwargs)
     finally:
-        _running.inputs = outer
+        running.inputs = outer
     # Called from inside a forward that runs in the same dtype, the outputs go on to its next layer.
     inside = inside or (casts.inputs is not None and outer is casts.inputs)
     return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
@@ -308,16 +313,6 @@ def _on_trace(context: Any) -> None:
     watcher = watchers.get(variable.value)
     if watcher is not None:
         compiled_models.note(variable.value, watcher)
-
-
-class _Running(threading.local):
-    """The dtype to which the innermost running forward of this thread casts its inputs."""
-
-    def __init__(self) -> None:  # dynamo guards on the attribute being there
-        self.inputs: torch.dtype | None = None
-
-
-_running = _Running()
 
 
 def _copy_masters_and_weights_as_one(model: nn.Module, memo: dict[int, Any]) -> None:

@@ -203,3 +203,27 @@ def test_llama_learns_to_copy_as_under_autocast(seed):
     assert expected < 0.004
     assert final("O1") == pytest.approx(expected, rel=0.05)
     assert final("O2") == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("architecture", ["T5", "Whisper"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_generating_calls_the_encoder_on_its_own(architecture, level):
+    """`generate` gives the encoder what the script gave it: float32, of which the model's own forward sees nothing."""
+    name, settings, task = ARCHITECTURES[architecture]
+    batch = task(torch.Generator().manual_seed(0))
+    del batch["labels"]
+    model = make(name, 0, settings).eval()
+
+    def generated():
+        return model.generate(
+            **batch, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+
+    expected = generated()
+    ampkit.initialize(model, opt_level=level, verbosity=0)
+    found = generated()
+    ampkit.close()
+    assert found.sequences.shape == expected.sequences.shape
+    first, wanted = found.logits[0], expected.logits[0]
+    assert first.dtype is torch.float32
+    assert 1e-5 * wanted.norm() < (first - wanted).norm() < 0.02 * wanted.norm()

@@ -158,8 +158,8 @@ FAULTS = [
     Mutant(
         "forward: the dtype of an outer forward is lost",
         "ampkit/models/forward.py",
-        "finally:\n        _running.inputs = outer",
-        "finally:\n        _running.inputs = None",
+        "finally:\n        running.inputs = outer",
+        "finally:\n        running.inputs = None",
         breaks="after an inner model the outer one goes on as before",
         tests=("models/test_cast_model.py::test_model_that_is_called_twice_inside_another_stays_in_lower_precision",),
     ),
@@ -186,6 +186,22 @@ FAULTS = [
         "return True",
         breaks="where O1's casts are on, its policy decides about losses, whatever else is initialized",
         tests=("models/test_losses.py::test_policy_of_an_o1_session_holds_beside_one_at_o2",),
+    ),
+    Mutant(
+        "direct calls: cast inside of a forward too",
+        "ampkit/models/direct_calls.py",
+        "if running.inputs is not None:\n        return None",
+        "",
+        breaks="inside the model's forward, what is computed in float32 for a part stays float32",
+        tests=("models/test_direct_calls.py::test_inside_a_forward_nothing_is_cast_twice",),
+    ),
+    Mutant(
+        "direct calls: a copy forgets them when its model is closed",
+        "ampkit/models/forward.py",
+        "cast_direct_calls(inner[path])",
+        "pass",
+        breaks="a copy that is initialized and closed is a copy as before",
+        tests=("models/test_direct_calls.py::test_part_of_a_copy_keeps_its_hooks",),
     ),
     Mutant(
         "forward: zero_grad leaves the masters'",

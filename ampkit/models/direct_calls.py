@@ -1,0 +1,77 @@
+"""Submodules of a cast model that are called on their own: ``model.encoder(x)``, or by ``model.generate(x)``.
+
+Outside of the model's forward nobody has cast their inputs. A hook does, as the model's forward would; inside of a forward it looks
+at one attribute and is done. Blocks that repeat (what is in a ModuleList or a Sequential) are called by the module
+around them, and have none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..casting.tensors import LOWER_PRECISION, cast_floating
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class _Running(threading.local):
+    """The dtype to which the innermost running forward of this thread casts its inputs."""
+
+    def __init__(self) -> None:  # dynamo guards on the attribute being there
+        self.inputs: torch.dtype | None = None
+
+
+running = _Running()
+
+
+def entrances(model: nn.Module) -> list[nn.Module]:
+    """The submodules of ``model`` that somebody may call on their own, and that have lower-precision weights."""
+    return [module for module in dict.fromkeys(_inside(model)) if _precision_in(module) is not None]
+
+
+def cast_direct_calls(module: nn.Module) -> None:
+    """Have the module cast its inputs when it is called outside of any initialized model's forward."""
+    if not casts_direct_calls(module):
+        module.register_forward_pre_hook(_cast_if_outside, with_kwargs=True)
+
+
+def casts_direct_calls(module: nn.Module) -> bool:
+    return _cast_if_outside in module._forward_pre_hooks.values()
+
+
+def leave_direct_calls(module: nn.Module) -> None:
+    """Undo `cast_direct_calls`."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _cast_if_outside]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, _CONTAINERS):
+        return
+    for child in module.children():
+        # A hook would keep torch's encoder layer from its one kernel; nothing can be put around a script.
+        if isinstance(child, (nn.TransformerEncoderLayer, torch.jit.ScriptModule)):
+            continue
+        if type(child).forward is not nn.Module.forward:
+            yield child
+        yield from _inside(child)
+
+
+def _cast_if_outside(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    if running.inputs is not None:
+        return None
+    # Asked each time: a copy's weights are in lower precision only while its forward runs.
+    dtype = _precision_in(module)
+    return None if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
+
+
+def _precision_in(module: nn.Module) -> torch.dtype | None:
+    for param in module.parameters():
+        if param.dtype in LOWER_PRECISION:
+            return param.dtype
+    return None
