@@ -14,9 +14,8 @@ from .casting.decorators import casts_of_calls_disabled
 from .casting.engine import switch_off_left_on
 from .devices import device_type_of
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
-from .iteration.loss_scale import DynamicLossScale, LossScaler, validate_scaler_state
+from .iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from .iteration.optimizer_wrapper import wrapper_of
-from .logs import logger
 from .plan import Plan, resolve
 from .policy import Policy
 from .registry import collect_orphans, current_session, live_sessions, not_initialized, session_of
@@ -145,7 +144,8 @@ def scale_loss(
     tuple) are unscaled and checked; if one is not finite, the next ``step()`` of these optimizers is skipped and a dynamic
     scale goes down. Gradients of several blocks add up, whatever their losses and scales.
 
-    ``loss_id`` chooses the loss scaler, 0 to ``num_losses`` - 1. ``delay_unscale=True`` leaves scaled gradients for a later
+    ``loss_id`` chooses the loss scaler, 0 to ``num_losses`` - 1. Optimizers of several ``initialize`` calls may share a loss; its
+    scaler is then of the call that the first of them came from. ``delay_unscale=True`` leaves scaled gradients for a later
     block to unscale: cheaper accumulation, in the gradients' own precision. ``delay_overflow_check=True`` passes the finding
     on to the next block. ``model`` is accepted for compatibility and unused. An exception inside leaves gradients and
     scale as they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the
@@ -160,7 +160,7 @@ def scale_loss(
         raise TypeError(
             f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself."
         )
-    return session.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check)
+    return session.scale_loss(loss, optimizer_list, session.scaler(loss_id), delay_unscale, delay_overflow_check)
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -225,8 +225,7 @@ def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | i
     destination = OrderedDict() if destination is None else destination
     for one in live_sessions:
         one.synchronize_reports()
-    for index, scaler in enumerate(_all_scalers()):
-        destination[f"loss_scaler{index}"] = scaler.state_dict()
+    save_scalers(_all_scalers(), destination)
     return destination
 
 
@@ -236,30 +235,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     Another number of entries than of loss scalers is a warning; the surplus is left. Raises `CheckpointError` for keys or
     values that are no loss scaler's, and loads nothing then.
     """
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"load_state_dict expects the dict that ampkit.state_dict() returned, found {type(state).__name__}."
-        )
-    unexpected = [key for key in state if "loss_scaler" not in str(key)]
-    if unexpected:
-        raise CheckpointError(
-            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
-            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
-        )
-    for entry in state.values():
-        validate_scaler_state(entry)
-    if live_sessions and not any(one.plan.enabled for one in live_sessions):
-        return
-    scalers = _all_scalers()
-    if len(state) != len(scalers):
-        logger.warning(
-            "The state dict holds %d loss scalers and %d are in use: the first %d are loaded. Was num_losses changed?",
-            len(state),
-            len(scalers),
-            min(len(state), len(scalers)),
-        )
-    for scaler, entry in zip(scalers, state.values()):
-        scaler.load_state_dict(entry)
+    disabled = bool(live_sessions) and not any(one.plan.enabled for one in live_sessions)
+    load_scalers(None if disabled else _all_scalers(), state)
 
 
 def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
@@ -324,7 +301,7 @@ def close() -> None:
 
 
 def _session_for(optimizers: Sequence[Any]) -> Session | None:
-    """The session that owns these optimizers; None where the newest session is disabled and they are nobody's."""
+    """The session that owns the first of these optimizers; None where the newest session is disabled and they are nobody's."""
     if len(optimizers) == 1 and (owner := session_of(optimizers[0])) is not None:
         return owner  # asked in every iteration
     owners = [session_of(optimizer) for optimizer in optimizers]
@@ -336,10 +313,10 @@ def _session_for(optimizers: Sequence[Any]) -> Session | None:
         raise not_initialized(optimizers[owners.index(None)])
     if not sessions:
         raise NotInitializedError("scale_loss was given no optimizer. Pass the optimizer, or a list of optimizers.")
-    if len(sessions) > 1:
+    if len(sessions) > 1 and not all(one.plan.enabled for one in sessions):
         raise ConfigurationError(
-            "scale_loss was given optimizers of different initialize() calls, which have loss scalers of their own. Pass them "
-            "to one initialize call as a list, or use one scale_loss block for each."
+            "scale_loss was given optimizers of which some went through initialize(enabled=False), and would step with scaled "
+            "gradients. Use the same enabled= in every initialize call whose optimizers share a loss."
         )
     return sessions[0]
 

@@ -277,18 +277,18 @@ class Session:
         self,
         loss: torch.Tensor,
         optimizers: Sequence[Any],
-        loss_id: int,
+        scaler: LossScaler,
         delay_unscale: bool,
         delay_overflow_check: bool,
-        guests: Sequence[Any] = (),
     ) -> AbstractContextManager[torch.Tensor]:
-        """See `ampkit.scale_loss`. ``guests`` are optimizers of other sessions, for which this session's loss scale holds here."""
+        """See `ampkit.scale_loss`. Among ``optimizers`` may be those of other sessions: ``scaler`` is the one for all of them."""
+        wrappers = []
         for optimizer in optimizers:
             wrapper = wrapper_of(optimizer)
-            if wrapper is None or wrapper.owner is not self:
+            if wrapper is None:
                 raise not_initialized(optimizer)
-        wrappers = [wrapper_of(optimizer) for optimizer in (*optimizers, *guests)]
-        return self._scaling.scale_loss(loss, wrappers, loss_id, delay_unscale, delay_overflow_check)
+            wrappers.append(wrapper)
+        return self._scaling.scale_loss(loss, wrappers, scaler, delay_unscale, delay_overflow_check)
 
     # What wrappers and models ask of their session
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -386,6 +386,39 @@ class DynamicScaler(LossScaler):
 
 def _unpacked(state: bytes) -> tuple[float, int, int]:
     return struct.unpack("fii", state)
+
+
+def save_scalers(scalers: Sequence[LossScaler], destination: dict[str, Any]) -> None:
+    """Add ``{"loss_scaler0": ..., "loss_scaler1": ...}`` to ``destination``."""
+    for index, scaler in enumerate(scalers):
+        destination[f"loss_scaler{index}"] = scaler.state_dict()
+
+
+def load_scalers(scalers: Sequence[LossScaler] | None, state: Mapping[str, Any]) -> None:
+    """Load what `save_scalers` wrote, entry by entry in the order of the mapping; without scalers it is only checked."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"load_state_dict expects the dict that ampkit.state_dict() returned, found {type(state).__name__}."
+        )
+    unexpected = [key for key in state if "loss_scaler" not in str(key)]
+    if unexpected:
+        raise CheckpointError(
+            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
+            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
+        )
+    for entry in state.values():
+        validate_scaler_state(entry)
+    if scalers is None:
+        return
+    if len(state) != len(scalers):
+        logger.warning(
+            "The state dict holds %d loss scalers and %d are in use: the first %d are loaded. Was num_losses changed?",
+            len(state),
+            len(scalers),
+            min(len(state), len(scalers)),
+        )
+    for scaler, entry in zip(scalers, state.values()):
+        scaler.load_state_dict(entry)
 
 
 def validate_scaler_state(state: object) -> None:

@@ -75,12 +75,11 @@ class LossScaling:
         self,
         loss: torch.Tensor,
         wrappers: list[OptimizerWrapper],
-        loss_id: int,
+        scaler: LossScaler,
         delay_unscale: bool,
         delay_overflow_check: bool,
     ) -> Iterator[torch.Tensor]:
         """See `ampkit.scale_loss`."""
-        scaler = self.scaler(loss_id)
         for wrapper in wrappers:
             if not wrapper.active:  # closed since scale_loss was called
                 raise NotInitializedError(

@@ -8,6 +8,8 @@ import torch
 from helpers import net_with_norm, saved_and_loaded
 from torch import nn
 
+from ampkit.optimizers import FusedSGD
+
 HALF = torch.float16
 
 
@@ -342,6 +344,144 @@ def test_an_overflow_in_a_loop_written_out(amp):
     assert scaler.update_scale() is True and scaler.loss_scale() == 32768.0  # asking again moves nothing
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_loss_scalers_are_one_list_that_every_initialize_starts_anew(amp, level):
+    first = initialized_by(amp, level)
+    for _ in range(3):
+        iterate_with(amp, *first)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}}
+    second = initialized_by(amp, level, num_losses=2)
+    assert amp.state_dict() == {f"loss_scaler{i}": {"loss_scale": 65536.0, "unskipped": 0} for i in range(2)}
+
+    # Whoever steps, it is these that count, and that are saved and loaded.
+    iterate_with(amp, *first, loss_id=1)
+    iterate_with(amp, *second, loss_id=1)
+    iterate_with(amp, *first, factor=float("inf"))
+    expected = {
+        "loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 2},
+    }
+    assert amp.state_dict() == expected
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [32768.0, 65536.0]
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 5}, "loss_scaler1": expected["loss_scaler1"]})
+    for model, optimizer in (first, second):
+        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer, delay_overflow_check=True) as scaled:
+            assert scaled.item() == pytest.approx(2.0 * model(torch.ones(2, 4)).float().mean().item())
+            scaled.backward()
+    with pytest.raises(IndexError, match="2 loss scalers"):
+        iterate_with(amp, *first, loss_id=2)
+
+
+def test_loss_scalers_that_a_script_puts_into_the_list_are_used(amp):
+    from apex.amp.scaler import LossScaler
+
+    model, optimizer = initialized_by(amp)
+    amp._amp_state.loss_scalers[0] = LossScaler(4.0)
+    amp._amp_state.loss_scalers.append(LossScaler("dynamic", init_scale=16.0))
+    loss = model(torch.ones(2, 4)).float().mean()
+    for loss_id, scale in enumerate((4.0, 16.0)):
+        with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+            assert torch.equal(scaled, scale * loss)
+            scaled.backward(retain_graph=True)
+    assert list(amp.state_dict()) == ["loss_scaler0", "loss_scaler1"]
+
+
+@pytest.mark.parametrize("with_buffer", [True, False])
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_the_overflow_check_of_bert(amp, make, with_buffer):
+    """NVIDIA's BERT delays the check, sums gradients itself, judges them by a buffer of its own, and steps or does not."""
+    import amp_C
+    import apex_C
+
+    model, optimizer = initialized_by(amp, "O2", make=lambda p: make(p, lr=0.5), loss_scale="dynamic")
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 16.0
+    overflow_buf = torch.zeros(1, dtype=torch.int32)
+    judged, stepped = [], 0
+    for overflows in (False, True, False, False):
+        for micro_batch in range(2):
+            loss = model(torch.full((2, 4), 1.0 + micro_batch)).float().pow(2).mean() / 2
+            factor = float("inf") if overflows and micro_batch == 0 else 1.0
+            with amp.scale_loss(loss * factor, optimizer, delay_overflow_check=True) as scaled:
+                scaled.backward()
+        grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+        flat = torch.empty(sum(p.numel() for p in grads))
+        views = apex_C.unflatten(flat, grads)
+        overflow_buf.zero_()
+        amp_C.multi_tensor_scale(65536, overflow_buf, [grads, views], scaler.loss_scale())
+        overflow_buf.zero_()
+        amp_C.multi_tensor_scale(65536, overflow_buf, [views, grads], 1.0 / scaler.loss_scale())
+        if with_buffer:
+            before = scaler._overflow_buf
+            assert before.item() == overflows
+            scaler._overflow_buf = overflow_buf
+            judged.append(scaler.update_scale())
+            assert scaler._overflow_buf is overflow_buf
+        else:
+            judged.append(scaler.update_scale())
+        if judged[-1]:
+            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                param.grad = None
+        else:
+            expected = [p.detach() - 0.5 * p.grad for p in amp.master_params(optimizer)]
+            optimizer.step()
+            stepped += 1
+            for param, new in zip(amp.master_params(optimizer), expected):
+                assert torch.allclose(param, new)
+        for param in model.parameters():
+            param.grad = None
+    assert judged == [False, True, False, False] and stepped == 3
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 2}}
+
+
+def test_the_overflow_buffer_holds_what_was_found(amp):
+    model, optimizer = initialized_by(amp)
+    scaler = amp._amp_state.loss_scalers[0]
+    assert scaler._overflow_buf.tolist() == [0]
+    iterate_with(amp, model, optimizer, float("inf"))
+    assert scaler._overflow_buf.tolist() == [1] and scaler._has_overflow
+    iterate_with(amp, model, optimizer)
+    assert scaler._overflow_buf.tolist() == [0] and not scaler._has_overflow
+    scaler.clear_overflow_state()
+    scaler.unscale([torch.full((2,), float("nan"))], [torch.zeros(2)])
+    assert scaler._overflow_buf.tolist() == [1] and scaler._overflow_buf.dtype is torch.int32
+    # The buffer of a script's own is written and cleared like the one that it replaces.
+    scaler._overflow_buf = own = torch.zeros(1, dtype=torch.int32)
+    assert scaler.update_scale() is False and scaler._overflow_buf is own
+    own.fill_(1)
+    assert scaler.update_scale() is True and scaler._overflow_buf is own
+    iterate_with(amp, model, optimizer)
+    assert own.tolist() == [0]
+
+
+def test_every_attribute_of_a_loss_scaler_can_be_set(amp):
+    model, optimizer = initialized_by(amp)
+    scaler = amp._amp_state.loss_scalers[0]
+    values = {
+        "_loss_scale": 64.0,
+        "_max_loss_scale": 128.0,
+        "_min_loss_scale": 32.0,
+        "_scale_seq_len": 2,
+        "_unskipped": 1,
+        "_has_overflow": False,
+    }
+    for dynamic in (True, False, True):
+        scaler.dynamic = dynamic
+        for name, value in values.items():
+            setattr(scaler, name, value)
+        assert scaler.dynamic is dynamic and {name: getattr(scaler, name) for name in values} == values
+    iterate_with(amp, model, optimizer)
+    assert scaler.loss_scale() == 128.0  # the second clean iteration in a row
+    for expected in (64.0, 32.0, 32.0):
+        iterate_with(amp, model, optimizer, float("inf"))
+        assert scaler.loss_scale() == expected
+    scaler.dynamic = False
+    iterate_with(amp, model, optimizer, float("inf"))
+    assert scaler.loss_scale() == 32.0 and scaler._has_overflow
+    scaler.dynamic = True
+    assert (scaler._max_loss_scale, scaler._min_loss_scale, scaler._scale_seq_len) == (128.0, 32.0, 2)
+
+
 def test_a_loss_scaler_of_ones_own(amp):
     from apex.amp.scaler import LossScaler
 
@@ -434,7 +574,8 @@ def test_nothing_is_left_alive(amp, level):
     gone = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
     gc.collect()
-    assert [ref() for ref in gone] == [None, None] and amp.state_dict() == {}
+    assert [ref() for ref in gone] == [None, None]
+    assert list(amp.state_dict()) == ["loss_scaler0"]  # until the next initialize
 
 
 def test_helpers_under_their_old_names(amp):

@@ -327,9 +327,9 @@ def test_initialize_again_and_again(amp):
 def test_optimizers_of_several_initialize_calls_share_a_loss(amp):
     encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 1)
     encoder, first = amp.initialize(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1), verbosity=0)
-    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
     decoder, second = amp.initialize(decoder, torch.optim.SGD(decoder.parameters(), lr=0.1), num_losses=2, verbosity=0)
-    amp._amp_state.loss_scalers[1]._loss_scale = 16.0
+    for scaler, scale in zip(amp._amp_state.loss_scalers, (8.0, 16.0)):
+        scaler._loss_scale = scale
     before = [p.detach().clone() for p in (encoder.weight, decoder.weight)]
     for loss_id in (0, 1):
         with amp.scale_loss(

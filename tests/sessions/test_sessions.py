@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import iterate, net_with_norm, others_slow
+from helpers import backward, iterate, net_with_norm, others_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,13 +62,46 @@ def test_loss_id_counts_within_the_session_of_the_optimizer(loss_id):
     shrink_output(*second, loss_id=3)
 
 
-def test_optimizers_of_two_sessions_in_one_block_are_refused():
+@pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O1"), ("O0", "O5")])
+def test_optimizers_of_two_sessions_share_a_loss(levels):
+    """Its loss scale is that of the first optimizer's session; gradients are those of float32, in each session."""
+    models = [nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)]
+    plain = copy.deepcopy(models)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.25) for model in models]
+    for model, optimizer, level, scale in zip(models, optimizers, levels, (8.0, 64.0)):
+        ampkit.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+
+    def loss_of(encoder, decoder, x):
+        return decoder(encoder(x)).float().mean()
+
+    loss = loss_of(*models, torch.ones(2, 4))
+    with ampkit.scale_loss(loss, optimizers) as scaled:
+        assert torch.equal(scaled, 8 * loss)
+        scaled.backward()
+    loss_of(*plain, torch.ones(2, 4)).backward()
+    for model, optimizer, reference in zip(models, optimizers, plain):
+        (param,) = ampkit.master_params(optimizer)
+        assert torch.allclose(param.grad, reference.weight.grad, rtol=2e-2, atol=1e-3)
+        optimizer.step()
+        expected = reference.weight - 0.25 * reference.weight.grad
+        assert torch.allclose(model.weight.float(), expected, rtol=2e-2, atol=1e-2)
+    assert [entry["unskipped"] for entry in ampkit.state_dict().values()] == [1, 0]
+    backward(loss_of(*models, torch.full((2, 4), float("inf"))), optimizers)
+    before = [model.weight.detach().clone() for model in models]
+    for optimizer in optimizers:
+        optimizer.step()
+        assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(model.weight, weight) for model, weight in zip(models, before))
+
+
+def test_a_loss_is_not_shared_with_a_disabled_session():
     first, second = make_pair(), make_pair()
     ampkit.initialize(*first, verbosity=0)
-    ampkit.initialize(*second, verbosity=0)
-    with pytest.raises(ampkit.ConfigurationError, match="different initialize"):
-        with ampkit.scale_loss(torch.ones(()), [first[1], second[1]]):
-            pass
+    ampkit.initialize(*second, enabled=False)
+    for optimizers in ([first[1], second[1]], [second[1], first[1]]):
+        with pytest.raises(ampkit.ConfigurationError, match="enabled=False"):
+            with ampkit.scale_loss(torch.ones(()), optimizers):
+                pass
 
 
 def test_o1_and_o2_train_side_by_side_as_alone():

@@ -33,6 +33,11 @@ class AmpState:
         # Until their _deactivate(): a script need not keep the handle of amp.init().
         self._opened_by_init: list[Any] = []
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there was an ``amp.initialize``, and the newest was not one with ``enabled=False``."""
+        return self.opt_properties.opt_level is not None
+
 
 _amp_state = AmpState()
 

@@ -19,6 +19,7 @@ from ...iteration.master_weights import Slot
 from ...iteration.optimizer_wrapper import wrapper_of
 from ...registry import session_of
 from ...session import Session
+from ._amp_state import _amp_state
 from .scaler import LossScaler
 
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
@@ -105,7 +106,7 @@ class AmpOptimizerState:
     def params_have_scaled_gradients(self, value: bool) -> None:
         gradients = self._gradients
         if value and not gradients.delayed:
-            gradients.keep_scaled(session_of(self._optimizer()).scalers[0].loss_scale)
+            gradients.keep_scaled(_amp_state.loss_scalers[0].loss_scale())
         elif not value:
             gradients.delayed = False
 

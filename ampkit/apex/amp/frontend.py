@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ... import api
 from ...errors import ConfigurationError
-from ...iteration.loss_scale import DynamicLossScale
+from ...iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from ...plan import OPT_LEVELS, defaults_of, resolve
+from ...registry import live_sessions
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._initialize import open_session
 
@@ -143,8 +143,8 @@ def initialize(
 ) -> Any:
     """Apex's ``amp.initialize``, over `ampkit.initialize`: see there for what the settings mean.
 
-    It may be called again, for other models or for the same. ``_amp_state`` then shows the newest call; each call keeps
-    loss scalers of its own, and `scale_loss` finds those of its optimizer.
+    It may be called again, for other models or for the same. ``_amp_state`` then shows the newest call, whose loss scalers are
+    from then on those of every optimizer, as in Apex: they start anew.
     """
     _amp_state.verbosity = verbosity
     properties = Properties()
@@ -187,13 +187,23 @@ def initialize(
 
 
 def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | int]]:
-    """``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, for every loss scaler in use."""
-    return api.state_dict(OrderedDict() if destination is None else destination)
+    """``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, for the loss scalers of the newest ``initialize``."""
+    destination = OrderedDict() if destination is None else destination
+    for session in live_sessions:
+        session.synchronize_reports()
+    save_scalers(_scalers() or [], destination)
+    return destination
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load what `state_dict` returned, here or in Apex."""
-    api.load_state_dict(state_dict)
+    load_scalers(_scalers(), state_dict)
+
+
+def _scalers() -> list[LossScaler] | None:
+    """What stands behind ``_amp_state.loss_scalers``; None where the newest ``initialize`` was disabled."""
+    scalers = _amp_state.loss_scalers
+    return None if scalers and not _amp_state.is_enabled else [scaler.core for scaler in scalers]
 
 
 def _checked(level: str | None, name: str, value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,7 +10,9 @@ import torch
 
 from ... import api, validation
 from ...casting.engine import Casting
-from ...registry import current_session, live_sessions, session_of
+from ...errors import LossIdError
+from ...iteration.loss_scale import LossScaler as CoreScaler
+from ...registry import live_sessions, session_of
 from ...session import Session
 from . import utils
 from ._amp_state import _amp_state
@@ -29,30 +30,24 @@ def scale_loss(
 ) -> Iterator[Any]:
     """Apex's ``amp.scale_loss``: see `ampkit.scale_loss`.
 
-    ``optimizers`` may come from several ``initialize`` calls, and may be wrapped (``.optim`` or ``.optimizer``) since. The
-    loss scaler is the one of their session, or the newest session's where that has no such ``loss_id``.
+    ``optimizers`` may come from several ``initialize`` calls, and may be wrapped (``.optim`` or ``.optimizer``) since.
+    ``loss_id`` is a place in ``_amp_state.loss_scalers``, which the newest ``initialize`` made for all of them.
     """
     if _switched_off_by_hand():
         yield loss
         return
     found = [_initialized(optimizer) for optimizer in validation.flatten(optimizers)]
-    sessions = list(dict.fromkeys(session for optimizer in found if (session := session_of(optimizer)) is not None))
-    loss_id = operator.index(loss_id)
-    for scaler in _amp_state.loss_scalers:
-        scaler.forget_iteration()
-    session = _session_with(loss_id, sessions)
-    if session is None or not session.plan.enabled:  # the core says what is wrong, or yields the loss
+    sessions = [session_of(optimizer) for optimizer in found]
+    ours = bool(sessions) and all(session is not None and session.plan.enabled for session in sessions)
+    if not ours or not _amp_state.is_enabled or not isinstance(loss, torch.Tensor):
+        # The core says what is wrong, or yields the loss.
         with api.scale_loss(loss, found, loss_id, model, delay_unscale, delay_overflow_check) as scaled:
             yield scaled
         return
-    own = [optimizer for optimizer in found if session_of(optimizer) is session]
-    guests = [optimizer for optimizer in found if session_of(optimizer) not in (session, None)]
-    if len(own) + len(guests) < len(found) or not isinstance(loss, torch.Tensor):
-        with api.scale_loss(loss, found, loss_id, model, delay_unscale, delay_overflow_check) as scaled:  # raises
-            yield scaled
-        return
-    loss_id = loss_id + len(session.scalers) if -len(session.scalers) <= loss_id < 0 else loss_id
-    with session.scale_loss(loss, own, loss_id, delay_unscale, delay_overflow_check, guests=guests) as scaled:
+    for scaler in _amp_state.loss_scalers:
+        scaler.forget_iteration()
+    scaler = _scaler(loss_id)
+    with sessions[0].scale_loss(loss, found, scaler, delay_unscale, delay_overflow_check) as scaled:
         yield scaled
 
 
@@ -194,8 +189,7 @@ _amp_state.handle = NoOpHandle()
 
 def _switched_off_by_hand() -> bool:
     """Whether a script set ``_amp_state.opt_properties.enabled = False`` after ``initialize``."""
-    properties = _amp_state.opt_properties
-    return properties.opt_level is not None and not properties.enabled
+    return _amp_state.is_enabled and not _amp_state.opt_properties.enabled
 
 
 def _initialized(optimizer: Any) -> Any:
@@ -208,12 +202,13 @@ def _initialized(optimizer: Any) -> Any:
     return optimizer if inner is None or session_of(inner) is None else inner
 
 
-def _session_with(loss_id: int, sessions: list[Session]) -> Session | None:
-    """The session whose loss scaler ``loss_id`` names: one that owns an optimizer, or the newest."""
-    for session in sessions:
-        if -len(session.scalers) <= loss_id < len(session.scalers):
-            return session
-    newest = current_session()
-    if sessions and newest is not None and -len(newest.scalers) <= loss_id < len(newest.scalers):
-        return newest
-    return sessions[0] if sessions else None
+def _scaler(loss_id: int) -> CoreScaler:
+    """What stands behind ``_amp_state.loss_scalers[loss_id]``."""
+    scalers = _amp_state.loss_scalers
+    try:
+        return scalers[loss_id].core
+    except IndexError:
+        raise LossIdError(
+            f"loss_id={loss_id} is out of range: the newest amp.initialize made {len(scalers)} loss scalers. Pass num_losses= "
+            "to it for more."
+        ) from None

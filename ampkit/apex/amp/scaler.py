@@ -1,7 +1,7 @@
-"""``LossScaler``: Apex's class, constructor and methods, over a loss scaler of the core.
+"""``LossScaler``: Apex's class, constructor and methods, over a loss scaler of the core, ``core``.
 
-Those in ``_amp_state.loss_scalers`` stand for the scalers of a session: what is written to ``_loss_scale`` is used from the
-next iteration on. One that a script makes for itself has a core scaler of its own.
+Those in ``_amp_state.loss_scalers`` stand for the scalers that the newest ``amp.initialize`` made: `amp.scale_loss` uses what
+is in that list, for every optimizer. What is written to ``_loss_scale`` is used from the next iteration on.
 """
 
 from __future__ import annotations
@@ -63,48 +63,67 @@ class LossScaler:
         return face
 
     def _reset(self, scaler: CoreScaler) -> None:
-        self._core = scaler
-        self.forget_iteration()
+        self.core = scaler
+        self._noop_buffer: torch.Tensor | None = None  # made when somebody asks for it
+        self._end_by_hand()
 
     def forget_iteration(self) -> None:
         """``amp.scale_loss`` runs the iterations again: nothing of one that was run by hand is left."""
+        self._end_by_hand()
+        if self._noop_buffer is not None:
+            self._noop_buffer.zero_()
+
+    def _end_by_hand(self) -> None:
         self._runs_by_hand = False
         self._flag: torch.Tensor | None = None
-        self._noop_buffer: torch.Tensor | None = None
 
     # What scripts read and write
 
     def loss_scale(self) -> float:
-        return self._core.loss_scale
+        return self.core.loss_scale
 
     @property
     def _loss_scale(self) -> float:
-        return self._core.loss_scale
+        return self.core.loss_scale
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self._core.loss_scale = float(value)
+        self.core.loss_scale = float(value)
 
     @property
     def _unskipped(self) -> int:
-        self._core.synchronize()
-        return self._core.unskipped
+        self.core.synchronize()
+        return self.core.unskipped
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._core.synchronize()
-        self._core.unskipped = int(value)
+        self.core.synchronize()
+        self.core.unskipped = int(value)
 
     @property
     def dynamic(self) -> bool:
-        return self._core.dynamic
+        return self.core.dynamic
+
+    @dynamic.setter
+    def dynamic(self, value: bool) -> None:
+        if bool(value) == self.core.dynamic:
+            return
+        scale, unskipped = self._loss_scale, self._unskipped
+        rule, low, high = self._rule(), self._min_loss_scale, self._max_loss_scale
+        changed = DynamicScaler(rule, low or DEFAULT_MIN_LOSS_SCALE, high) if value else StaticScaler(scale)
+        changed.loss_id = self.core.loss_id
+        self.core = changed
+        self.core.rule, self._min_loss_scale, self._max_loss_scale = rule, low, high
+        self._loss_scale, self._unskipped = scale, unskipped
 
     @property
     def _has_overflow(self) -> bool:
         if self._runs_by_hand:
-            return any(bool(flag.item()) for flag in (self._flag, self._noop_buffer) if flag is not None)
-        self._core.synchronize()
-        return self._core.skips_in_a_row > 0
+            return any(bool(flag.any()) for flag in (self._flag, self._noop_buffer) if flag is not None)
+        if self.core.carried is not None:  # delay_overflow_check=True left it to be judged
+            return bool(self.core.carried.found_inf.any())
+        self.core.synchronize()
+        return self.core.skips_in_a_row > 0
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
@@ -113,29 +132,42 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
-        """The flag as an int tensor, for those who hand it to ``multi_tensor_applier``."""
-        self._runs_by_hand = True
+        """The flag as an int tensor, for those who hand it to ``multi_tensor_applier``: 1 where an overflow was found so far.
+
+        Another tensor may be put in its place, and then says alone what was found.
+        """
         if self._noop_buffer is None:
             default = "cuda" if torch.cuda.is_initialized() else "cpu"
             device = default if self._flag is None else self._flag.device
             self._noop_buffer = torch.zeros(1, dtype=torch.int32, device=device)
+        if not self._runs_by_hand:
+            self._noop_buffer.fill_(self._has_overflow)
+            self._runs_by_hand = True
+        elif self._flag is not None:
+            self._noop_buffer.masked_fill_(self._flag.to(self._noop_buffer.device) != 0, 1)
         return self._noop_buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: torch.Tensor) -> None:
+        self._runs_by_hand = True
+        self._flag = None
+        self._noop_buffer = value
 
     @property
     def _max_loss_scale(self) -> float:
-        return getattr(self._core, "max_loss_scale", DEFAULT_MAX_LOSS_SCALE)
+        return getattr(self.core, "max_loss_scale", DEFAULT_MAX_LOSS_SCALE)
 
     @_max_loss_scale.setter
     def _max_loss_scale(self, value: float) -> None:
-        self._core.max_loss_scale = float(value)
+        self.core.max_loss_scale = float(value)
 
     @property
     def _min_loss_scale(self) -> float | None:
-        return getattr(self._core, "min_loss_scale", None)
+        return getattr(self.core, "min_loss_scale", None)
 
     @_min_loss_scale.setter
     def _min_loss_scale(self, value: float | None) -> None:
-        self._core.min_loss_scale = float(value or DEFAULT_MIN_LOSS_SCALE)
+        self.core.min_loss_scale = float(value or DEFAULT_MIN_LOSS_SCALE)
 
     @property
     def _scale_seq_len(self) -> int:
@@ -143,14 +175,13 @@ class LossScaler:
 
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:
-        if self.dynamic:
-            self._core.rule = replace(self._core.rule, growth_interval=int(value))
+        self.core.rule = replace(self._rule(), growth_interval=int(value))
 
     # What those call who write their own scale_loss
 
     def clear_overflow_state(self) -> None:
         """Before gradients are unscaled: an iteration begins, without overflow so far."""
-        self._core.synchronize()
+        self.core.synchronize()
         self._runs_by_hand = True
         self._flag = None
         if self._noop_buffer is not None:
@@ -192,11 +223,13 @@ class LossScaler:
     def update_scale(self) -> bool:
         """End an iteration: move the scale, and say whether the step has to be skipped.
 
-        After ``amp.scale_loss``, which has ended the iteration itself, it only says what was found.
+        After ``amp.scale_loss``, which has ended the iteration itself, it only says what was found; not so after
+        ``delay_overflow_check=True``, which leaves it to the caller here to judge and to skip.
         """
-        overflowed, by_hand = self._has_overflow, self._runs_by_hand
-        self.forget_iteration()
-        return self._core.judge(torch.tensor([float(overflowed)])).overflowed if by_hand else overflowed
+        overflowed, has_ended = self._has_overflow, not self._runs_by_hand and self.core.carried is None
+        self._end_by_hand()
+        self.core.carried = None  # judged here: no later block, and no step, does it again
+        return overflowed if has_ended else self.core.judge(torch.tensor([float(overflowed)])).overflowed
 
     def flag_on(self, device: torch.device) -> torch.Tensor:
         """The flag that kernels write, made on ``device`` if there is none yet in this iteration."""
@@ -206,7 +239,7 @@ class LossScaler:
         return self._flag
 
     def _rule(self) -> DynamicLossScale:
-        return getattr(self._core, "rule", None) or DynamicLossScale()
+        return getattr(self.core, "rule", None) or DynamicLossScale()
 
     # Checkpoints that hold the object itself, as those of FP16_Optimizer do
 

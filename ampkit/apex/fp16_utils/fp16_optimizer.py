@@ -136,7 +136,7 @@ class FP16_Optimizer:
         found_inf = torch.zeros(1, device=sources[0].device if sources else "cpu")
         kernels.multi_tensor_scale(sources, targets, 1.0 / scale, found_inf)
         self._own_are_unscaled = True
-        verdict = self.loss_scaler._core.judge(found_inf)
+        verdict = self.loss_scaler.core.judge(found_inf)
         self.overflow = verdict.overflowed and (self.loss_scaler.dynamic or self.loss_scale != 1.0)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
@@ -155,7 +155,7 @@ class FP16_Optimizer:
             result = self._step_with_closure(closure)
         elif self.overflow:
             dynamic = f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}"
-            self._say(dynamic if self.loss_scaler.dynamic else self.loss_scaler._core.overflow_line())
+            self._say(dynamic if self.loss_scaler.dynamic else self.loss_scaler.core.overflow_line())
             return None
         else:
             result = self.optimizer.step()
@@ -180,7 +180,7 @@ class FP16_Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values: the scaler's state, the optimizer's, and the masters."""
         return {
-            "loss_scaler": self.loss_scaler._core.state_dict(),
+            "loss_scaler": self.loss_scaler.core.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
@@ -269,8 +269,8 @@ class FP16_Optimizer:
                 loss = closure()
                 while self.overflow:
                     if not self.loss_scaler.dynamic:
-                        raise LossScaleError(self.loss_scaler._core.overflow_line())
-                    self.loss_scaler._core.raise_if_hopeless("raise")
+                        raise LossScaleError(self.loss_scaler.core.overflow_line())
+                    self.loss_scaler.core.raise_if_hopeless("raise")
                     self._say(f"OVERFLOW within closure! Skipping step, reducing loss scale to {self.loss_scale}")
                     loss = closure()
             return loss
@@ -299,7 +299,7 @@ class FP16_Optimizer:
             state = {"loss_scale": float(scale), "unskipped": int(getattr(saved, "_unskipped", 0))}
         if not self.loss_scaler.dynamic:
             self.loss_scaler = LossScaler(float(state["loss_scale"]))
-        self.loss_scaler._core.load_state_dict(state)
+        self.loss_scaler.core.load_state_dict(state)
 
     def _say(self, message: str) -> None:
         if self.verbose:

@@ -94,4 +94,20 @@ FAULTS = [
         breaks="what somebody else put over a patch stays",
         tests=("sessions/test_sessions.py::test_wrapper_put_on_top_stays_after_close_and_ours_is_inert",),
     ),
+    Mutant(
+        "api: a loss shared with a disabled session",
+        "ampkit/api.py",
+        "if len(sessions) > 1 and not all(one.plan.enabled for one in sessions):",
+        "if False:",
+        breaks="optimizers that would step with scaled gradients are refused",
+        tests=("sessions/test_sessions.py::test_a_loss_is_not_shared_with_a_disabled_session",),
+    ),
+    Mutant(
+        "session: optimizers of other sessions are left out",
+        "ampkit/session.py",
+        "            wrappers.append(wrapper)",
+        "            wrappers += [wrapper] * (wrapper.owner is self)",
+        breaks="optimizers of several initialize calls share a loss",
+        tests=("sessions/test_sessions.py::test_optimizers_of_two_sessions_share_a_loss",),
+    ),
 ]
