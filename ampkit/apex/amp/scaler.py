@@ -110,11 +110,9 @@ class LossScaler:
             return
         scale, unskipped = self._loss_scale, self._unskipped
         rule, low, high = self._rule(), self._min_loss_scale, self._max_loss_scale
-        changed = DynamicScaler(rule, low or DEFAULT_MIN_LOSS_SCALE, high) if value else StaticScaler(scale)
-        changed.loss_id = self.core.loss_id
-        self.core = changed
+        loss_id, self.core = self.core.loss_id, DynamicScaler() if value else StaticScaler(scale)
         self.core.rule, self._min_loss_scale, self._max_loss_scale = rule, low, high
-        self._loss_scale, self._unskipped = scale, unskipped
+        self.core.loss_id, self._loss_scale, self._unskipped = loss_id, scale, unskipped
 
     @property
     def _has_overflow(self) -> bool:

@@ -150,9 +150,9 @@ FAULTS = [
     Mutant(
         "scaler: dynamic from now on by the default rule",
         "ampkit/apex/amp/scaler.py",
-        "changed = DynamicScaler(rule, low or DEFAULT_MIN_LOSS_SCALE, high) if value",
-        "changed = DynamicScaler() if value",
-        breaks="a loss scale that becomes dynamic keeps its bounds",
+        "self.core.rule, self._min_loss_scale, self._max_loss_scale = rule, low, high",
+        "pass",
+        breaks="a loss scale that becomes dynamic, or static, keeps its rule and its bounds",
         tests=("apex/test_state.py::test_every_attribute_of_a_loss_scaler_can_be_set",),
     ),
 ]
