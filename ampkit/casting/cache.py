@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .store import CastStore
@@ -24,6 +26,7 @@ _grad_enabled = torch.is_grad_enabled
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler = torch.compiler
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform_level = torch._C._functorch.maybe_current_level
 
 
 class CastCache:
@@ -79,14 +82,18 @@ class CastCache:
         return self._cast_anew(weight, convert) if cast is None else cast
 
     def cast_activation(self, activation: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """``convert(activation)``, or what an earlier call made of it and somebody still uses.
+        """``convert(activation)``, or what an earlier call made of it and somebody still uses, in the same memory.
 
         For functions that only read it. Leaves are always cast anew: scripts edit them through ``.data``.
         """
         if self._must_not_be_used() or not _grad_enabled() or activation.grad_fn is None or activation.is_inference():
             return convert(activation)
+        if forward_ad._current_level >= 0 or _transform_level() is not None:
+            return convert(activation)
         cast = self.store.find_recent(activation)
-        if cast is None:
+        if cast is not None and cast.requires_grad:
+            cast = _AnotherUse.apply(activation, (cast,))
+        elif cast is None:
             version = activation._version
             cast = convert(activation)
             if cast is not activation and not is_functorch_wrapped_tensor(cast) and type(cast) is Tensor:
@@ -130,6 +137,22 @@ class CastCache:
         if made_of is not None and (recording or store.keep_without_grad) and _means_the_same(cast, recording):
             store.keep(weight, cast, made_of[0])
         return cast
+
+
+class _AnotherUse(torch.autograd.Function):
+    """A cast of an activation for one more function: the same memory, with an edge of its own to the activation.
+
+    So the gradients of all uses are added up in the activation's precision, and not in the cast's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, found: tuple[Tensor]) -> Tensor:
+        ctx.dtype = activation.dtype
+        return found[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
 
 
 class CastCaches:

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "shared_cast.h"
 #include "weight_casts.h"
 
 namespace ampkit {
@@ -146,9 +147,9 @@ PyObject* cast(const Binding* binding, PyObject* argument) {
         if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
         return make_weight_cast(binding->store, argument, binding->target);
       }
-      if (!bypassed && !tensor.is_inference()) {
+      if (!bypassed && !tensor.is_inference() && !in_forward_mode()) {
         at::Tensor found = binding->store->find_recent(tensor);
-        if (found.defined()) return THPVariable_Wrap(std::move(found));
+        if (found.defined()) return THPVariable_Wrap(another_use_of(tensor, found));
         if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
         const uint32_t version = version_of(tensor);
         at::Tensor made = convert(tensor, binding->target);

@@ -6,12 +6,11 @@
 #include <ATen/ops/to_ops.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <vector>
+
+#include "shared_cast.h"
 
 namespace ampkit {
 
@@ -44,15 +43,9 @@ std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   return found;
 }
 
-// What autograd would have recorded for a call of to(). Its place in the backward pass is the one of the gradient's
-// accumulation: at once, as if the cast had been made where it is used. DDP sends gradients while others are computed.
-void record_cast(const at::Tensor& weight, const at::Tensor& cast) {
-  using torch::autograd::generated::ToCopyBackward0;
-  auto node = std::shared_ptr<ToCopyBackward0>(new ToCopyBackward0(UINT64_MAX), torch::autograd::deleteNode);
-  node->set_next_edges(torch::autograd::collect_next_edges(weight));
-  node->self_options = weight.options();
-  torch::autograd::set_history(cast, node);
-}
+// The place of a weight's cast in the backward pass is the one of the gradient's accumulation: at once, as if it had been made
+// where it is used. DDP sends gradients while others are computed.
+constexpr uint64_t kAtOnce = UINT64_MAX;
 
 // Casts them with one call, each with an edge of its own to its weight. Without the GIL, as torch's own bindings call
 // autograd: a thread that holds the lock of a weight's autograd state may be waiting for it.
@@ -64,7 +57,7 @@ std::vector<at::Tensor> cast_together(const std::vector<at::Tensor>& weights, at
     for (const at::Tensor& weight : weights) casts.push_back(at::empty_like(weight, weight.options().dtype(dtype)));
     at::_foreach_copy_(casts, weights);
   }
-  for (size_t i = 0; i < weights.size(); ++i) record_cast(weights[i], casts[i]);
+  for (size_t i = 0; i < weights.size(); ++i) record_cast(weights[i], casts[i], kAtOnce);
   return casts;
 }
 
@@ -93,11 +86,10 @@ PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<T
 
 bool is_plain_weight(const at::Tensor& weight) {
   // Forward-mode gradients are for Python. Asking the weight for one would take a lock of its autograd state: see above.
-  const bool forward_mode = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
   constexpr c10::DispatchKeySet wrappers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
   return weight.layout() == at::kStrided && weight.has_storage() && !weight.is_inference() &&
-      !weight.key_set().has_any(wrappers) && !forward_mode;
+      !weight.key_set().has_any(wrappers) && !in_forward_mode();
 }
 
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {

@@ -347,6 +347,14 @@ FAULTS = [
         tests=("o1/test_decorators.py::test_registered_function_casts_its_arguments",),
     ),
     Mutant(
+        "cache: uses of an activation share one edge",
+        "ampkit/casting/cache.py",
+        "cast = _AnotherUse.apply(activation, (cast,))",
+        "pass",
+        breaks="the gradients of an activation's uses add up in float32",
+        tests=("o1/test_cast_cache.py::test_gradients_of_a_shared_activation_add_up_in_float32",),
+    ),
+    Mutant(
         "policy: the tables win over the user",
         "ampkit/policy/cast_rules.py",
         "rules.setdefault((id(below.owner), below.name), below)",

@@ -273,4 +273,20 @@ FAULTS = [
         breaks="activation checkpointing casts only what it uses again",
         tests=("o1/test_weight_casts.py::test_recomputed_segment_casts_only_what_it_uses",),
     ),
+    Mutant(
+        "cpp casts: uses of an activation share one edge",
+        "csrc/casting/call.cpp",
+        "another_use_of(tensor, found)",
+        "std::move(found)",
+        breaks="the gradients of an activation's uses add up in float32",
+        tests=("o1/test_cast_cache.py::test_gradients_of_a_shared_activation_add_up_in_float32",),
+    ),
+    Mutant(
+        "cpp casts: forward mode finds casts without a tangent",
+        "csrc/casting/call.cpp",
+        "!in_forward_mode()",
+        "true",
+        breaks="forward-mode gradients go through every use of an activation",
+        tests=("o1/test_cast_cache.py::test_forward_mode_gradient_goes_through_every_use",),
+    ),
 ]
