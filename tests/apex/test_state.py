@@ -13,9 +13,9 @@ from ampkit.optimizers import FusedSGD
 HALF = torch.float16
 
 
-def initialized_by(amp, level="O2", make=lambda p: torch.optim.Adam(p, lr=0.1), **settings):
+def initialized_by(amp, level="O2", make=lambda p: torch.optim.Adam(p, lr=0.1), device="cpu", **settings):
     """A model and its optimizer, as Apex's ``amp.initialize`` gives them."""
-    model = net_with_norm(4, 4, 2)
+    model = net_with_norm(4, 4, 2).to(device)
     return amp.initialize(model, make(model.parameters()), opt_level=level, **{"verbosity": 0, **settings})
 
 
@@ -388,24 +388,24 @@ def test_loss_scalers_that_a_script_puts_into_the_list_are_used(amp):
 
 @pytest.mark.parametrize("with_buffer", [True, False])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
-def test_the_overflow_check_of_bert(amp, make, with_buffer):
+def test_the_overflow_check_of_bert(amp, make, with_buffer, device):
     """NVIDIA's BERT delays the check, sums gradients itself, judges them by a buffer of its own, and steps or does not."""
     import amp_C
     import apex_C
 
-    model, optimizer = initialized_by(amp, "O2", make=lambda p: make(p, lr=0.5), loss_scale="dynamic")
+    model, optimizer = initialized_by(amp, "O2", lambda p: make(p, lr=0.5), device)
     scaler = amp._amp_state.loss_scalers[0]
     scaler._loss_scale = 16.0
-    overflow_buf = torch.zeros(1, dtype=torch.int32)
+    overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
     judged, stepped = [], 0
     for overflows in (False, True, False, False):
         for micro_batch in range(2):
-            loss = model(torch.full((2, 4), 1.0 + micro_batch)).float().pow(2).mean() / 2
+            loss = model(torch.full((2, 4), 1.0 + micro_batch, device=device)).float().pow(2).mean() / 2
             factor = float("inf") if overflows and micro_batch == 0 else 1.0
             with amp.scale_loss(loss * factor, optimizer, delay_overflow_check=True) as scaled:
                 scaled.backward()
         grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
-        flat = torch.empty(sum(p.numel() for p in grads))
+        flat = torch.empty(sum(p.numel() for p in grads), device=device)
         views = apex_C.unflatten(flat, grads)
         overflow_buf.zero_()
         amp_C.multi_tensor_scale(65536, overflow_buf, [grads, views], scaler.loss_scale())
