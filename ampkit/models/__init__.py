@@ -9,6 +9,7 @@ from .forward import ForwardCasts as ForwardCasts
 from .forward import cast_inputs as cast_inputs
 from .forward import clearers as clearers
 from .forward import install as install
+from .forward import loaders as loaders
 from .forward import take_off_copies as take_off_copies
 from .forward import uninstall as uninstall
 from .forward import watchers as watchers
