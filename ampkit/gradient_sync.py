@@ -216,7 +216,7 @@ class GradientSync:
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: Any = None) -> None:
     """Give every rank the parameters of rank 0: where a module was cast, the float32 values behind them. Buffers stay."""
-    values = {tensor: entry for _, _, tensor, entry in lower_entries(module)}
+    values = dict(lower_entries(module))
     broadcast([values[p].current(p) if p in values else p.detach() for p in module.parameters()], group)
 
 

@@ -27,7 +27,6 @@ from .errors import ConfigurationError
 from .iteration.found_inf import Verdict
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
-from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import LossScaling
 from .logs import logger, stdout_lines
 from .models import Float32Value, ForwardCasts, Kept
@@ -51,7 +50,6 @@ class Session:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._scaling = LossScaling(plan)
-        self._statistics = RunningStatistics()
         self.casting: Casting | None = None
         self._undo = ExitStack()
         self._models: list[weakref.ref[nn.Module]] = []
@@ -153,8 +151,6 @@ class Session:
             outermost_only=in_forward_only,
         )
         values: dict[torch.Tensor, Float32Value] = {}
-        for model in models:
-            self._undo.callback(_when_alive(model_casts.take_off_copies(model)), weakref.ref(model))
         kept = (
             [Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32) for model in models]
             if plan.casts_weights or (plan.patch_torch_functions and plan.keep_fp32)
@@ -163,7 +159,7 @@ class Session:
         for model in models:
             self._undo.callback(_when_alive(model_casts.uninstall), weakref.ref(model))
             if plan.casts_weights:
-                self._undo.callback(_when_alive(_restore_model), weakref.ref(model))
+                self._undo.callback(_when_alive(model_casts.restore_weights), weakref.ref(model))
         if plan.casts_weights:
             for model, choice in zip(models, kept):
                 self._cast_weights(model, choice, values)
@@ -194,7 +190,6 @@ class Session:
                 self._undo.callback(model_casts.cast_submodules(model, casts.outputs))
             model_casts.watchers[model] = self._before_forward
             model_casts.clearers[model] = self._after_zero_grad
-            model_casts.loaders[model] = self._statistics.forget
         return values
 
     def _cast_weights(self, model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float32Value]) -> None:
@@ -291,7 +286,6 @@ class Session:
             if wrapper is None:
                 raise not_initialized(optimizer)
             wrappers.append(wrapper)
-        self._statistics.enter_block(wrappers)
         return self._scaling.scale_loss(loss, wrappers, scaler, delay_unscale, delay_overflow_check)
 
     # What wrappers and models ask of their session
@@ -316,7 +310,7 @@ class Session:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
         if not self.plan.master_weights:
             return {}
-        return {tensor: entry for model in self.models for _, _, tensor, entry in model_casts.lower_entries(model)}
+        return {tensor: entry for model in self.models for tensor, entry in model_casts.lower_entries(model)}
 
     def _culprit_of(self, wrapper: OptimizerWrapper) -> Callable[[Verdict], str]:
         """Tells the name of the first parameter, in the optimizer's order, whose gradient was not finite."""
@@ -352,8 +346,6 @@ class Session:
             self._cast_where_it_is(model)
             if self.casting.is_behind:
                 self.casting.catch_up()
-        if self._scaling.can_skip:
-            self._statistics.before_forward(model, [wrapper_of(optimizer) for optimizer in self.optimizers])
         self._scaling.note_forward()
 
     def _cast_where_it_is(self, model: nn.Module) -> None:
@@ -427,15 +419,6 @@ def _when_alive(undo):
             undo(thing)
 
     return run
-
-
-def _restore_model(model: nn.Module) -> None:
-    model_casts.restore_weights(model)
-    for module in model.modules():
-        model_casts.unbridge(module)
-        model_casts.leave_inputs(module)
-        model_casts.leave_direct_calls(module)
-    model_casts.unwiden_targets(model)
 
 
 def _detach_optimizer(optimizer: Any) -> None:

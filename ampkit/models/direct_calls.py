@@ -35,19 +35,8 @@ def entrances(model: nn.Module) -> list[nn.Module]:
 
 def cast_direct_calls(module: nn.Module) -> None:
     """Have the module cast its inputs when it is called outside of any initialized model's forward."""
-    if not casts_direct_calls(module):
+    if _cast_if_outside not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_cast_if_outside, with_kwargs=True)
-
-
-def casts_direct_calls(module: nn.Module) -> bool:
-    return _cast_if_outside in module._forward_pre_hooks.values()
-
-
-def leave_direct_calls(module: nn.Module) -> None:
-    """Undo `cast_direct_calls`."""
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _cast_if_outside]:
-        del module._forward_pre_hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _inside(module: nn.Module) -> Iterator[nn.Module]:
@@ -65,7 +54,6 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 def _cast_if_outside(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     if running.inputs is not None:
         return None
-    # Asked each time: a copy's weights are in lower precision only while its forward runs.
     dtype = _precision_in(module)
     return None if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
 

@@ -1,13 +1,10 @@
 """Submodules of a model under ``scope="forward"``: called on their own, they are cast as inside of the model's forward.
 
-Each gets a subclass of its own class, made here, whose forward asks for casts where there are none yet. Copies and pickles
-are of the module's own class again: they belong to no session.
+Each gets a subclass of its own class, whose forward asks for casts where there are none yet.
 """
 
 from __future__ import annotations
 
-import functools
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +14,8 @@ from torch import nn
 from ..casting.engine import active_casting
 from ..casting.state import number_of_regions
 from ..casting.tensors import cast_floating
-
-_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
+from .classes import InFront, own_class, put_in_front
+from .copies import hand_out_plain_copies, need_no_plain_copies, stand_in
 
 
 def cast_submodules(model: nn.Module, outputs: Any) -> Callable[[], None]:
@@ -33,17 +30,19 @@ def cast_submodules(model: nn.Module, outputs: Any) -> Callable[[], None]:
             ref, scoped = changed.pop()
             module = ref()
             if module is not None and type(module) is scoped:
-                module.__class__ = scoped.__mro__[2]
+                module.__class__ = own_class(scoped)
+                need_no_plain_copies(module)
 
     try:
         for module in list(model.modules())[1:]:
-            if "_ampkit_shell" in vars(type(module)) or "_ampkit_scoped" in vars(type(module)):
+            if own_class(type(module)) is not type(module):
                 continue
-            scoped = _scoped_class(type(module), outputs)
+            scoped = put_in_front(type(module), _Scoped, _casting(outputs), outputs)
             try:
                 module.__class__ = scoped
             except TypeError:  # of a layout that cannot change: a scripted module, which torch.autocast casts
                 continue
+            hand_out_plain_copies(module)
             changed.append((weakref.ref(module), scoped))
     except BaseException:
         undo()
@@ -51,55 +50,21 @@ def cast_submodules(model: nn.Module, outputs: Any) -> Callable[[], None]:
     return undo
 
 
-class _Scoped:
+class _Scoped(InFront):
     """Mixed into the class of every submodule, in front of the module's own class."""
-
-    def __init_subclass__(cls, **kwargs):
-        # A base that keeps a register of its subclasses, or wants arguments from them, must not hear of ours.
-        if "_ampkit_scoped" not in cls.__dict__:
-            super().__init_subclass__(**kwargs)
 
     def __prepare_scriptable__(self):
         # Asked for by torch.jit.script, which compiles from source.
-        own = type(self).__mro__[2]
-        twin = own.__new__(own)
-        twin.__dict__.update(self.__dict__)
-        return twin
-
-    def __reduce_ex__(self, protocol):
-        function, arguments, *rest = super().__reduce_ex__(protocol)
-        if arguments and arguments[0] is type(self):
-            # Not by copyreg's own function: pickle checks the class that it is given.
-            return (_new, (type(self).__mro__[2], *arguments[1:]), *rest)
-        return (function, arguments, *rest)
+        return stand_in(self)
 
 
-def _new(cls: type, *arguments: object) -> nn.Module:
-    return cls.__new__(cls, *arguments)
+def _casting(outputs: Any) -> Callable:
+    def around(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        casting = active_casting()
+        if casting is None or casting.is_on() or number_of_regions() > 0:
+            return forward(module, *args, **kwargs)
+        with casting.scope_of_forward():
+            result = forward(module, *args, **kwargs)
+        return result if outputs is None else cast_floating(result, outputs)
 
-
-def _scoped_class(base: type, outputs: Any) -> type:
-    scoped = _classes.get(base)
-    if scoped is None or scoped._ampkit_scoped is not outputs:
-
-        @functools.wraps(base.forward)
-        def forward(self, *args, **kwargs):
-            casting = active_casting()
-            if casting is None or casting.is_on() or number_of_regions() > 0:
-                return base.forward(self, *args, **kwargs)
-            with casting.scope_of_forward():
-                result = base.forward(self, *args, **kwargs)
-            return result if type(self)._ampkit_scoped is None else cast_floating(result, type(self)._ampkit_scoped)
-
-        # dynamo keeps graphs by code object, and no more than a few: every class needs its own.
-        forward.__code__ = forward.__code__.replace()
-        namespace = {
-            "_ampkit_scoped": outputs,
-            "forward": forward,
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-        }
-        scoped = types.new_class(base.__name__, (_Scoped, base), exec_body=lambda ns: ns.update(namespace))
-        _classes[base] = scoped
-    return scoped
+    return around

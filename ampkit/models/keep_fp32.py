@@ -5,7 +5,7 @@ forward.py), and where the weights of a model are cast, those around it are give
 
 Norm layers and what torch has no lower precision for keep float32 weights only, and hand lower precision on. Batch and instance
 norm take lower-precision activations with float32 weights natively; the others are given hooks that hand them float32 inputs
-and cast their outputs back. All hooks are plain functions of this module, so that models pickle and deep-copy.
+and cast their outputs back. Copies and close leave out hooks by the module that they are functions of.
 """
 
 from __future__ import annotations
@@ -230,36 +230,15 @@ def bridge(module: nn.Module, lower_precision: torch.dtype) -> None:
         module.register_forward_hook(_outputs_to_activation_dtype)
 
 
-def unbridge(module: nn.Module) -> None:
-    """Undo `bridge`."""
-    if module.__dict__.pop(ACTIVATION_KEY, None) is not None:
-        _remove(module, _inputs_to_float32)
-        _remove(module, _outputs_to_activation_dtype)
-
-
 def take_inputs_down(module: nn.Module) -> None:
     """Have the module's inputs cast to the precision of its own weights, where that is lower."""
-    if not takes_inputs_down(module):
+    if _inputs_to_own_precision not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_inputs_to_own_precision, with_kwargs=True)
-
-
-def takes_inputs_down(module: nn.Module) -> bool:
-    return _inputs_to_own_precision in module._forward_pre_hooks.values()
-
-
-def leave_inputs(module: nn.Module) -> None:
-    """Undo `take_inputs_down`."""
-    _remove(module, _inputs_to_own_precision)
 
 
 def have_it_called(module: nn.Module) -> None:
     """torch's TransformerEncoderLayer calls its parts, instead of one kernel in their place, where one of them has a hook."""
     module.register_forward_pre_hook(_no_kernel_in_its_place)
-
-
-def need_not_be_called(module: nn.Module) -> None:
-    """Undo `have_it_called`."""
-    _remove(module, _no_kernel_in_its_place)
 
 
 def own_precision(module: nn.Module) -> torch.dtype | None:
@@ -280,13 +259,6 @@ def own_precision(module: nn.Module) -> torch.dtype | None:
     return None
 
 
-def _remove(module: nn.Module, function: Any) -> None:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook is function]:
-            del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
 def _inputs_to_float32(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
 
@@ -296,7 +268,6 @@ def _outputs_to_activation_dtype(module: nn.Module, args: tuple, output: Any) ->
 
 
 def _inputs_to_own_precision(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    # Asked each time: a copy's weights are in lower precision only while its forward runs.
     dtype = own_precision(module)
     return (args, kwargs) if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
 

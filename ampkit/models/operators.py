@@ -129,14 +129,6 @@ def widen_targets(model: nn.Module) -> None:
             module.register_forward_pre_hook(_targets_to_float32, with_kwargs=True)
 
 
-def unwiden_targets(model: nn.Module) -> None:
-    """Undo `widen_targets`."""
-    for module in model.modules():
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _targets_to_float32]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
 def _targets_to_float32(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     targets = {name: map_tensors(value, to_float32) for name, value in kwargs.items() if name == "targets"}
     return (*args[:3], *map_tensors(args[3:], to_float32)), {**kwargs, **targets}

@@ -1,24 +1,26 @@
 """The lower-precision weights of a model and the float32 values behind them.
 
-Every submodule of a cast model carries a `WeightRecord` in its ``__dict__``: which of its own parameters and buffers are
-held in lower precision, and the float32 tensor behind each. Where an optimizer owns the parameter that tensor is
-the master weight. Because the record sits on the submodule, ``state_dict``, ``load_state_dict``, deepcopy and pickle of
-any part of the model find it without knowing of a session.
+Every submodule of a cast model carries a `WeightRecord` in its ``__dict__``, by which the float32 value behind each of its
+parameters and buffers is found. Where an optimizer owns the parameter that value is the master weight. Parameters are
+found by themselves and not by name, since pruning and parametrizations move them; buffers by name, since modules put other
+tensors in their places. Because the record sits on the submodule, ``state_dict``, ``load_state_dict``, deepcopy and
+pickle of any part of the model find it without knowing of a session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from .. import kernels
 from ..errors import ConfigurationError
-from .keep_fp32 import Kept
+from .copies import RECORD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
+from .keep_fp32 import ACTIVATION_KEY, Kept
 
-RECORD_KEY = "_ampkit_weights"
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -27,24 +29,25 @@ class Float32Value:
     """The float32 value of one lower-precision tensor, and the state in which the two last agreed.
 
     ``value`` is None where nothing is kept (O3's trained weights, ``keep_originals=False``): the lower-precision tensor is
-    then the value. Writes to parameters are told by their version counter; ``counted`` is False for buffers, because
-    torch's batch norm updates running statistics without counting. ``gradient`` is the float32 gradient that stood in the
-    tensor when it was cast, until the master takes it.
+    then the value. Writes to a weight with a master are told by its version counter; ``counted`` is False for others, whose
+    values are compared: torch's batch norm updates running statistics without counting, a momentum encoder is written to
+    through ``.data``. ``gradient`` is the float32 gradient that stood in the tensor when it was cast, until the master takes it.
     """
 
     value: torch.Tensor | None
     counted: bool = True
     value_version: int = 0
     lower_version: int = 0
-    lower_id: int = 0
+    lower: torch.Tensor | None = None
     lower_ptr: int = 0
     gradient: torch.Tensor | None = None
+    _in_copies: Callable[[], nn.Parameter | None] = lambda: None
 
     def agree(self, lower: torch.Tensor) -> None:
         """Note that both hold the same value now."""
         self.value_version = self.value._version if self.value is not None else 0
         self.lower_version = lower._version
-        self.lower_id = id(lower)
+        self.lower = lower
         self.lower_ptr = lower.data_ptr()
 
     def is_unwritten(self, lower: torch.Tensor) -> bool:
@@ -55,13 +58,18 @@ class Float32Value:
         """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
         if self.value is None or self.value._version != self.value_version:
             return  # What was written to the value is newer, and reaches the model before its next forward.
-        if not (self.counted and self.lower_id == id(lower) and self.is_unwritten(lower)):
+        if not (self.counted and self.lower is lower and self.is_unwritten(lower)):
             self._take_over(lower)
 
     @torch.no_grad()
     def _take_over(self, lower: torch.Tensor) -> None:
-        local = self.value.to(lower.device)
-        self.value.copy_(torch.where(local.to(lower.dtype) == lower, local, lower.float()))
+        if self.value.shape != lower.shape:  # ``p.data = ...``, as where an embedding gets more rows
+            self.value.data = lower.detach().to(self.value.device, torch.float32)
+        else:
+            local = self.value.to(lower.device)
+            same = local.to(lower.dtype) == lower
+            if self.counted or not same.all():
+                self.value.copy_(torch.where(same, local, lower.float()))
         self.agree(lower)
 
     def current(self, lower: torch.Tensor) -> torch.Tensor:
@@ -69,20 +77,48 @@ class Float32Value:
         self.synchronize(lower)
         return lower.detach().float() if self.value is None else self.value.detach().to(lower.device)
 
+    def in_copies(self, lower: torch.Tensor) -> torch.Tensor:
+        """What is copied and pickled in the place of ``lower``: the master itself, or else one parameter as long as it lives."""
+        value = self.current(lower)
+        if not isinstance(lower, nn.Parameter):
+            return value
+        if isinstance(self.value, nn.Parameter):
+            return self.value.requires_grad_(lower.requires_grad)
+        found = self._in_copies()
+        if found is None:
+            found = nn.Parameter(value)
+            self._in_copies = weakref.ref(found)
+        found.data = value
+        return found.requires_grad_(lower.requires_grad)
+
 
 @dataclass
 class WeightRecord:
-    """What `cast_weights` did to one module's own tensors."""
+    """What `cast_weights` did to one module. ``parameters`` (by id) and ``kept`` are those of the whole model, in one object."""
 
     lower_precision: torch.dtype
-    lower: dict[str, Float32Value] = field(default_factory=dict)
-    kept: frozenset[str] = frozenset()
-    buffers: tuple[str, ...] = ()
+    parameters: dict[int, Float32Value] = field(default_factory=dict)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, Float32Value] = field(default_factory=dict)
 
+    def entry(self, name: str, tensor: torch.Tensor) -> Float32Value:
+        """The float32 value of one lower-precision tensor. A new one is its own value: `sync_weights` says which may be new."""
+        is_parameter = isinstance(tensor, nn.Parameter)
+        found = self.parameters.get(id(tensor)) if is_parameter else self.buffers.get(name)
+        if found is None:
+            found = Float32Value(None)
+            found.agree(tensor)
+            if is_parameter:
+                self.parameters[id(tensor)] = found
+            else:
+                self.buffers[name] = found
+        return found
 
-def own_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A parameter or buffer of this very module, whatever stands there now."""
-    return module._parameters[name] if name in module._parameters else module._buffers.get(name)
+    def lower_tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Float32Value]]:
+        """(name, lower-precision tensor, its float32 value) for the module's own tensors."""
+        for name, tensor in own_tensors(module):
+            if tensor.dtype is self.lower_precision:
+                yield name, tensor, self.entry(name, tensor)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,13 +129,12 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensor
 
 
-def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor, Float32Value]]:
-    """(module, name, lower-precision tensor, its float32 value) for everything in the model that was cast."""
+def lower_entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, Float32Value]]:
+    """(lower-precision tensor, its float32 value) for everything in the model that was cast."""
     for module in model.modules():
         record = module.__dict__.get(RECORD_KEY)
-        if record is not None:
-            for name, entry in record.lower.items():
-                yield module, name, own_tensor(module, name), entry
+        for _, tensor, entry in record.lower_tensors(module) if record is not None else ():
+            yield tensor, entry
 
 
 def cast_weights(
@@ -109,22 +144,23 @@ def cast_weights(
 
     ``shared`` carries the float32 values from model to model of one ``initialize``, so that tied weights share one.
     """
+    record = WeightRecord(lower_precision)
     for module in model.modules():
         # Scripted modules have no weights here: see validation.py.
         if RECORD_KEY in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
             continue
-        record = module.__dict__[RECORD_KEY] = WeightRecord(lower_precision)
-        kept_names = []
+        # First, so that what fails halfway is undone.
+        own = module.__dict__[RECORD_KEY] = replace(record, buffers={})
         for name, tensor in own_tensors(module):
             if tensor.dtype not in _CASTABLE:  # float64 and complex are never cast
                 continue
             if tensor.dtype is torch.float32 and (kept.covers(module) or tensor in kept.parameters):
-                kept_names.append(name)
+                record.kept[id(tensor)] = tensor
                 continue
             if tensor not in shared:
                 # .data and not .detach(): the value needs a version counter of its own. float() for weights that came in
                 # lower precision.
-                entry = Float32Value(tensor.data.float(), counted=name in module._parameters)
+                entry = Float32Value(tensor.data.float())
                 lower = tensor.detach().to(lower_precision)
                 entry.gradient = tensor.grad
                 lower_gradient = None if entry.gradient is None else entry.gradient.to(lower_precision)
@@ -133,13 +169,20 @@ def cast_weights(
                 tensor.grad = lower_gradient
                 entry.agree(tensor)
                 shared[tensor] = entry
-            record.lower[name] = shared[tensor]
-        record.kept = frozenset(kept_names)
-        record.buffers = tuple(name for name in record.lower if name in module._buffers)
-        module.register_state_dict_post_hook(_put_float32_values)
-        module.register_load_state_dict_pre_hook(_take_float32_values)
+            if name in module._parameters:
+                record.parameters[id(tensor)] = shared[tensor]
+            else:
+                own.buffers[name] = shared[tensor]
+        _go_by_record(module)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+
+def _go_by_record(module: nn.Module) -> None:
+    """Have the module's ``state_dict``, ``load_state_dict`` and copies go by its record."""
+    module.register_state_dict_post_hook(_put_float32_values)
+    module.register_load_state_dict_pre_hook(_take_float32_values)
+    hand_out_plain_copies(module)
 
 
 def release_originals(
@@ -159,7 +202,7 @@ def release_originals(
     for tensor, entry in entries.items():
         entry.gradient = None
         if tensor in settled:
-            entry.value = settled[tensor]
+            entry.value, entry.counted = settled[tensor], False
             entry.agree(tensor)
 
 
@@ -174,27 +217,24 @@ def sync_weights(model: nn.Module) -> None:
     for module in _walk(model):
         record = module.__dict__.get(RECORD_KEY)
         if record is None:
-            _refuse_new_weights(model, module)
-            continue
+            record = _record_of_new(model, module)
         for name, tensor in module._parameters.items():
-            entry = record.lower.get(name)
             if tensor is None:
                 continue
+            entry = record.parameters.get(id(tensor))
             if entry is None:
-                if tensor.dtype is not torch.float32 if name in record.kept else tensor.dtype in _CASTABLE:
-                    raise _foreign_weight(model, module, name, tensor)
+                _accept_unknown(model, module, name, tensor, record)
                 continue
-            is_ours = id(tensor) == entry.lower_id
-            if tensor.dtype is not record.lower_precision or not (is_ours or type(tensor) is torch.Tensor):
-                raise _foreign_weight(model, module, name, tensor)
-            if entry.value is None or not is_ours:  # torch.func.functional_call lends tensors of its own
+            if tensor.dtype is not record.lower_precision:
+                raise _foreign_weight(model, module, name, tensor, record)
+            if entry.value is None:
                 continue
-            if entry.value._version != entry.value_version:
+            if entry.value._version != entry.value_version and entry.value.shape == tensor.shape:
                 stale.append((entry, tensor))
             elif not entry.is_unwritten(tensor):
                 entry.synchronize(tensor)
-        for name in record.buffers:
-            entry, tensor = record.lower[name], module._buffers.get(name)
+        for name, entry in record.buffers.items():
+            tensor = module._buffers.get(name)
             if tensor is not None and entry.value is not None and entry.value._version != entry.value_version:
                 stale.append((entry, tensor))
     if stale:
@@ -214,10 +254,26 @@ def _walk(model: nn.Module) -> Iterator[nn.Module]:
                 pending.append(child)
 
 
-def _refuse_new_weights(model: nn.Module, module: nn.Module) -> None:
+def _record_of_new(model: nn.Module, module: nn.Module) -> WeightRecord:
+    """The record for a module that is new since ``initialize``, such as a parametrization: it knows what came from the model."""
+    record = replace(model.__dict__[RECORD_KEY], buffers={})
     for name, tensor in module._parameters.items():
-        if tensor is not None and tensor.dtype in _CASTABLE:
-            raise _foreign_weight(model, module, name, tensor)
+        if tensor is not None and id(tensor) not in record.parameters:
+            _accept_unknown(model, module, name, tensor, record)
+    if not isinstance(module, torch.jit.ScriptModule):
+        module.__dict__[RECORD_KEY] = record
+        _go_by_record(module)
+    return record
+
+
+def _accept_unknown(model: nn.Module, module: nn.Module, name: str, tensor: torch.Tensor, record: WeightRecord) -> None:
+    """What `cast_weights` has not cast: what is kept, what is never cast, and weights made of cast ones are right."""
+    if type(tensor) is torch.Tensor:  # torch.func.functional_call lends tensors of its own
+        return
+    kept = id(tensor) in record.kept
+    allowed = tensor.dtype is torch.float32 if kept else tensor.dtype not in _CASTABLE
+    if not (allowed or (tensor.dtype is record.lower_precision and not kept)):
+        raise _foreign_weight(model, module, name, tensor, record)
 
 
 @torch.no_grad()
@@ -228,16 +284,9 @@ def write_lower(values: list[torch.Tensor], lowers: list[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(lowers)
 
 
-def synchronize_weights(model: nn.Module) -> None:
-    """Take over counted writes to the model's tensors, before a copy of the model is made."""
-    for _, _, tensor, entry in lower_entries(model):
-        if tensor is not None:
-            entry.synchronize(tensor)
-
-
 def follow_devices(model: nn.Module) -> None:
     """After ``model.to(device)``: masters and their gradients go where their weights went."""
-    for _, _, tensor, entry in lower_entries(model):
+    for tensor, entry in lower_entries(model):
         if isinstance(entry.value, nn.Parameter):
             move_like(entry.value, tensor)
 
@@ -251,44 +300,26 @@ def move_like(master: nn.Parameter, tensor: torch.Tensor) -> None:
 
 
 def restore_weights(model: nn.Module) -> None:
-    """Undo `cast_weights`: the same parameter objects, float32, with the values that were behind them."""
-    for module, _, tensor, entry in lower_entries(model):
-        if tensor is not None and tensor.dtype is module.__dict__[RECORD_KEY].lower_precision:
-            value = entry.current(tensor)
-            gradient, tensor.grad = tensor.grad, None
-            tensor.data = value
-            tensor.grad = entry.gradient if gradient is None or entry.gradient is not None else gradient.float()
-    forget_weights(model)
+    """Undo `cast_weights`: the same parameter objects, float32, with the values that were behind them, and no hook of ours."""
+    for tensor, entry in lower_entries(model):
+        value = entry.current(tensor)
+        gradient, tensor.grad = tensor.grad, None
+        tensor.data = value
+        tensor.grad = entry.gradient if gradient is None or entry.gradient is not None else gradient.float()
     for module in model.modules():
+        module.__dict__.pop(RECORD_KEY, None)
+        module.__dict__.pop(ACTIVATION_KEY, None)
+        remove_hooks(module)
+        need_no_plain_copies(module)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
 
-def forget_weights(model: nn.Module) -> None:
-    """Drop the records and hooks of `cast_weights` and leave the tensors as they are."""
-    for module in model.modules():
-        if module.__dict__.pop(RECORD_KEY, None) is not None:
-            _remove_hooks(module)
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    for key in [k for k, hook in module._state_dict_hooks.items() if hook is _put_float32_values]:
-        del module._state_dict_hooks[key]
-    for key in [
-        k
-        for k, hook in module._load_state_dict_pre_hooks.items()
-        if getattr(hook, "hook", hook) is _take_float32_values
-    ]:
-        del module._load_state_dict_pre_hooks[key]
-
-
 def _put_float32_values(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """state_dict() hands out the float32 values themselves, not copies: writing to them is writing to the model."""
-    record = module.__dict__.get(RECORD_KEY)
-    for name, entry in record.lower.items() if record is not None else ():
+    for name, lower, entry in module.__dict__[RECORD_KEY].lower_tensors(module):
         saved = state_dict.get(prefix + name)
-        lower = own_tensor(module, name)
-        if saved is not None and lower is not None and lower.dtype is record.lower_precision:
+        if saved is not None:
             keep_vars = saved is lower and isinstance(entry.value, nn.Parameter)
             state_dict[prefix + name] = entry.value if keep_vars else entry.current(lower)
 
@@ -301,23 +332,20 @@ def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metad
             "weights that masters and optimizer belong to. Leave assign=True out (the values are copied, to the float32 "
             "weights too), or load before initialize()."
         )
-    record = module.__dict__.get(RECORD_KEY)
-    for name, entry in record.lower.items() if record is not None else ():
+    for name, _, entry in module.__dict__[RECORD_KEY].lower_tensors(module):
         loaded = state_dict.get(prefix + name)
         if entry.value is not None and isinstance(loaded, torch.Tensor) and loaded.shape == entry.value.shape:
             with torch.no_grad():
                 entry.value.copy_(loaded)
 
 
-def _foreign_weight(model: nn.Module, module: nn.Module, name: str, tensor: torch.Tensor) -> ConfigurationError:
+def _foreign_weight(
+    model: nn.Module, module: nn.Module, name: str, tensor: torch.Tensor, record: WeightRecord
+) -> ConfigurationError:
     prefix = next((prefix for prefix, inner in model.named_modules() if inner is module), "")
     full_name = f"{prefix}.{name}" if prefix else name
-    record = module.__dict__.get(RECORD_KEY)
-    same = record is not None and (
-        name in record.kept or (name in record.lower and record.lower[name].lower_id == id(tensor))
-    )
-    if same:
-        was = record.lower_precision if name in record.lower else torch.float32
+    if id(tensor) in record.parameters or id(tensor) in record.kept:
+        was = record.lower_precision if id(tensor) in record.parameters else torch.float32
         return ConfigurationError(
             f"{full_name!r} is {tensor.dtype}, initialize() left it {was}. Do not change the dtype of an initialized model "
             "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."

@@ -5,8 +5,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,21 +75,46 @@ def through_file(model):
 COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_file}
 
 
+def assert_plain(module):
+    """Every part of its own class, one float32 parameter for a weight, nothing of ampkit's on it."""
+    for part in module.modules():
+        for thing in (
+            type(part),
+            *vars(part),
+            *(h for k, hs in vars(part).items() if k.endswith("_hooks") for h in hs.values()),
+        ):
+            assert "ampkit" not in f"{thing} {getattr(thing, '__module__', '')}" and "__deepcopy__" not in vars(part)
+        assert not any("ampkit" in repr(base) for base in type(part).__mro__)
+    assert {type(p) for p in module.parameters()} == {nn.Parameter}
+    assert {t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()} == {torch.float32}
+
+
+def in_float32(model):
+    """The model as it is without ampkit: its class, the float32 weights of its state_dict(), its mode."""
+    plain = RowClassifier().train(model.training)
+    plain.load_state_dict(model.state_dict())
+    plain.frozen.requires_grad_(False)
+    return plain
+
+
 @pytest.fixture(params=COPIES)
 def copied(request):
     return COPIES[request.param]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_copy_has_the_same_values_and_answers_alike(copied, level):
+def test_copy_is_a_plain_float32_module_of_its_own_class(copied, level):
     model, _ = trained_a_little(level)
     twin = copied(model)
     assert_same_values(twin.state_dict(), values(model))
+    assert_plain(twin)
+    assert type(twin) is RowClassifier and repr(twin) == repr(model)
+    plain = in_float32(model)
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in plain.parameters()]
+    # At O1 torch's functions cast in both.
+    assert torch.equal(twin(X), plain(X)) and torch.equal(twin.forward(X), plain.forward(X))
     model.eval(), twin.eval()
-    assert torch.equal(twin(X), model(X)) and torch.equal(twin.forward(X), model.forward(X))
-    assert twin(X).dtype is model(X).dtype
-    assert {p.dtype for p in twin.parameters()} == {torch.float32}
-    assert isinstance(twin, RowClassifier) and repr(twin) == repr(model)
+    torch.testing.assert_close(twin(X).float(), model(X).float(), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -115,21 +138,15 @@ def test_copy_and_original_share_nothing(copied, level):
 def test_copy_outlives_close(copied, level):
     model, _ = trained_a_little(level)
     twin = copied(model.eval())
-    expected = twin(X) if level in ("O2", "O3", "O5") else None
     ampkit.close()
-    found = twin(X)
-    # Casts of the weights are the copy's own; O1's casts were torch's, and are gone.
-    torch.testing.assert_close(found, model(X), atol=0.02, rtol=0.02)
-    assert expected is None or torch.equal(found, expected)
+    assert torch.equal(twin(X), model(X))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_trains_with_a_plain_optimizer(copied, level):
     model, _ = trained_a_little(level)
     twin = copied(model)
-    plain = RowClassifier()
-    plain.load_state_dict(twin.state_dict())
-    plain.frozen.requires_grad_(False)
+    plain = in_float32(model)
     original = values(model)
     losses = []
     for net in (twin, plain):
@@ -142,9 +159,9 @@ def test_copy_trains_with_a_plain_optimizer(copied, level):
             optimizer.step()
             losses[-1].append(loss.item())
     assert losses[0][-1] < losses[0][0]
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0] == losses[1]
     assert_same_values(model.state_dict(), original)
-    assert torch.allclose(twin.average, plain.average, atol=0.02) and twin.average.any()
+    assert torch.equal(twin.average, plain.average) and twin.average.any()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -172,9 +189,9 @@ def test_copy_can_be_initialized(level, second):
 @pytest.mark.parametrize("level", LEVELS)
 def test_copy_of_a_copy_is_a_copy(copied, level):
     model, _ = trained_a_little(level)
-    twin = copied(copied(model.eval()))
+    twin = copied(copied(model))
     assert_same_values(twin.state_dict(), values(model))
-    assert torch.equal(twin(X), model(X))
+    assert_plain(twin)
 
 
 def test_copy_made_after_a_write_to_state_dict_has_it(copied):
@@ -201,22 +218,98 @@ def test_copy_inside_something_else_is_a_copy_too(level):
 
 @pytest.mark.parametrize("order", ("model first", "optimizer first"))
 @pytest.mark.parametrize("level", LEVELS)
-def test_model_and_optimizer_copied_together_train_together(level, order):
+def test_model_and_optimizer_copied_together_train_together(copied, level, order):
+    if level == "O3" and copied is not copy.deepcopy:
+        pytest.skip("its optimizer holds the lower-precision weights themselves: a limit")
     model, optimizer = trained_a_little(level)
     if level == "O3":  # torch's Adam cannot mix dtypes: its state follows the lower-precision weights
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     if order == "model first":
-        twin, twin_optimizer = copy.deepcopy((model, optimizer))
+        twin, twin_optimizer = copied((model, optimizer))
     else:
-        twin_optimizer, twin = copy.deepcopy((optimizer, model))
-    original, start = values(model), values(twin)
-    for _ in range(3):
-        twin_optimizer.zero_grad()
-        F.cross_entropy(twin(X).float(), torch.tensor([0, 1, 0])).backward()
-        twin_optimizer.step()
-    assert not torch.equal(twin.state_dict()["first.weight"], start["first.weight"])
+        twin_optimizer, twin = copied((optimizer, model))
+    assert twin_optimizer.step.__func__ is type(optimizer).step and "_ampkit" not in vars(twin_optimizer)
+    held = {p for group in twin_optimizer.param_groups for p in group["params"]}
+    assert held == {p for p in twin.parameters() if p.requires_grad or level == "O3"}
+    # What torch does without ampkit from the same weights and moments.
+    plain = in_float32(model)
+    trained = [p for p in plain.parameters() if p.requires_grad or level == "O3"]
+    plain_optimizer = type(optimizer)(trained, lr=0.02)
+    plain_optimizer.load_state_dict(copy.deepcopy(twin_optimizer.state_dict()))
+    original = values(model)
+    ampkit.close()
+    for net, its_optimizer in ((twin, twin_optimizer), (plain, plain_optimizer)):
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            F.cross_entropy(net(X), torch.tensor([0, 1, 0])).backward()
+            its_optimizer.step()
+    assert_same_values(twin.state_dict(), plain.state_dict())
+    assert not torch.equal(twin.first.weight, original["first.weight"])
     assert_same_values(model.state_dict(), original)
+
+
+class Tied(nn.Module):
+    """One weight at both ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
+def test_tied_weights_of_a_copy_are_tied(copied, trained):
+    model = Tied().requires_grad_(trained)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if trained else None
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for part in (copied(model), copied(nn.ModuleList([model.last, model.first]))):
+        assert len(list(part.parameters())) == 1 and next(part.parameters()).requires_grad is trained
+        assert_plain(part)
+
+
+def test_part_copied_alone_is_plain(copied):
+    model, _ = trained_a_little("O2")
+    for name in ("first", "norm", "rnn", "frozen"):
+        part = copied(model.get_submodule(name))
+        assert_plain(part)
+        assert_same_values(part.state_dict(), values(model.get_submodule(name)))
+
+
+def test_model_born_in_bfloat16_copies_as_float32(copied):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).bfloat16()
+    born = {name: value.float() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O2", accept_lower_precision=True, verbosity=0)
+    twin = copied(model)
+    assert_plain(twin)
+    assert_same_values(twin.state_dict(), born)
+
+
+@pytest.mark.parametrize("level", ("O2", "O3"))
+def test_weight_that_was_removed_is_missing_in_copies(copied, level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    model[1].bias = None
+    twin = copied(model)
+    assert twin[1].bias is None and set(twin.state_dict()) == {"0.weight", "0.bias", "1.weight"}
+    expected = F.linear(F.linear(X, twin[0].weight, twin[0].bias), twin[1].weight)
+    assert torch.equal(twin(X), expected)
+    torch.testing.assert_close(model(X), expected, atol=0.02, rtol=0.02)
+    ampkit.close()
+    assert model[1].bias is None and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_requires_grad_of_the_moment_is_copied(copied):
+    model, _ = trained_a_little("O2")
+    model.first.requires_grad_(False)
+    model.frozen.requires_grad_(True)
+    twin = copied(model)
+    assert not twin.first.weight.requires_grad and twin.frozen.weight.requires_grad
 
 
 class Careful(RowClassifier):
@@ -245,13 +338,49 @@ def test_model_with_a_deepcopy_of_its_own_is_copied_by_it(level, kind):
     classify_rows(model, optimizer)
     twin = copy.deepcopy(model.eval())
     assert type(twin) is not type(model) or kind != "torch.fx"  # each graph has a class of its own
-    assert torch.equal(twin(X), model(X)) and {p.dtype for p in twin.parameters()} == {torch.float32}
+    assert_same_values(twin.state_dict(), values(model))
+    assert {p.dtype for p in twin.parameters()} == {torch.float32}
+    torch.testing.assert_close(twin(X).float(), model(X).float(), atol=0.02, rtol=0.02)
     before = values(twin)
     classify_rows(model, optimizer)
     assert_same_values(twin.state_dict(), before)
 
 
-# torch.load in a process that has only imported torch
+# torch.load where there is no ampkit
+
+
+@pytest.mark.parametrize("level", others_slow("O2", of=("O1", "O1 in forward", "O2", "O5")))
+def test_saved_model_and_optimizer_load_without_ampkit(tmp_path, level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scope = {"scope": "forward"} if "forward" in level else {}
+    ampkit.initialize(model, optimizer, opt_level=level[:2], keep_fp32="2", verbosity=0, **scope)
+    classify_rows(model, optimizer, 2)
+    torch.save((model, optimizer), tmp_path / "pair.pt")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    script = f"""
+        import sys
+        sys.modules["ampkit"] = None
+        import torch
+        model, optimizer = torch.load({str(tmp_path / "pair.pt")!r}, weights_only=False)
+        state = torch.load({str(tmp_path / "state.pt")!r}, weights_only=True)
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+        assert type(model) is torch.nn.Sequential and [type(m) for m in model][:2] == [torch.nn.Linear, torch.nn.LayerNorm]
+        x = torch.linspace(-1, 1, 12).reshape(3, 4)
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            losses.append(torch.nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 0])))
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < losses[0]
+        print(losses[0].dtype, "trains")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True
+    )
+    assert run.stdout == "torch.float32 trains\n", run.stderr
 
 
 @pytest.mark.parametrize("level", others_slow("O2", of=("O1", "O2")))
@@ -350,7 +479,7 @@ def test_moving_average_is_the_float32_average(level, update, tolerance):
         torch.testing.assert_close(found[name].double(), exact.state[name], atol=tolerance * 0.5, rtol=tolerance)
     # 1% of a small change is below bfloat16's resolution: an average kept in bfloat16 would have stood still.
     assert not torch.equal(found["first.weight"], found["first.weight"].bfloat16().float())
-    assert average.eval()(X).dtype is model(X).dtype
+    assert torch.equal(average.eval()(X), in_float32(average)(X))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -387,42 +516,4 @@ def test_weights_of_an_average_load_into_the_model():
     classify_rows(model, optimizer, 3)
     model.load_state_dict(average.state_dict())
     assert_same_values(model.state_dict(), values(average))
-    assert torch.equal(model.eval()(X), average.eval()(X))
-
-
-class Slow(nn.Module):
-    """Its weights are used before and after a pause, in which other threads get in."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.first(x)
-        time.sleep(0.01 * float(x.abs().max()))
-        return self.last(y)
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_copy_runs_in_several_threads_at_once(level):
-    twin = copy.deepcopy(ampkit.initialize(Slow(), opt_level=level, verbosity=0))
-    inputs = [X * scale for scale in range(1, 9)]
-    expected = [twin(x) for x in inputs]
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(twin, inputs))
-    assert all(map(torch.equal, found, expected))
-    assert twin.first.weight.dtype is twin.last.weight.dtype is torch.float32
-    sum(y.sum() for y in found).backward()
-    assert twin.first.weight.grad.abs().sum() > 0
-
-
-class Twice(nn.Linear):
-    """Calls itself, as a recursive network does."""
-
-    def forward(self, x, again=True):
-        return self(super().forward(x), again=False) if again else super().forward(x)
-
-
-def test_copy_may_call_itself():
-    model = ampkit.initialize(Twice(4, 4), opt_level="O5", verbosity=0)
-    assert torch.equal(copy.deepcopy(model)(X), model(X))
+    torch.testing.assert_close(model.eval()(X), average.eval()(X), atol=0.02, rtol=0.02)

@@ -178,7 +178,7 @@ def everything():
     objects = gc.get_objects()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in objects)
     ours = sum(str(type(thing).__module__).startswith("ampkit") for thing in objects)
-    classes = sum(issubclass(type(thing), type) and "_ampkit_shell" in vars(thing) for thing in objects)
+    classes = sum(issubclass(type(thing), type) and "_ampkit_own_class" in vars(thing) for thing in objects)
     patched = sum(hasattr(value, "__wrapped__") for value in (*vars(torch).values(), *vars(F).values()))
     return tensors, ours, classes, patched, len(live_sessions), len(vars(torch.Tensor))
 

@@ -1,0 +1,70 @@
+"""Classes made for modules: a module's own class with a forward of ours in front of it."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+_OWN_KEY = "_ampkit_own_class"
+
+_made: weakref.WeakValueDictionary[tuple[Hashable, ...], type] = weakref.WeakValueDictionary()
+
+
+class InFront:
+    """Base of what is mixed in before a module's own class."""
+
+    def __init_subclass__(cls, **kwargs):
+        # A base that keeps a register of its subclasses, or wants arguments from them, must not hear of ours.
+        if _OWN_KEY not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
+
+
+def put_in_front(own: type, mixin: type[InFront], around: Callable[..., Any], *key: Hashable) -> type:
+    """A subclass of ``own`` whose forward is ``around(module, own.forward, args, kwargs)``; one for each ``key``."""
+    if _is_parametrized(own):
+        return _parametrized(own, put_in_front(own.__base__, mixin, around, *key))
+    made = _made.get((own, mixin, *key))
+    if made is None:
+
+        @functools.wraps(own.forward)
+        def forward(self, *args, **kwargs):
+            return around(self, own.forward, args, kwargs)
+
+        # dynamo keeps graphs by code object, and no more than a few: every class needs its own.
+        forward.__code__ = forward.__code__.replace()
+        namespace = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+        namespace |= {_OWN_KEY: own, "forward": forward}
+        made = _made[own, mixin, *key] = types.new_class(
+            own.__name__, (mixin, own), exec_body=lambda names: names.update(namespace)
+        )
+    return made
+
+
+def own_class(cls: type) -> type:
+    """What ``cls`` was before `put_in_front`."""
+    ours = next((c for c in cls.__mro__ if _OWN_KEY in vars(c)), None)
+    if ours is None:
+        return cls
+    if cls is not ours and _is_parametrized(cls):
+        return _parametrized(cls, own_class(cls.__base__))
+    return vars(ours)[_OWN_KEY]
+
+
+def is_made_here(cls: type) -> bool:
+    """Whether `put_in_front` made it; not so for what somebody has derived from such a class since."""
+    return _OWN_KEY in vars(cls.__base__ if _is_parametrized(cls) else cls)
+
+
+def _is_parametrized(cls: type) -> bool:
+    """Whether torch made the class for one parametrized module: it takes the class back with its first base."""
+    return len(cls.__bases__) == 1 and cls.__name__ == f"Parametrized{cls.__base__.__name__}"
+
+
+def _parametrized(cls: type, base: type) -> type:
+    """The class of a parametrized module over another base: where its properties are is where torch removes them."""
+    return type(cls)(
+        cls.__name__, (base,), {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    )

@@ -1,0 +1,116 @@
+"""What is copied and pickled in the place of an initialized module: plain float32, of its own class, with nothing of ours.
+
+``copy`` and ``pickle`` ask an object itself for ``__deepcopy__`` and ``__reduce_ex__``. Every module on which something of
+ours hangs has them in its ``__dict__``, and hands out a stand-in: its own class and attributes, without our hooks and keys, with
+masters in the places of lower-precision weights. An optimizer holds the same masters, so that one memo joins the copies of
+both. ``copy.copy`` and DataParallel's replicas share weights with their original and stay as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from .classes import own_class
+
+RECORD_KEY = "_ampkit_weights"
+INNER_FORWARD_KEY = "_ampkit_inner_forward"
+
+_METHODS = ("__deepcopy__", "__reduce_ex__")
+_PREFIX = "_ampkit_"
+
+
+def hand_out_plain_copies(module: nn.Module) -> None:
+    """Have deep copies and pickles of the module itself be plain; its submodules see to their own."""
+    ref = weakref.ref(module)
+    for name, function in zip(_METHODS, (_deepcopy, _reduce)):
+        module.__dict__[name] = functools.partial(function, ref)
+
+
+def need_no_plain_copies(module: nn.Module) -> None:
+    """Undo `hand_out_plain_copies`, if nothing of ours is left on the module."""
+    if own_class(type(module)) is type(module) and not any(key.startswith(_PREFIX) for key in module.__dict__):
+        for name in _METHODS:
+            module.__dict__.pop(name, None)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take every hook that this package has put on the module away."""
+    for key, hooks in vars(module).items():
+        if key.endswith("_hooks") and isinstance(hooks, dict):
+            for number in [number for number, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _is_ours(hook: Any) -> bool:
+    # torch wraps hooks of load_state_dict.
+    return getattr(getattr(hook, "hook", hook), "__module__", "").startswith(f"{__package__}.")
+
+
+def stand_in(module: nn.Module) -> nn.Module:
+    """A plain module that shares all but lower-precision weights with ``module``."""
+    own = own_class(type(module))
+    plain = object.__new__(own)
+    attributes = plain.__dict__
+    for key, value in module.__dict__.items():
+        if key == INNER_FORWARD_KEY:
+            attributes["forward"] = value
+        elif key not in _METHODS and not key.startswith(_PREFIX):
+            is_of_hooks = key.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict)
+            attributes[key] = value.copy() if is_of_hooks else value
+    remove_hooks(plain)
+    float32 = {id(tensor): value for tensor, value in _float32_values(module)}
+    for key in ("_parameters", "_buffers"):
+        attributes[key] = type(attributes[key])(
+            (name, float32.get(id(tensor), tensor)) for name, tensor in attributes[key].items()
+        )
+    if isinstance(module, nn.RNNBase):
+        weights = [float32.get(id(weight), weight) for weight in module._flat_weights]
+        attributes["_flat_weights"] = weights
+        attributes["_flat_weight_refs"] = [None if weight is None else weakref.ref(weight) for weight in weights]
+    return plain
+
+
+def _float32_values(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(lower-precision tensor, what is copied in its place) for the module's own tensors."""
+    record = module.__dict__.get(RECORD_KEY)
+    return [] if record is None else [(x, entry.in_copies(x)) for _, x, entry in record.lower_tensors(module)]
+
+
+def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    module = ref()
+    plain = stand_in(module)
+    for tensor, value in _float32_values(module):
+        if isinstance(tensor, nn.Parameter):
+            _copy_as_one(tensor, value, memo)
+    if hasattr(type(plain), "__deepcopy__"):
+        twin = memo[id(module)] = type(plain).__deepcopy__(plain, memo)
+        copy._keep_alive(plain, memo)
+        return twin
+    return copy._reconstruct(module, memo, *plain.__reduce_ex__(4))
+
+
+def _copy_as_one(lower: nn.Parameter, value: nn.Parameter, memo: dict[int, Any]) -> None:
+    """One parameter for a weight and what stands for it, whichever of them the copy met first."""
+    if id(lower) not in memo:
+        memo[id(lower)] = copy.deepcopy(value, memo)
+    elif id(value) not in memo:  # the optimizer held the weight itself, and was copied before
+        twin = memo[id(value)] = memo[id(lower)]
+        twin.data = value.detach().clone()
+        copy._keep_alive(value, memo)
+
+
+def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
+    module = ref()
+    function, arguments, *rest = stand_in(module).__reduce_ex__(protocol)
+    if function is copyreg.__newobj__ and arguments[0] is not type(module):
+        # pickle checks that __newobj__ gives an instance of the class it sees.
+        return (arguments[0].__new__, arguments, *rest)
+    return (function, arguments, *rest)
