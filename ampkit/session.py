@@ -27,6 +27,7 @@ from .errors import ConfigurationError
 from .iteration.found_inf import Verdict
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
+from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import LossScaling
 from .logs import logger, stdout_lines
 from .models import Float32Value, ForwardCasts, Kept
@@ -50,6 +51,7 @@ class Session:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._scaling = LossScaling(plan)
+        self._statistics = RunningStatistics()
         self.casting: Casting | None = None
         self._undo = ExitStack()
         self._models: list[weakref.ref[nn.Module]] = []
@@ -190,6 +192,7 @@ class Session:
                 self._undo.callback(model_casts.cast_submodules(model, casts.outputs))
             model_casts.watchers[model] = self._before_forward
             model_casts.clearers[model] = self._after_zero_grad
+            model_casts.loaders[model] = self._statistics.forget
         return values
 
     def _cast_weights(self, model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float32Value]) -> None:
@@ -286,6 +289,7 @@ class Session:
             if wrapper is None:
                 raise not_initialized(optimizer)
             wrappers.append(wrapper)
+        self._statistics.enter_block(wrappers)
         return self._scaling.scale_loss(loss, wrappers, scaler, delay_unscale, delay_overflow_check)
 
     # What wrappers and models ask of their session
@@ -346,6 +350,8 @@ class Session:
             self._cast_where_it_is(model)
             if self.casting.is_behind:
                 self.casting.catch_up()
+        if self._scaling.can_skip:
+            self._statistics.before_forward(model, [wrapper_of(optimizer) for optimizer in self.optimizers])
         self._scaling.note_forward()
 
     def _cast_where_it_is(self, model: nn.Module) -> None:

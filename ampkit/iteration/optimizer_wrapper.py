@@ -29,6 +29,7 @@ from .found_inf import Check, Verdict
 from .gradients import Gradients
 from .loss_scale import LossScaler
 from .master_weights import Slot, make_slots, put_params_back
+from .running_statistics import Snapshot, after_step
 
 WRAPPER_KEY = "_ampkit"
 
@@ -68,6 +69,7 @@ class OptimizerWrapper:
         self.unchecked: list[tuple[LossScaler, Check]] = []
         self.delayed_with: LossScaler | None = None
         self._skipped: bool | torch.Tensor = False
+        self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
         self.active = True
         self.gradients = Gradients()
         self._takes_step_inputs = _takes_step_inputs(optimizer)
@@ -215,6 +217,7 @@ class OptimizerWrapper:
         try:
             with _casting_disabled():
                 result = original(*args, **kwargs)
+                after_step(self.snapshots, found_inf)
         finally:
             optimizer.inputs = None
         for slot in masters:
@@ -230,6 +233,7 @@ class OptimizerWrapper:
         try:
             with _casting_disabled():
                 result = original(*args, **kwargs)
+                after_step(self.snapshots, found_inf)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
         self._end_step()
@@ -283,6 +287,7 @@ class OptimizerWrapper:
     def _end_step(self) -> None:
         self.write_masters_to_model()
         _drop_casts()
+        after_step(self.snapshots, False)
 
     def synchronize_gradients(self, for_fused_step: bool = False) -> None:
         """Bring every pending gradient, unscaled, to where the optimizer and ``master_params`` look for it.
@@ -340,6 +345,7 @@ class OptimizerWrapper:
         return self.gradients.used_flag
 
     def _skip(self) -> None:
+        after_step(self.snapshots, True)
         self.gradients.drop_overflowed()
         _drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.

@@ -63,6 +63,11 @@ class LossScaling:
             )
         return self.scalers[loss_id]
 
+    @property
+    def can_skip(self) -> bool:
+        """Whether a step of this session may be skipped: not where every scale is a static 1.0, which checks nothing."""
+        return any(self._checks(scaler) for scaler in self.scalers)
+
     def note_forward(self) -> None:
         """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)

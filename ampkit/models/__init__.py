@@ -8,6 +8,7 @@ from .forward import ForwardCasts as ForwardCasts
 from .forward import cast_inputs as cast_inputs
 from .forward import clearers as clearers
 from .forward import install as install
+from .forward import loaders as loaders
 from .forward import uninstall as uninstall
 from .forward import watchers as watchers
 from .forward_scope import cast_submodules as cast_submodules

@@ -36,6 +36,9 @@ watchers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = we
 clearers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
 """Initialized model -> what its session wants done after ``model.zero_grad()``."""
 
+loaders: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
+"""Initialized model -> what its session wants done after ``model.load_state_dict()``."""
+
 # Bound once: asked in every forward.
 _compiling = torch.compiler.is_compiling
 
@@ -75,6 +78,12 @@ class _Shell(InFront):
         if clearer is not None:
             clearer(self)
 
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        loader = loaders.get(self)
+        if loader is not None:
+            loader(self)
+
     def __prepare_scriptable__(self):
         # Asked for by torch.jit.script, which compiles from source: it would find the shell's forward.
         raise ConfigurationError(
@@ -106,6 +115,7 @@ def uninstall(model: nn.Module) -> None:
     """Undo `install`. A class that somebody derived from ours since then stays, and casts nothing any more."""
     watchers.pop(model, None)
     clearers.pop(model, None)
+    loaders.pop(model, None)
     compiled_models.forget(model)
     remove_hooks(model)
     model.__dict__.pop(CASTS_KEY, None)

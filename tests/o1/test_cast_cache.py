@@ -482,11 +482,12 @@ def test_shared_cast_that_is_written_to_is_refused_by_every_use(casting):
 
 
 def test_forward_mode_gradient_goes_through_every_use(casting):
-    w = torch.eye(2)
+    w = nn.Parameter(torch.eye(2))
     with fwAD.dual_level():
         leaf = torch.full((2, 2), 3.0, requires_grad=True)
         x = fwAD.make_dual(leaf * 1, torch.ones(2, 2))
-        tangents = [fwAD.unpack_dual(torch.mm(x, w)).tangent for _ in range(2)]
+        results = [torch.mm(x, w) for _ in range(2)]  # both alive: the first keeps the cast
+        tangents = [fwAD.unpack_dual(result).tangent for result in results]
     assert all(torch.equal(tangent.float(), torch.ones(2, 2)) for tangent in tangents)
 
 

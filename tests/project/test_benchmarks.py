@@ -74,6 +74,14 @@ def check_bench_optimizer_step():
         assert re.search(rf"^{name} +[\d.]+ +[\d.]+$", printed, re.MULTILINE)
 
 
+def check_bench_running_statistics():
+    printed = run("bench_running_statistics.py", "--rounds", "1", "--batch", "2", "--size", "32", "--device", "cpu")
+    assert "159 buffers" in printed  # 53 batch norms
+    for part in ("copy", "choose"):
+        (row,) = (line for line in printed.splitlines() if line.startswith(part + " "))
+        assert 2 <= numbers(row)[-1] <= 8  # float32 and int64, and not one operation for each buffer
+
+
 def check_convergence():
     printed = run("convergence.py", "--seeds", "1", "--steps", "3")
     assert "O0: 3 losses equal plain torch's bit for bit" in printed
@@ -91,6 +99,7 @@ RUNS = {
     "bench_kernels.py": check_bench_kernels,
     "bench_step.py": check_bench_step,
     "bench_optimizer_step.py": check_bench_optimizer_step,
+    "bench_running_statistics.py": check_bench_running_statistics,
     "convergence.py": check_convergence,
 }
 

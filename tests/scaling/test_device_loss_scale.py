@@ -159,6 +159,24 @@ def test_an_overflow_is_skipped_without_a_read(name, loss_scale, device, monkeyp
     assert ampkit.state_dict()["loss_scaler0"] == expected
 
 
+@pytest.mark.parametrize(
+    "make", [FUSED["FusedAdam"], lambda p: torch.optim.AdamW(p, fused=True)], ids=["ours", "torch"]
+)
+def test_running_statistics_go_back_without_a_read(make, device, monkeypatch, host_copies):
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 3)))
+    model, optimizer = initialize_quietly(model.to(device), make, "O1")
+    x, y = batch(device)
+    host_copies.arrived = False
+    iteration(model, optimizer, x, y)
+    before = [buffer.clone() for buffer in model.buffers()]
+    with no_host_reads(device, monkeypatch):
+        iteration(model, optimizer, x, y, math.inf, micro_batches=2)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    with no_host_reads(device, monkeypatch):
+        iteration(model, optimizer, x, y)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+
+
 def everything(model, optimizer):
     """Masters, moments and step counts."""
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
@@ -360,6 +378,27 @@ def test_an_iteration_can_be_captured_in_a_graph(level):
             torch.testing.assert_close(mine, theirs)
         assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
     assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {5 if level == "O2" else 6}
+
+
+@pytest.mark.cuda
+def test_running_statistics_go_back_in_a_captured_iteration():
+    norm = nn.BatchNorm1d(6)
+    model, optimizer = initialize_quietly(nn.Sequential(norm, nn.Linear(6, 3)).cuda(), FUSED["FusedAdam"], "O2")
+    x, y = batch("cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            iteration(model, optimizer, x, y)
+    torch.cuda.current_stream().wait_stream(stream)
+    factor = torch.ones((), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        iteration(model, optimizer, x, y, factor)
+    for value, count in ((1.0, 4), (math.inf, 4), (1.0, 5)):
+        factor.fill_(value)
+        graph.replay()
+        assert int(norm.num_batches_tracked) == count
 
 
 @pytest.mark.cuda(count=2)
