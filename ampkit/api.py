@@ -16,9 +16,17 @@ from .devices import device_type_of
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
 from .iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from .iteration.optimizer_wrapper import wrapper_of
+from .logs import logger
 from .plan import Plan, resolve
 from .policy import Policy
-from .registry import collect_orphans, current_session, live_sessions, not_initialized, session_of
+from .registry import (
+    collect_orphans,
+    current_session,
+    live_sessions,
+    not_initialized,
+    session_of,
+    sessions_sharing_with,
+)
 from .session import Session, refuse_second_lower_precision
 
 
@@ -115,17 +123,25 @@ def initialize(
             on_floor=on_floor,
         ),
     )
-    earlier = _unique(session_of(thing) for thing in (*model_list, *optimizer_list))
-    recast = {model for session in earlier if session.plan.casts_weights for model in session.models}
+    earlier = _unique((*map(session_of, (*model_list, *optimizer_list)), *sessions_sharing_with(model_list)))
+    recast = [model for session in earlier if session.plan.casts_weights for model in session.models]
     if accept_lower_precision:
-        recast.update(model_list)
+        recast += model_list
+    recast = {tensor for model in recast for tensor in (*model.parameters(), *model.buffers())}
     validation.scripted_parts(model_list, plan)
     validation.weights(model_list, recast, optimizer_list, plan)
     validation.kept_modules(model_list, plan)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
     for session in earlier:
+        left = session.models_outside(model_list)
         session.close()
+        if left:
+            logger.warning(
+                "initialize() closed the session of an earlier call, whose %s shares modules with this one's models and is not "
+                "initialized any more. Pass models that share modules, and their optimizers, in one call.",
+                ", ".join(type(model).__name__ for model in left),
+            )
     Session(plan).prepare(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 

@@ -6,6 +6,7 @@ itself (functions of torch, methods of an optimizer) goes through one; sessions 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _INHERITED = object()
@@ -51,6 +52,26 @@ class PatchSet:
             owner, name, before, ours = self._writes.pop()
             if own_attribute(owner, name) is ours:
                 _write(owner, name, before)
+
+
+class SharedPatch:
+    """One attribute that several sessions want replaced by ``wrap(original)``: done for the first, undone after the last."""
+
+    def __init__(self, owner: Callable[[], Any], name: str, wrap: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._wrap = owner, name, wrap
+        self._users = 0
+        self._patches = PatchSet()
+
+    def acquire(self) -> None:
+        if not self._users:
+            owner = self._owner()
+            self._patches.set(owner, self._name, self._wrap(getattr(owner, self._name)))
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._patches.restore()
 
 
 def _write(owner: Any, name: str, value: Any) -> None:

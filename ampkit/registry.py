@@ -36,6 +36,16 @@ def session_of(thing: Any) -> Session | None:
     return None
 
 
+def sessions_sharing_with(models: Sequence[nn.Module]) -> list[Session]:
+    """The live sessions that have initialized a module or a parameter of ``models`` as part of another model."""
+    parts = {part for model in models for part in (*model.modules(), *model.parameters())}
+    return [
+        session
+        for session in live_sessions
+        if any(part in parts for model in session.models for part in (*model.modules(), *model.parameters()))
+    ]
+
+
 def current_session() -> Session | None:
     """The newest live session, or None."""
     return live_sessions[-1] if live_sessions else None

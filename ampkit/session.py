@@ -83,6 +83,16 @@ class Session:
                 return True
         return False
 
+    def models_outside(self, models: Sequence[nn.Module]) -> list[nn.Module]:
+        """Its models that are no part of ``models`` and yet share modules or parameters with them."""
+        modules = {module for model in models for module in model.modules()}
+        parts = modules | {param for model in models for param in model.parameters()}
+        return [
+            model
+            for model in self.models
+            if model not in modules and not parts.isdisjoint((*model.modules(), *model.parameters()))
+        ]
+
     @property
     def owns_nothing(self) -> bool:
         return not self.models and not self.optimizers
@@ -116,6 +126,8 @@ class Session:
             model_casts.exports.acquire()
             self._undo.callback(model_casts.exports.release)
             if self.plan.casts_weights:
+                model_casts.averages.acquire()
+                self._undo.callback(model_casts.averages.release)
                 model_casts.operators.acquire()
                 self._undo.callback(model_casts.operators.release)
             self._forget_traces()
@@ -169,7 +181,7 @@ class Session:
             for model in models:
                 if any(param.dtype in LOWER_PRECISIONS.values() for param in model.parameters()):
                     self._undo.callback(_when_alive(model_casts.restore_weights), weakref.ref(model))
-                    model_casts.cast_weights(model, _lower_precision_in(model), model_casts.AsTheyAre(model), values)
+                    model_casts.cast_weights(model, _lower_precision_in(model), model_casts.AsTheyAre(), values)
         if kept:
             names = [
                 name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()

@@ -60,6 +60,11 @@ def models(value: Any) -> list[nn.Module]:
             raise ConfigurationError(
                 "The model is a TorchScript module, whose operations are fixed. Call initialize() on the module before scripting."
             )
+        if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+            raise ConfigurationError(
+                f"The model is a {type(model).__name__}, which has no forward: nothing would be cast when its modules are called. "
+                "Pass a list of the modules that are called instead: initialize(list(modules), optimizers, ...)."
+            )
     _refuse_repeats(found, "model")
     return found
 
@@ -78,15 +83,15 @@ def optimizers(value: Any) -> list[Any]:
     return found
 
 
-def weights(model_list: list[nn.Module], recast: set[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+def weights(model_list: list[nn.Module], recast: set[torch.Tensor], optimizer_list: list[Any], plan: Plan) -> None:
     """Refuse weights that are not float32 where initialize makes the lower-precision copies itself.
 
-    ``recast`` are models that a live session has cast and will give back. float64 parts are left alone at every level, but a
+    ``recast`` are those that a live session has cast and will give back. float64 parts are left alone at every level, but a
     model that has nothing else has nothing to cast.
     """
     for model in model_list:
-        if model not in recast:
-            _refuse_lower_precision(model)
+        if not recast.issuperset((*model.parameters(), *model.buffers())):
+            _refuse_lower_precision(model, recast)
             if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
                 raise ConfigurationError(
                     f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. "
@@ -132,14 +137,14 @@ def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
         refuse_what_no_call_keeps(kept, plan.opt_level)
 
 
-def _refuse_lower_precision(model: nn.Module) -> None:
+def _refuse_lower_precision(model: nn.Module, recast: set[torch.Tensor]) -> None:
     for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
         for name, tensor in named:
             if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
                 raise ConfigurationError(
                     f"{kind} {name!r} is not initialized yet (a lazy module). Run one forward pass before initialize()."
                 )
-            if tensor.dtype in _LOWER_PRECISIONS:
+            if tensor.dtype in _LOWER_PRECISIONS and tensor not in recast:
                 raise ConfigurationError(
                     f"{kind} {name!r} is {tensor.dtype}; initialize() expects float32 and makes the lower-precision copies "
                     "itself. Remove the .half() or .bfloat16() call (or the dtype= argument) before it."

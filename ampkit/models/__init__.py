@@ -1,5 +1,6 @@
 """What a session does to a model: cast its weights, keep norms float32, cast the inputs and outputs of its forward."""
 
+from .averaging import averages as averages
 from .direct_calls import cast_direct_calls as cast_direct_calls
 from .direct_calls import entrances as entrances
 from .exporting import exports as exports

@@ -12,30 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patching import PatchSet
+from ..patching import SharedPatch
 from .forward import watchers
 from .weights import lower_entries
-
-
-class Exports:
-    """The patch on ``torch.export.export``, counted: put there by the first session, taken away by the last."""
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._patches = PatchSet()
-
-    def acquire(self) -> None:
-        if not self._users:
-            self._patches.set(torch.export, "export", _exporting(torch.export.export))
-        self._users += 1
-
-    def release(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self._patches.restore()
-
-
-exports = Exports()
 
 
 def _exporting(original: Any) -> Any:
@@ -56,3 +35,6 @@ def _exporting(original: Any) -> Any:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+exports = SharedPatch(lambda: torch.export, "export", _exporting)

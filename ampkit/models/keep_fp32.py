@@ -54,17 +54,15 @@ def takes_lower_precision_natively(module: nn.Module) -> bool:
 class AsTheyAre:
     """The choice that keeps every float32 tensor: only weights that came in lower precision get a float32 value behind them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = {
-            tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype is torch.float32
-        }
-
     def covers(self, module: nn.Module) -> bool:
         return False
 
+    def keeps(self, module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+        return True
+
 
 class Kept:
-    """The choice for one model: ``modules`` (with everything inside them) and single ``parameters`` by identity.
+    """The choice for one model: ``modules`` (with everything inside them) and single parameters and buffers by identity.
 
     ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing.
     """
@@ -88,6 +86,10 @@ class Kept:
 
     def covers(self, module: nn.Module) -> bool:
         return module in self._inside
+
+    def keeps(self, module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a float32 tensor of the module stays as it is. Frequencies of rotary embeddings do: they meet large positions."""
+        return self.covers(module) or tensor in self.parameters or name.endswith("inv_freq")
 
     def bridged(self) -> list[nn.Module]:
         """Kept modules that hand on lower precision: norms and the like, outside of those that run in float32."""
@@ -159,8 +161,8 @@ class Kept:
         """Modules and parameters by name. Who names all that is in a module, ``"head.*"``, names the module."""
         model = self._model
         modules = {m: name for name, m in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
-        every = model.named_parameters(remove_duplicate=False)
-        parameters = {param for name, param in every if fnmatch.fnmatchcase(name, pattern)}
+        every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        parameters = {tensor for name, tensor in every if fnmatch.fnmatchcase(name, pattern)}
         for name, module in model.named_modules():
             own = list(module.parameters(recurse=False))
             children = [child for child in module.children() if child not in modules]

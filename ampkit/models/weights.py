@@ -18,6 +18,7 @@ from torch import nn
 
 from .. import kernels
 from ..errors import ConfigurationError
+from ..logs import logger
 from .copies import RECORD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .keep_fp32 import ACTIVATION_KEY, Kept
 
@@ -40,7 +41,9 @@ class Float32Value:
     lower_version: int = 0
     lower: torch.Tensor | None = None
     lower_ptr: int = 0
+    lower_size: int = 0
     gradient: torch.Tensor | None = None
+    writes: int = 0
     _in_copies: Callable[[], nn.Parameter | None] = lambda: None
 
     def agree(self, lower: torch.Tensor) -> None:
@@ -49,13 +52,20 @@ class Float32Value:
         self.lower_version = lower._version
         self.lower = lower
         self.lower_ptr = lower.data_ptr()
+        self.lower_size = lower.numel()
 
     def is_unwritten(self, lower: torch.Tensor) -> bool:
         """Whether neither a counted write nor ``p.data = ...`` has changed ``lower`` since they agreed."""
-        return self.lower_version == lower._version and self.lower_ptr == lower.data_ptr()
+        return (
+            self.lower_version == lower._version
+            and self.lower_ptr == lower.data_ptr()
+            and self.lower_size == lower.numel()  # ``p.data = p.data[:n]`` stays where it was
+        )
 
     def synchronize(self, lower: torch.Tensor) -> None:
         """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
+        if self.value is not None and self.value.shape != lower.shape:
+            self._take_over(lower)
         if self.value is None or self.value._version != self.value_version:
             return  # What was written to the value is newer, and reaches the model before its next forward.
         if not (self.counted and self.lower is lower and self.is_unwritten(lower)):
@@ -64,6 +74,7 @@ class Float32Value:
     @torch.no_grad()
     def _take_over(self, lower: torch.Tensor) -> None:
         if self.value.shape != lower.shape:  # ``p.data = ...``, as where an embedding gets more rows
+            self.value.grad = None
             self.value.data = lower.detach().to(self.value.device, torch.float32)
         else:
             local = self.value.to(lower.device)
@@ -94,10 +105,15 @@ class Float32Value:
 
 @dataclass
 class WeightRecord:
-    """What `cast_weights` did to one module. ``parameters`` (by id) and ``kept`` are those of the whole model, in one object."""
+    """What `cast_weights` did to one module; ``in_float32`` says that it is kept as a whole.
+
+    ``parameters`` (by id), ``kept``, and ``averages`` that were warned of, are those of the whole model, in one object.
+    """
 
     lower_precision: torch.dtype
+    in_float32: bool = False
     parameters: dict[int, Float32Value] = field(default_factory=dict)
+    averages: set[str] = field(default_factory=set)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, Float32Value] = field(default_factory=dict)
 
@@ -150,11 +166,11 @@ def cast_weights(
         if RECORD_KEY in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
             continue
         # First, so that what fails halfway is undone.
-        own = module.__dict__[RECORD_KEY] = replace(record, buffers={})
+        own = module.__dict__[RECORD_KEY] = replace(record, in_float32=kept.covers(module), buffers={})
         for name, tensor in own_tensors(module):
             if tensor.dtype not in _CASTABLE:  # float64 and complex are never cast
                 continue
-            if tensor.dtype is torch.float32 and (kept.covers(module) or tensor in kept.parameters):
+            if tensor.dtype is torch.float32 and kept.keeps(module, name, tensor):
                 record.kept[id(tensor)] = tensor
                 continue
             if tensor not in shared:
@@ -232,15 +248,59 @@ def sync_weights(model: nn.Module) -> None:
             if entry.value._version != entry.value_version and entry.value.shape == tensor.shape:
                 stale.append((entry, tensor))
             elif not entry.is_unwritten(tensor):
+                if not entry.counted:
+                    _warn_of_average(model, record, entry, tensor)
                 entry.synchronize(tensor)
         for name, entry in record.buffers.items():
             tensor = module._buffers.get(name)
-            if tensor is not None and entry.value is not None and entry.value._version != entry.value_version:
+            if tensor is None or entry.value is None:
+                continue
+            if entry.value._version != entry.value_version:
                 stale.append((entry, tensor))
+            elif entry.lower is tensor and not entry.is_unwritten(tensor):
+                _warn_of_average(model, record, entry, tensor)
     if stale:
         write_lower([entry.value for entry, _ in stale], [tensor for _, tensor in stale])
         for entry, tensor in stale:
             entry.agree(tensor)
+
+
+@torch.no_grad()
+def _warn_of_average(model: nn.Module, record: WeightRecord, entry: Float32Value, lower: torch.Tensor) -> None:
+    """Say it once if what no optimizer trains is written to by small steps, as an average is: most are lost in lower precision.
+
+    Looked at when it is written to for the first, second, fourth, eighth time and so on: it asks the device.
+    """
+    entry.writes += 1
+    capturing = lower.is_cuda and torch.cuda.is_current_stream_capturing()
+    if record.averages or capturing or entry.writes & (entry.writes - 1) or entry.value.shape != lower.shape:
+        return
+    before = entry.value.to(lower.device).to(lower.dtype)
+    changed = before != lower
+    by_little = changed & ((lower - before).abs() <= before.abs() / 8)
+    entry.synchronize(lower)
+    if 2 * by_little.sum() > changed.sum():
+        name = _name_for_keeping(model, lower)
+        record.averages.add(name)
+        logger.warning(
+            "%s is no trained weight and is written to by small steps, like an average, in %s, where steps below 1/%d of a value "
+            "are lost. To have it in float32: initialize(..., keep_fp32=%r).",
+            name,
+            lower.dtype,
+            round(1 / torch.finfo(lower.dtype).eps) * 2,
+            name,
+        )
+
+
+def _name_for_keeping(model: nn.Module, tensor: torch.Tensor) -> str:
+    """The outermost module around an untrained parameter in which nothing is trained; else the tensor's own name."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    name = next(name for name, one in tensors if one is tensor)
+    parts = name.split(".")[:-1] if isinstance(tensor, nn.Parameter) else []
+    around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next(
+        (one for one in around if not any(p.requires_grad for p in model.get_submodule(one).parameters())), name
+    )
 
 
 def _walk(model: nn.Module) -> Iterator[nn.Module]:
@@ -270,7 +330,7 @@ def _accept_unknown(model: nn.Module, module: nn.Module, name: str, tensor: torc
     """What `cast_weights` has not cast: what is kept, what is never cast, and weights made of cast ones are right."""
     if type(tensor) is torch.Tensor:  # torch.func.functional_call lends tensors of its own
         return
-    kept = id(tensor) in record.kept
+    kept = record.in_float32 or id(tensor) in record.kept
     allowed = tensor.dtype is torch.float32 if kept else tensor.dtype not in _CASTABLE
     if not (allowed or (tensor.dtype is record.lower_precision and not kept)):
         raise _foreign_weight(model, module, name, tensor, record)

@@ -253,6 +253,9 @@ def test_scripted_module_is_refused_by_name(level):
             super().__init__()
             self.part = torch.jit.script(nn.Linear(4, 4))
 
+        def forward(self, x):
+            return self.part(x)
+
     with pytest.raises(ampkit.ConfigurationError, match=r"TorchScript modules \(part\)"):
         initialized(Around(), level, keep_fp32="part")
 

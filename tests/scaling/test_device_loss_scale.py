@@ -405,10 +405,10 @@ def test_running_statistics_go_back_in_a_captured_iteration():
 def test_an_overflow_on_one_device_skips_on_all():
     torch.manual_seed(0)
     first, second = nn.Linear(6, 8, device="cuda:0"), nn.Linear(8, 3, device="cuda:1")
-    model = nn.ModuleList([first, second])
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    before = [p.detach().clone() for p in model.parameters()]
+    params = [*first.parameters(), *second.parameters()]
+    optimizer = FusedAdam(params, lr=0.1)
+    ampkit.initialize([first, second], optimizer, opt_level="O1", verbosity=0)
+    before = [p.detach().clone() for p in params]
     for bad in (first, second):
         handle = bad.weight.register_hook(lambda gradient: gradient * math.inf)
         optimizer.zero_grad()
@@ -418,5 +418,5 @@ def test_an_overflow_on_one_device_skips_on_all():
             scaled.backward()
         handle.remove()
         optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(before, params))
     assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**14

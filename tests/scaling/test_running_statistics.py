@@ -186,7 +186,7 @@ def test_two_optimizers_of_one_model_have_each_a_copy_of_their_own():
 def test_what_no_optimizer_owns_belongs_to_the_one_of_the_block():
     teacher, students = nn.BatchNorm1d(6), nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2)])
     optimizers = [torch.optim.SGD(student.parameters(), lr=0.1) for student in students]
-    ampkit.initialize([teacher, students], optimizers, opt_level="O0", loss_scale="dynamic", num_losses=2, verbosity=0)
+    ampkit.initialize([teacher, *students], optimizers, opt_level="O0", loss_scale="dynamic", num_losses=2, verbosity=0)
     x = torch.ones(3, 6)
     for factor, count in ((math.inf, 0), (1.0, 1)):
         backward(students[1](teacher(x)).sum() * factor, optimizers[1], loss_id=1)

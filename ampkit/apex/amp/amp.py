@@ -48,7 +48,7 @@ def init(
     lower_precision = patch_type or default_lower_precision("cuda")
     _printing.attach()
     _end_casts_of_other_kinds(lower_precision)
-    anchor = nn.Module()  # a session lives as long as its models: this one as long as the handle
+    anchor = nn.Identity()  # a session lives as long as its models: this one as long as the handle
     anchor.register_buffer("place", torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"))
     with _printing.only_warnings():
         api.initialize(

@@ -1,0 +1,411 @@
+"""Models that change after initialize at O2: pruned, reparametrized, resized, wrapped, shared; and averages in them."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from helpers import iterate
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune, remove_weight_norm, weight_norm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ampkit
+
+BF16 = torch.bfloat16
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def o2(model, optimizer=None, **settings):
+    return ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1.0, **settings)
+
+
+def train(model, optimizer, times=3):
+    if times:
+        iterate(lambda: model(X).float().square().mean(), optimizer, times)
+
+
+def train_in_float32(model, optimizer, times=3):
+    for _ in range(times):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+
+
+def assert_close_to(model, twin):
+    """The float32 values, and the outputs, of a model at O2 against the same one in float32, after the same steps."""
+    found, wanted = model.state_dict(), twin.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype is value.dtype, name
+        torch.testing.assert_close(
+            found[name], value, atol=0.01, rtol=0.02, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    torch.testing.assert_close(model(X).float(), twin(X), atol=0.02, rtol=0.02)
+
+
+def assert_closes_to_float32(model):
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    ampkit.close()
+    assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.float32}
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+    model(X)
+
+
+# Names move: pruning, weight norm, parametrizations
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+    def right_inverse(self, weight):
+        return weight / 2
+
+
+CHANGES = {
+    "pruned": (None, lambda m: prune.l1_unstructured(m[0], "weight", amount=0.5)),
+    "pruned for good": (
+        None,
+        lambda m: (prune.l1_unstructured(m[0], "weight", amount=0.5), prune.remove(m[0], "weight")),
+    ),
+    "pruning removed": (
+        lambda m: prune.l1_unstructured(m[0], "weight", amount=0.5),
+        lambda m: prune.remove(m[0], "weight"),
+    ),
+    "weight norm put on": (None, lambda m: weight_norm(m[0])),
+    "weight norm removed": (lambda m: weight_norm(m[0]), lambda m: remove_weight_norm(m[0])),
+    "parametrized": (None, lambda m: parametrize.register_parametrization(m[0], "weight", Doubled())),
+    "parametrization removed": (
+        lambda m: parametrizations.spectral_norm(m[0].eval()),
+        lambda m: parametrize.remove_parametrizations(m[0], "weight"),
+    ),
+    "two originals removed": (
+        lambda m: parametrizations.weight_norm(m[0]),
+        lambda m: parametrize.remove_parametrizations(m[0], "weight"),
+    ),
+    "root parametrized": (
+        lambda m: parametrizations.weight_norm(m[0]),
+        lambda m: parametrize.remove_parametrizations(m[0], "weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", (0, 2))
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_changed_layer_trains_as_in_float32(change, steps):
+    before, after = CHANGES[change]
+    pairs = []
+    for _ in range(2):
+        model = make_net()
+        if before is not None:
+            before(model)
+        pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    (model, optimizer), (twin, twin_optimizer) = pairs
+    keep = "0" if change == "root parametrized" else ()
+    o2(model, optimizer, keep_fp32=keep)
+    train(model, optimizer, steps)
+    train_in_float32(twin, twin_optimizer, steps)
+    after(model), after(twin)
+    train(model, optimizer)
+    train_in_float32(twin, twin_optimizer)
+    assert_close_to(model, twin)
+    with torch.no_grad():
+        model(X)  # else a pruned layer's weight is part of a graph, which torch does not copy
+    copied = copy.deepcopy(model)
+    assert {t.dtype for t in (*copied.parameters(), *copied.buffers())} == {torch.float32}
+    assert copied.state_dict().keys() == twin.state_dict().keys()
+    assert type(model[0]).__name__ == type(twin[0]).__name__ == type(copied[0]).__name__
+    assert_closes_to_float32(model)
+    assert [cls.__name__ for cls in type(model[0]).__mro__] == [cls.__name__ for cls in type(twin[0]).__mro__]
+
+
+def test_moved_weight_keeps_its_float32_digits():
+    model = make_net()
+    o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    parametrize.register_parametrization(model[2], "bias", nn.Identity())
+    model(X)
+    found, start = model.state_dict(), make_net()
+    assert torch.equal(found["0.weight_orig"], start[0].weight)
+    assert torch.equal(found["2.parametrizations.bias.original"], start[2].bias)
+
+
+def test_model_that_is_parametrized_itself():
+    models = [parametrizations.weight_norm(nn.Linear(4, 3)) for _ in range(2)]
+    model, twin = models[0], copy.deepcopy(models[0])
+    optimizer, twin_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    o2(model, optimizer)
+    train(model, optimizer)
+    train_in_float32(twin, twin_optimizer)
+    assert_close_to(copy.deepcopy(model), twin)
+    for one in (model, twin):
+        parametrize.remove_parametrizations(one, "weight")
+    assert_close_to(model, twin)
+    ampkit.close()
+    assert type(model) is nn.Linear
+
+
+# A tensor of another shape
+
+
+def resized(model, rows=5):
+    """As transformers' resize_token_embeddings does: the same parameter, with other data."""
+    old = model[0]
+    fresh = nn.Embedding(rows, old.embedding_dim, dtype=old.weight.dtype)
+    with torch.no_grad():
+        fresh.weight.zero_()
+        fresh.weight[: min(rows, old.num_embeddings)] = old.weight[:rows]
+    old.weight.data = fresh.weight.data
+    old.num_embeddings = rows
+
+
+@pytest.mark.parametrize("rows", (2, 5))
+@pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
+def test_parameter_of_another_shape_works_and_does_not_break_the_undo(trained, rows):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(trained)
+    twin = copy.deepcopy(model)
+    optimizer, twin_optimizer = (
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, twin)
+    )
+    o2(model, optimizer)
+    resized(model, rows), resized(twin, rows)
+    tokens = torch.arange(rows)
+    for _ in range(3):
+        optimizer.zero_grad(), twin_optimizer.zero_grad()
+        with ampkit.scale_loss(model(tokens).square().mean(), optimizer) as loss:
+            loss.backward()
+        twin(tokens).square().mean().backward()
+        optimizer.step(), twin_optimizer.step()
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, atol=0.01, rtol=0.02)
+    resized(model, rows + 1)
+    ampkit.close()
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and len(model[0].weight) == rows + 1
+    model[0].weight.grad = None
+    o2(model, optimizer)
+    torch.testing.assert_close(model(tokens), twin(tokens), atol=0.02, rtol=0.02)
+
+
+def test_weight_that_is_cut_where_it_lies_trains_as_in_float32():
+    model, twin = make_net(), make_net()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    o2(model, optimizers[0])
+    for one in (model, twin):
+        one[2].weight.data, one[2].bias.data = one[2].weight.data[:2], one[2].bias.data[:2]
+    train(model, optimizers[0])
+    train_in_float32(twin, optimizers[1])
+    assert_close_to(model, twin)
+    model[2].bias.data = model[2].bias.data[:1]
+    model[2].weight.data = model[2].weight.data[:1]
+    model.state_dict()["2.bias"].add_(1)  # written to, and then cut: the cut is what counts
+    model[2].bias.data, model[2].weight.data = model[2].bias.data[:0], model[2].weight.data[:0]
+    assert_closes_to_float32(model)
+    assert model[2].bias.shape == (0,)
+
+
+def test_one_tensor_of_another_dtype_does_not_break_the_undo():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    o2(model, optimizer)
+    model[0].half()
+    with pytest.raises(ampkit.ConfigurationError, match=r"'0\.weight' is torch\.float16"):
+        model(X)
+    ampkit.close()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for (name, found), wanted in zip(model.named_parameters(), make_net().parameters()):
+        torch.testing.assert_close(found, wanted, atol=2**-8 if name.startswith("0.") else 0, rtol=0)
+
+
+# Modules of two calls
+
+
+def test_wrapper_around_an_initialized_module_has_one_master_for_a_weight():
+    encoder, twin = make_net(), nn.Sequential(make_net(), nn.Linear(3, 2))
+    wrapper = nn.Sequential(encoder, copy.deepcopy(twin[1]))
+    first, twin_optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    o2(encoder, first)
+    second = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    o2(wrapper, second)
+    assert ampkit.current_session().models == [wrapper] and {p.dtype for p in encoder.parameters()} == {BF16}
+    train(wrapper, second)
+    train_in_float32(twin, twin_optimizer)
+    assert_close_to(wrapper, twin)
+    o2(wrapper, [first, second])  # and both optimizers update the same masters
+    masters = [list(ampkit.master_params(optimizer)) for optimizer in (first, second)]
+    assert all(a is b for a, b in zip(*masters)) and len(masters[1]) == len(masters[0]) + 2
+    assert_closes_to_float32(wrapper)
+
+
+def test_encoder_of_two_calls_belongs_to_the_second(caplog):
+    encoder = make_net()
+    models = [nn.Sequential(encoder, nn.Linear(3, 2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    twin = copy.deepcopy(models[1])
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    o2(models[0], optimizers[0])
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        o2(models[1], optimizers[1])
+    assert "Sequential shares modules" in caplog.text and "in one call" in caplog.text
+    train(models[1], optimizers[1])
+    train_in_float32(twin, twin_optimizer)
+    assert_close_to(models[1], twin)
+    assert models[0][1].weight.dtype is torch.float32
+    with pytest.raises(ampkit.NotInitializedError), ampkit.scale_loss(models[1](X).sum(), optimizers[0]):
+        pass
+
+
+@pytest.mark.parametrize(
+    "model", (nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.Module())
+)
+def test_model_without_forward_is_refused(model):
+    with pytest.raises(ampkit.ConfigurationError, match=f"{type(model).__name__}, which has no forward.*Pass a list"):
+        o2(model)
+
+
+# Averages
+
+STEPS, DECAY = 30, 0.99
+
+
+class KeyEncoder(nn.Module):
+    """MoCo's: a second encoder that follows the first."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.query, self.how = make_net(), how
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for key, query in zip(self.key.parameters(), self.query.parameters()):
+                if self.how == "assigned":
+                    key.data = key.data * DECAY + query.data * (1 - DECAY)
+                elif self.how == "in place":
+                    key.mul_(DECAY).add_(query, alpha=1 - DECAY)
+                else:
+                    key.data.mul_(DECAY).add_(query.data, alpha=1 - DECAY)
+            self.key(x)
+        return self.query(x)
+
+
+class AverageInBuffer(nn.Module):
+    def __init__(self, how=None):
+        super().__init__()
+        self.query = make_net()
+        self.register_buffer("average", self.query[0].weight.detach().clone())
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(DECAY).add_(self.query[0].weight, alpha=1 - DECAY)
+        return self.query(x)
+
+
+AVERAGES = {
+    "assigned": (KeyEncoder, "key", lambda m: m.key[0].weight),
+    "in place": (KeyEncoder, "key", lambda m: m.key[0].weight),
+    "through .data": (KeyEncoder, "key", lambda m: m.key[0].weight),
+    "buffer": (AverageInBuffer, "average", lambda m: m.average),
+}
+
+
+@pytest.mark.parametrize("kept", (False, True), ids=("cast", "kept"))
+@pytest.mark.parametrize("how", AVERAGES)
+def test_average_that_a_model_keeps_is_warned_of_and_right_when_kept(how, kept, caplog):
+    make, name, average_of = AVERAGES[how]
+    model, twin = make(how), make(how)
+    optimizers = [torch.optim.SGD(m.query.parameters(), lr=0.3) for m in (model, twin)]
+    start = average_of(twin).detach().clone()
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        o2(model, optimizers[0], keep_fp32=name if kept else ())
+        train(model, optimizers[0], STEPS)
+        state = model.state_dict()
+    train_in_float32(twin, optimizers[1], STEPS)
+    full = "average" if how == "buffer" else "key.0.weight"
+    moved, wanted = (state[full] - start).norm(), (average_of(twin) - start).norm()
+    if kept:
+        assert not caplog.records
+        assert abs(moved - wanted) <= 0.1 * wanted
+    else:
+        assert state[full].to(BF16).equal(average_of(model))  # the checkpoint has what the model has
+        if how != "through .data":
+            [record] = caplog.records
+            assert f"keep_fp32={name!r}" in record.getMessage()
+
+
+def test_queue_and_loaded_weights_are_no_averages(caplog):
+    class Queue(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.at = make_net(), 0
+            self.register_buffer("queue", torch.randn(4, 16))
+
+        def forward(self, x):
+            self.at = (self.at + 4) % 16
+            self.queue[:, self.at : self.at + 4] = torch.randn(4, 4)
+            return self.net(x)
+
+    model = Queue()
+    model.net[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.net[0].parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        o2(model, optimizer)
+        train(model, optimizer, 5)
+        model.net[2].load_state_dict(make_net()[2].state_dict())
+        with torch.no_grad():
+            model.net[2].weight.copy_(torch.randn(3, 6))
+        train(model, optimizer, 5)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("settings", ({}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}), ids=str)
+def test_averaged_models_defaults_average_the_float32_values(settings):
+    model = nn.Sequential(make_net(), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    o2(model, optimizer)
+    average = AveragedModel(model, **settings)
+    exact = None
+    for times in range(5):
+        train(model, optimizer, 1)
+        average.update_parameters(model)
+        values = {name: value.double() for name, value in model.state_dict().items()}
+        share = 0.1 if "multi_avg_fn" in settings else 1 / (times + 1)
+        exact = {n: v if exact is None else exact[n] * (1 - share) + v * share for n, v in values.items()}
+    for name, param in average.module.named_parameters():
+        torch.testing.assert_close(param.detach().double(), exact[name], atol=1e-6, rtol=1e-6)
+    if not settings:
+        assert torch.equal(average.module[1].running_mean, model[1].running_mean)
+    plain = AveragedModel.update_parameters
+    ampkit.close()
+    assert AveragedModel.update_parameters is not plain
+
+
+# Rotary embeddings
+
+
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8), persistent=False)
+
+    def forward(self, x):
+        angles = torch.outer(torch.arange(4000, 4000 + len(x)).float(), self.inv_freq)
+        return x * torch.cat([angles.cos(), angles.sin()], -1)[:, :4].to(x.dtype)
+
+
+def test_frequencies_of_rotary_embeddings_stay_float32():
+    model = nn.Sequential(Rotary(), nn.Linear(4, 4))
+    twin = copy.deepcopy(model)
+    o2(model)
+    assert model[0].inv_freq.dtype is torch.float32 and model[1].weight.dtype is BF16
+    # In bfloat16 a frequency is off by up to 1/256, the angle at position 4000 by up to 15.
+    torch.testing.assert_close(model(X), twin(X), atol=0.02, rtol=0.02)
