@@ -146,7 +146,7 @@ FAULTS = [
         "share = (~ignored).float()",
         "share = torch.ones_like(losses)",
         breaks="the mean is over targets that are not ignored",
-        tests=("o1/test_float32_inside.py::test_as_accurate_as_casting_first",),
+        tests=("o1/test_fp32_functions.py::test_as_accurate_as_casting_first",),
     ),
     Mutant(
         "float32 inside: the largest logit is not added again",
@@ -154,7 +154,7 @@ FAULTS = [
         "log_sum.add_(largest)",
         "log_sum",
         breaks="gradients of large logits are those of the softmax",
-        tests=("o1/test_float32_inside.py::test_as_accurate_as_casting_first",),
+        tests=("o1/test_fp32_functions.py::test_as_accurate_as_casting_first",),
     ),
     Mutant(
         "float32 inside: rms_norm loses a term",
@@ -162,7 +162,7 @@ FAULTS = [
         "if weight is not None:\n            grad, product = grad * weight, product.mul_(weight)",
         "if weight is not None:\n            grad = grad * weight",
         breaks="the gradient of rms_norm counts the weight in both terms",
-        tests=("o1/test_float32_inside.py::test_as_accurate_as_casting_first",),
+        tests=("o1/test_fp32_functions.py::test_as_accurate_as_casting_first",),
     ),
     Mutant(
         "float32 inside: gradient in the wrong memory format",
@@ -170,7 +170,7 @@ FAULTS = [
         "_in_memory_format_of(x, grad), _in_memory_format_of(x, x.float())",
         "grad, x.float()",
         breaks="group_norm takes channels_last and others",
-        tests=("o1/test_float32_inside.py::test_as_accurate_as_casting_first",),
+        tests=("o1/test_fp32_functions.py::test_as_accurate_as_casting_first",),
     ),
     Mutant(
         "torch integration: iterable data sets are cast",

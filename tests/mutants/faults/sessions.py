@@ -82,7 +82,7 @@ FAULTS = [
         "self._writes.pop(0)",
         breaks="of two patches of one place the older value comes back",
         tests=(
-            "o1/test_fast_calls.py::test_rule_changed_while_installed_takes_effect",
+            "o1/test_cpp_wrappers.py::test_rule_changed_while_installed_takes_effect",
             "o1/test_early_bound.py::test_registered_rule_wins_among_the_wrappers_of_one_function",
         ),
     ),
