@@ -1,7 +1,8 @@
 """The logger ``ampkit``, and who hears it.
 
 The library logs and never prints. While a session with ``verbosity >= 1`` is alive, a handler of ours writes its lines
-to standard output on rank 0, unless the application gave the logger handlers of its own.
+to standard output on rank 0, unless the application gave the logger handlers of its own, or writes them to the terminal by a
+handler of the root logger (``logging.basicConfig``).
 """
 
 from __future__ import annotations
@@ -26,9 +27,29 @@ class _RankZeroStdout(logging.Handler):
     """Writes plain messages to whatever ``sys.stdout`` is at that moment, so that redirection works."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if is_rank_zero():
+        if is_rank_zero() and not _reaches_terminal_anyway(record):
             sys.stdout.write(self.format(record) + "\n")
             sys.stdout.flush()
+
+
+def _reaches_terminal_anyway(record: logging.LogRecord) -> bool:
+    """Whether a handler of a logger above ours writes this record to the terminal too.
+
+    Asked for each record: scripts may call ``logging.basicConfig`` before or after ``initialize``.
+    """
+    above: logging.Logger | None = logger
+    while above is not None and above.propagate:
+        above = above.parent
+        if above is not None and any(_is_of_terminal(one, record) for one in above.handlers):
+            return True
+    return False
+
+
+def _is_of_terminal(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    console = getattr(handler, "console", None)  # rich's handler has no stream of its own
+    stream = getattr(handler, "stream", getattr(console, "file", None))
+    terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return record.levelno >= handler.level and stream is not None and any(stream is one for one in terminal)
 
 
 class StdoutLines:

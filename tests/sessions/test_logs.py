@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -71,6 +72,49 @@ def test_handler_of_the_application_is_the_only_one(capsys):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_banner_is_written_once_under_basic_config(moment, stream, capsys, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])  # pytest's keep basicConfig from doing anything
+    level = root.level
+
+    def configure():
+        logging.basicConfig(level=logging.INFO, stream=getattr(sys, stream))
+
+    try:
+        if moment == "before":
+            configure()
+            initialized_aloud(opt_level="O2")
+        else:
+            model, optimizer = initialized_aloud(opt_level="O2")
+            configure()
+            ampkit.initialize(model, optimizer, opt_level="O2")
+        written = capsys.readouterr()
+    finally:
+        root.setLevel(level)
+    assert (written.out + written.err).count("Selected optimization level O2") == (1 if moment == "before" else 2)
+    assert "INFO:ampkit:Selected optimization level O2" in getattr(written, stream.removeprefix("std"))
+
+
+def test_a_log_file_of_the_application_leaves_the_terminal_to_us(capsys, tmp_path, monkeypatch):
+    handler = logging.FileHandler(tmp_path / "log")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    initialized_aloud(opt_level="O2")
+    handler.close()
+    assert capsys.readouterr().out.count("Selected optimization level O2") == 1
+    assert (tmp_path / "log").read_text().count("Selected optimization level O2") == 1
+
+
+def test_a_handler_for_warnings_alone_leaves_the_banner_to_us(capsys, monkeypatch):
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    initialized_aloud(opt_level="O2")
+    written = capsys.readouterr()
+    assert written.out.count("Selected optimization level O2") == 1 and written.err == ""
 
 
 def test_other_ranks_are_silent(capsys, monkeypatch):
