@@ -236,23 +236,27 @@ def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | i
     """The state of every loss scaler, ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
 
     Scalers of all live sessions are numbered in the order of ``initialize``; without any, the dict is empty. With
-    ``destination`` the entries are added to it. Same keys and values as checkpoints of Apex.
+    ``destination`` the entries are added to it. Same keys and values as checkpoints of Apex; with more than one session
+    alive, each entry has the number of its session besides.
     """
     destination = OrderedDict() if destination is None else destination
+    collect_orphans(closing=live_sessions[-1:])
     for one in live_sessions:
         one.synchronize_reports()
-    save_scalers(_all_scalers(), destination)
+    save_scalers([one.scalers for one in live_sessions], destination)
     return destination
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
     """Load what `state_dict` returned, entry by entry in the order of the mapping.
 
-    Another number of entries than of loss scalers is a warning; the surplus is left. Raises `CheckpointError` for keys or
-    values that are no loss scaler's, and loads nothing then.
+    Another number of entries than of loss scalers is a warning; the surplus is left. Where another number of sessions was
+    alive (models of earlier folds that something still holds), the newest gets what the newest had. Raises
+    `CheckpointError` for keys or values that are no loss scaler's, and loads nothing then.
     """
+    collect_orphans(closing=live_sessions[-1:])
     disabled = bool(live_sessions) and not any(one.plan.enabled for one in live_sessions)
-    load_scalers(None if disabled else _all_scalers(), state)
+    load_scalers(None if disabled else [one.scalers for one in live_sessions], state)
 
 
 def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
@@ -344,10 +348,6 @@ def _newest_scaler(loss_id: int) -> LossScaler:
             "There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first."
         )
     return newest.scaler(loss_id)
-
-
-def _all_scalers() -> list[LossScaler]:
-    return [scaler for one in live_sessions for scaler in one.scalers]
 
 
 def _unique(sessions: Iterable[Session | None]) -> list[Session]:

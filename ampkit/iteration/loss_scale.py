@@ -97,7 +97,7 @@ class LossScaler(ABC):
         if not _is_positive(value):
             raise ConfigurationError(f"A loss scale must be a positive, finite number, found {value!r}.")
         self.synchronize()
-        self._loss_scale = float(value)
+        self._loss_scale = self._set_by_hand = float(value)
         self._write_state()
 
     @property
@@ -282,10 +282,16 @@ class DynamicScaler(LossScaler):
         self.min_loss_scale = float(min_loss_scale)
         self.max_loss_scale = float(max_loss_scale)
         super().__init__(max(self.min_loss_scale, min(self.max_loss_scale, self.rule.init_scale)))
+        self._set_by_hand = math.inf
         self._overflows_left = self.rule.hysteresis
         self._state: torch.Tensor | None = None
         self._snapshot: torch.Tensor | None = None
         self._snapshot_captured = False
+
+    @property
+    def floor(self) -> float:
+        """What no overflow brings the scale below: ``min_loss_scale``, or a lower scale that was set by hand."""
+        return min(self.min_loss_scale, self._set_by_hand)
 
     def current(self, device: torch.device) -> torch.Tensor:
         self._live_on(device)
@@ -309,7 +315,7 @@ class DynamicScaler(LossScaler):
             return
         message = (
             f"Loss scaler {self.loss_id}: {skips} steps in a row were skipped with the loss scale at its floor "
-            f"of {self.min_loss_scale:g}, so the gradients are not finite at any scale. Look for inf or NaN in the data "
+            f"of {self.floor:g}, so the gradients are not finite at any scale. Look for inf or NaN in the data "
             f"or the loss, try a lower learning rate or bfloat16 (O4, O5), or set min_loss_scale= lower; "
             f"on_floor='warn' goes on regardless."
         )
@@ -332,6 +338,7 @@ class DynamicScaler(LossScaler):
 
     def _load_scale(self, value: float) -> None:
         self._loss_scale = max(value, self.min_loss_scale)
+        self._set_by_hand = math.inf
 
     def _advance(self, found_inf: torch.Tensor, moves_scale: bool) -> torch.Tensor:
         self._live_on(found_inf.device)
@@ -344,7 +351,7 @@ class DynamicScaler(LossScaler):
             backoff_factor=self.rule.backoff_factor,
             growth_interval=self.rule.growth_interval,
             hysteresis=self.rule.hysteresis,
-            min_scale=self.min_loss_scale,
+            min_scale=self.floor,
             max_scale=self.max_loss_scale,
         )
         self._snapshot = None
@@ -378,7 +385,7 @@ class DynamicScaler(LossScaler):
     def count(self, state: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
         counts = overflowed and moves_scale
         self._skips_in_a_row = self._skips_in_a_row + 1 if counts else 0
-        at_floor = self._loss_scale <= self.min_loss_scale
+        at_floor = self._loss_scale <= self.floor
         self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0
         self._loss_scale, self._unskipped, self._overflows_left = _unpacked(state)
         return Outcome(overflowed, self._loss_scale, self._skips_in_a_row, self._skips_at_floor, culprits)
@@ -388,14 +395,24 @@ def _unpacked(state: bytes) -> tuple[float, int, int]:
     return struct.unpack("fii", state)
 
 
-def save_scalers(scalers: Sequence[LossScaler], destination: dict[str, Any]) -> None:
-    """Add ``{"loss_scaler0": ..., "loss_scaler1": ...}`` to ``destination``."""
-    for index, scaler in enumerate(scalers):
-        destination[f"loss_scaler{index}"] = scaler.state_dict()
+def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, Any]) -> None:
+    """Add ``{"loss_scaler0": ..., "loss_scaler1": ...}`` to ``destination``, for the scalers of sessions, oldest first.
+
+    With more than one session each entry says under ``"session"`` of which it is.
+    """
+    groups = [group for group in groups if group]
+    numbered = ((number, scaler) for number, group in enumerate(groups) for scaler in group)
+    for index, (number, scaler) in enumerate(numbered):
+        entry = scaler.state_dict()
+        destination[f"loss_scaler{index}"] = entry if len(groups) == 1 else {**entry, "session": number}
 
 
-def load_scalers(scalers: Sequence[LossScaler] | None, state: Mapping[str, Any]) -> None:
-    """Load what `save_scalers` wrote, entry by entry in the order of the mapping; without scalers it is only checked."""
+def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[str, Any]) -> None:
+    """Load what `save_scalers` wrote, entry by entry in the order of the mapping; without sessions it is only checked.
+
+    Where the numbers of sessions differ, the newest are what counts: models of earlier folds may have been alive then, or
+    be alive now.
+    """
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"load_state_dict expects the dict that ampkit.state_dict() returned, found {type(state).__name__}."
@@ -408,17 +425,32 @@ def load_scalers(scalers: Sequence[LossScaler] | None, state: Mapping[str, Any])
         )
     for entry in state.values():
         validate_scaler_state(entry)
-    if scalers is None:
+    if groups is None:
         return
-    if len(state) != len(scalers):
+    groups = [group for group in groups if group]
+    saved: dict[Any, list[dict[str, Any]]] = {}
+    for entry in state.values():
+        saved.setdefault(entry.get("session"), []).append(entry)
+    in_use = sum(len(group) for group in groups)
+    if len(saved) == 1 and len(state) == in_use:  # entries that do not say of which session they are
+        groups, saved = [[scaler for group in groups for scaler in group]], {None: list(state.values())}
+    if len(saved) != len(groups):
         logger.warning(
-            "The state dict holds %d loss scalers and %d are in use: the first %d are loaded. Was num_losses changed?",
-            len(state),
-            len(scalers),
-            min(len(state), len(scalers)),
+            "The state dict holds the loss scalers of %d initialize calls and %d are alive: those of the newest %d are loaded.",
+            len(saved),
+            len(groups),
+            min(len(saved), len(groups)),
         )
-    for scaler, entry in zip(scalers, state.values()):
-        scaler.load_state_dict(entry)
+    for group, entries in zip(reversed(groups), reversed(saved.values())):
+        if len(entries) != len(group):
+            logger.warning(
+                "The state dict holds %d loss scalers and %d are in use: the first %d are loaded. Was num_losses changed?",
+                len(entries),
+                len(group),
+                min(len(entries), len(group)),
+            )
+        for scaler, entry in zip(group, entries):
+            scaler.load_state_dict(entry)
 
 
 def validate_scaler_state(state: object) -> None:

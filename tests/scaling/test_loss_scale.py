@@ -117,6 +117,23 @@ def test_fifty_skips_at_the_floor_warn_when_asked_to(caplog):
     assert "50 steps in a row" in caplog.text
 
 
+def test_scale_set_by_hand_below_the_floor_does_not_rise_on_overflow():
+    scaler = DynamicScaler(DynamicLossScale(init_scale=4.0, growth_interval=2), min_loss_scale=1.0)
+    iterate(scaler, 0)
+    scaler.loss_scale = 0.25
+    assert iterate(scaler, 1, 1, 0, 0, 1, 1) == [0.25, 0.25, 0.25, 0.5, 0.25, 0.25]
+    scaler.loss_scale = 2.0
+    assert iterate(scaler, 1, 1) == [1.0, 1.0]  # the floor is min_loss_scale again
+
+
+def test_fifty_skips_below_the_floor_raise_too():
+    scaler = DynamicScaler(DynamicLossScale(init_scale=4.0), min_loss_scale=1.0)
+    scaler.loss_scale = 0.25
+    iterate(scaler, *[1] * 50)
+    with pytest.raises(LossScaleError, match=r"floor of 0\.25"):
+        scaler.raise_if_hopeless("raise")
+
+
 def test_one_clean_iteration_ends_a_row_at_the_floor():
     scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
     iterate(scaler, *[1] * 49, 0, 1)

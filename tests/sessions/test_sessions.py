@@ -40,14 +40,63 @@ def test_scalers_are_numbered_across_sessions():
     shrink_output(*first, loss_id=1)
     shrink_output(*second, times=2)
     assert ampkit.state_dict() == {
-        "loss_scaler0": {"loss_scale": 128.0, "unskipped": 0},
-        "loss_scaler1": {"loss_scale": 128.0, "unskipped": 1},
-        "loss_scaler2": {"loss_scale": 65536.0, "unskipped": 2},
+        "loss_scaler0": {"loss_scale": 128.0, "unskipped": 0, "session": 0},
+        "loss_scaler1": {"loss_scale": 128.0, "unskipped": 1, "session": 0},
+        "loss_scaler2": {"loss_scale": 65536.0, "unskipped": 2, "session": 1},
     }
     ampkit.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": 10 + i} for i in range(3)})
-    assert ampkit.state_dict()["loss_scaler2"] == {"loss_scale": 4.0, "unskipped": 12}
+    assert ampkit.state_dict()["loss_scaler2"] == {"loss_scale": 4.0, "unskipped": 12, "session": 1}
     live_sessions[0].close()
     assert list(ampkit.state_dict()) == ["loss_scaler0"]
+
+
+def fold(iterations):
+    """A pair at O1 whose loss scaler has counted so many iterations."""
+    pair = make_pair()
+    ampkit.initialize(*pair, opt_level="O1", verbosity=0)
+    if iterations:
+        shrink_output(*pair, times=iterations)
+    return pair
+
+
+def unskipped():
+    return [scaler.unskipped for session in live_sessions for scaler in session.scalers]
+
+
+@pytest.mark.parametrize("alive", ("when saved", "when loaded", "both times"))
+def test_the_newest_session_resumes_what_the_newest_had(alive):
+    """Cross-validation: fold 3 is saved and resumed, while something holds models of the folds before it."""
+    folds = [fold(1), fold(2)] if alive != "when loaded" else []
+    folds.append(fold(7))
+    saved = ampkit.state_dict()
+    ampkit.close()
+    earlier = [fold(3), fold(4)] if alive != "when saved" else []
+    current = fold(0)
+    ampkit.load_state_dict(saved)
+    assert unskipped() == {"when saved": [7], "when loaded": [3, 4, 7], "both times": [1, 2, 7]}[alive]
+    del folds, earlier, current
+
+
+def test_folds_that_only_cycles_hold_are_not_saved():
+    earlier = fold(1)
+    current = fold(7)
+    earlier[0].itself = earlier
+    del earlier
+    gc.disable()
+    try:
+        assert ampkit.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}}
+    finally:
+        gc.enable()
+    del current
+
+
+def test_losses_of_one_session_are_loaded_from_the_first_on(caplog):
+    """A file that does not say which session was which is Apex's, or of one session: its order is that of the losses."""
+    pair = make_pair()
+    ampkit.initialize(*pair, opt_level="O1", num_losses=2, verbosity=0)
+    ampkit.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0, "unskipped": 10 + i} for i in range(3)})
+    assert unskipped() == [10, 11]
+    assert "Was num_losses changed?" in caplog.text
 
 
 @pytest.mark.parametrize("loss_id", (-1, 1, 2, "0", True, 0.0, None))

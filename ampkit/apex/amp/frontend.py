@@ -191,13 +191,14 @@ def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | i
     destination = OrderedDict() if destination is None else destination
     for session in live_sessions:
         session.synchronize_reports()
-    save_scalers(_scalers() or [], destination)
+    save_scalers([_scalers() or []], destination)
     return destination
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load what `state_dict` returned, here or in Apex."""
-    load_scalers(_scalers(), state_dict)
+    scalers = _scalers()
+    load_scalers(None if scalers is None else [scalers], state_dict)
 
 
 def _scalers() -> list[LossScaler] | None:

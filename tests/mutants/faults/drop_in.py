@@ -118,8 +118,8 @@ FAULTS = [
     Mutant(
         "frontend: loss scalers of all sessions are saved",
         "ampkit/apex/amp/frontend.py",
-        "save_scalers(_scalers() or [], destination)",
-        "save_scalers([scaler for session in live_sessions for scaler in session.scalers], destination)",
+        "save_scalers([_scalers() or []], destination)",
+        "save_scalers([session.scalers for session in live_sessions], destination)",
         breaks="amp.state_dict() holds the newest list of loss scalers",
         tests=("apex/test_state.py::test_loss_scalers_are_one_list_that_every_initialize_starts_anew",),
     ),

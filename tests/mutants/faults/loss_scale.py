@@ -20,6 +20,22 @@ FAULTS = [
         tests=("scaling/test_loss_scale.py::test_loading_a_scale_below_the_floor_lifts_it",),
     ),
     Mutant(
+        "loss scale: an overflow lifts a scale set by hand",
+        "ampkit/iteration/loss_scale.py",
+        "return min(self.min_loss_scale, self._set_by_hand)",
+        "return self.min_loss_scale",
+        breaks="a scale that was set below the floor does not rise on overflow",
+        tests=("scaling/test_loss_scale.py::test_scale_set_by_hand_below_the_floor_does_not_rise_on_overflow",),
+    ),
+    Mutant(
+        "loss scale: the oldest session resumes what the oldest had",
+        "ampkit/iteration/loss_scale.py",
+        "zip(reversed(groups), reversed(saved.values()))",
+        "zip(groups, saved.values())",
+        breaks="the newest session gets the loss scales that the newest had",
+        tests=("sessions/test_sessions.py::test_the_newest_session_resumes_what_the_newest_had",),
+    ),
+    Mutant(
         "loss scale: skips at the floor add up for ever",
         "ampkit/iteration/loss_scale.py",
         "self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0",

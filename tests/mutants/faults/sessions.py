@@ -76,6 +76,22 @@ FAULTS = [
         tests=("sessions/test_sessions.py::test_patches_stay_until_the_last_session_at_o1_closes",),
     ),
     Mutant(
+        "logs: twice on the terminal",
+        "ampkit/logs.py",
+        "is_rank_zero() and not _reaches_terminal_anyway(record)",
+        "is_rank_zero()",
+        breaks="a line is written to the terminal once, whoever does it",
+        tests=("sessions/test_logs.py::test_banner_is_written_once_under_basic_config",),
+    ),
+    Mutant(
+        "state_dict: folds that are garbage",
+        "ampkit/api.py",
+        "collect_orphans(closing=live_sessions[-1:])\n    for one in",
+        "for one in",
+        breaks="what only reference cycles hold is not saved",
+        tests=("sessions/test_sessions.py::test_folds_that_only_cycles_hold_are_not_saved",),
+    ),
+    Mutant(
         "patches: undone in order",
         "ampkit/patching.py",
         "self._writes.pop()",
