@@ -234,20 +234,26 @@ def sync_weights(model: nn.Module) -> None:
         record = module.__dict__.get(RECORD_KEY)
         if record is None:
             record = _record_of_new(model, module)
+        parameters, lower_precision = record.parameters, record.lower_precision
         for name, tensor in module._parameters.items():
             if tensor is None:
                 continue
-            entry = record.parameters.get(id(tensor))
+            entry = parameters.get(id(tensor))
             if entry is None:
                 _accept_unknown(model, module, name, tensor, record)
                 continue
-            if tensor.dtype is not record.lower_precision:
+            if tensor.dtype is not lower_precision:
                 raise _foreign_weight(model, module, name, tensor, record)
-            if entry.value is None:
+            value = entry.value
+            if value is None:
                 continue
-            if entry.value._version != entry.value_version and entry.value.shape == tensor.shape:
+            if value._version != entry.value_version and value.shape == tensor.shape:
                 stale.append((entry, tensor))
-            elif not entry.is_unwritten(tensor):
+            elif (  # not entry.is_unwritten(tensor), without a call for each weight in each forward
+                tensor._version != entry.lower_version
+                or tensor.data_ptr() != entry.lower_ptr
+                or tensor.numel() != entry.lower_size
+            ):
                 if not entry.counted:
                     _warn_of_average(model, record, entry, tensor)
                 entry.synchronize(tensor)

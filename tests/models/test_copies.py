@@ -5,16 +5,20 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing  # registers how tensors travel
 from helpers import ROOT, iterate, others_slow, saved_and_loaded
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import ampkit
+from ampkit.optimizers import FusedAdam, FusedLAMB
+from ampkit.parallel import LARC
 
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -249,6 +253,31 @@ def test_model_and_optimizer_copied_together_train_together(copied, level, order
     assert_same_values(model.state_dict(), original)
 
 
+OPTIMIZERS = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.05),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.05),
+    "LARC": lambda params: LARC(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_pair_of_copies_goes_on_as_the_closed_pair_does(copied, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    classify_rows(model, optimizer, 2)
+    pairs = [copied((model, optimizer)), (model, optimizer)]
+    ampkit.close()
+    for net, its_optimizer in pairs:
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            F.cross_entropy(net(X), torch.tensor([0, 1, 0])).backward()
+            its_optimizer.step()
+    assert_same_values(pairs[0][0].state_dict(), values(model))
+
+
 class Tied(nn.Module):
     """One weight at both ends."""
 
@@ -434,6 +463,16 @@ def test_replica_casts_like_the_model(level):
     replica._parameters = model._parameters  # what DataParallel would put there on another device
     assert torch.equal(replica(X), model(X)) and torch.equal(replica.forward(X), model(X))
     assert torch.equal(nn.DataParallel(model)(X), model(X))
+
+
+def test_worker_process_gets_a_plain_model_that_shares_the_masters():
+    model, _ = trained_a_little("O2")
+    # What torch.multiprocessing.spawn does with its arguments.
+    twin = pickle.loads(ForkingPickler.dumps(model))
+    assert_plain(twin)
+    assert_same_values(twin.state_dict(), values(model))
+    masters = model.state_dict()
+    assert all(p.data_ptr() == masters[name].data_ptr() for name, p in twin.named_parameters() if p.requires_grad)
 
 
 # Averages of weights

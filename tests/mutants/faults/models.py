@@ -62,7 +62,7 @@ FAULTS = [
     Mutant(
         "weights: a changed dtype is not refused",
         "ampkit/models/weights.py",
-        "if tensor.dtype is not record.lower_precision:",
+        "if tensor.dtype is not lower_precision:",
         "if False:",
         breaks="weights whose dtype was changed are refused by name",
         tests=("sessions/test_sessions.py::test_changed_dtype_raises_at_the_next_forward_by_name",),
