@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 import types
 
@@ -27,6 +29,21 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 def test_package_exports_these_names_and_no_others():
     found = [name for name, value in vars(ampkit).items() if not isinstance(value, types.ModuleType)]
     assert sorted(name for name in found if not name.startswith("_")) == sorted(EXPORTED)
+    assert sorted(ampkit.__all__) == sorted([*EXPORTED, "optimizers", "parallel"])
+
+
+def test_dir_shows_what_is_exported_and_no_rooms_of_the_package():
+    import ampkit.apex  # a room that became an attribute late
+
+    assert sorted(name for name in dir(ampkit) if not name.startswith("_")) == sorted(
+        [*EXPORTED, "optimizers", "parallel"]
+    )
+
+
+def test_import_alone_gives_parallel_and_optimizers():
+    script = "import ampkit; print(ampkit.parallel.convert_syncbn_model.__name__, ampkit.optimizers.FusedAdam.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["convert_syncbn_model", "FusedAdam"], done.stderr
 
 
 @pytest.mark.parametrize("name", EXPORTED)
