@@ -46,7 +46,10 @@ def models(value: Any) -> list[nn.Module]:
     """The models as a list. TypeError or `ConfigurationError` for anything that is not a bare, loaded module, once each."""
     found = [uncompiled(model) for model in flatten(value)]
     if not found:
-        raise TypeError("initialize() expects a model or a list or tuple of models, found none.")
+        raise TypeError(
+            "initialize() expects a model or a list or tuple of models, found none. For a part of a script that has no model use "
+            "'with ampkit.session([], opt_level=\"O1\"):'."
+        )
     for model in found:
         if not isinstance(model, nn.Module):
             raise TypeError(f"initialize() expects models (torch.nn.Module), found {_describe(model)}.")
