@@ -129,6 +129,7 @@ def initialize(
     if accept_lower_precision:
         recast += model_list
     recast = {tensor for model in recast for tensor in (*model.parameters(), *model.buffers())}
+    validation.closures(optimizer_list, plan)
     validation.scripted_parts(model_list, plan)
     validation.weights(model_list, recast, optimizer_list, plan)
     validation.kept_modules(model_list, plan)

@@ -26,6 +26,7 @@ from .devices import device_type_of, device_types
 from .errors import ConfigurationError
 from .iteration.found_inf import Verdict
 from .iteration.loss_scale import LossScaler
+from .iteration.master_weights import Slots
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import LossScaling
@@ -221,15 +222,10 @@ class Session:
         model_casts.widen_targets(model)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
-        plan = self.plan
+        slots = Slots()
         for optimizer in optimizers:
             self._undo.callback(_when_alive(_detach_optimizer), weakref.ref(optimizer))
-            OptimizerWrapper(
-                optimizer,
-                owner=self,
-                values=values if plan.master_weights else {},
-                refuse_closures=plan.has_dynamic_loss_scale,
-            )
+            OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
 
     def _settle(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         """Let go of float32 values that nobody needs. Last of all: what failed before could still be undone exactly."""
@@ -302,7 +298,9 @@ class Session:
                 raise not_initialized(optimizer)
             wrappers.append(wrapper)
         self._statistics.enter_block(wrappers)
-        return self._scaling.scale_loss(loss, wrappers, scaler, delay_unscale, delay_overflow_check)
+        every = (wrapper_of(one) for session in live_sessions for one in session.optimizers)
+        others = [wrapper for wrapper in every if wrapper is not None and wrapper not in wrappers]
+        return self._scaling.scale_loss(loss, wrappers, scaler, delay_unscale, delay_overflow_check, others)
 
     # What wrappers and models ask of their session
 
@@ -317,6 +315,10 @@ class Session:
     def report_late(self, wrapper: OptimizerWrapper, verdicts: list[Verdict]) -> None:
         """Log it if a step was skipped on the device, as soon as that is known."""
         self._scaling.report_late(verdicts, self._culprit_of(wrapper))
+
+    @property
+    def has_dynamic_loss_scale(self) -> bool:
+        return self.plan.has_dynamic_loss_scale
 
     def synchronize_reports(self) -> None:
         """Wait for every finding that the host has not heard of, and log skipped steps."""

@@ -86,6 +86,16 @@ def optimizers(value: Any) -> list[Any]:
     return found
 
 
+def closures(optimizer_list: list[Any], plan: Plan) -> None:
+    """Refuse optimizers that evaluate their closure several times in a step, during which a dynamic loss scale may move."""
+    for optimizer in optimizer_list:
+        if isinstance(optimizer, torch.optim.LBFGS) and plan.has_dynamic_loss_scale:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} evaluates its closure several times in a step, and a dynamic loss scale may move in "
+                "between. Use a static scale (loss_scale=128.0), or bfloat16 without one (opt_level='O4' or 'O5')."
+            )
+
+
 def weights(model_list: list[nn.Module], recast: set[torch.Tensor], optimizer_list: list[Any], plan: Plan) -> None:
     """Refuse weights that are not float32 where initialize makes the lower-precision copies itself.
 

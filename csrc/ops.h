@@ -37,6 +37,14 @@ void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const T
                              const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, const MaybeTensor& found_inf,
                              int64_t arg_to_check, const MaybeTensor& first_bad);
 
+// outputs[i] = factor * (exacts[i] * inv_scale where grads[i] still is what that rounds to, else grads[i]).
+void multi_tensor_restore_cpu(const TensorList& grads, const TensorList& exacts, const TensorList& outputs, double inv_scale,
+                              const MaybeTensor& inv_scale_tensor, double factor, const MaybeTensor& factor_tensor,
+                              bool zeros_count);
+void multi_tensor_restore_cuda(const TensorList& grads, const TensorList& exacts, const TensorList& outputs, double inv_scale,
+                               const MaybeTensor& inv_scale_tensor, double factor, const MaybeTensor& factor_tensor,
+                               bool zeros_count);
+
 // The Euclidean norm of all tensors together, float32 [1], and of each, float32 [n] ([0] when not asked for).
 std::tuple<Tensor, Tensor> multi_tensor_l2norm_cpu(const TensorList& tensors, bool per_tensor);
 std::tuple<Tensor, Tensor> multi_tensor_l2norm_cuda(const TensorList& tensors, bool per_tensor);

@@ -33,11 +33,25 @@ class Outcome:
 class Counter(Protocol):
     """What a verdict asks of its loss scaler."""
 
+    unmoved_line: str  #: what is said of an overflow that moves no scale
+
     def learn_up_to(self, verdict: Verdict) -> None:
         """Have every verdict up to this one `Verdict.learn`, in order."""
 
     def count(self, state: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
         """Count an iteration on the host, from the words of the state after it."""
+
+
+class Bystander:
+    """The `Counter` of gradients that a block made for an optimizer which it did not name: there is nothing to count."""
+
+    unmoved_line = "Gradient overflow in a scale_loss block that did not name this optimizer: its step is skipped, the scale stays."
+
+    def learn_up_to(self, verdict: Verdict) -> None:
+        verdict.learn()
+
+    def count(self, state: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
+        return Outcome(overflowed, 0.0, 0, 0, culprits)
 
 
 class Check:

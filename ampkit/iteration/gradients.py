@@ -1,50 +1,36 @@
 """The gradients of one optimizer, from the backward pass to the step.
 
-Between two steps a gradient may be in one of four places: fresh and scaled in ``param.grad``; `Pending` there, checked and
-still scaled, for a fused optimizer that reads lower precision; unscaled in ``target.grad`` (the master's, or the parameter's
-own where it has no master); or set aside while a backward pass runs, so that fresh gradients arrive unmixed. `Gradients`
-moves them, one multi-tensor pass at a time, and never waits for a device.
+After a `scale_loss` block ``param.grad`` is the unscaled gradient in the parameter's precision, and what a script writes there
+counts at the step as it does in torch. Where the rounded value is not all there is to know (`Slot.exact`), the step chooses for
+each element: the exact value where ``param.grad`` still is its rounding, what the script wrote where it is not. Fused
+optimizers read ``param.grad`` itself. For others, and for whoever looks at a master's gradient, it is converted into the
+master's, which then is what the step uses. All of this is done by multi-tensor passes, and never waits for a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import torch
 
 from .. import kernels
+from ..errors import ConfigurationError
+from ..models.weights import move_like
 from ..optimizers.scales import Scale, inverse, is_one, on, ratio
-from . import passes
 from .found_inf import Check, Verdict
-from .master_weights import COLLECTED, Slot, is_shared, mark_collected
+from .master_weights import Exact, Seen, Slot
 
-LISTS_OF_A_COLLECTION = 4  #: how many lists `Gradients.collect` checks at most
-
-
-@dataclass
-class Pending:
-    """Gradients that a fused step will read where the backward pass left them: in ``slot.param.grad``, times ``scale``.
-
-    ``norm`` is theirs, unscaled, where a pass over them has found it.
-    """
-
-    slots: list[Slot]
-    scale: Scale
-    norm: torch.Tensor | None = None
+LISTS_OF_A_COLLECTION = 3  #: how many lists `Gradients.collect` checks at most
 
 
 class Gradients:
-    """Set aside, collect, put back: the verbs of ``scale_loss`` on the gradients of one optimizer.
+    """Stash, collect, convert: the verbs of an iteration on the gradients of one optimizer.
 
-    ``delayed`` says that scaled gradients wait in ``param.grad`` (``delay_unscale=True``). ``local`` says that they come
-    from a backward pass under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced, so they must stay there
-    and take part in the next backward pass. While either holds, gradients stay; otherwise they are set aside.
-
-    ``reads_lower`` says that the optimizer takes lower-precision gradients, which then stay `pending` instead of being
-    converted. ``clip`` is what all gradients have yet to be multiplied by.
-
-    ``done`` arguments: parameters already handled in this pass, for optimizers that share some; None for one optimizer.
+    ``reads_lower`` says that the optimizer takes lower-precision gradients as they are. ``delayed_scale`` is the scale at which
+    gradients wait in ``param.grad`` (``delay_unscale=True``), else None. ``local`` says that they come from a backward pass
+    under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either holds, gradients stay there during the
+    next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed. ``clip`` is what all gradients have yet
+    to be multiplied by.
     """
 
     def __init__(self) -> None:
@@ -52,84 +38,94 @@ class Gradients:
         self.mastered: list[Slot] = []  # those that have a master
         self.reads_lower = False
         self.is_open = False
-        self.delayed = False
+        self.is_bystander = False  # open in a block that did not name the optimizer
+        self.is_stepping = False
+        self.delayed_scale: Scale | None = None
         self.local = False
-        self.pending: Pending | None = None
         self.clip: torch.Tensor | None = None
         # The finding on gradients that a step has used already; and what was found at steps since they were cleared.
         self.used_flag: torch.Tensor | None = None
         self.used_by: list[Verdict] = []
         # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
         self.in_buckets = False
-        # The scales at which gradients stand in param.grad, of parameters without and with a master.
-        self._own_scale: Scale = 1.0
-        self._low_scale: Scale = 1.0
+        self._clipped: list[tuple[Slot, Seen]] = []
 
     def add(self, slots: Iterable[Slot]) -> None:
         """From now on these parameters' gradients too; where ``slots`` raises, those before stay added.
 
         torch lets a group name a parameter twice. It has one gradient, and one slot.
         """
-        known = {slot.param for slot in self.slots}
+        known = set(self.slots)
         for slot in slots:
-            if slot.param in known:
+            if slot in known:
                 continue
-            known.add(slot.param)
+            known.add(slot)
+            slot.owners += 1
             self.slots.append(slot)
             if slot.master is not None:
                 self.mastered.append(slot)
+                slot.master.belongs_to(self)
 
     def forget_slots(self) -> None:
         """No parameters any more."""
+        for slot in self.slots:
+            slot.owners -= 1
         self.slots.clear()
         self.mastered.clear()
 
-    def open(self, scale: Scale) -> None:
-        """Before a backward pass at ``scale``: bring gradients that stay to it, set the others aside."""
-        if self.uncollected():
-            self.collect_raw()
+    # The backward pass
+
+    @property
+    def stays(self) -> bool:
+        """Whether gradients stay in ``param.grad`` while the next backward pass adds to them."""
+        return self.delayed_scale is not None or self.local
+
+    def open(self, scale: Scale, is_bystander: bool = False) -> None:
+        """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it."""
+        self.refuse_unseen_writes()
+        self._unconvert()
         if self.clip is not None:
-            self.materialise()
-        self._opened_from = (self._own_scale, self._low_scale, self.pending)
-        self.is_open = True
-        if self.delayed or self.local:
-            self.pending = None
-            self._rescale(scale, scale)
+            self._clip_in_place()
+        self.is_open, self.is_bystander = True, is_bystander
+        if self.stays:
+            self._rescale(scale)
             return
         for slot in self.slots:
             gradient = slot.param.grad
             if gradient is not None:
                 # The next backward pass overwrites DDP's buckets.
-                slot.aside = gradient.clone() if self.in_buckets else gradient
+                slot.stash = gradient.clone() if self.in_buckets else gradient
                 slot.param.grad = None
+            elif slot.exact is not None:
+                slot.exact = None
 
-    def put_back(self, done: set[torch.Tensor] | None = None) -> None:
-        """After a backward pass that failed: the gradients as they were before it.
+    @property
+    def has_fresh(self) -> bool:
+        """Whether the backward pass that just ran left gradients here."""
+        return any(slot.param.grad is not None for slot in self.slots)
 
-        Where gradients stayed in ``param.grad``, what the pass had added to them stays too, at their former scale.
+    def put_back(self, scale: Scale, done: set[Slot] | None = None) -> None:
+        """After a backward pass at ``scale`` that failed: the gradients as they were before it.
+
+        Where gradients stayed in ``param.grad``, what the pass had added to them stays too, unscaled.
         """
         self.is_open = False
-        if self.delayed or self.local:
-            own_scale, low_scale, self.pending = self._opened_from
-            self._rescale(own_scale, low_scale)
-            return
-        for slot in self._remaining(done):
-            if slot.aside is not None or slot.param.grad is not None:
-                slot.param.grad, slot.aside = slot.aside, None
+        if self.delayed_scale is not None:
+            self.delayed_scale = scale
+        elif self.local:
+            self.collect(scale, None, local=True)
+        else:
+            for slot in self._not_in(done):
+                slot.param.grad, slot.stash = slot.stash, None
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
-        if self.pending is not None:
-            waiting, self.pending = self.pending, None
-            passes.to_masters(waiting.slots, [slot.aside for slot in waiting.slots], inverse(waiting.scale))
         for slot in self.slots:
-            if slot.master is None:
-                passes.join(slot, scale)
-            elif slot.param.grad is not None:
-                slot.aside = None  # else it stays as the sign that the master's gradient was not cleared
+            slot.exact = None
+            if slot.stash is not None:
+                _join(slot, scale)
         self.is_open = False
-        self.delayed = True
-        self._own_scale = self._low_scale = scale
+        self.delayed_scale = scale
 
     def collect(
         self,
@@ -137,165 +133,328 @@ class Gradients:
         check: Check | None,
         *,
         local: bool = False,
-        done: set[torch.Tensor] | None = None,
+        exact_in_place: bool = False,
+        done: set[Slot] | None = None,
+        was_reached: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
-        """After a backward pass at ``scale``: unscale fresh gradients into their targets, adding to what was there.
+        """After a backward pass at ``scale``: unscale fresh gradients, add them to those before, and check them on the way.
 
-        One pass over the fresh gradients checks them (into ``check``), converts and unscales; where a fused step will
-        read them as they are, it only checks. Under ``no_sync`` (``local``) ``param.grad`` holds the sum of all
-        micro-batches so far, and replaces what the master had.
+        ``exact_in_place`` says that ``scale`` is a power of two, so that bfloat16 can be divided by it without rounding. ``done``
+        are slots that another optimizer has handled; those of several optimizers are added. ``was_reached`` tells whether the
+        backward pass came to a parameter: one that has no gradient all the same was cleared inside of the block.
         """
-        replace = self.local or local
-        before, self.pending = self.pending, None
-        waiting = set(before.slots) if before is not None else ()
-        fresh, added, summed, left, missed = [], [], [], [], []  # slots, by what happens to them
-        for slot in self._remaining(done):
-            if local:
-                passes.join(slot, scale if slot.master is None else ratio(scale, self._low_scale))
-            aside, slot.aside = slot.aside, None
-            gradient = slot.param.grad
-            if aside is None and slot.master is None and gradient is not None and gradient.layout is torch.strided:
-                fresh.append((slot, gradient))  # as most are, where weights are float32
-                continue
-            if gradient is None:
-                slot.param.grad = aside
-                if slot in waiting and aside is not None:
-                    missed.append(slot)
-                continue
-            has_low_before = slot in waiting and aside is not None and not replace
-            if has_low_before and gradient.layout is not torch.strided:
-                passes.to_masters([slot], [aside], inverse(before.scale))
-                has_low_before = False
-            if slot.master is None:
-                standing = aside
+        fresh, sums = [], []
+        for slot in self._not_in(done):
+            gradient, stash = slot.param.grad, slot.stash
+            if stash is None:
+                if gradient is not None:
+                    fresh.append((slot, gradient))
+            elif gradient is not None:
+                sums.append((slot, gradient))
             else:
-                standing = None if replace else slot.master.grad
-            if standing is not None and standing.layout is not gradient.layout:
-                standing = standing.to_dense()
-                gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                if slot.master is not None:
-                    slot.master.grad = standing
-            if gradient.layout is not torch.strided:
-                passes.collect_sparse(slot, gradient, standing, inverse(scale), check)
-            elif has_low_before:
-                summed.append((slot, gradient, aside))
-            elif standing is not None:
-                added.append((slot, gradient, standing))
-                if slot.master is None:
-                    slot.param.grad = standing
-            elif self.reads_lower and slot.master is not None and not is_shared(slot.master):
-                slot.master.grad = None
-                left.append(slot)
-            else:
-                fresh.append((slot, gradient))
-            if slot.master is not None:
-                mark_collected(gradient)
+                slot.stash = None
+                if was_reached is not None and was_reached(slot.param):
+                    slot.clear()
+                else:
+                    slot.param.grad = stash
         inv = inverse(scale)
-        if missed:
-            passes.to_masters(missed, [slot.param.grad for slot in missed], inverse(before.scale))
         if fresh:
-            passes.unscale(fresh, inv, check)
-        if added:
-            slots, xs, ys = zip(*added)
-            passes.axpby(slots, xs, ys, ys, inv, 1.0, check)
-        if summed:
-            slots, xs, ys = zip(*summed)
-            outputs = [passes.target_gradient(slot, x) for slot, x in zip(slots, xs)]
-            passes.axpby(slots, xs, ys, outputs, inv, inverse(before.scale), check)
-        if left:
-            self.pending = Pending(left, scale)
-            if check is not None:
-                self.pending.norm = passes.unscaled_norm(left, scale, check)
+            self._unscale(fresh, scale, inv, check, exact_in_place)
+        if sums:
+            self._add(sums, inv, check)
+        if check is not None:
+            for slot, _ in (*fresh, *sums):
+                if slot.owners > 1:
+                    slot.found_inf = check.found_inf
         self.is_open = False
-        self.delayed = False
+        self.delayed_scale = None
         self.local = local
         self.used_flag = None
-        self._own_scale, self._low_scale = 1.0, scale
 
-    def collect_raw(self) -> None:
-        """Gradients of a backward pass without ``scale_loss``: nothing was scaled, and the masters must have them all the same."""
-        raw = [slot for slot in self.slots if _is_raw(slot)]
-        self.materialise()
-        for slot in raw:
-            mark_collected(slot.param.grad)
-            if slot.param.grad.layout is not torch.strided:
-                passes.collect_sparse(slot, slot.param.grad, None, 1.0, None)
-        raw = [slot for slot in raw if slot.param.grad.layout is torch.strided]
-        if self.reads_lower and not any(is_shared(slot.master) for slot in raw):
-            self.pending = Pending(raw, 1.0)
-        else:
-            passes.to_masters(raw, [slot.param.grad for slot in raw], 1.0)
-        self.delayed = self.local = False
-        self.used_flag = None
-        self._own_scale = self._low_scale = 1.0
+    def _unscale(self, fresh: list, scale: Scale, inv: Scale, check: Check | None, exact_in_place: bool) -> None:
+        """Unscale gradients where they are. What is rounded on the way is kept as it was beside them."""
+        if is_one(inv) and check is None:
+            for slot, _ in fresh:
+                slot.exact = None
+            return
+        params, inputs, outputs = [], [], []
+        for slot, gradient in fresh:
+            if gradient.layout is not torch.strided:
+                self._unscale_sparse(slot, gradient, inv, check)
+                continue
+            output, slot.exact = gradient, None
+            if slot.master is not None and not (is_one(inv) or (exact_in_place and gradient.dtype is torch.bfloat16)):
+                if self.in_buckets or gradient._is_view():  # others see it there
+                    kept = gradient.clone()
+                else:
+                    kept, output = gradient, torch.empty_like(gradient)
+                    slot.param.grad = output
+                slot.exact = Exact(kept, scale, Seen.now(output))
+            params.append(slot.param)
+            inputs.append(gradient)
+            outputs.append(output)
+        found_inf, first_bad = _places(check, params)
+        kernels.multi_tensor_scale(inputs, outputs, inv, found_inf, first_bad)
+        self._note_versions(fresh)
 
-    def materialise(self) -> None:
+    def _add(self, sums: list[tuple[Slot, torch.Tensor]], inv: Scale, check: Check | None) -> None:
+        """Add fresh gradients to stashed ones: in float32, where the parameter is in lower precision."""
+        own, mastered = [], []
+        for slot, gradient in sums:
+            if slot.owners > 1 and slot.found_inf is not None:
+                _drop_if(slot, slot.found_inf)
+            if gradient.layout is not torch.strided or slot.stash.layout is not torch.strided:
+                self._add_sparse(slot, gradient, inv, check)
+            else:
+                (own if slot.master is None else mastered).append((slot, gradient))
+        if own:
+            stashes = [slot.stash for slot, _ in own]
+            found_inf, first_bad = _places(check, [slot.param for slot, _ in own])
+            gradients = [gradient for _, gradient in own]
+            kernels.multi_tensor_axpby(gradients, stashes, stashes, inv, 1.0, found_inf, first_bad=first_bad)
+        if mastered:
+            totals = self._in_float32([(slot, slot.stash) for slot, _ in mastered])
+            found_inf, first_bad = _places(check, [slot.param for slot, _ in mastered])
+            gradients = [gradient for _, gradient in mastered]
+            kernels.multi_tensor_axpby(gradients, totals, totals, inv, 1.0, found_inf, first_bad=first_bad)
+            kernels.multi_tensor_scale(totals, [slot.stash for slot, _ in mastered], 1.0)
+            for (slot, _), total in zip(mastered, totals):
+                slot.exact = Exact(total, 1.0, Seen.now(slot.stash))
+        for slot, _ in sums:
+            if slot.stash is not None:
+                slot.param.grad, slot.stash = slot.stash, None
+
+    def _in_float32(
+        self, gradients: list[tuple[Slot, torch.Tensor]], into: Callable | None = None
+    ) -> list[torch.Tensor]:
+        """These gradients of slots with masters as exactly as they are known, in tensors that nobody else holds.
+
+        ``into`` gives the tensor for a slot; else it is that of the exact value where that is float32.
+        """
+        outputs, rounded, restored = [], [], {}
+        for slot, gradient in gradients:
+            exact = slot.exact
+            if exact is not None and exact.values.device != gradient.device:  # the model has moved since
+                exact = None
+            if into is not None:
+                output = into(slot)
+            elif exact is not None and exact.values.dtype is torch.float32:
+                output = exact.values
+            else:
+                output = torch.empty_like(gradient, dtype=torch.float32)
+            outputs.append(output)
+            if exact is None:
+                rounded.append((gradient, output))
+            else:
+                key = (id(exact.scale), exact.rounded.is_still(gradient))
+                restored.setdefault(key, (exact.scale, []))[1].append((gradient, exact.values, output))
+        if rounded:
+            kernels.multi_tensor_scale(*map(list, zip(*rounded)), 1.0)
+        for (_, untouched), (scale, lists) in restored.items():
+            kernels.multi_tensor_restore(*map(list, zip(*lists)), inverse(scale), zeros_count=not untouched)
+        return outputs
+
+    @staticmethod
+    def _unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, check: Check | None) -> None:
+        # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
+        total = gradient.to(slot.target.dtype).coalesce() * on(inv, gradient.device)
+        if check is not None:
+            finite = torch.isfinite(total._values()).all()
+            check.found_inf.copy_(
+                torch.maximum(check.found_inf, on((~finite).to(torch.float32), check.found_inf.device))
+            )
+        slot.param.grad = visible = total.to(slot.param.dtype)
+        slot.exact = None if slot.master is None else Exact(total, 1.0, Seen.now(visible))
+
+    def _add_sparse(self, slot: Slot, gradient: torch.Tensor, inv: Scale, check: Check | None) -> None:
+        """Add where one or both are sparse; the sum is sparse where both are."""
+        stash, slot.stash, before = slot.stash, None, slot.exact
+        if before is not None and before.rounded.is_still(stash):
+            stash = before.values * on(inverse(before.scale), before.values.device)
+        slot.param.grad = gradient.to_sparse() if gradient.layout is torch.strided else gradient
+        self._unscale_sparse(slot, slot.param.grad, inv, check)
+        fresh = slot.param.grad if slot.exact is None else slot.exact.values
+        both = stash.layout is not torch.strided and gradient.layout is not torch.strided
+        total = fresh + stash if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype))
+        slot.param.grad = visible = total.to(slot.param.dtype)
+        slot.exact = None if slot.master is None else Exact(total, 1.0, Seen.now(visible))
+
+    @staticmethod
+    def _note_versions(fresh: list[tuple[Slot, torch.Tensor]]) -> None:
+        for slot, _ in fresh:
+            if slot.exact is not None:
+                slot.exact = slot.exact._replace(rounded=Seen.now(slot.exact.rounded.gradient))
+
+    def _rescale(self, scale: Scale) -> None:
+        """Bring the gradients that stay in ``param.grad`` to this scale."""
+        factor = ratio(scale, 1.0 if self.delayed_scale is None else self.delayed_scale)
+        if self.delayed_scale is not None:
+            self.delayed_scale = scale
+        if is_one(factor):
+            return
+        plain = []
+        for slot in self.slots:
+            gradient, exact = slot.param.grad, slot.exact
+            slot.exact = None
+            if gradient is None:
+                continue
+            if exact is None or gradient.layout is not torch.strided:
+                plain.append(_values(gradient))
+            else:
+                zeros_count = not exact.rounded.is_still(gradient)
+                inv = inverse(exact.scale)
+                kernels.multi_tensor_restore(
+                    [gradient], [exact.values], [gradient], inv, factor=factor, zeros_count=zeros_count
+                )
+        if plain:
+            kernels.multi_tensor_scale(plain, plain, factor)
+
+    # The step
+
+    def convert(self) -> None:
         """Bring everything, unscaled and clipped, to where ``master_params`` and ordinary optimizers look for it."""
-        pending, self.pending = self.pending, None
-        clip, self.clip = self.clip, None
+        clip, self.clip, self._clipped = self.clip, None, []
+        fresh = []
+        for slot in self.mastered:
+            if slot.converted is not None:
+                continue
+            gradient, exact = slot.param.grad, slot.exact
+            if gradient is None:
+                slot.master.raw_grad = slot.exact = None
+                continue
+            slot.converted = Seen.now(gradient)
+            if gradient.layout is not torch.strided:
+                is_exact = exact is not None and exact.rounded.is_still(gradient)
+                slot.master.raw_grad = exact.values if is_exact else gradient.to(slot.master.dtype)
+            else:
+                fresh.append((slot, gradient))
+        if fresh:
+            self._in_float32(fresh, into=_gradient_of_master)
+            for slot, _ in fresh:
+                slot.exact = None
         if clip is not None:
-            left = set(pending.slots) if pending is not None else ()
-            targets = [slot.target.grad for slot in self.slots if slot not in left and slot.target.grad is not None]
-            passes.scale_in_place(list(dict.fromkeys(targets)), clip)
-        if pending is not None:
-            factor = inverse(pending.scale)
-            if clip is not None:
-                factor = clip * on(factor, clip.device)
-            passes.to_masters(pending.slots, [slot.param.grad for slot in pending.slots], factor)
+            targets = [_values(gradient) for gradient in self._in_use()]
+            kernels.multi_tensor_scale(targets, targets, clip)
+
+    def convert_for_reader(self) -> None:
+        """Somebody looks at a master's gradient. There is nothing to be seen in a backward pass, nor needed in a fused step."""
+        if not (self.is_open or self.is_stepping):
+            self.convert()
+
+    def note_written(self, master: torch.Tensor) -> None:
+        """Somebody has put another gradient into a master, or None: the step uses that."""
+        for slot in self.mastered:
+            if slot.master is master and not (master.raw_grad is None and slot.param.grad is None):
+                slot.converted = Seen.now(slot.param.grad)
+
+    def refuse_unseen_writes(self) -> None:
+        """Raise where the step would have to choose between what was written to a master's gradient and to the model's."""
+        for slot in self.mastered:
+            converted = slot.converted
+            if converted is None:
+                continue
+            gradient = slot.param.grad
+            if converted.is_still(gradient):
+                continue
+            if gradient is None or not _values(gradient).any():  # clearing the model's gradient clears the master's
+                slot.master.raw_grad = slot.converted = slot.exact = None
+            else:
+                raise ConfigurationError(
+                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after the gradients of the "
+                    "masters had been looked at (ampkit.master_params, or the parameters of the optimizer's groups), and the "
+                    "step can use one of them only. Write to the model's gradients first, or to the masters' alone."
+                )
+        for slot, before in self._clipped:
+            if slot.param.grad is not None and not before.is_still(slot.param.grad):
+                raise ConfigurationError(
+                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
+                    "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
+                )
+
+    def end_step(self) -> None:
+        """After a step the model's gradients count again: the next backward pass adds to them."""
+        for slot in self.mastered:
+            slot.converted = None
+
+    def inputs_of_step(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Masters, and the gradients of the model that a fused step reads as they are; the others have been converted."""
+        if any(slot.exact is not None for slot in self.mastered):
+            self._convert_exact()
+        return {
+            slot.master: gradient
+            for slot in self.mastered
+            if slot.converted is None and (gradient := slot.param.grad) is not None
+        }
+
+    def _convert_exact(self) -> None:
+        """Convert the gradients of which more is known than the model's gradient holds."""
+        exact = [(slot, slot.param.grad) for slot in self.mastered if slot.exact is not None and slot.converted is None]
+        exact = [(slot, gradient) for slot, gradient in exact if gradient is not None]
+        self._in_float32(exact, into=_gradient_of_master)
+        for slot, gradient in exact:
+            slot.converted = Seen.now(gradient)
+
+    def clip_by(self, coefficient: torch.Tensor) -> None:
+        """Have every gradient multiplied by this: by the step, where it reads them as they are."""
+        self.clip = coefficient if self.clip is None else self.clip * coefficient
+        if self.reads_lower:
+            self._clipped = [(slot, Seen.now(slot.param.grad)) for slot in self.mastered if slot.converted is None]
+        else:
+            self.convert()
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
-        norms = []
-        if self.pending is not None:
-            if self.pending.norm is None:
-                self.pending.norm = passes.unscaled_norm(self.pending.slots, self.pending.scale, None)
-            norms.append(self.pending.norm)
-        left = set(self.pending.slots) if self.pending is not None else ()
-        others = [slot.target.grad for slot in self.slots if slot not in left and slot.target.grad is not None]
-        others = [passes.values(gradient) for gradient in dict.fromkeys(others)]
-        if others:
-            norms.append(kernels.multi_tensor_l2norm(others)[0])
-        if not norms:
+        if any(slot.exact is not None for slot in self.mastered):
+            self._convert_exact()
+        gradients = [_values(gradient) for gradient in self._in_use()]
+        if not gradients:
             return None
-        total = norms[0] if len(norms) == 1 else passes.combined(norms)
+        total = kernels.multi_tensor_l2norm(gradients)[0]
         return total if self.clip is None else total * on(self.clip, total.device)
 
-    @property
-    def waiting_scale(self) -> Scale:
-        """The scale of gradients that wait after ``delay_unscale=True``."""
-        return self._low_scale
+    def _in_use(self) -> list[torch.Tensor]:
+        """The gradients that a step would use, where they are now."""
+        found = []
+        for slot in self.slots:
+            gradient = slot.master.raw_grad if slot.converted is not None else slot.param.grad
+            if gradient is not None:
+                found.append(gradient)
+        return found
 
-    def uncollected(self) -> bool:
-        """Whether the model holds gradients that never went through ``scale_loss``, and so never reached a master."""
-        if self.delayed:
-            return False
-        for slot in self.mastered:  # not any(): this runs three times in an iteration
-            gradient = slot.param.grad
-            if gradient is not None and not hasattr(gradient, COLLECTED) and _is_raw(slot):
-                return True
-        return False
-
-    def drop_cleared(self) -> None:
-        """Clearing a model's gradients clears the masters' too, and a new gradient makes the master's old one void."""
+    def _unconvert(self) -> None:
+        """Before another backward pass: the masters' gradients, whatever was done to them, are the model's again."""
+        again = []
         for slot in self.mastered:
-            gradient, master = slot.param.grad, slot.master
-            if master.grad is None or slot.aside is not None:
+            if slot.converted is None:
                 continue
-            is_new = gradient is not None and not (self.delayed or self.in_buckets or hasattr(gradient, COLLECTED))
-            if gradient is None or is_new:
-                master.grad = None
-            elif (
-                getattr(gradient, COLLECTED, gradient._version) != gradient._version
-                and not passes.values(gradient).any()
-            ):
-                # zero_grad(set_to_none=False): a counted write that left nothing but zeros.
-                master.grad = None
-        if self.pending is not None and not self.is_open:
-            self._drop_cleared_pending()
-        if self._is_empty():
-            self.delayed = self.local = False
-            self.clip = self.used_flag = None
-            self.used_by = []
+            total, gradient = slot.master.raw_grad, slot.param.grad
+            slot.master.raw_grad = slot.converted = None
+            if total is None:
+                slot.param.grad = slot.exact = None
+            elif gradient is None or total.layout is not torch.strided:
+                slot.param.grad = gradient = total.to(slot.param.dtype)
+                slot.exact = Exact(total, 1.0, Seen.now(gradient))
+            else:
+                again.append((slot, total, gradient))
+        if again:
+            kernels.multi_tensor_scale([total for _, total, _ in again], [gradient for _, _, gradient in again], 1.0)
+            for slot, total, gradient in again:
+                slot.exact = Exact(total, 1.0, Seen.now(gradient))
+
+    def _clip_in_place(self) -> None:
+        """Clip now what no step has clipped."""
+        self.convert()
+        self._unconvert()
+
+    # Clearing
+
+    def drop_cleared(self) -> bool:
+        """What was found about gradients goes with them. Returns whether there are none."""
+        is_empty = self._is_empty()
+        if is_empty:
+            self.delayed_scale, self.local = None, False
+            self._forget_findings()
+        return is_empty
 
     def clear_params(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None) -> None:
         """The part of ``zero_grad`` that nobody else sees: gradients set aside, and those on the far side of a master.
@@ -303,98 +462,106 @@ class Gradients:
         ``only`` names the parameters of a model whose own ``zero_grad`` was called; None means all of the optimizer's.
         """
         if only is None:
-            self.delayed = self.local = False
-            self.pending = self.clip = self.used_flag = None
-            self.used_by = []
-        elif self.pending is not None:
-            self._keep_pending([slot for slot in self.pending.slots if slot.param not in only])
+            self.delayed_scale, self.local = None, False
+            self._forget_findings()
         for slot in self.slots:
             if only is not None and slot.param not in only:
                 continue
-            slot.aside = None
+            slot.clear()
             if slot.master is None:
                 continue
-            if only is not None:
-                slot.master.grad = None
-            elif slot.param.grad is not None:
+            slot.master.raw_grad = None
+            if only is None and slot.param.grad is not None:
                 if set_to_none:
                     slot.param.grad = None
                 else:
                     slot.param.grad.detach_().zero_()
 
-    def drop_overflowed(self) -> None:
-        """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step."""
-        self.pending = self.clip = self.used_flag = None
-        self.used_by = []
+    def drop_overflowed(self, flags: Iterable[torch.Tensor] = ()) -> None:
+        """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step.
+
+        What several optimizers share stays where its last contribution was not one of those found not to be finite.
+        """
+        self._forget_findings()
+        flags = list(flags)
         for slot in self.slots:
+            if slot.owners > 1 and slot.found_inf is not None and not any(flag is slot.found_inf for flag in flags):
+                continue
+            slot.clear()
             if slot.master is not None:
-                slot.master.grad = None
-            elif slot.param.grad is not None:
+                slot.master.raw_grad = None
+            if slot.param.grad is not None:
                 slot.param.grad = torch.zeros_like(slot.param.grad)
 
     def drop_known_overflow(self) -> None:
         """Drop gradients that nobody has cleared since a step that turned out, without waiting, to have been skipped."""
-        if any(verdict.is_known and verdict.overflowed for verdict in self.used_by):
-            self.drop_overflowed()
+        known = [verdict for verdict in self.used_by if verdict.is_known and verdict.overflowed]
+        if known:
+            self.drop_overflowed([verdict.found_inf for verdict in known])
 
     def first_non_finite(self) -> torch.Tensor | None:
         """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""
         for slot in self.slots:
-            for gradient in (slot.target.grad, slot.param.grad):
-                if gradient is not None and not torch.isfinite(passes.values(gradient)).all():
-                    return slot.param
+            gradient = slot.param.grad
+            if gradient is not None and not torch.isfinite(_values(gradient)).all():
+                return slot.param
         return None
+
+    def _forget_findings(self) -> None:
+        self.clip = self.used_flag = None
+        self.used_by, self._clipped = [], []
+
+    def _not_in(self, done: set[Slot] | None) -> list[Slot]:
+        """The slots that no other optimizer has handled; from now on nobody else does."""
+        if done is None:
+            return self.slots
+        remaining = [slot for slot in self.slots if slot not in done]
+        done.update(slot for slot in remaining if slot.owners > 1)
+        return remaining
 
     def _is_empty(self) -> bool:
         """Whether there is no gradient in the model, nor one set aside."""
         for slot in self.slots:
-            if slot.param.grad is not None or slot.aside is not None:
+            if slot.param.grad is not None or slot.stash is not None:
                 return False
         return True
 
-    def _drop_cleared_pending(self) -> None:
-        kept = []
-        for slot in self.pending.slots:
-            gradient = slot.param.grad
-            if gradient is not None and (self.in_buckets or hasattr(gradient, COLLECTED)):
-                kept.append(slot)
-                if getattr(gradient, COLLECTED, None) != gradient._version:  # somebody wrote to it
-                    mark_collected(gradient)
-                    self.pending.norm = None
-        if len(kept) != len(self.pending.slots):
-            self._keep_pending(kept)
 
-    def _keep_pending(self, slots: list[Slot]) -> None:
-        self.pending = Pending(slots, self.pending.scale) if slots else None
-
-    def _rescale(self, own_scale: Scale, low_scale: Scale) -> None:
-        """Bring the gradients that stay in ``param.grad`` to these scales."""
-        for has_master, factor in (
-            (False, ratio(own_scale, self._own_scale)),
-            (True, ratio(low_scale, self._low_scale)),
-        ):
-            if not is_one(factor):
-                gradients = [
-                    slot.param.grad
-                    for slot in self.slots
-                    if (slot.master is not None) is has_master and slot.param.grad is not None
-                ]
-                passes.scale_in_place(gradients, factor)
-        self._own_scale, self._low_scale = own_scale, low_scale
-
-    def _remaining(self, done: set[torch.Tensor] | None) -> list[Slot]:
-        """The slots whose parameters are not ``done``; from now on they are."""
-        if done is None:
-            return self.slots
-        remaining = [slot for slot in self.slots if slot.param not in done]
-        done.update(slot.param for slot in remaining)
-        return remaining
+def _places(check: Check | None, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if check is None else (check.found_inf, check.watch(params))
 
 
-def _is_raw(slot: Slot) -> bool:
-    return (
-        slot.master is not None
-        and slot.master.grad is None
-        and slot.param.grad is not None
-        and not hasattr(slot.param.grad, COLLECTED)
-    )
+def _gradient_of_master(slot: Slot) -> torch.Tensor:
+    """The tensor for a master's gradient, made where there is none yet."""
+    move_like(slot.master, slot.param)
+    gradient = slot.master.raw_grad
+    if gradient is None or gradient.layout is not torch.strided:
+        gradient = slot.master.raw_grad = torch.empty_like(slot.master)
+    return gradient
+
+
+def _join(slot: Slot, scale: Scale) -> None:
+    """Add what was stashed, times ``scale``, to the fresh gradient."""
+    stash, slot.stash = slot.stash, None
+    gradient = slot.param.grad
+    if gradient is None:
+        slot.param.grad = stash * on(scale, stash.device)
+    elif isinstance(scale, torch.Tensor) and gradient.layout is stash.layout is torch.strided:
+        kernels.multi_tensor_axpby([gradient], [stash], [gradient], 1.0, scale)  # add_(alpha=tensor) would read it
+    else:
+        gradient.add_(stash * on(scale, stash.device))
+
+
+def _drop_if(slot: Slot, found_inf: torch.Tensor) -> None:
+    """A contribution that was not finite is no part of the sum."""
+    slot.stash = torch.where(on(found_inf, slot.stash.device) != 0, torch.zeros_like(slot.stash), slot.stash)
+    slot.exact = None
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient stores: all of it, or the values of a sparse one."""
+    return gradient if gradient.layout is torch.strided else gradient._values()

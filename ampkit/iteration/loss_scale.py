@@ -77,6 +77,7 @@ class LossScaler(ABC):
     """
 
     dynamic: bool
+    unmoved_line = "Gradient overflow under no_sync(): this step is skipped; the loss scale moves at the next sync."
 
     def __init__(self, loss_scale: float) -> None:
         self.loss_id = 0
@@ -120,6 +121,11 @@ class LossScaler(ABC):
     def is_one(self) -> bool:
         """Whether this is a static scale of 1.0, which multiplies and checks nothing."""
         return not self.dynamic and self._loss_scale == 1.0
+
+    @property
+    def is_power_of_two(self) -> bool:
+        """Whether the scale, wherever it moves, is one: bfloat16 can then be divided by it without rounding."""
+        return _is_power_of_two(self._loss_scale)
 
     def current(self, device: torch.device) -> float | torch.Tensor:
         """The scale of an iteration that begins now: a number, or a copy of the one on ``device``, which will be its home.
@@ -293,6 +299,12 @@ class DynamicScaler(LossScaler):
         """What no overflow brings the scale below: ``min_loss_scale``, or a lower scale that was set by hand."""
         return min(self.min_loss_scale, self._set_by_hand)
 
+    @property
+    def is_power_of_two(self) -> bool:
+        rule = self.rule
+        numbers = (self._loss_scale, self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor)
+        return all(map(_is_power_of_two, numbers))
+
     def current(self, device: torch.device) -> torch.Tensor:
         self._live_on(device)
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -389,6 +401,10 @@ class DynamicScaler(LossScaler):
         self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0
         self._loss_scale, self._unskipped, self._overflows_left = _unpacked(state)
         return Outcome(overflowed, self._loss_scale, self._skips_in_a_row, self._skips_at_floor, culprits)
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
 
 
 def _unpacked(state: bytes) -> tuple[float, int, int]:

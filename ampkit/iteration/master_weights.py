@@ -1,87 +1,179 @@
 """Master weights: float32 parameters that take the places of lower-precision ones inside an optimizer.
 
-A `Slot` stands for one parameter of an optimizer: the model's tensor, and its master where it has one. Everything that
-handles gradients walks slots and never asks for the opt level.
+A `Slot` stands for one parameter: the model's tensor, its master where it has one, and where its gradient is. Everything
+that handles gradients walks slots and never asks for the opt level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..models.weights import Float32Value
+from ..optimizers.scales import Scale
 
-# Set on a gradient that a master has taken up, to its version at that moment.
-COLLECTED = "_ampkit_collected"
-
-
-# Set on a master that several optimizers update.
-_SHARED = "_ampkit_shared"
+_grad = torch.Tensor.grad  # torch's own, which does not look whether there is anything to convert
 
 
-def is_shared(master: torch.Tensor) -> bool:
-    """Whether several optimizers update this master, and look for its gradient there."""
-    return hasattr(master, _SHARED)
+class MasterWeight(nn.Parameter):
+    """The float32 parameter that an optimizer updates in place of a model's lower-precision one.
+
+    Its gradient is made when somebody looks at it: the optimizer's step, a script that clips ``optimizer.param_groups``.
+    A copy of it, or what is unpickled, is an ordinary parameter.
+    """
+
+    _gradients: Callable[[], Any] | None = None
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        gradients = self._gradients and self._gradients()
+        if gradients is not None:
+            gradients.convert_for_reader()
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        gradients = self._gradients and self._gradients()
+        if gradients is not None:
+            gradients.convert_for_reader()
+        _grad.__set__(self, value)
+        if gradients is not None:
+            gradients.note_written(self)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def raw_grad(self) -> torch.Tensor | None:
+        """What stands there, without a conversion."""
+        return _grad.__get__(self)
+
+    @raw_grad.setter
+    def raw_grad(self, value: torch.Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+    def belongs_to(self, gradients: Any) -> None:
+        """Have these `Gradients`, while they live, convert what there is before anybody sees the gradient."""
+        self._gradients = weakref.ref(gradients)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
 
 
-def mark_collected(gradient: torch.Tensor) -> None:
-    """Note on a gradient of the model that the master has it."""
-    setattr(gradient, COLLECTED, gradient._version)
+# By default torch's optimizers update in lists only what is in this one.
+_in_lists = getattr(sys.modules["torch.optim.optimizer"], "_foreach_supported_types", None)
+if _in_lists is not None and MasterWeight not in _in_lists:
+    _in_lists.append(MasterWeight)
+
+
+class Seen(NamedTuple):
+    """A gradient, or that there was none, and its version when somebody relied on it."""
+
+    gradient: torch.Tensor | None
+    version: int
+
+    @classmethod
+    def now(cls, gradient: torch.Tensor | None) -> Seen:
+        return cls(gradient, 0 if gradient is None else gradient._version)
+
+    def is_still(self, gradient: torch.Tensor | None) -> bool:
+        """Whether it is the same tensor, and nobody has written to it since, as far as torch counts."""
+        return gradient is self.gradient and (gradient is None or gradient._version == self.version)
+
+
+class Exact(NamedTuple):
+    """A gradient more exactly than ``param.grad`` can hold it: ``values`` / ``scale``, and what it was rounded to.
+
+    ``values`` is the float16 gradient as the backward pass left it, or the float32 sum of several blocks.
+    """
+
+    values: torch.Tensor
+    scale: Scale
+    rounded: Seen
 
 
 class Slot:
-    """One parameter: ``param`` is what the model computes with, ``target`` what the optimizer updates."""
+    """One parameter: ``param`` is what the model computes with, ``target`` what optimizers update.
 
-    __slots__ = ("aside", "entry", "master", "param")
+    Its gradient, unscaled, is ``param.grad``; or what was ``converted`` into the master's, from then on. While a backward pass
+    runs, the gradient of earlier ones is in ``stash``. ``exact`` is the gradient before it was rounded, if it was.
+    ``owners`` counts the optimizers that update it. Where there are several, ``found_inf`` is the flag of the block that the
+    gradient came from.
+    """
 
-    def __init__(self, param: torch.Tensor, master: nn.Parameter | None, entry: Float32Value | None) -> None:
+    __slots__ = ("__weakref__", "converted", "entry", "exact", "found_inf", "master", "owners", "param", "stash")
+
+    def __init__(self, param: torch.Tensor, master: MasterWeight | None, entry: Float32Value | None) -> None:
         self.param = param
         self.master = master
         self.entry = entry
-        self.aside: torch.Tensor | None = None
+        self.owners = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything about the gradient but ``param.grad``."""
+        self.stash: torch.Tensor | None = None
+        self.exact: Exact | None = None
+        self.converted: Seen | None = None
+        self.found_inf: torch.Tensor | None = None
 
     @property
     def target(self) -> torch.Tensor:
         return self.param if self.master is None else self.master
 
 
-def make_slots(group: dict[str, Any], state: dict, values: dict[torch.Tensor, Float32Value]) -> Iterator[Slot]:
-    """Put masters into one parameter group of an optimizer, for every parameter that ``values`` knows a float32 value of.
+class Slots:
+    """The slots of a session, one for each parameter, however many optimizers update it."""
 
-    The optimizer's state moves to the masters as it is: it was float32 and stays so.
-    """
-    for index, param in enumerate(group["params"]):
-        entry = values.get(param)
-        if entry is None:
-            yield Slot(param, None, None)
-            continue
-        master = make_master(entry, param)
-        group["params"][index] = master
-        if param in state:
-            state[master] = state.pop(param)
-        slot = Slot(param, master, entry)
-        if master.grad is not None and param.grad is not None:  # from before initialize
-            mark_collected(param.grad)
-        yield slot
+    def __init__(self) -> None:
+        self._slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()  # by the parameter's id
+
+    def put_into(self, group: dict[str, Any], state: dict, values: dict[torch.Tensor, Float32Value]) -> Iterator[Slot]:
+        """Put masters into one parameter group of an optimizer, for every parameter that ``values`` knows a float32 value of.
+
+        The optimizer's state moves to the masters as it is: it was float32 and stays so.
+        """
+        for index, param in enumerate(group["params"]):
+            slot = self._slots.get(id(param))
+            if slot is None:
+                entry = values.get(param)
+                slot = Slot(param, None if entry is None else make_master(entry, param), entry)
+                self._slots[id(param)] = slot
+                if slot.master is not None and slot.master.raw_grad is not None and param.grad is not None:
+                    # From before initialize.
+                    slot.exact = Exact(slot.master.raw_grad, 1.0, Seen.now(param.grad))
+                    slot.master.raw_grad = None
+            if slot.master is not None:
+                group["params"][index] = slot.master
+                if param in state:
+                    state[slot.master] = state.pop(param)
+            yield slot
 
 
-def make_master(entry: Float32Value, param: torch.Tensor) -> nn.Parameter:
-    """The master of a parameter: its float32 value itself, on the parameter's device; shared when it exists already."""
-    if not isinstance(entry.value, nn.Parameter):
-        value = param.detach().float() if entry.value is None else entry.value.to(param.device)
-        entry.value = nn.Parameter(value, requires_grad=param.requires_grad)
-        entry.value.grad, entry.gradient = entry.gradient, None
+def make_master(entry: Float32Value, param: torch.Tensor) -> MasterWeight:
+    """The master of a parameter: its float32 value itself, on the parameter's device."""
+    if not isinstance(entry.value, MasterWeight):
+        value = param.detach().float() if entry.value is None else entry.value.detach().to(param.device)
+        entry.value = MasterWeight(value, requires_grad=param.requires_grad)
+        entry.value.raw_grad, entry.gradient = entry.gradient, None
         entry.agree(param)
-    else:
-        setattr(entry.value, _SHARED, True)
     return entry.value
 
 
 def put_params_back(group: dict[str, Any], state: dict, param_of: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Undo `make_slots` for one parameter group."""
+    """Undo `Slots.put_into` for one parameter group."""
     for index, master in enumerate(group["params"]):
         param = param_of.get(master)
         if param is not None:

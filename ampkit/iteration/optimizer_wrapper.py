@@ -23,12 +23,12 @@ from ..casting.tensors import LOWER_PRECISION, cast_floating
 from ..errors import ClosureError, ConfigurationError
 from ..models.weights import Float32Value, write_lower
 from ..optimizers.fused import FusedOptimizer, StepInputs
-from ..optimizers.scales import inverse, is_one, on
+from ..optimizers.scales import on
 from ..patching import PatchSet
-from .found_inf import Check, Verdict
+from .found_inf import Bystander, Check, Verdict
 from .gradients import Gradients
 from .loss_scale import LossScaler
-from .master_weights import Slot, make_slots, put_params_back
+from .master_weights import Slot, Slots, put_params_back
 from .running_statistics import Snapshot, after_step
 
 WRAPPER_KEY = "_ampkit"
@@ -46,6 +46,9 @@ class Owner(Protocol):
     def report_skip(self, wrapper: OptimizerWrapper, verdict: Verdict) -> None:
         """Log a skipped step; raises `LossScaleError` when it is hopeless."""
 
+    @property
+    def has_dynamic_loss_scale(self) -> bool: ...
+
     def report_late(self, wrapper: OptimizerWrapper, verdicts: list[Verdict]) -> None:
         """Log it if a step was skipped on the device, as soon as that is known."""
 
@@ -57,19 +60,17 @@ class _SkippedInClosure(Exception):
 class OptimizerWrapper:
     """One optimizer of a session: its slots, its gradients, its verdicts, and the methods that replace its own."""
 
-    def __init__(
-        self, optimizer: Any, owner: Owner, values: Mapping[torch.Tensor, Float32Value], *, refuse_closures: bool
-    ) -> None:
+    def __init__(self, optimizer: Any, owner: Owner, slots: Slots, values: Mapping[torch.Tensor, Float32Value]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.owner = owner
-        self._refuses_closures = refuse_closures
+        self._slots = slots
         self._patches = PatchSet()
-        self._in_closure = False
         self.verdicts: list[Verdict] = []
         self.unchecked: list[tuple[LossScaler, Check]] = []
         self.delayed_with: LossScaler | None = None
         self._skipped: bool | torch.Tensor = False
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
+        self._used_flags: list[torch.Tensor] = []
         self.active = True
         self.gradients = Gradients()
         self._takes_step_inputs = _takes_step_inputs(optimizer)
@@ -77,7 +78,7 @@ class OptimizerWrapper:
         self.gradients.reads_lower = self._takes_step_inputs
         try:
             for group in optimizer.param_groups:
-                self.gradients.add(make_slots(group, optimizer.state, values))
+                self.gradients.add(slots.put_into(group, optimizer.state, values))
             self._install(optimizer)
         except BaseException:
             self.detach()
@@ -93,7 +94,7 @@ class OptimizerWrapper:
         if isinstance(self._skipped, torch.Tensor):
             self._skipped = bool(self._skipped.item())
             if self._skipped and self.gradients.used_flag is not None:
-                self.gradients.drop_overflowed()
+                self.gradients.drop_overflowed(self._used_flags)
         return self._skipped
 
     @property
@@ -103,8 +104,8 @@ class OptimizerWrapper:
     def detach(self) -> None:
         """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
         optimizer = self.optimizer
-        if optimizer is not None and wrapper_of(optimizer) is self and not self.gradients.is_open:
-            self.synchronize_gradients()
+        if not self.gradients.is_open:
+            self._settle()
         self.active = False
         self._patches.restore()
         masters = list(self.gradients.mastered)
@@ -117,7 +118,7 @@ class OptimizerWrapper:
             slot.entry.synchronize(slot.param)
             slot.param.grad = None
             slot.param.data = slot.master.data
-            slot.param.grad = slot.master.grad
+            slot.param.grad = slot.master.raw_grad
         self.gradients.forget_slots()
 
     def matched_state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -151,7 +152,7 @@ class OptimizerWrapper:
         stale = [
             slot
             for slot in self.gradients.mastered
-            if everything or slot.master.grad is not None or slot.master._version != slot.entry.value_version
+            if everything or slot.master.raw_grad is not None or slot.master._version != slot.entry.value_version
         ]
         _round_into_model(stale)
 
@@ -186,6 +187,9 @@ class OptimizerWrapper:
         if callable(closure):
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *rest, **kwargs)
+        return self._step_once(original, *args, **kwargs)
+
+    def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._takes_step_inputs:
             return self._step_on_device(original, args, kwargs)
         self.synchronize_gradients()
@@ -205,24 +209,25 @@ class OptimizerWrapper:
         self._write_stale()
         found_inf = self._found_inf()
         masters = gradients.mastered
-        pending = gradients.pending
         optimizer.inputs = StepInputs(
-            pending={slot.master: slot.param.grad for slot in pending.slots} if pending is not None else {},
+            pending=gradients.inputs_of_step(),
             lower={slot.master: slot.param for slot in masters},
-            inv_scale=None if pending is None or is_one(pending.scale) else inverse(pending.scale),
             clip=gradients.clip,
             found_inf=found_inf,
             total_norm=gradients.total_norm,
         )
+        gradients.is_stepping = True
         try:
             with _casting_disabled():
                 result = original(*args, **kwargs)
                 after_step(self.snapshots, found_inf)
         finally:
             optimizer.inputs = None
+            gradients.is_stepping = False
         for slot in masters:
             if slot.master._version != slot.entry.value_version:
                 slot.entry.agree(slot.param)
+        gradients.end_step()
         _drop_casts()
         return result
 
@@ -248,25 +253,37 @@ class OptimizerWrapper:
             coefficient = kernels.clip_coefficient(norm, max_norm)
             # Where the norm is not finite the finding decides: inf times 0 would make NaN of it.
             coefficient = torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient))
-            gradients.clip = coefficient if gradients.clip is None else gradients.clip * coefficient
-            if not self._takes_step_inputs:
-                gradients.materialise()
+            gradients.clip_by(coefficient)
         return norm
 
     def _step_with_closure(
         self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self._refuses_closures:
-            raise ClosureError(
-                "optimizer.step(closure) cannot be combined with a dynamic loss scale: an overflow inside the closure would "
-                "have to skip a step that has begun. Use a static scale (loss_scale=128.0), or bfloat16 without one "
-                "(opt_level='O4' or 'O5'), or call the closure yourself and step() without it."
-            )
-        self._skipped = False
+        if not _evaluates_once(self.optimizer):
+            return self._step_that_may_evaluate_again(original, closure, *args, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        self._step_once(original, *args, **kwargs)
+        return loss
 
+    def _step_that_may_evaluate_again(
+        self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Each evaluation sees the masters as they are by then; an overflow in one takes the whole step back."""
+        self._skipped = False
+        loss, evaluations = None, 0
+        before = [(slot.target, slot.target.detach().clone()) for slot in self.gradients.slots]
         casting_off = _casting_disabled()
 
         def evaluate() -> Any:
+            nonlocal loss, evaluations
+            evaluations += 1
+            if evaluations > 1 and self.owner.has_dynamic_loss_scale:
+                raise ClosureError(
+                    f"{type(self.optimizer).__name__} evaluated its closure a second time in one step, which a dynamic loss "
+                    "scale does not allow: the scale may move between two evaluations. Use a static scale (loss_scale=128.0), "
+                    "or bfloat16 without one (opt_level='O4' or 'O5'). The parameters are as they were before the step."
+                )
             self.write_masters_to_model()
             # As it was where step() was called.
             with getattr(casting_off, "paused", nullcontext)():
@@ -279,32 +296,46 @@ class OptimizerWrapper:
         try:
             with casting_off:
                 result = original(evaluate, *args, **kwargs)
-        except _SkippedInClosure:
-            result = self._skip()
+        except (_SkippedInClosure, ClosureError) as error:
+            with torch.no_grad():
+                for target, value in before:
+                    target.copy_(value)
+            if isinstance(self.optimizer, torch.optim.LBFGS):
+                self.optimizer.state.clear()  # it would look for what the rest of the step leaves there
+            self.write_masters_to_model()
+            self.gradients.end_step()
+            if isinstance(error, ClosureError):
+                raise
+            self._skip()
+            return loss
         self._end_step()
         return result
 
     def _end_step(self) -> None:
         self.write_masters_to_model()
+        self.gradients.end_step()
         _drop_casts()
         after_step(self.snapshots, False)
 
     def synchronize_gradients(self, for_fused_step: bool = False) -> None:
-        """Bring every pending gradient, unscaled, to where the optimizer and ``master_params`` look for it.
+        """Bring every gradient, unscaled, to where the optimizer and ``master_params`` look for it.
 
         ``for_fused_step`` leaves those that such a step reads where they are.
         """
         gradients = self.gradients
-        gradients.drop_cleared()
+        gradients.refuse_unseen_writes()
+        self._settle(for_fused_step)
+
+    def _settle(self, for_fused_step: bool = False) -> None:
+        gradients = self.gradients
+        self.drop_cleared()
         for slot in gradients.mastered:
             # Else the step would undo what was written to the model since its forward.
             slot.entry.synchronize(slot.param)
-        if gradients.delayed:
+        if gradients.delayed_scale is not None:
             self.owner.finish_delayed(self)
-        elif gradients.uncollected():
-            gradients.collect_raw()
         if not for_fused_step:
-            gradients.materialise()
+            gradients.convert()
 
     def _write_stale(self) -> None:
         """Bring edits of masters to the model before a step that may leave both alone."""
@@ -322,6 +353,7 @@ class OptimizerWrapper:
             if check.verdict not in (None, *self.verdicts):
                 self.verdicts.append(check.verdict)
         verdicts, self.verdicts = self.verdicts, []
+        self._used_flags = [verdict.found_inf for verdict in verdicts]
         return verdicts
 
     def _must_skip(self) -> bool:
@@ -344,17 +376,26 @@ class OptimizerWrapper:
         self._skipped = False if self.gradients.used_flag is None else self.gradients.used_flag
         return self.gradients.used_flag
 
+    def drop_cleared(self) -> None:
+        """What was found about gradients goes with them."""
+        if self.gradients.drop_cleared():
+            self._drop_bystanders_verdicts()
+
+    def _drop_bystanders_verdicts(self) -> None:
+        self.verdicts = [verdict for verdict in self.verdicts if not isinstance(verdict.scaler, Bystander)]
+
     def _skip(self) -> None:
         after_step(self.snapshots, True)
-        self.gradients.drop_overflowed()
+        self.gradients.drop_overflowed(self._used_flags)
         _drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
             self.optimizer._opt_called = True
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
+        self._drop_bystanders_verdicts()
         self.gradients.clear_params(set_to_none=args[0] if args else kwargs.get("set_to_none", True))
+        original(*args, **kwargs)
 
     def _add_param_group(self, original: Callable[..., Any], group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         params = group.get("params", ()) if isinstance(group, dict) else ()
@@ -372,7 +413,7 @@ class OptimizerWrapper:
         result = original(group, *args, **kwargs)
         values = self.owner.float32_values()
         for added in optimizer.param_groups[before:]:
-            self.gradients.add(make_slots(added, optimizer.state, values))
+            self.gradients.add(self._slots.put_into(added, optimizer.state, values))
         return result
 
 
@@ -387,6 +428,12 @@ def _round_into_model(slots: list[Slot]) -> None:
         write_lower([slot.master for slot in slots], [slot.param for slot in slots])
         for slot in slots:
             slot.entry.agree(slot.param)
+
+
+def _evaluates_once(optimizer: Any) -> bool:
+    """Whether ``step(closure)`` is known to call the closure once, and before anything else."""
+    module = type(optimizer).__module__
+    return module.startswith(("torch.optim.", "ampkit.")) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _takes_step_inputs(optimizer: Any) -> bool:

@@ -20,9 +20,10 @@ from ..casting.engine import active_casting
 from ..errors import ConfigurationError, LossIdError, LossScaleError, NotInitializedError
 from ..logs import logger
 from ..optimizers.scales import on
-from .found_inf import Check, Verdict
+from .found_inf import Bystander, Check, Verdict
 from .gradients import LISTS_OF_A_COLLECTION
 from .loss_scale import DynamicLossScale, DynamicScaler, LossScaler, StaticScaler
+from .master_weights import Slot
 from .optimizer_wrapper import OptimizerWrapper
 
 SKIPS_BEFORE_DIAGNOSIS = 25
@@ -83,8 +84,9 @@ class LossScaling:
         scaler: LossScaler,
         delay_unscale: bool,
         delay_overflow_check: bool,
+        bystanders: Sequence[OptimizerWrapper] = (),
     ) -> Iterator[torch.Tensor]:
-        """See `ampkit.scale_loss`."""
+        """See `ampkit.scale_loss`. ``bystanders`` were not named, but the backward pass may reach their parameters."""
         for wrapper in wrappers:
             if not wrapper.active:  # closed since scale_loss was called
                 raise NotInitializedError(
@@ -106,24 +108,32 @@ class LossScaling:
         passed: list[torch.Tensor] = []
         if scaled.requires_grad:
             scaled.register_hook(passed.append)
-        self._open(wrappers, scale)
+        bystanders = [wrapper for wrapper in bystanders if not wrapper.gradients.is_open]
+        self._open(wrappers, bystanders, scale)
         try:
             yield scaled
         except BaseException:
-            done: set[torch.Tensor] | None = set() if len(wrappers) > 1 else None
-            for wrapper in wrappers:
-                wrapper.gradients.put_back(done)
+            handled: set[Slot] = set()
+            for wrapper in (*wrappers, *_still_open(bystanders)):
+                wrapper.gradients.put_back(scale, handled)
             _end_of_casts(keep=False)
             raise
         if scaled.requires_grad and not passed:
             self._warn_if_unscaled(wrappers)
         local = self._backward_was_local()
+        bystanders = _still_open(bystanders)
         if delay_unscale:
-            for wrapper in wrappers:
-                wrapper.gradients.keep_scaled(scale)
-                wrapper.delayed_with = scaler
+            for wrapper in (*wrappers, *bystanders):
+                if wrapper in bystanders and not wrapper.gradients.has_fresh:
+                    wrapper.gradients.put_back(scale)
+                else:
+                    wrapper.gradients.keep_scaled(scale)
+                    wrapper.delayed_with = scaler
         else:
-            self._collect(wrappers, scaler, scale, home, local, delay_overflow_check)
+            done: set[Slot] | None = set() if bystanders or len(wrappers) > 1 else None
+            reached = _Reached(scaled)
+            self._collect(wrappers, scaler, scale, home, done, reached, local, delay_overflow_check)
+            self._collect_for_bystanders(bystanders, scaler, scale, home, done, reached, local)
         _end_of_casts(delay_unscale)
 
     def _warn_if_unscaled(self, wrappers: list[OptimizerWrapper]) -> None:
@@ -131,7 +141,7 @@ class LossScaling:
         arrived = any(
             slot.param.grad is not None
             for wrapper in wrappers
-            if not (wrapper.gradients.delayed or wrapper.gradients.local)
+            if not wrapper.gradients.stays
             for slot in wrapper.gradients.slots
         )
         if arrived and not self._told_of_unscaled:
@@ -154,7 +164,7 @@ class LossScaling:
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """A step while gradients still wait after ``delay_unscale=True``: end the iteration as ``scale_loss`` would have."""
         scaler = wrapper.delayed_with or self.scalers[0]
-        self._collect([wrapper], scaler, wrapper.gradients.waiting_scale, _home([wrapper]))
+        self._collect([wrapper], scaler, wrapper.gradients.delayed_scale, _home([wrapper]))
 
     def report_skip(self, verdict: Verdict, culprit: Callable[[Verdict], str]) -> None:
         """Log a skipped step once, name the ``culprit`` when there were many, give up when it is hopeless."""
@@ -163,9 +173,7 @@ class LossScaling:
         verdict.reported = True
         scaler, outcome = verdict.scaler, verdict.outcome
         if not verdict.moves_scale:
-            logger.info(
-                "Gradient overflow under no_sync(): this step is skipped; the loss scale moves at the next sync."
-            )
+            logger.info(scaler.unmoved_line)
             return
         logger.info(scaler.overflow_line(outcome))
         if outcome.skips_in_a_row and outcome.skips_in_a_row % SKIPS_BEFORE_DIAGNOSIS == 0:
@@ -214,26 +222,37 @@ class LossScaling:
     def _checks(self, scaler: LossScaler) -> bool:
         return not scaler.is_one  # it may have been set by hand
 
-    def _open(self, wrappers: list[OptimizerWrapper], scale: float | torch.Tensor) -> None:
-        if any(wrapper.gradients.is_open for wrapper in wrappers):
-            raise ConfigurationError(
-                "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
-                "entering the second: gradients of several losses add up across blocks."
-            )
-        ddp = self._ddp() if self._ddp is not None else None
+    def _open(
+        self, wrappers: Sequence[OptimizerWrapper], bystanders: Sequence[OptimizerWrapper], scale: float | torch.Tensor
+    ) -> None:
         for wrapper in wrappers:
-            wrapper.gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
-            wrapper.gradients.drop_cleared()
-            wrapper.gradients.drop_known_overflow()
+            gradients = wrapper.gradients
+            if gradients.is_open and (not gradients.is_bystander or gradients.has_fresh):
+                raise ConfigurationError(
+                    "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
+                    "entering the second: gradients of several losses add up across blocks."
+                )
+        ddp = self._ddp() if self._ddp is not None else None
+        for wrapper in (*wrappers, *bystanders):
+            gradients = wrapper.gradients
+            if gradients.is_open:  # the block around this one did not name it
+                gradients.put_back(scale)
+            gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
+            wrapper.drop_cleared()
+            gradients.drop_known_overflow()
         for wrapper in wrappers:
             wrapper.gradients.open(scale)
+        for wrapper in bystanders:
+            wrapper.gradients.open(scale, is_bystander=True)
 
     def _collect(
         self,
-        wrappers: list[OptimizerWrapper],
+        wrappers: Sequence[OptimizerWrapper],
         scaler: LossScaler,
         scale: float | torch.Tensor,
         home: torch.device,
+        done: set[Slot] | None = None,
+        reached: _Reached | None = None,
         local: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
@@ -242,9 +261,15 @@ class LossScaling:
             # What delay_overflow_check=True passed on is in the flag already.
             check, scaler.carried = scaler.carried, None
             check = check or Check(home, LISTS_OF_A_COLLECTION * len(wrappers))
-        done: set[torch.Tensor] | None = set() if len(wrappers) > 1 else None
         for wrapper in wrappers:
-            wrapper.gradients.collect(scale, check, local=local, done=done)
+            wrapper.gradients.collect(
+                scale,
+                check,
+                local=local,
+                exact_in_place=scaler.is_power_of_two,
+                done=done,
+                was_reached=reached,
+            )
         if check is None:
             return
         if delay_overflow_check:
@@ -255,6 +280,55 @@ class LossScaling:
         verdict = scaler.judge(check, moves_scale=not local)
         for wrapper in wrappers:
             wrapper.verdicts.append(verdict)
+
+    def _collect_for_bystanders(
+        self,
+        bystanders: Sequence[OptimizerWrapper],
+        scaler: LossScaler,
+        scale: float | torch.Tensor,
+        home: torch.device,
+        done: set[Slot] | None,
+        reached: _Reached,
+        local: bool,
+    ) -> None:
+        """Gradients that a block leaves in parameters of optimizers that it did not name: as the others, but no scale moves."""
+        for wrapper in bystanders:
+            check = Check(home, LISTS_OF_A_COLLECTION) if self._checks(scaler) else None
+            wrapper.gradients.collect(
+                scale, check, local=local, exact_in_place=scaler.is_power_of_two, done=done, was_reached=reached
+            )
+            if check is not None:
+                check.end(None)
+                wrapper.verdicts.append(Verdict(Bystander(), check, moves_scale=False))
+
+
+def _still_open(bystanders: Sequence[OptimizerWrapper]) -> list[OptimizerWrapper]:
+    """Those that no block inside of this one has named."""
+    return [wrapper for wrapper in bystanders if wrapper.gradients.is_open and wrapper.gradients.is_bystander]
+
+
+class _Reached:
+    """Whether a backward pass came to a parameter: its graph is walked when somebody asks, which is rare."""
+
+    def __init__(self, scaled: torch.Tensor) -> None:
+        self._scaled = scaled
+        self._params: set[torch.Tensor] | None = None
+
+    def __call__(self, param: torch.Tensor) -> bool:
+        if self._params is None:
+            self._params = set()
+            waiting = [self._scaled.grad_fn]
+            seen = set(waiting)
+            while waiting:
+                node = waiting.pop()
+                if node is None:
+                    continue
+                if hasattr(node, "variable"):
+                    self._params.add(node.variable)
+                following = {following for following, _ in node.next_functions} - seen
+                seen |= following
+                waiting += following
+        return param in self._params
 
 
 def _make_scaler(plan: Settings) -> LossScaler:

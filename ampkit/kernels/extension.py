@@ -17,7 +17,7 @@ _C = importlib.import_module("ampkit._C")
 built_with: str = _C.torch_version
 _STEPS = ("sgd", "adam", "adagrad", "lamb", "novograd")
 _OPERATORS = (
-    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "l2norm", "unscale_l2norm", *_STEPS)),
+    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "restore", "l2norm", "unscale_l2norm", *_STEPS)),
     "update_scale",
     "cpu_capability",
 )
@@ -38,6 +38,11 @@ def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
 def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1, first_bad=None):
     ops.multi_tensor_axpby(xs, ys, outputs, *_number(a), *_number(b), found_inf, arg_to_check, first_bad)
     _mark_written(outputs, found_inf, first_bad)
+
+
+def multi_tensor_restore(grads, exacts, outputs, inv_scale, factor=1.0, zeros_count=False):
+    ops.multi_tensor_restore(grads, exacts, outputs, *_number(inv_scale), *_number(factor), zeros_count)
+    _mark_written(outputs)
 
 
 def multi_tensor_l2norm(tensors, per_tensor=False):
@@ -265,7 +270,7 @@ def _writes_only(*args):
     return None
 
 
-for _name in ("scale", "axpby", *_STEPS):
+for _name in ("scale", "axpby", "restore", *_STEPS):
     torch.library.register_fake(f"ampkit::multi_tensor_{_name}", _writes_only)
 torch.library.register_fake("ampkit::update_scale", _writes_only)
 

@@ -67,6 +67,27 @@ def multi_tensor_axpby(
 
 
 @without_grad
+def multi_tensor_restore(
+    grads: Tensors,
+    exacts: Tensors,
+    outputs: Tensors,
+    inv_scale: Number,
+    factor: Number = 1.0,
+    zeros_count: bool = False,
+) -> None:
+    """outputs[i] = factor * (exacts[i] * inv_scale where grads[i] still is what that rounds to, else grads[i]).
+
+    Gives back what ``exacts`` had known before ``grads`` were rounded, wherever nobody has written since. With ``zeros_count``
+    a zero in ``grads`` was written by somebody, and stays. Outputs may be inputs.
+    """
+
+    def call(route):
+        route.kernels.multi_tensor_restore(*route.lists, route.here(inv_scale), route.here(factor), zeros_count)
+
+    serve("multi_tensor_restore", {"grads": grads, "exacts": exacts, "outputs": outputs}, call)
+
+
+@without_grad
 def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """(Euclidean norm of all tensors together, float32 [1]; the norm of each, float32 [n], or [0] unless asked for).
 

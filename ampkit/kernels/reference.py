@@ -25,6 +25,7 @@ __all__ = [
     "multi_tensor_l2norm",
     "multi_tensor_lamb",
     "multi_tensor_novograd",
+    "multi_tensor_restore",
     "multi_tensor_scale",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
@@ -77,6 +78,18 @@ def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1, f
     for x, y, out in zip(xs, ys, outputs):
         dtype = compute_dtype(x, y)
         out.copy_((x.to(dtype) * _factor(a)).add_(y.to(x.device, dtype) * _factor(b)))
+
+
+def multi_tensor_restore(grads, exacts, outputs, inv_scale, factor=1.0, zeros_count=False):
+    """outputs[i] = factor * (exacts[i] * inv_scale where grads[i] still is what that rounds to, else grads[i])."""
+    check_lists("multi_tensor_restore", grads=grads, exacts=exacts, outputs=outputs)
+    for grad, exact, out in zip(grads, exacts, outputs):
+        dtype = compute_dtype(grad, exact)
+        unscaled = exact.to(dtype) * _factor(inv_scale)
+        stays = unscaled.to(grad.dtype) == grad
+        if zeros_count:
+            stays &= grad != 0
+        out.copy_(torch.where(stays, unscaled, grad.to(dtype)) * _factor(factor))
 
 
 def multi_tensor_l2norm(tensors, per_tensor=False):

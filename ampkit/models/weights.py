@@ -360,9 +360,9 @@ def follow_devices(model: nn.Module) -> None:
 def move_like(master: nn.Parameter, tensor: torch.Tensor) -> None:
     """Move a master and its gradient to the device of its weight."""
     if master.device != tensor.device:
-        gradient, master.grad = master.grad, None
+        gradient, master.raw_grad = master.raw_grad, None
         master.data = master.data.to(tensor.device)
-        master.grad = None if gradient is None else gradient.to(tensor.device)
+        master.raw_grad = None if gradient is None else gradient.to(tensor.device)
 
 
 def restore_weights(model: nn.Module) -> None:

@@ -68,6 +68,23 @@ def test_axpby_rounds_each_float32_step(ops, device, dtypes):
         assert_same(out, rounded(ax.double() + by.double(), dtypes[2]))
 
 
+@pytest.mark.parametrize("zeros_count", [False, True])
+@pytest.mark.parametrize("dtypes", list(itertools.product(KERNEL_DTYPES, repeat=3)))
+def test_restore_keeps_what_was_written(ops, device, dtypes, zeros_count):
+    """Every third element was written to, every seventh is a zero; the others are what the exact values round to."""
+    exacts = [random(size, dtypes[1], device) * 2.0**-14 for size in SIZES[:6]]
+    unscaled = [(exact.double() * 0.125).to(F32) for exact in exacts]
+    grads = [x.to(dtypes[0]) for x in unscaled]
+    for grad in grads:
+        grad.view(-1)[::3] += 0.25
+        grad.view(-1)[::7] = 0.0
+    outputs = [torch.full_like(x, 7.0, dtype=dtypes[2]) for x in exacts]
+    ops.multi_tensor_restore(grads, exacts, outputs, 0.125, 3.0, zeros_count)
+    for grad, x, out in zip(grads, unscaled, outputs):
+        stays = (x.to(dtypes[0]) == grad) & ((grad != 0) | (not zeros_count))
+        assert_same(out, rounded(torch.where(stays, x.double(), grad.double()) * 3.0, dtypes[2]))
+
+
 @pytest.mark.parametrize("per_tensor", [False, True])
 def test_l2norm_of_mixed_dtypes(ops, device, per_tensor):
     tensors = [random(size, dtype, device) for size, dtype in zip(SIZES, itertools.cycle(KERNEL_DTYPES))]

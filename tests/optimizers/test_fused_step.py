@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex import optimizers as apex_optimizers
+from ampkit.iteration.master_weights import MasterWeight
 from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 from ampkit.parallel import LARC
 
@@ -77,23 +78,15 @@ def masters(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def scale_of(level):
-    return ampkit.state_dict()["loss_scaler0"]["loss_scale"] if level == "O2" else 1.0
-
-
 def float64_twin(make_twin, optimizer):
     """torch.optim in float64, from the masters as they are now."""
     params = [nn.Parameter(p.detach().double()) for p in masters(optimizer)]
     return params, make_twin(params)
 
 
-def gradients_in_float64(model, level):
-    """What the backward pass left in the model: times the loss scale where the weights were cast."""
-    scale = scale_of(level)
-    return [
-        None if p.grad is None else p.grad.double() / (scale if p.dtype is not torch.float32 else 1.0)
-        for p in model.parameters()
-    ]
+def gradients_in_float64(model):
+    """What the backward pass left in the model, unscaled."""
+    return [None if p.grad is None else p.grad.double() for p in model.parameters()]
 
 
 def assert_model_is_the_rounded_masters(model, optimizer):
@@ -112,9 +105,9 @@ def test_step_agrees_with_float64_torch_optim(name, level):
         model.zero_grad()
         # Apex counts steps for all of a group, not for each parameter.
         backward_on_batch(model, optimizer, step, with_side=step != 2 or name == "apex FusedAdam")
-        for param, gradient in zip(params, gradients_in_float64(model, level)):
+        for param, gradient in zip(params, gradients_in_float64(model)):
             param.grad = gradient
-        assert all(p.grad is None for p in masters(optimizer) if p.requires_grad and p.shape != (8,))
+        assert all(p.raw_grad is None for p in masters(optimizer) if p.requires_grad and p.shape != (8,))
         optimizer.step()
         twin.step()
         assert_model_is_the_rounded_masters(model, optimizer)
@@ -132,7 +125,7 @@ def test_materialised_gradients_give_the_same_step(name, level):
             optimizer.zero_grad()
             backward_on_batch(model, optimizer, step)
             if looks:
-                expected = gradients_in_float64(model, "O2")  # at O5, too, the loss is scaled here
+                expected = gradients_in_float64(model)
                 assert_all_close(
                     [p.grad for p in ampkit.master_params(optimizer) if p.grad is not None],
                     [gradient for gradient in expected if gradient is not None],
@@ -153,7 +146,7 @@ def test_lamb_clips_in_a_session_as_it_does_alone(level):
     for step in range(3):
         optimizer.zero_grad()
         backward_on_batch(model, optimizer, step)
-        for param, gradient in zip(params, gradients_in_float64(model, level)):
+        for param, gradient in zip(params, gradients_in_float64(model)):
             param.grad = None if gradient is None else gradient.float()
         norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         assert norm > 2 * settings["max_grad_norm"]
@@ -186,10 +179,8 @@ def test_clipping_is_torchs_in_float64(name, way, level):
     for step in range(3):
         optimizer.zero_grad()
         backward_on_batch(model, optimizer, step)
-        scale = 64.0 if level == "O2" else 1.0
-        for param, weight in zip(params, model.parameters()):
-            own = 1.0 if weight.dtype is torch.float32 else scale
-            param.grad = None if weight.grad is None else weight.grad.double() / own
+        for param, gradient in zip(params, gradients_in_float64(model)):
+            param.grad = gradient
         found = CLIPS[way](optimizer, 0.1)
         expected = torch.nn.utils.clip_grad_norm_(params, 0.1)
         assert found.shape == () and math.isclose(found.item(), expected.item(), rel_tol=1e-5)
@@ -204,7 +195,7 @@ def test_clipping_goes_by_the_gradients_as_they_are_after_an_edit():
     for param in model.parameters():
         if param.grad is not None:
             param.grad.mul_(4.0)
-    edited = [gradient for gradient in gradients_in_float64(model, "O2") if gradient is not None]
+    edited = [gradient for gradient in gradients_in_float64(model) if gradient is not None]
     found = ampkit.clip_grad_norm_(optimizer, 1.0)
     assert math.isclose(found.item(), torch.nn.utils.get_total_norm(edited).item(), rel_tol=1e-5)
 
@@ -294,13 +285,13 @@ def test_second_micro_batch_makes_float32_accumulators_and_delayed_ones_do_not()
         p for p, w in zip(masters(optimizer), model.parameters()) if w.dtype is not torch.float32 and p.requires_grad
     ]
     backward_on_batch(model, optimizer)
-    assert all(p.grad is None for p in cast)
+    assert all(p.raw_grad is None for p in cast)
     backward_on_batch(model, optimizer)
     assert all(p.grad.dtype is torch.float32 for p in cast)
     optimizer.zero_grad()
     for delayed in (True, True, False):
         backward_on_batch(model, optimizer, delay_unscale=delayed)
-        assert all(p.grad is None for p in cast)
+        assert all(p.raw_grad is None for p in cast)
 
 
 # What scripts do in between
@@ -481,7 +472,7 @@ def test_state_goes_to_the_torch_twin_and_on(name):
     for step in range(2, 4):
         optimizer.zero_grad()
         backward_on_batch(model, optimizer, step)
-        for param, gradient in zip(params, gradients_in_float64(model, "O5")):
+        for param, gradient in zip(params, gradients_in_float64(model)):
             param.grad = gradient
         optimizer.step()
         twin.step()
@@ -513,8 +504,9 @@ def reachable_bytes(*roots):
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-            if thing.grad is not None:
-                pending.append(thing.grad)
+            gradient = thing.raw_grad if isinstance(thing, MasterWeight) else thing.grad  # not to have one made
+            if gradient is not None:
+                pending.append(gradient)
             pending.append(vars(thing))
             continue
         pending.extend(gc.get_referents(thing))

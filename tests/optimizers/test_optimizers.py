@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit.optimizers import FusedAdam
 
 pytestmark = pytest.mark.switch
 
@@ -252,24 +253,81 @@ def test_closure_sees_the_masters_of_the_moment():
     optimizer.step(closure)
 
 
+def losses_and_closure(model, optimizer, factors):
+    """A closure whose evaluations multiply the loss by these factors in turn, and the list of losses it has returned."""
+    losses, factors = [], iter(factors)
+
+    def closure():
+        optimizer.zero_grad()
+        backward_of(model, optimizer, next(factors))
+        losses.append(loss_of(model))
+        return losses[-1]
+
+    return losses, closure
+
+
+CLOSURE_OPTIMIZERS = {
+    "SGD": sgd,
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
+    "one of the user's": lambda params: UsersSGD(params, lr=0.1),
+}
+
+
+class UsersSGD(torch.optim.SGD):
+    """Nobody knows how often it evaluates."""
+
+
+@pytest.mark.parametrize("name", CLOSURE_OPTIMIZERS)
 @pytest.mark.parametrize("level", ("O1", "O2"))
-def test_closure_with_a_dynamic_scale_is_refused(level):
+def test_closure_with_a_dynamic_scale_steps_as_without(level, name):
+    results = []
+    for with_closure in (True, False):
+        model = make_model()
+        optimizer = CLOSURE_OPTIMIZERS[name](model.parameters())
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        losses, closure = losses_and_closure(model, optimizer, [1.0, float("inf"), 1.0])
+        skipped = []
+        for _ in range(3):
+            if with_closure:
+                assert optimizer.step(closure) is losses[-1]
+            else:
+                closure()
+                optimizer.step()
+            skipped.append(ampkit.step_was_skipped(optimizer))
+        assert len(losses) == 3 and skipped == [False, True, False]
+        assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+        ampkit.close()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_a_second_evaluation_with_a_dynamic_scale_raises_and_takes_the_step_back(level):
+    class Twice(torch.optim.SGD):
+        def step(self, closure):
+            closure()
+            super().step()
+            return closure()
+
     model = make_model()
-    optimizer = sgd(model.parameters())
+    optimizer = Twice(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ampkit.ClosureError) as caught:
-        optimizer.step(lambda: pytest.fail("the closure was called"))
-    for word in (
-        "dynamic loss scale",
-        "have to skip",
-        "loss_scale=128.0",
-        "'O4' or 'O5'",
-        "step() without it",
-    ):
-        assert word in str(caught.value)
+    _, closure = losses_and_closure(model, optimizer, [1.0, 1.0])
+    with pytest.raises(ampkit.ClosureError, match=r"Twice evaluated its closure a second time.*loss_scale=128\.0"):
+        optimizer.step(closure)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    shrink_output(model, optimizer)
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2"))
+def test_lbfgs_is_refused_with_a_dynamic_scale_before_anything_is_touched(level):
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ampkit.ConfigurationError, match=r"LBFGS.*loss_scale=128\.0"):
+        ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    assert type(model.forward(torch.ones(2, 4))) is torch.Tensor and "step" not in vars(optimizer)
 
 
 def test_overflow_in_a_closure_with_a_static_scale_skips_the_step():
@@ -277,15 +335,27 @@ def test_overflow_in_a_closure_with_a_static_scale_skips_the_step():
     optimizer = sgd(model.parameters())
     ampkit.initialize(model, optimizer, opt_level="O2", loss_scale=2.0, verbosity=0)
     before = copy.deepcopy(model.state_dict())
-
-    def closure():
-        backward_of(model, optimizer, float("inf"))
-        return loss_of(model)
-
-    assert optimizer.step(closure) is None and ampkit.step_was_skipped(optimizer)
+    losses, closure = losses_and_closure(model, optimizer, [float("inf")])
+    assert optimizer.step(closure) is losses[0] and ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     shrink_output(model, optimizer)
     assert not ampkit.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("evaluation", [1, 2, 3])
+def test_lbfgs_recovers_from_an_overflow_in_any_evaluation(evaluation):
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, tolerance_grad=0, tolerance_change=0)
+    ampkit.initialize(model, optimizer, opt_level="O2", loss_scale=2.0, verbosity=0)
+    before = copy.deepcopy(model.state_dict())
+    factors = [1.0] * 40
+    factors[evaluation - 1] = float("inf")
+    losses, closure = losses_and_closure(model, optimizer, factors)
+    optimizer.step(closure)
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.step(closure)
+    assert not ampkit.step_was_skipped(optimizer) and loss_of(model) < 0.9 * losses[0]
 
 
 # Optimizers that are none of torch's

@@ -200,8 +200,3 @@ def test_override_of_none_is_the_default():
 def test_plan_is_frozen():
     with pytest.raises(AttributeError):
         defaults_of("O1", "cpu").loss_scale = 2.0
-
-
-def test_only_a_static_scale_of_one_checks_nothing():
-    for scale, checks in ((1.0, False), (1, False), (2.0, True), (0.5, True), ("dynamic", True)):
-        assert resolve("O5", "cpu", {"loss_scale": scale}).checks_gradients is checks

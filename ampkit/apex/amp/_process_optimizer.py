@@ -54,7 +54,7 @@ def _prepare_amp_backward(optimizer: Any) -> None:
     """Before a backward pass: set the gradients aside that are there, so that fresh ones arrive unmixed."""
     gradients = _wrapper(optimizer).gradients
     gradients.drop_cleared()
-    gradients.open(gradients.waiting_scale if gradients.delayed else 1.0)
+    gradients.open(1.0 if gradients.delayed_scale is None else gradients.delayed_scale)
 
 
 def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
@@ -100,15 +100,15 @@ class AmpOptimizerState:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether scaled gradients wait in ``.grad`` (``delay_unscale=True``). May be set by those who write their own loop."""
-        return self._gradients.delayed
+        return self._gradients.delayed_scale is not None
 
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
         gradients = self._gradients
-        if value and not gradients.delayed:
+        if value and gradients.delayed_scale is None:
             gradients.keep_scaled(_amp_state.loss_scalers[0].loss_scale())
         elif not value:
-            gradients.delayed = False
+            gradients.delayed_scale = None
 
     def __getattr__(self, name: str) -> Any:
         views = {} if name.startswith("__") or "_optimizer" not in self.__dict__ else _views(self._has_masters)
@@ -131,7 +131,7 @@ class AmpOptimizerState:
     def _bring_gradients(self) -> None:
         """Those who look at masters here may look for their gradients, which a fused optimizer does without."""
         if not self._gradients.is_open:
-            self._gradients.materialise()
+            self._gradients.convert()
 
     def _grouped(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[list[Any]]:
         self._bring_gradients()
@@ -150,14 +150,14 @@ def _views(has_masters: bool) -> dict[str, Callable[[AmpOptimizerState], list]]:
             "all_fp16_params": lambda stash: stash._flat(_has_master, _param),
             "all_fp32_from_fp16_params": lambda stash: stash._flat(_has_master, _target),
             "all_fp32_from_fp32_params": lambda stash: stash._flat(_has_no_master, _target),
-            "all_fp16_grad_stash": lambda stash: stash._flat(_has_master, _aside),
-            "all_fp32_from_fp32_grad_stash": lambda stash: stash._flat(_has_no_master, _aside),
+            "all_fp16_grad_stash": lambda stash: stash._flat(_has_master, _stash),
+            "all_fp32_from_fp32_grad_stash": lambda stash: stash._flat(_has_no_master, _stash),
         }
     return {
         "all_fp16_params": lambda stash: stash._flat(_is_lower, _param),
         "all_fp32_params": lambda stash: stash._flat(_is_not_lower, _param),
-        "all_fp16_grad_stash": lambda stash: stash._flat(_is_lower, _aside),
-        "all_fp32_grad_stash": lambda stash: stash._flat(_is_not_lower, _aside),
+        "all_fp16_grad_stash": lambda stash: stash._flat(_is_lower, _stash),
+        "all_fp32_grad_stash": lambda stash: stash._flat(_is_not_lower, _stash),
     }
 
 
@@ -185,8 +185,8 @@ def _target(slot: Slot) -> torch.Tensor:
     return slot.target
 
 
-def _aside(slot: Slot) -> torch.Tensor | None:
-    return slot.aside
+def _stash(slot: Slot) -> torch.Tensor | None:
+    return slot.stash
 
 
 def _wrapper(optimizer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from torch.distributed import ReduceOp as ReduceOp
 
+from . import LARC as LARC
 from .distributed import DistributedDataParallel as DistributedDataParallel
 from .distributed import Reducer as Reducer
 from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm

@@ -96,8 +96,8 @@ FAULTS = [
     Mutant(
         "scaling: two optimizers unscale twice",
         "ampkit/iteration/scale_loss.py",
-        "wrapper.gradients.collect(scale, check, local=local, done=done)",
-        "wrapper.gradients.collect(scale, check, local=local, done=None)",
+        "exact_in_place=scaler.is_power_of_two,\n                done=done,",
+        "exact_in_place=scaler.is_power_of_two,\n                done=None,",
         breaks="parameters of two optimizers are unscaled once",
         tests=("scaling/test_scale_loss.py::test_parameters_in_two_optimizers_are_unscaled_once",),
     ),

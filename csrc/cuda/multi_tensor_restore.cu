@@ -1,0 +1,51 @@
+// multi_tensor_restore on CUDA. Memory traffic: both inputs read once, each output written once.
+#include "cuda/multi_tensor_apply.cuh"
+#include "functors/multi_tensor_restore.h"
+#include "ops.h"
+
+namespace ampkit {
+namespace {
+
+struct RestoreKernel {
+  Number inv_scale;
+  Number factor;
+  bool zeros_count;
+
+  __device__ static float rounded(float value, DType dtype) {
+    if (dtype == DType::kBFloat16) return __bfloat162float(__float2bfloat16_rn(value));
+    if (dtype == DType::kHalf) return __half2float(__float2half_rn(value));
+    return value;
+  }
+
+  __device__ void operator()(const Chunk<3>& chunk) const {
+    const RestoreFunctor functor(inv_scale, factor, zeros_count);
+    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
+      const Raw raw_grad = chunk.fetch(0, i), raw_exact = chunk.fetch(1, i);
+      float grad[kWidth], exact[kWidth], out[kWidth];
+      chunk.unpack(0, raw_grad, grad);
+      chunk.unpack(1, raw_exact, exact);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        out[k] = functor(grad[k], exact[k], rounded(functor.unscaled(exact[k]), chunk.dtype[0]));
+      chunk.store(2, i, out);
+    }
+  }
+};
+
+}  // namespace
+
+void multi_tensor_restore_cuda(const TensorList& grads, const TensorList& exacts, const TensorList& outputs, double inv_scale,
+                               const MaybeTensor& inv_scale_tensor, double factor, const MaybeTensor& factor_tensor,
+                               bool zeros_count) {
+  constexpr const char* op = "multi_tensor_restore";
+  if (grads.empty() && exacts.empty() && outputs.empty()) return;
+  const TensorView some = grads.empty() ? (exacts.empty() ? outputs.front() : exacts.front()) : grads.front();
+  const torch::stable::accelerator::DeviceGuard guard(some.get_device_index());
+  TensorLists<3> lists(op, {{{"grads", grads, Role::kRead}, {"exacts", exacts, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
+  const RestoreKernel kernel{number(op, "inv_scale", inv_scale, inv_scale_tensor, some),
+                             number(op, "factor", factor, factor_tensor, some), zeros_count};
+  multi_tensor_apply(lists.flat(), kernel, current_stream(some.get_device_index()));
+  lists.finish();
+}
+
+}  // namespace ampkit

@@ -1,0 +1,378 @@
+"""What a script does to ``p.grad`` after the `scale_loss` block counts at the step, as in torch.
+
+Each way is an ordinary line of a training script. The judges are the same script in float32, and in mixed precision written
+by hand in plain torch: ampkit may be no further from the first than the second is.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit.optimizers import FusedAdam, FusedLAMB, FusedSGD
+
+STEPS = 4
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(64, 8, generator=generator)
+    return x, torch.stack([x[:, 0] * x[:, 1], x[:, 2], x[:, 3].sin(), x.sum(1)], 1)
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def halved(model, step):
+    for p in model.parameters():
+        p.grad *= 0.5
+
+
+def halved_through_data(model, step):
+    for p in model.parameters():
+        p.grad.data.mul_(0.5)
+
+
+def clipped(model, step):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clamped(model, step):
+    for p in model.parameters():
+        p.grad.clamp_(-0.02, 0.02)
+
+
+def with_a_penalty(model, step):
+    (0.1 * sum(p.float().square().sum() for p in model.parameters())).backward()
+
+
+def copied(model, step):
+    for p in model.parameters():
+        p.grad.copy_(p.grad.sign() * 0.01)
+
+
+def replaced(model, step):
+    for p in model.parameters():
+        p.grad = p.grad * 3
+
+
+def with_noise(model, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in model.parameters():
+        p.grad += 0.05 * torch.randn(p.shape, generator=generator).to(p.grad)
+
+
+def with_one_zeroed(model, step):
+    model[2].weight.grad.zero_()
+
+
+def with_one_removed(model, step):
+    model[2].weight.grad = None
+
+
+def nothing(model, step):
+    """The plain step."""
+
+
+WAYS = [
+    halved,
+    halved_through_data,
+    clipped,
+    clamped,
+    with_a_penalty,
+    copied,
+    replaced,
+    with_noise,
+    with_one_zeroed,
+    with_one_removed,
+]
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=3e-3),
+    "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=3e-3, fused=True),
+    "FusedAdam": lambda params: FusedAdam(params, lr=3e-3),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.05, momentum=0.9),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.02),
+}
+SETTINGS = {
+    "O1": dict(opt_level="O1"),
+    "O2 dynamic": dict(opt_level="O2"),
+    "O2 static": dict(opt_level="O2", loss_scale=128.0),
+    "O5": dict(opt_level="O5"),
+    "O2 float16": dict(opt_level="O2", cast_model_type=torch.float16),
+}
+
+
+def train(model, optimizer, backward, way, blocks, before_step=lambda: None, after_step=lambda: None):
+    for step in range(STEPS):
+        for p in model.parameters():
+            p.grad = None
+        for block in range(blocks):
+            x, y = batch(step * blocks + block)
+            backward(lambda x=x, y=y: F.mse_loss(model(x.to(model[0].weight.dtype)).float(), y) / blocks)
+        way(model, step)
+        before_step()
+        optimizer.step()
+        after_step()
+
+
+def in_float32(make_optimizer, way, blocks=1):
+    model = net()
+    train(model, make_optimizer(model.parameters()), lambda loss: loss().backward(), way, blocks)
+    return flat(model.parameters())
+
+
+def by_hand(make_optimizer, way, settings, blocks=1):
+    """The same mixed precision in plain torch: torch.autocast, or a cast model, and float32 masters updated from its gradients."""
+    model = net()
+    if settings["opt_level"] == "O1":
+
+        def backward(loss):
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss()
+            value.backward()
+
+        train(model, make_optimizer(model.parameters()), backward, way, blocks)
+        return flat(model.parameters())
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    dtype = settings.get("cast_model_type", torch.bfloat16)
+    model.to(dtype)
+    scale = 2.0**16 if dtype is torch.float16 else 1.0
+
+    def backward(loss):
+        (loss() * scale).backward()
+        for p in model.parameters():
+            p.grad /= scale
+
+    def to_masters():
+        for p, master in zip(model.parameters(), masters):
+            master.grad = None if p.grad is None else p.grad.float()
+
+    @torch.no_grad()
+    def to_model():
+        for p, master in zip(model.parameters(), masters):
+            p.copy_(master)
+
+    train(model, make_optimizer(masters), backward, way, blocks, to_masters, to_model)
+    return flat(masters)
+
+
+def with_ampkit(make_optimizer, way, settings, blocks=1):
+    model = net()
+    optimizer = make_optimizer(model.parameters())
+    ampkit.initialize(model, optimizer, verbosity=0, **settings)
+
+    def backward(loss):
+        with ampkit.scale_loss(loss(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    train(model, optimizer, backward, way, blocks)
+    ampkit.close()
+    return flat(model.parameters())
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_done_to_gradients_counts_as_in_torch(way, optimizer, setting):
+    make_optimizer, settings = OPTIMIZERS[optimizer], SETTINGS[setting]
+    expected = in_float32(make_optimizer, way)
+    ours = (with_ampkit(make_optimizer, way, settings) - expected).norm()
+    by_hands = (by_hand(make_optimizer, way, settings) - expected).norm()
+    print(f"distance {ours:.2e}, by hand {by_hands:.2e}")
+    assert ours <= 1.01 * by_hands
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "FusedAdam"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_after_several_blocks_too(way, setting, optimizer):
+    make_optimizer, settings = OPTIMIZERS[optimizer], SETTINGS[setting]
+    expected = in_float32(make_optimizer, way, blocks=3)
+    ours = (with_ampkit(make_optimizer, way, settings, blocks=3) - expected).norm()
+    by_hands = (by_hand(make_optimizer, way, settings, blocks=3) - expected).norm()
+    # ampkit adds up in float32, which may be nearer or, by chance, a little further.
+    assert ours <= 1.5 * by_hands
+
+
+def one_weight(value=1.0, **settings):
+    """A model y = w * x of one weight, and SGD with a rate of 1, so that a step is the gradient."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, verbosity=0, **settings)
+    return model, optimizer
+
+
+def backward_of(model, optimizer, slope):
+    """A backward pass that leaves ``slope`` as the gradient of the weight."""
+    with ampkit.scale_loss(model(torch.ones(1, 1)).float().sum() * slope, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_untouched_float16_gradients_keep_what_they_cannot_hold_unscaled(dtype):
+    model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=dtype, loss_scale=2.0**16)
+    backward_of(model, optimizer, 2.0**-30)
+    assert model.weight.grad.item() == (0.0 if dtype is torch.float16 else 2.0**-30)
+    optimizer.step()
+    assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
+
+
+def test_zeros_count_even_where_float16_had_rounded_to_zero():
+    model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
+    backward_of(model, optimizer, 2.0**-30)
+    model.weight.grad.zero_()
+    optimizer.step()
+    assert next(ampkit.master_params(optimizer)).item() == 0.0
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_optimizer_that_the_block_did_not_name_steps_all_the_same(level, delay):
+    """GradScaler's idiom: one backward pass, several steps."""
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.constant_(model.weight, 1.0)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
+    with ampkit.scale_loss(
+        models[1](models[0](torch.ones(1, 1))).float().sum() / 4, optimizers[0], delay_unscale=delay
+    ) as s:
+        s.backward()
+    if not delay:
+        assert [model.weight.grad.item() for model in models] == [0.25, 0.25]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [next(ampkit.master_params(optimizer)).item() for optimizer in optimizers] == [0.75, 0.75]
+
+
+def test_an_overflow_in_what_the_block_did_not_name_skips_that_step_and_moves_no_scale():
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    first, second = (model(torch.ones(1, 1)).float().sum() for model in models)
+    before = [model.weight.item() for model in models]
+    with ampkit.scale_loss(first + second * float("inf"), optimizers[0]) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [ampkit.step_was_skipped(optimizer) for optimizer in optimizers] == [False, True]
+    assert models[0].weight.item() != before[0] and models[1].weight.item() == before[1]
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**16, "unskipped": 1}
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_judges_what_its_own_backward_pass_made(level, make_optimizer):
+    """A model that two optimizers update: the second steps with its own block's gradient, whatever the first block made."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizers = [make_optimizer(model.parameters(), lr=1.0) for _ in range(2)]
+    ampkit.initialize(model, optimizers, opt_level=level, num_losses=2, verbosity=0)
+    for index, slope in enumerate((float("inf"), 0.25)):
+        with ampkit.scale_loss(
+            model(torch.ones(1, 1)).float().sum() * slope, optimizers[index], loss_id=index
+        ) as scaled_loss:
+            scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [ampkit.step_was_skipped(optimizer) for optimizer in optimizers] == [True, False]
+    assert model.weight.item() == 0.75
+    assert [entry["loss_scale"] for entry in ampkit.state_dict().values()] == [2.0**15, 2.0**16]
+
+
+def test_writing_to_both_sides_is_an_error():
+    model, optimizer = one_weight(opt_level="O2")
+    backward_of(model, optimizer, 0.25)
+    nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 0.125)
+    model.weight.grad *= 2
+    with pytest.raises(ampkit.ConfigurationError, match="was written to after the gradients of the masters"):
+        optimizer.step()
+    assert next(optimizer.param_groups[0]["params"].__iter__()).item() == 1.0
+
+
+def test_writing_after_clip_grad_norm_is_an_error():
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = FusedSGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    backward_of(model, optimizer, 0.25)
+    ampkit.clip_grad_norm_(optimizer, 0.125)
+    model.weight.grad *= 2
+    with pytest.raises(ampkit.ConfigurationError, match="Clip last"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("clip", ["clamp_", "data.clamp_", "clip_grad_norm_", "set"])
+def test_parameters_of_the_groups_show_their_gradients(clip, make_optimizer):
+    """``for group in optimizer.param_groups: for p in group["params"]:`` is an ordinary line of older scripts."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = make_optimizer(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    backward_of(model, optimizer, 0.25)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if clip == "clip_grad_norm_":
+        assert nn.utils.clip_grad_norm_(params, 0.125).item() == 0.25
+    for p in params:
+        if clip == "clamp_":
+            p.grad.clamp_(-0.125, 0.125)
+        elif clip == "data.clamp_":
+            p.grad.data.clamp_(-0.125, 0.125)
+        elif clip == "set":
+            p.grad = torch.full_like(p, 0.125)
+    optimizer.step()
+    assert abs(params[0].item() - 0.875) < 1e-6
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clearing_inside_the_block_clears(level):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for clears in (False, True):
+        with ampkit.scale_loss(
+            (model if not clears else model[0])(torch.ones(1, 1).to(model[0].weight.dtype)).float().sum(), optimizer
+        ) as scaled_loss:
+            scaled_loss.backward()
+            if clears:
+                model[0].weight.grad = None
+    assert model[0].weight.grad is None
+    assert model[1].weight.grad is not None, "the second block did not reach it"
+
+
+def test_hand_written_averaging_keeps_two_ranks_equal_bit_for_bit():
+    """Two replicas whose ``p.grad`` are averaged by hand, as scripts without DDP do."""
+    replicas = []
+    for _ in range(2):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        replicas.append((model, optimizer))
+    for step in range(4):
+        for rank, (model, optimizer) in enumerate(replicas):
+            optimizer.zero_grad()
+            x, y = batch(2 * step + rank)
+            with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        for ps in zip(*(model.parameters() for model, _ in replicas)):
+            mean = (ps[0].grad + ps[1].grad) / 2
+            for p in ps:
+                p.grad.copy_(mean)
+        for _, optimizer in replicas:
+            optimizer.step()
+    (first, _), (second, _) = replicas
+    masters = [model.state_dict() for model in (first, second)]
+    assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
