@@ -370,6 +370,10 @@ def test_queue_and_loaded_weights_are_no_averages(caplog):
 @pytest.mark.parametrize(
     "settings",
     ({}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
+    ids=("defaults", "use_buffers", "multi_avg_fn"),
+)
+    "settings",
+    ({}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
     ids=lambda settings: next(iter(settings), "defaults"),
 )
 def test_averaged_models_defaults_average_the_float32_values(settings):

@@ -27,7 +27,7 @@ class OptimWrapper:
         self._anchor: nn.Module | None = None
         if amp_handle.is_active():
             # A session needs a model, and this API was never given one. O0 casts nothing: the handle's patches do.
-            self._anchor = nn.Module()
+            self._anchor = nn.Identity()
             api.initialize(
                 self._anchor,
                 optimizer,
