@@ -372,10 +372,6 @@ def test_queue_and_loaded_weights_are_no_averages(caplog):
     ({}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
     ids=("defaults", "use_buffers", "multi_avg_fn"),
 )
-    "settings",
-    ({}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
-    ids=lambda settings: next(iter(settings), "defaults"),
-)
 def test_averaged_models_defaults_average_the_float32_values(settings):
     model = nn.Sequential(make_net(), nn.BatchNorm1d(3), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
