@@ -14,7 +14,7 @@ from torch import nn
 from ..casting.engine import active_casting
 from ..casting.state import number_of_regions
 from ..casting.tensors import cast_floating
-from .classes import InFront, own_class, put_in_front
+from .classes import InFront, is_made_here, own_class, put_in_front
 from .copies import hand_out_plain_copies, need_no_plain_copies, stand_in
 
 
@@ -23,27 +23,25 @@ def cast_submodules(model: nn.Module, outputs: Any) -> Callable[[], None]:
 
     What leaves such a call is cast to the dtype ``outputs``, or left alone where that is None.
     """
-    changed: list[tuple[weakref.ref[nn.Module], type]] = []
+    changed: list[weakref.ref[nn.Module]] = []
 
     def undo() -> None:
         while changed:
-            ref, scoped = changed.pop()
-            module = ref()
-            if module is not None and type(module) is scoped:
-                module.__class__ = own_class(scoped)
+            module = changed.pop()()
+            if isinstance(module, _Scoped) and is_made_here(type(module)):
+                module.__class__ = own_class(type(module))
                 need_no_plain_copies(module)
 
     try:
         for module in list(model.modules())[1:]:
             if own_class(type(module)) is not type(module):
                 continue
-            scoped = put_in_front(type(module), _Scoped, _casting(outputs), outputs)
             try:
-                module.__class__ = scoped
+                module.__class__ = put_in_front(type(module), _Scoped, _casting(outputs), outputs)
             except TypeError:  # of a layout that cannot change: a scripted module, which torch.autocast casts
                 continue
             hand_out_plain_copies(module)
-            changed.append((weakref.ref(module), scoped))
+            changed.append(weakref.ref(module))
     except BaseException:
         undo()
         raise

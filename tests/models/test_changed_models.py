@@ -90,7 +90,11 @@ CHANGES = {
         lambda m: parametrizations.weight_norm(m[0]),
         lambda m: parametrize.remove_parametrizations(m[0], "weight"),
     ),
-    "root parametrized": (
+    "one of two removed": (
+        lambda m: [parametrize.register_parametrization(m[0], name, Doubled()) for name in ("weight", "bias")],
+        lambda m: parametrize.remove_parametrizations(m[0], "weight"),
+    ),
+    "kept one removed": (
         lambda m: parametrizations.weight_norm(m[0]),
         lambda m: parametrize.remove_parametrizations(m[0], "weight"),
     ),
@@ -109,7 +113,7 @@ def test_changed_layer_trains_as_in_float32(change, steps):
             before(model)
         pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
     (model, optimizer), (twin, twin_optimizer) = pairs
-    keep = "0" if change == "root parametrized" else ()
+    keep = "0" if change == "kept one removed" else ()
     o2(model, optimizer, keep_fp32=keep)
     train(model, optimizer, steps)
     train_in_float32(twin, twin_optimizer, steps)

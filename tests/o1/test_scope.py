@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
@@ -179,6 +180,20 @@ def test_close_copies_and_pickles_have_classes_of_their_own():
     assert type(model.head) is not nn.Linear and isinstance(model.head, nn.Linear)
     ampkit.close()
     assert [type(module) for module in model.modules()] == [Watched, nn.Sequential, nn.Linear, nn.ReLU, nn.Linear]
+
+
+def test_parametrizations_come_and_go():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    twin, x = copy.deepcopy(model), torch.linspace(-1, 1, 12).reshape(3, 4)
+    initialized(model)
+    for net in (model, twin):
+        parametrize.remove_parametrizations(net[0], "weight")
+        parametrizations.weight_norm(net[1])
+    expected = twin[1](x)
+    assert not torch.equal(model[1](x), expected)
+    torch.testing.assert_close(model[1](x), expected, rtol=0.02, atol=0.02)
+    ampkit.close()
+    assert type(model[0]) is nn.Linear and torch.equal(model(x), twin(x))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
