@@ -212,6 +212,21 @@ def test_inductor_trains_as_uncompiled(level):
     assert compiled_losses == pytest.approx(losses, rel=1e-2)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_o2_computes_what_plain_torch_computes_in_the_same_precision(backend):
+    """Bit for bit. What inductor does not round between two fused operations, it leaves unrounded without ampkit too."""
+    model, inputs, _ = make_mlp()
+    by_hand = copy.deepcopy(model).bfloat16()
+    by_hand[1].float()
+    eager = by_hand(inputs.bfloat16())
+    expected = torch.compile(by_hand, fullgraph=True, backend=backend)(inputs.bfloat16())
+    if backend == "aot_eager":
+        assert torch.equal(expected, eager)
+    ampkit.initialize(model, opt_level="O2", verbosity=0)
+    found = torch.compile(model, fullgraph=True, backend=backend)(inputs)
+    assert torch.equal(found, expected.float())
+
+
 KERNELS = """
 import torch
 import ampkit
