@@ -242,6 +242,39 @@ def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
         assert len(host_copies.read) == count
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("cleared_by", ["optimizer", "model"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        FUSED["FusedAdam"],
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    ],
+    ids=["ours", "torch fused", "torch"],
+)
+def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
+    make, cleared_by, level, device, monkeypatch, host_copies
+):
+    """Not counted is the number that an ordinary optimizer waits for, once in each step."""
+    model, optimizer = initialized_on(device, make, level)
+    x, y = batch(device)
+    iteration(model, optimizer, x, y)
+    if cleared_by == "model":
+        monkeypatch.setattr(optimizer, "zero_grad", lambda: model.zero_grad(set_to_none=False))
+    else:
+        zero_grad = optimizer.zero_grad
+        monkeypatch.setattr(optimizer, "zero_grad", lambda: zero_grad(set_to_none=False))
+    before = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+    read = len(host_copies.read)
+    with no_host_reads(device, monkeypatch):
+        for _ in range(3):
+            iteration(model, optimizer, x, y)
+    assert not any(torch.equal(a, b) for a, b in zip(before, ampkit.master_params(optimizer)))
+    if type(optimizer) is torch.optim.SGD:
+        assert len(host_copies.read) - read == (0 if level == "O5" else 3)
+
+
 # What the host learns
 
 
