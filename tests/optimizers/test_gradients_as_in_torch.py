@@ -337,20 +337,29 @@ def test_parameters_of_the_groups_show_their_gradients(clip, make_optimizer):
     assert abs(params[0].item() - 0.875) < 1e-6
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clearing_inside_the_block_clears(level):
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("named", ["one for both", "both", "the first"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_clearing_inside_the_block_clears(level, named, make_optimizer):
+    """``p.grad = None`` by hand: what earlier blocks left there is gone too, but not where the backward pass did not come."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for layer in model:
+        nn.init.constant_(layer.weight, 1.0)
+    groups = [model.parameters()] if named == "one for both" else [layer.parameters() for layer in model]
+    optimizers = [make_optimizer(params, lr=1.0) for params in groups]
+    ampkit.initialize(model, optimizers, opt_level=level, verbosity=0)
+    of_block = optimizers[:1] if named == "the first" else optimizers
     for clears in (False, True):
-        with ampkit.scale_loss(
-            (model if not clears else model[0])(torch.ones(1, 1).to(model[0].weight.dtype)).float().sum(), optimizer
-        ) as scaled_loss:
+        outputs = (model[0] if clears else model)(torch.ones(1, 1).to(model[0].weight.dtype))
+        with ampkit.scale_loss(outputs.float().sum() / 4, of_block) as scaled_loss:
             scaled_loss.backward()
             if clears:
                 model[0].weight.grad = None
     assert model[0].weight.grad is None
-    assert model[1].weight.grad is not None, "the second block did not reach it"
+    assert model[1].weight.grad.item() == 0.25, "the second block did not reach it"
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [layer.weight.item() for layer in model] == [1.0, 0.75]
 
 
 def test_hand_written_averaging_keeps_two_ranks_equal_bit_for_bit():
