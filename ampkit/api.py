@@ -13,6 +13,7 @@ from torch import nn
 from . import validation
 from .casting.decorators import casts_of_calls_disabled
 from .casting.engine import switch_off_left_on
+from .casting.tensors import LOWER_PRECISION, cast_floating
 from .devices import device_type_of
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
 from .iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
@@ -135,6 +136,7 @@ def initialize(
     validation.kept_modules(model_list, plan)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
+    early_state = _state_over_cast_weights(optimizer_list)
     for session in earlier:
         left = session.models_outside(model_list)
         session.close()
@@ -144,6 +146,9 @@ def initialize(
                 "initialized any more. Pass models that share modules, and their optimizers, in one call.",
                 ", ".join(type(model).__name__ for model in left),
             )
+    for param, state in early_state:
+        if param.dtype is torch.float32:
+            state.update({key: cast_floating(value, torch.float32) for key, value in state.items() if key != "step"})
     Session(plan).prepare(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 
@@ -346,6 +351,20 @@ def _session_for(optimizers: Sequence[Any]) -> Session | None:
             "gradients. Use the same enabled= in every initialize call whose optimizers share a loss."
         )
     return sessions[0]
+
+
+def _state_over_cast_weights(optimizers: Sequence[Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """The state that optimizers have made in lower precision before `initialize` sees them, by its parameter.
+
+    A notebook's cell that is run again builds its optimizer over the weights that an earlier session has cast.
+    """
+    return [
+        (param, optimizer.state[param])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.dtype in LOWER_PRECISION and param in optimizer.state
+    ]
 
 
 def _newest_scaler(loss_id: int) -> LossScaler:

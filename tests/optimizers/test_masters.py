@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit.optimizers import FusedAdagrad
 
 pytestmark = pytest.mark.switch
 
@@ -464,3 +465,31 @@ def test_optimizer_state_follows_the_level_through_all_of_them(optimizer_name):
     assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.Adagrad, FusedAdagrad])
+def test_a_cell_that_is_run_again_trains_as_at_first(make_optimizer, level):
+    """Adagrad makes its sums when it is built: over weights that are still in lower precision from the last run."""
+    model = nn.Linear(2, 2)
+    start = copy.deepcopy(model.state_dict())
+
+    def cell(level):
+        optimizer = make_optimizer(model.parameters(), lr=0.1)
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        model.load_state_dict(start)
+        for x in (1.0, 3.0, 2.0):  # sums that bfloat16 would round
+            optimizer.zero_grad()
+            with ampkit.scale_loss(model(torch.full((1, 2), x)).float().square().sum() / 7, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        return optimizer
+
+    def sums(optimizer):
+        return [state["sum"].clone() for state in optimizer.state.values()]
+
+    first = sums(cell(level))
+    cell("O2")
+    again = sums(cell(level))
+    assert [total.dtype for total in again] == [total.dtype for total in first]
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))

@@ -92,6 +92,14 @@ FAULTS = [
         tests=("sessions/test_sessions.py::test_folds_that_only_cycles_hold_are_not_saved",),
     ),
     Mutant(
+        "initialize: an optimizer's early state stays in lower precision",
+        "ampkit/api.py",
+        "for param, state in early_state:",
+        "for param, state in ():",
+        breaks="state made over weights of an earlier session becomes float32 with them",
+        tests=("optimizers/test_masters.py::test_a_cell_that_is_run_again_trains_as_at_first",),
+    ),
+    Mutant(
         "patches: undone in order",
         "ampkit/patching.py",
         "self._writes.pop()",
