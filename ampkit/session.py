@@ -296,6 +296,7 @@ class Session:
             wrapper = wrapper_of(optimizer)
             if wrapper is None:
                 raise not_initialized(optimizer)
+            wrapper.follow_groups()
             wrappers.append(wrapper)
         self._statistics.enter_block(wrappers)
         every = (wrapper_of(one) for session in live_sessions for one in session.optimizers)

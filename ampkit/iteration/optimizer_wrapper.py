@@ -27,6 +27,7 @@ from ..optimizers.scales import on
 from ..patching import PatchSet
 from .found_inf import Bystander, Check, Verdict
 from .gradients import Gradients
+from .held_parameters import FirstSteps, HeldParameters
 from .loss_scale import LossScaler
 from .master_weights import Slot, Slots, put_params_back
 from .running_statistics import Snapshot, after_step
@@ -79,6 +80,8 @@ class OptimizerWrapper:
         try:
             for group in optimizer.param_groups:
                 self.gradients.add(slots.put_into(group, optimizer.state, values))
+            self._held = HeldParameters(optimizer.param_groups)
+            self._first_steps = FirstSteps(optimizer)
             self._install(optimizer)
         except BaseException:
             self.detach()
@@ -184,6 +187,7 @@ class OptimizerWrapper:
                 "optimizer.step() was called inside the scale_loss block, where gradients are still scaled. End the block "
                 "first: step() belongs on the level of `with`, not inside it."
             )
+        self.follow_groups()
         if callable(closure):
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *rest, **kwargs)
@@ -197,8 +201,10 @@ class OptimizerWrapper:
             return self._step_with_found_inf(original, args, kwargs)
         if self._must_skip():
             return self._skip()
+        self._first_steps.begin(self.gradients.slots)
         with _casting_disabled():
             result = original(*args, **kwargs)
+        self._first_steps.end(self.optimizer)
         self._end_step()
         return result
 
@@ -414,7 +420,25 @@ class OptimizerWrapper:
         values = self.owner.float32_values()
         for added in optimizer.param_groups[before:]:
             self.gradients.add(self._slots.put_into(added, optimizer.state, values))
+        self._held = HeldParameters(optimizer.param_groups)
         return result
+
+    def follow_groups(self) -> None:
+        """Train what a script has put into ``param_groups[i]["params"]`` since, on masters.
+
+        What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
+        """
+        optimizer = self.optimizer
+        if self._held.are_in(optimizer.param_groups) or self.gradients.is_open:
+            return
+        param_of = {slot.master: slot.param for slot in self.gradients.mastered}
+        values = self.owner.float32_values()
+        for group in optimizer.param_groups:
+            if not isinstance(group["params"], list):
+                group["params"] = list(group["params"])
+            put_params_back(group, optimizer.state, param_of)
+            self.gradients.add(self._slots.put_into(group, optimizer.state, values))
+        self._held = HeldParameters(optimizer.param_groups)
 
 
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:

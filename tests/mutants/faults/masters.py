@@ -281,4 +281,24 @@ FAULTS = [
         breaks="p.grad = None inside of a block clears",
         tests=("optimizers/test_gradients_as_in_torch.py::test_clearing_inside_the_block_clears",),
     ),
+    Mutant(
+        "groups: only their lengths are compared",
+        "ampkit/iteration/held_parameters.py",
+        "len(params) != len(held) or not all(map(is_, params, held))",
+        "len(params) != len(held)",
+        breaks="parameters that a script puts into a group again train on their masters",
+        tests=(
+            "optimizers/test_held_parameters.py::test_the_models_weights_put_into_a_group_again_train_on_their_masters",
+        ),
+    ),
+    Mutant(
+        "groups: an optimizer's own list is overlooked",
+        "ampkit/iteration/held_parameters.py",
+        "if not past_masters:",
+        "if True:",
+        breaks="an optimizer that writes past the masters is told so",
+        tests=(
+            "optimizers/test_held_parameters.py::test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes_a_weight",
+        ),
+    ),
 ]

@@ -1,0 +1,143 @@
+"""Optimizers whose parameters are not where `initialize` put them: other lists in their groups, or lists of their own."""
+
+import pytest
+import torch
+from helpers import backward, net_with_norm
+from torch import nn
+
+import ampkit
+from ampkit.optimizers import FusedAdam, FusedSGD
+
+pytestmark = pytest.mark.switch
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def loss_of(model):
+    return model(X).float().square().mean()
+
+
+def model_of_test():
+    return net_with_norm(4, 6, 1)
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+}
+
+
+def all_of_them(model, group):
+    group["params"] = list(model.parameters())
+
+
+def by_a_generator(model, group):
+    group["params"] = (param for param in model.parameters())
+
+
+def one_by_one(model, group):
+    for index, param in enumerate(model.parameters()):
+        group["params"][index] = param
+
+
+def nothing(model, group):
+    """What the others are compared with."""
+
+
+def trained(way, moment, make_optimizer, level):
+    """Three steps, the groups changed at one moment of each; the weights after them."""
+    model = model_of_test()
+    optimizer = make_optimizer(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(3):
+        if moment == "before the block":
+            way(model, optimizer.param_groups[0])
+        backward(loss_of(model), optimizer)
+        if moment == "before the step":
+            way(model, optimizer.param_groups[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    ampkit.close()
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+    return weights
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("moment", ["before the block", "before the step"])
+@pytest.mark.parametrize("way", [all_of_them, by_a_generator, one_by_one])
+def test_the_models_weights_put_into_a_group_again_train_on_their_masters(way, moment, make_optimizer, level):
+    """Bit for bit, momentum included."""
+    expected = trained(nothing, moment, make_optimizer, level)
+    found = trained(way, moment, make_optimizer, level)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_weights_taken_out_of_a_group_rest_and_train_again_when_they_are_back(make_optimizer, level):
+    """Layers that are frozen for a while by giving the optimizer the others only."""
+    model = model_of_test()
+    optimizer = make_optimizer(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    moved = []
+    for chosen in (model, model[3], model):
+        optimizer.param_groups[0]["params"] = list(chosen.parameters())
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        backward(loss_of(model), optimizer)
+        # Unscaled, whoever holds it: the loss is below 10 here, and the scale 65,536.
+        assert 0 < model[0].weight.grad.abs().max() < 10
+        optimizer.step()
+        model.zero_grad()
+        moved.append({name for name, value in model.state_dict().items() if not torch.equal(value, before[name])})
+    assert moved == [set(before), {"3.weight", "3.bias"}, set(before)]
+
+
+class WithItsOwnList(torch.optim.Optimizer):
+    """SGD over a list that it keeps beside its groups."""
+
+    def __init__(self, params, lr=0.1, through_data=False):
+        self.own = list(params)
+        self.through_data = through_data
+        super().__init__(self.own, {"lr": lr})
+        self.own = list(self.own)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.own:
+            if param.grad is not None:
+                (param.data if self.through_data else param).add_(param.grad, alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes_a_weight(level, through_data):
+    """Its masters stay where they were, and would undo each step."""
+    model = model_of_test()
+    optimizer = WithItsOwnList(model.parameters(), lr=0.0, through_data=through_data)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    backward(loss_of(model), optimizer)
+    optimizer.step()  # a warm-up
+    optimizer.param_groups[0]["lr"] = 0.1
+    for _ in range(2):
+        with pytest.raises(
+            ampkit.ConfigurationError, match=r"WithItsOwnList.*4 of the model's.*self\.param_groups.*'O1'"
+        ):
+            optimizer.step()
+        assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = WithItsOwnList(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(model(torch.ones(1, 1)).float().sum() / 4, optimizer)
+    optimizer.step()
+    assert model.weight.item() == 0.75
