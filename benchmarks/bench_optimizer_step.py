@@ -89,6 +89,9 @@ class Gpt2(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
 
+    def forward(self):  # what has none is no model for initialize
+        raise NotImplementedError
+
 
 def gpt2(device, small):
     torch.manual_seed(0)
@@ -119,7 +122,9 @@ class Contender:
         self.run(True, clears=False)
         masters = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         tensors = {id(p): p for p in self.params} | masters
-        tensors |= {id(p.grad): p.grad for p in list(tensors.values()) if p.grad is not None}
+        # A master makes a gradient of its own for whoever looks at it.
+        grads = [p.raw_grad if hasattr(p, "raw_grad") else p.grad for p in tensors.values()]
+        tensors |= {id(grad): grad for grad in grads if grad is not None}
         state = [t for s in self.optimizer.state.values() for t in s.values() if t.dim()]
         self.clear()
         return sum(t.untyped_storage().nbytes() for t in [*tensors.values(), *state]) / self.elements
