@@ -40,10 +40,14 @@ def test_dir_shows_what_is_exported_and_no_rooms_of_the_package():
     )
 
 
-def test_import_alone_gives_parallel_and_optimizers():
-    script = "import ampkit; print(ampkit.parallel.convert_syncbn_model.__name__, ampkit.optimizers.FusedAdam.__name__)"
+def test_import_alone_gives_parallel_and_optimizers_and_loads_no_more_of_torch_distributed():
+    script = (
+        "import sys, torch; before = set(sys.modules); import ampkit;"
+        "print(ampkit.parallel.convert_syncbn_model.__name__, ampkit.optimizers.FusedAdam.__name__);"
+        "print([name for name in sys.modules.keys() - before if name.startswith('torch.distributed')])"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["convert_syncbn_model", "FusedAdam"], done.stderr
+    assert done.stdout.splitlines() == ["convert_syncbn_model FusedAdam", "[]"], done.stderr
 
 
 @pytest.mark.parametrize("name", EXPORTED)

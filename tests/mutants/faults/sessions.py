@@ -100,6 +100,22 @@ FAULTS = [
         tests=("optimizers/test_masters.py::test_a_cell_that_is_run_again_trains_as_at_first",),
     ),
     Mutant(
+        "session: without a model at O2",
+        "ampkit/api.py",
+        'if opt_level in ("O2", "O3", "O5"):\n        setting, deed',
+        "if opt_level in ():\n        setting, deed",
+        breaks="a session without a model is refused where weights are what is cast",
+        tests=("sessions/test_sessions.py::test_a_session_without_a_model_is_refused_where_models_are_what_is_cast",),
+    ),
+    Mutant(
+        "package: rooms among its names",
+        "ampkit/__init__.py",
+        "return [*__all__,",
+        "return [*globals(),",
+        breaks="dir(ampkit) shows what is exported",
+        tests=("project/test_names.py::test_dir_shows_what_is_exported_and_no_rooms_of_the_package",),
+    ),
+    Mutant(
         "patches: undone in order",
         "ampkit/patching.py",
         "self._writes.pop()",
