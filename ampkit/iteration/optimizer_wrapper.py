@@ -241,12 +241,14 @@ class OptimizerWrapper:
         """A step of torch's own fused optimizers, which take a finding as GradScaler hands it over."""
         found_inf, optimizer = self._found_inf(), self.optimizer
         optimizer.grad_scale, optimizer.found_inf = None, None if found_inf is None else found_inf.reshape(())
+        self._first_steps.begin(self.gradients.slots)
         try:
             with _casting_disabled():
                 result = original(*args, **kwargs)
                 after_step(self.snapshots, found_inf)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
+        self._first_steps.end(optimizer)
         self._end_step()
         return result
 
@@ -297,6 +299,7 @@ class OptimizerWrapper:
             self.synchronize_gradients()
             if self._must_skip():
                 raise _SkippedInClosure
+            self._first_steps.begin(self.gradients.slots)
             return loss
 
         try:
@@ -314,6 +317,7 @@ class OptimizerWrapper:
                 raise
             self._skip()
             return loss
+        self._first_steps.end(self.optimizer)
         self._end_step()
         return result
 

@@ -108,27 +108,48 @@ class WithItsOwnList(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for param in self.own:
             if param.grad is not None:
                 (param.data if self.through_data else param).add_(param.grad, alpha=-self.param_groups[0]["lr"])
 
 
+class WithItsOwnListAndScaler(WithItsOwnList):
+    """It says of itself that it knows what a GradScaler tells."""
+
+    _step_supports_amp_scaling = True
+
+
 @pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("cls", [WithItsOwnList, WithItsOwnListAndScaler])
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes_a_weight(level, through_data):
+def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes_a_weight(
+    level, cls, closure, through_data
+):
     """Its masters stay where they were, and would undo each step."""
     model = model_of_test()
-    optimizer = WithItsOwnList(model.parameters(), lr=0.0, through_data=through_data)
+    optimizer = cls(model.parameters(), lr=0.0, through_data=through_data)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    backward(loss_of(model), optimizer)
-    optimizer.step()  # a warm-up
+
+    def step():
+        optimizer.zero_grad()
+        if closure:
+            optimizer.step(lambda: backward(loss_of(model), optimizer))
+        else:
+            backward(loss_of(model), optimizer)
+            optimizer.step()
+
+    step()  # a warm-up
     optimizer.param_groups[0]["lr"] = 0.1
     for _ in range(2):
         with pytest.raises(
             ampkit.ConfigurationError, match=r"WithItsOwnList.*4 of the model's.*self\.param_groups.*'O1'"
         ):
-            optimizer.step()
+            step()
         assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
