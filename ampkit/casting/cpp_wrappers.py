@@ -79,6 +79,25 @@ def tables_of_dynamo() -> tuple[dict, dict]:
     return get_torch_obj_rule_map(), PolyfilledFunctionVariable._get_polyfill_handlers()
 
 
+def remind_dynamo() -> None:
+    """While torch is as it was found: dynamo must know torch's functions, and ours that last, by themselves.
+
+    It makes its table when it is first asked, and makes it anew after torch.distributed has started or ended. Made
+    while torch is patched, it would lack the originals.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables import PolyfilledFunctionVariable
+
+    if get_torch_obj_rule_map.cache_info().currsize and torch.mm not in get_torch_obj_rule_map():
+        get_torch_obj_rule_map.cache_clear()
+    rules, handlers = tables_of_dynamo()
+    for place in _places.values():
+        if place is not None and place.function in handlers:
+            rules.setdefault(place.function, PolyfilledFunctionVariable)
+
+
 class _Place(NamedTuple):
     call: Any
     function: Callable

@@ -26,7 +26,7 @@ from ..patching import PatchSet
 from ..policy import Policy, tables_for
 from ..policy.cast_rules import CastKind, CastRule, is_loaded, kernels, namesakes
 from .cache import CastCache, CastCaches
-from .cpp_wrappers import CppWrappers
+from .cpp_wrappers import CppWrappers, remind_dynamo
 from .early_bound import EarlyBound
 from .library import dispatch
 from .pickling import patch_picklers
@@ -113,6 +113,7 @@ class Casting:
         global _active
         rules, dropped = self.policy.rules(_registered.values())
         self._await_packages()
+        remind_dynamo()
         try:
             for rule in rules:
                 self._patch(rule)
@@ -142,6 +143,7 @@ class Casting:
         self.tag_compiled_code()
         with _beneath_others():
             self._restore()
+        remind_dynamo()
         if _active is self:
             _active = None
         forget_traces()

@@ -36,6 +36,7 @@ class Gradients:
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.mastered: list[Slot] = []  # those that have a master
+        self.by_master: dict[int, Slot] = {}  # by the master's id
         self.reads_lower = False
         self.is_open = False
         self.is_bystander = False  # open in a block that did not name the optimizer
@@ -64,7 +65,8 @@ class Gradients:
             self.slots.append(slot)
             if slot.master is not None:
                 self.mastered.append(slot)
-                slot.master.belongs_to(self)
+                self.by_master[id(slot.master)] = slot
+                slot.master.belongs_to(slot, self)
 
     def forget_slots(self) -> None:
         """No parameters any more."""
@@ -72,6 +74,7 @@ class Gradients:
             slot.owners -= 1
         self.slots.clear()
         self.mastered.clear()
+        self.by_master.clear()
 
     # The backward pass
 
@@ -213,7 +216,7 @@ class Gradients:
             gradients = [gradient for _, gradient in own]
             kernels.multi_tensor_axpby(gradients, stashes, stashes, inv, 1.0, found_inf, first_bad=first_bad)
         if mastered:
-            totals = self._in_float32([(slot, slot.stash) for slot, _ in mastered])
+            totals = self.in_float32_of([(slot, slot.stash) for slot, _ in mastered])
             found_inf, first_bad = _places(check, [slot.param for slot, _ in mastered])
             gradients = [gradient for _, gradient in mastered]
             kernels.multi_tensor_axpby(gradients, totals, totals, inv, 1.0, found_inf, first_bad=first_bad)
@@ -224,7 +227,7 @@ class Gradients:
             if slot.stash is not None:
                 slot.param.grad, slot.stash = slot.stash, None
 
-    def _in_float32(
+    def in_float32_of(
         self, gradients: list[tuple[Slot, torch.Tensor]], into: Callable | None = None
     ) -> list[torch.Tensor]:
         """These gradients of slots with masters as exactly as they are known, in tensors that nobody else holds.
@@ -329,7 +332,7 @@ class Gradients:
             else:
                 fresh.append((slot, gradient))
         if fresh:
-            self._in_float32(fresh, into=_gradient_of_master)
+            self.in_float32_of(fresh, into=_gradient_of_master)
             for slot, _ in fresh:
                 slot.exact = None
         if clip is not None:
@@ -340,12 +343,6 @@ class Gradients:
         """Somebody looks at a master's gradient. There is nothing to be seen in a backward pass, nor needed in a fused step."""
         if not (self.is_open or self.is_stepping):
             self.convert()
-
-    def note_written(self, master: torch.Tensor) -> None:
-        """Somebody has put another gradient into a master, or None: the step uses that."""
-        for slot in self.mastered:
-            if slot.master is master and not (master.raw_grad is None and slot.param.grad is None):
-                slot.converted = Seen.now(slot.param.grad)
 
     def refuse_unseen_writes(self) -> None:
         """Raise where the step would have to choose between what was written to a master's gradient and to the model's."""
@@ -376,21 +373,15 @@ class Gradients:
         for slot in self.mastered:
             slot.converted = None
 
-    def inputs_of_step(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Masters, and the gradients of the model that a fused step reads as they are; the others have been converted."""
-        if any(slot.exact is not None for slot in self.mastered):
-            self._convert_exact()
-        return {
-            slot.master: gradient
-            for slot in self.mastered
-            if slot.converted is None and (gradient := slot.param.grad) is not None
-        }
+    def in_float32(self, slots: list[Slot]) -> list[torch.Tensor]:
+        """The gradients of these slots as exactly as they are known."""
+        return self.in_float32_of([(slot, slot.param.grad) for slot in slots])
 
     def _convert_exact(self) -> None:
         """Convert the gradients of which more is known than the model's gradient holds."""
         exact = [(slot, slot.param.grad) for slot in self.mastered if slot.exact is not None and slot.converted is None]
         exact = [(slot, gradient) for slot, gradient in exact if gradient is not None]
-        self._in_float32(exact, into=_gradient_of_master)
+        self.in_float32_of(exact, into=_gradient_of_master)
         for slot, gradient in exact:
             slot.converted = Seen.now(gradient)
 
@@ -455,6 +446,22 @@ class Gradients:
             self.delayed_scale, self.local = None, False
             self._forget_findings()
         return is_empty
+
+    def clear_all(self) -> None:
+        """``zero_grad()`` of the optimizer."""
+        self.delayed_scale, self.local = None, False
+        self._forget_findings()
+        for slot in self.slots:
+            slot.param.grad = None
+            if (
+                slot.exact is not None
+                or slot.converted is not None
+                or slot.stash is not None
+                or slot.found_inf is not None
+            ):
+                slot.clear()
+        for slot in self.mastered:
+            slot.master.raw_grad = None
 
     def clear_params(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None) -> None:
         """The part of ``zero_grad`` that nobody else sees: gradients set aside, and those on the far side of a master.

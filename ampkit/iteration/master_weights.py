@@ -28,23 +28,29 @@ class MasterWeight(nn.Parameter):
     A copy of it, or what is unpickled, is an ordinary parameter.
     """
 
+    _slot: Callable[[], Slot | None] | None = None
     _gradients: Callable[[], Any] | None = None
 
     @property
     def grad(self) -> torch.Tensor | None:
-        gradients = self._gradients and self._gradients()
-        if gradients is not None:
-            gradients.convert_for_reader()
+        self._convert()
         return _grad.__get__(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        gradients = self._gradients and self._gradients()
-        if gradients is not None:
-            gradients.convert_for_reader()
+        slot = self._convert()
         _grad.__set__(self, value)
-        if gradients is not None:
-            gradients.note_written(self)
+        if slot is not None and not (value is None and slot.param.grad is None):
+            slot.converted = Seen.now(slot.param.grad)  # the step uses what was put here, or nothing
+
+    def _convert(self) -> Slot | None:
+        slot = self._slot and self._slot()
+        if slot is not None and slot.converted is None:
+            if slot.param.grad is None:
+                _grad.__set__(self, None)
+            elif (gradients := self._gradients()) is not None:
+                gradients.convert_for_reader()
+        return slot
 
     @grad.deleter
     def grad(self) -> None:
@@ -59,9 +65,9 @@ class MasterWeight(nn.Parameter):
     def raw_grad(self, value: torch.Tensor | None) -> None:
         _grad.__set__(self, value)
 
-    def belongs_to(self, gradients: Any) -> None:
+    def belongs_to(self, slot: Slot, gradients: Any) -> None:
         """Have these `Gradients`, while they live, convert what there is before anybody sees the gradient."""
-        self._gradients = weakref.ref(gradients)
+        self._slot, self._gradients = weakref.ref(slot), weakref.ref(gradients)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:

@@ -75,6 +75,9 @@ class OptimizerWrapper:
         self.active = True
         self.gradients = Gradients()
         self._takes_step_inputs = _takes_step_inputs(optimizer)
+        self._clears_as_torch = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad or (
+            isinstance(optimizer, FusedOptimizer) and optimizer.set_grad_none
+        )
         self._takes_found_inf = not self._takes_step_inputs and _takes_found_inf(optimizer)
         self.gradients.reads_lower = self._takes_step_inputs
         try:
@@ -216,8 +219,8 @@ class OptimizerWrapper:
         found_inf = self._found_inf()
         masters = gradients.mastered
         optimizer.inputs = StepInputs(
-            pending=gradients.inputs_of_step(),
-            lower={slot.master: slot.param for slot in masters},
+            gradients.by_master,
+            gradients.in_float32,
             clip=gradients.clip,
             found_inf=found_inf,
             total_norm=gradients.total_norm,
@@ -231,8 +234,9 @@ class OptimizerWrapper:
             optimizer.inputs = None
             gradients.is_stepping = False
         for slot in masters:
-            if slot.master._version != slot.entry.value_version:
-                slot.entry.agree(slot.param)
+            entry, version = slot.entry, slot.master._version
+            if version != entry.value_version:  # the step has written both
+                entry.value_version, entry.lower_version = version, slot.param._version
         gradients.end_step()
         _drop_casts()
         return result
@@ -340,8 +344,10 @@ class OptimizerWrapper:
         gradients = self.gradients
         self.drop_cleared()
         for slot in gradients.mastered:
-            # Else the step would undo what was written to the model since its forward.
-            slot.entry.synchronize(slot.param)
+            entry, param = slot.entry, slot.param
+            if entry.lower_version != param._version or entry.lower_ptr != param.data_ptr():
+                # Else the step would undo what was written to the model since its forward.
+                entry.synchronize(param)
         if gradients.delayed_scale is not None:
             self.owner.finish_delayed(self)
         if not for_fused_step:
@@ -404,8 +410,12 @@ class OptimizerWrapper:
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._drop_bystanders_verdicts()
-        self.gradients.clear_params(set_to_none=args[0] if args else kwargs.get("set_to_none", True))
-        original(*args, **kwargs)
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
+        if self._clears_as_torch and set_to_none:
+            self.gradients.clear_all()
+        else:
+            self.gradients.clear_params(set_to_none=set_to_none)
+            original(*args, **kwargs)
 
     def _add_param_group(self, original: Callable[..., Any], group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         params = group.get("params", ()) if isinstance(group, dict) else ()

@@ -52,7 +52,7 @@ class LossScaling:
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._runs_without_sync = False
         self._hopeless: LossScaleError | None = None
-        self._told_of_unscaled = False
+        self._knows_what_scripts_do = False
         self._unreported: deque[tuple[list[Verdict], Callable[[Verdict], str]]] = deque()
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -106,7 +106,8 @@ class LossScaling:
         scale = scaler.current(home)
         scaled = loss.float() * on(scale, loss.device)
         passed: list[torch.Tensor] = []
-        if scaled.requires_grad:
+        watches = scaled.requires_grad and not self._knows_what_scripts_do
+        if watches:
             scaled.register_hook(passed.append)
         bystanders = [wrapper for wrapper in bystanders if not wrapper.gradients.is_open]
         self._open(wrappers, bystanders, scale)
@@ -118,8 +119,8 @@ class LossScaling:
                 wrapper.gradients.put_back(scale, handled)
             _end_of_casts(keep=False)
             raise
-        if scaled.requires_grad and not passed:
-            self._warn_if_unscaled(wrappers)
+        if watches:
+            self._knows_what_scripts_do = bool(passed) or self._warns_of_unscaled(wrappers)
         local = self._backward_was_local()
         bystanders = _still_open(bystanders)
         if delay_unscale:
@@ -136,21 +137,21 @@ class LossScaling:
             self._collect_for_bystanders(bystanders, scaler, scale, home, done, reached, local)
         _end_of_casts(delay_unscale)
 
-    def _warn_if_unscaled(self, wrappers: list[OptimizerWrapper]) -> None:
-        """Say it once when gradients came from something else than the scaled loss: they will be divided by the scale."""
+    def _warns_of_unscaled(self, wrappers: list[OptimizerWrapper]) -> bool:
+        """Whether gradients came from something else than the scaled loss: they will be divided by the scale. Says so."""
         arrived = any(
             slot.param.grad is not None
             for wrapper in wrappers
             if not wrapper.gradients.stays
             for slot in wrapper.gradients.slots
         )
-        if arrived and not self._told_of_unscaled:
-            self._told_of_unscaled = True
+        if arrived:
             logger.warning(
                 "The backward pass inside this scale_loss block did not go through the scaled loss, so that its gradients are "
                 "divided by a loss scale that they were never multiplied by. Call backward() on what the block yields: "
                 "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'."
             )
+        return arrived
 
     def _backward_was_local(self) -> bool:
         """Whether the gradients of the backward pass that just ran were left unreduced.

@@ -10,7 +10,8 @@ it stands in the parameter group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from .scales import Scale, on
 _LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
 _KERNEL_DTYPES = (torch.float32, *_LOWER_PRECISIONS)
 _SETTINGS = (bool, int, float, str, torch.dtype)
+# Elements whose gradients are restored in one go: on the CPU, few enough to stay in its caches until the step reads them.
+_RESTORED_AT_ONCE = {"cpu": 2**18, "others": 2**24}
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
 
@@ -30,15 +33,15 @@ _HOLDERS = "_ampkit_holders"
 class StepInputs:
     """What is to be heeded in one step.
 
-    ``pending`` maps masters to lower-precision gradients that stand in their models, times 1 / ``inv_scale``; ``lower``
-    maps masters to the weights that receive them, rounded. Gradients elsewhere are multiplied by ``own_inv_scale``, and all
-    by ``clip``. With a ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
+    ``mastered`` maps the ids of masters to their slots: ``slot.param`` receives the master, rounded, and its gradient is read
+    unless it was ``slot.converted`` into the master's. Of some gradients more is known (``slot.exact``), which ``restore``
+    gives in float32, for a list of slots. All gradients are multiplied by ``inv_scale`` and ``clip``. With a ``found_inf``
+    other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
     """
 
-    pending: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    lower: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    mastered: Mapping[int, Any] = field(default_factory=dict)
+    restore: Callable[[list], list[torch.Tensor]] | None = None
     inv_scale: Scale | None = None
-    own_inv_scale: Scale | None = None
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     total_norm: Callable[[], torch.Tensor | None] | None = None
@@ -49,7 +52,7 @@ class Batch:
     """Parameters of one group and device that one multi-tensor call updates: all have a weight to write, or none has.
 
     ``params`` are the keys of their state, ``targets`` what is updated: the same, but for optimizers with masters of their
-    own.
+    own. ``slots`` are those of parameters whose gradients have to be restored first.
     """
 
     params: list[torch.Tensor]
@@ -59,6 +62,7 @@ class Batch:
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     targets: list[torch.Tensor] = field(default_factory=list)
+    slots: list[Any] | None = None
 
     def __post_init__(self) -> None:
         self.targets = self.targets or self.params
@@ -76,7 +80,7 @@ class Batch:
         """Some of it."""
         if len(indices) == len(self.params):
             return self
-        names = ("params", "grads", "lower", "targets")
+        names = ("params", "grads", "lower", "targets", "slots")
         lists = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: [values[i] for i in indices] for name, values in lists.items()})
 
@@ -89,6 +93,22 @@ class Batch:
             part = self.part(mastered)
             parts.append(replace(part, targets=[masters[i] for i in mastered], lower=part.params))
         return parts
+
+    def restored(self, restore: Callable[[list], list[torch.Tensor]] | None) -> Iterator[Batch]:
+        """With gradients as exact as they are known: part by part, so that their float32 values need little memory at a time."""
+        if self.slots is None:
+            yield self
+            return
+        limit = _RESTORED_AT_ONCE["cpu" if self.device.type == "cpu" else "others"]
+        indices: list[int] = []
+        elements = 0
+        for i, param in enumerate(self.params):
+            indices.append(i)
+            elements += param.numel()
+            if elements >= limit or i == len(self.params) - 1:
+                part = self.part(indices)
+                yield replace(part, grads=restore(part.slots), slots=None)
+                indices, elements = [], 0
 
     def one_more(self) -> Scale:
         """What a step count goes up by: 1, or 0 where the step is skipped."""
@@ -157,8 +177,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def update_group(self, group: dict[str, Any]) -> None:
         batches = self.batches(group)
         if batches:
+            restore = (self.inputs or _NOTHING).restore
             for step, batch in self.counted(group, batches):
-                self.update(group, batch, step)
+                for part in batch.restored(restore):
+                    self.update(group, part, step)
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
         """Move the parameters of a batch; ``step`` is the number of this step, None where nobody counts."""
@@ -167,31 +189,50 @@ class FusedOptimizer(torch.optim.Optimizer):
     def batches(self, group: dict[str, Any]) -> list[Batch]:
         """The parameters of a group that have a gradient, by what one call can update."""
         inputs = self.inputs or _NOTHING
-        pending, lower = inputs.pending, inputs.lower
+        slot_of = inputs.mastered.get
         batches: dict[Any, Batch] = {}
+        batch = last = None
         for param in group["params"]:
-            gradient = pending.get(param)
-            is_pending = gradient is not None
-            if not is_pending:
-                gradient = param.grad
-                if gradient is None:
-                    continue
-                if gradient.layout is not torch.strided:
-                    raise self.sparse_error(param)
-            weight = lower.get(param)
-            key = (is_pending, weight is not None, param.device)
-            batch = batches.get(key)
-            if batch is None:
-                inv_scale = inputs.inv_scale if is_pending else inputs.own_inv_scale
-                batch = batches[key] = Batch(
-                    [], [], None if weight is None else [], inv_scale, inputs.clip, inputs.found_inf
-                )
-                batch.targets = batch.params
+            slot = slot_of(id(param))
+            if slot is None:
+                gradient, kind = param.grad, 0
+            elif slot.converted is None:
+                gradient, kind = slot.param.grad, 1 if slot.exact is None else 2
+            else:
+                gradient, kind = param.raw_grad, 1
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise self.sparse_error(param)
+            key = (kind, param.device)
+            if key != last:
+                last, batch = key, batches.get(key)
+                if batch is None:
+                    batch = batches[key] = Batch(
+                        [], [], [] if kind else None, inputs.inv_scale, inputs.clip, inputs.found_inf
+                    )
+                    batch.targets = batch.params
+                    if kind == 2:
+                        batch.slots = []
             batch.params.append(param)
             batch.grads.append(gradient)
-            if weight is not None:
-                batch.lower.append(weight)
+            if kind:
+                batch.lower.append(slot.param)
+                if kind == 2:
+                    batch.slots.append(slot)
         return list(batches.values())
+
+    def states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """The state of each parameter. What was looked up is kept while nothing has been exchanged."""
+        cache = self.__dict__.setdefault("_states", {})
+        found = cache.get(id(params[0]))
+        if found is not None:
+            before, states, keys, values = found
+            if _are_same(before, params) and _are_same(keys, self.state) and _are_same(values, self.state.values()):
+                return states
+        states = [self.state[param] for param in params]
+        cache[id(params[0])] = (list(params), states, list(self.state), list(self.state.values()))
+        return states
 
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[torch.Tensor | None, Batch]]:
         """Count a step; yields the parameters by the number of their step, as in torch.optim.
@@ -203,7 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 yield None, batch
                 continue
             one_more = batch.one_more()
-            steps = [self.state[param].get("step") for param in batch.params]
+            steps = [state.get("step") for state in self.states_of(batch.params)]
             holders: dict[int, tuple[torch.Tensor | None, list[int]]] = {}
             if all(step is steps[0] for step in steps):
                 holders[0] = (steps[0], list(range(len(steps))))
@@ -228,8 +269,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def moments(self, params: list[torch.Tensor], name: str) -> list[torch.Tensor]:
         """The state of this name of each parameter, made of zeros on first use, at least float32."""
         found = []
-        for param in params:
-            state = self.state[param]
+        for param, state in zip(params, self.states_of(params)):
             moment = state.get(name)
             if moment is None:
                 dtype = torch.promote_types(torch.float32, param.dtype)
@@ -244,7 +284,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return inputs.total_norm()
         found = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
         found = [gradient for gradient in found if not gradient.is_sparse]  # refused by the update, by name
-        return kernels.multi_tensor_unscale_l2norm(found, None, inputs.own_inv_scale)[0] if found else None
+        return kernels.multi_tensor_unscale_l2norm(found, None, inputs.inv_scale)[0] if found else None
 
     def __getstate__(self) -> dict[str, Any]:
         """With the settings that stand in attributes, which torch leaves out of copies."""
@@ -331,6 +371,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 _NOTHING = StepInputs()
 
 
+def _are_same(these: Collection[Any], those: Collection[Any]) -> bool:
+    """Whether these are the very objects, in the same order."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
 def refuse_amsgrad(optimizer: FusedOptimizer, amsgrad: bool) -> None:
     if amsgrad:
         raise RuntimeError(
@@ -348,4 +393,4 @@ def _inputs_of_grad_scaler(optimizer: torch.optim.Optimizer, grad_scaler: Any) -
     if flags:
         found_inf = torch.stack([on(flag, flags[0].device) for flag in flags]).max().reshape(1)
     inv_scale = None if unscaled else grad_scaler._get_scale_async().double().reciprocal().float()
-    return StepInputs(own_inv_scale=inv_scale, found_inf=found_inf)
+    return StepInputs(inv_scale=inv_scale, found_inf=found_inf)

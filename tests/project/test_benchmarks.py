@@ -74,6 +74,12 @@ def check_bench_optimizer_step():
         assert re.search(rf"^{name} +[\d.]+ +[\d.]+$", printed, re.MULTILINE)
 
 
+def check_bench_iteration():
+    printed = run("bench_iteration.py", "--parameters", "2", "5", "--repetitions", "1")
+    rows = [numbers(line) for line in printed.splitlines()[2:]]
+    assert [row[0] for row in rows] == [2, 5] and all(len(row) == 6 and min(row) > 0 for row in rows)
+
+
 def check_bench_running_statistics():
     printed = run("bench_running_statistics.py", "--rounds", "1", "--batch", "2", "--size", "32", "--device", "cpu")
     assert "159 buffers" in printed  # 53 batch norms
@@ -99,6 +105,7 @@ RUNS = {
     "bench_kernels.py": check_bench_kernels,
     "bench_step.py": check_bench_step,
     "bench_optimizer_step.py": check_bench_optimizer_step,
+    "bench_iteration.py": check_bench_iteration,
     "bench_running_statistics.py": check_bench_running_statistics,
     "convergence.py": check_convergence,
 }

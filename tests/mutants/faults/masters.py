@@ -122,7 +122,7 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: an edited master is overwritten",
         "ampkit/iteration/optimizer_wrapper.py",
-        "slot.entry.synchronize(slot.param)\n        if gradients.delayed",
+        "entry.synchronize(param)\n        if gradients.delayed",
         "pass\n        if gradients.delayed",
         breaks="what was written to a weight since its forward is stepped from",
         tests=("optimizers/test_fused_step.py::test_edits_of_masters_and_weights_between_backward_and_step_count",),

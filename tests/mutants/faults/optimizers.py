@@ -144,8 +144,8 @@ FAULTS = [
     Mutant(
         "fused: own gradients are not unscaled",
         "ampkit/optimizers/fused.py",
-        "inv_scale = inputs.inv_scale if is_pending else inputs.own_inv_scale",
-        "inv_scale = inputs.inv_scale",
+        "inputs.inv_scale, inputs.clip, inputs.found_inf",
+        "None, inputs.clip, inputs.found_inf",
         breaks="inside GradScaler.step gradients are unscaled once",
         tests=("optimizers/test_fused_optimizers.py::test_optimizers_that_unscale_work_inside_grad_scaler",),
     ),

@@ -76,7 +76,7 @@ class FusedAdam(_FusedAdam):
             for param, gradient in zip(group["params"], gradients):
                 if gradient is not None:
                     param.grad = gradient.to(param.dtype)
-            self.inputs = StepInputs(own_inv_scale=None if scale == 1.0 else 1.0 / scale)
+            self.inputs = StepInputs(inv_scale=None if scale == 1.0 else 1.0 / scale)
             self.update_group(group)
         finally:
             self.inputs = None

@@ -1,0 +1,123 @@
+"""What an iteration costs the host besides forward and backward: scale_loss entered and left, and the step.
+
+    python benchmarks/bench_iteration.py [--parameters 8 60 160] [--repetitions 40] [--device cuda]
+
+Each model is so many 16 x 16 weights, whose gradients are put in place by hand, so that nothing but the host's work shows. The
+contenders are O1 with torch's fused AdamW, O2 with FusedAdam, and torch.amp.GradScaler with torch's fused AdamW. They
+take turns; times are medians in microseconds, ratios medians of the ratios of neighbouring repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import ampkit
+from ampkit.optimizers import FusedAdam
+
+ITERATIONS = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=int, nargs="+", default=[8, 60, 160])
+    parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {chosen.device}: microseconds an iteration, {chosen.repetitions} x {ITERATIONS}")
+    print(f"{'parameters':>10} {'GradScaler':>11} {'O1':>8} {'O2':>8}   {'O1 ratio':>8} {'O2 ratio':>8}")
+    for count in chosen.parameters:
+        times = measure(contenders(count, chosen.device), chosen.repetitions)
+        base = times["GradScaler"]
+        ratios = {name: statistics.median(a / b for a, b in zip(times[name], base)) for name in ("O1", "O2")}
+        medians = {name: statistics.median(values) * 1e6 for name, values in times.items()}
+        print(
+            f"{count:10} {medians['GradScaler']:11.0f} {medians['O1']:8.0f} {medians['O2']:8.0f}   "
+            f"{ratios['O1']:8.2f} {ratios['O2']:8.2f}"
+        )
+
+
+class Weights(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(16, 16) for _ in range(count))
+
+    def forward(self) -> None:
+        raise NotImplementedError
+
+
+def contenders(count: int, device: str) -> dict[str, Callable[[], None]]:
+    found = {"GradScaler": with_grad_scaler(count, device)}
+    for name, level, make in (
+        ("O1", "O1", lambda params: torch.optim.AdamW(params, fused=True)),
+        ("O2", "O2", FusedAdam),
+    ):
+        found[name] = with_ampkit(count, device, level, make)
+    return found
+
+
+def with_grad_scaler(count: int, device: str) -> Callable[[], None]:
+    model = Weights(count).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler(device)
+    put = gradients_of(model)
+    loss = torch.ones((), device=device, requires_grad=True)
+
+    def iteration() -> None:
+        scaler.scale(loss).backward()
+        put()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return iteration
+
+
+def with_ampkit(count: int, device: str, level: str, make: Callable) -> Callable[[], None]:
+    model = Weights(count).to(device)
+    optimizer = make(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    put = gradients_of(model)
+    loss = torch.ones((), device=device, requires_grad=True)
+    keep_alive = model
+
+    def iteration(keep_alive: nn.Module = keep_alive) -> None:
+        with ampkit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            put()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return iteration
+
+
+def gradients_of(model: nn.Module) -> Callable[[], None]:
+    pairs = [(param, torch.full_like(param, 0.5, requires_grad=False)) for param in model.parameters()]
+
+    def put() -> None:
+        for param, gradient in pairs:
+            param.grad = gradient
+
+    return put
+
+
+def measure(iterations: dict[str, Callable[[], None]], repetitions: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in iterations}
+    for repetition in range(repetitions + 2):
+        for name, iteration in iterations.items():
+            start = time.perf_counter()
+            for _ in range(ITERATIONS):
+                iteration()
+            if repetition >= 2:
+                times[name].append((time.perf_counter() - start) / ITERATIONS)
+    return times
+
+
+if __name__ == "__main__":
+    main()
