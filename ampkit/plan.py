@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
 from .iteration.loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
 from .policy import Policy
 
 LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
-LOWER_PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Plan:
     @property
     def casts_weights(self) -> bool:
         """Whether model weights are held in lower precision."""
-        return self.cast_model_type in LOWER_PRECISIONS.values()
+        return self.cast_model_type in LOWER_PRECISION
 
     @property
     def has_dynamic_loss_scale(self) -> bool:
@@ -159,9 +159,10 @@ def default_lower_precision(device_type: str) -> torch.dtype:
     chosen = os.environ.get(LOWER_PRECISION_VARIABLE)
     if chosen is None:
         return torch.bfloat16 if device_type == "cpu" else torch.float16
-    if chosen not in LOWER_PRECISIONS:
-        raise ConfigurationError(f"{LOWER_PRECISION_VARIABLE}={chosen!r} is none of {', '.join(LOWER_PRECISIONS)}.")
-    return LOWER_PRECISIONS[chosen]
+    named = {str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISION}
+    if chosen not in named:
+        raise ConfigurationError(f"{LOWER_PRECISION_VARIABLE}={chosen!r} is none of {', '.join(named)}.")
+    return named[chosen]
 
 
 def _refuse(name: str, value: object, accepted: str, advice: str = "") -> ConfigurationError:
@@ -176,9 +177,7 @@ def _check_cast_model_type(value: Any, level: str) -> torch.dtype | None:
         raise _refuse("cast_model_type", value, f"None or torch.float32 at {level}", advice)
     if value is False:
         return None
-    accepted = {"O0": (torch.float32,), "O5": (torch.bfloat16,)}.get(
-        level, (torch.float16, torch.bfloat16, torch.float32)
-    )
+    accepted = {"O0": (torch.float32,), "O5": (torch.bfloat16,)}.get(level, (*LOWER_PRECISION, torch.float32))
     if value not in accepted:
         raise _refuse(
             "cast_model_type", value, f"one of {accepted} at {level}", "O2 and O3 take either lower precision."
@@ -196,7 +195,7 @@ def _check_patch_torch_functions(value: Any, level: str) -> bool:
 
 
 def _check_patch_torch_functions_type(value: Any, level: str) -> torch.dtype:
-    accepted = {"O1": (torch.float16, torch.bfloat16), "O4": (torch.bfloat16,)}.get(level, ())
+    accepted = {"O1": LOWER_PRECISION, "O4": (torch.bfloat16,)}.get(level, ())
     if value not in accepted:
         advice = "" if accepted else "It belongs to O1; O2 and O3 take cast_model_type=."
         raise _refuse("patch_torch_functions_type", value, f"one of {accepted} at {level}", advice)

@@ -23,6 +23,7 @@ from .casting.decorators import cast_models
 from .casting.engine import Casting, active_casting
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
+from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
 from .iteration.found_inf import Verdict
 from .iteration.loss_scale import LossScaler
@@ -32,7 +33,7 @@ from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import LossScaling
 from .logs import logger, stdout_lines
 from .models import Float32Value, ForwardCasts, Kept
-from .plan import LOWER_PRECISIONS, OPT_LEVELS, Plan, defaults_of
+from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, not_initialized
 
 # Levels at which no gradient is saved from underflow by a loss scale, and what to do.
@@ -180,7 +181,7 @@ class Session:
                 self._cast_weights(model, choice, values)
         if plan.master_weights and not plan.casts_weights:
             for model in models:
-                if any(param.dtype in LOWER_PRECISIONS.values() for param in model.parameters()):
+                if any(param.dtype in LOWER_PRECISION for param in model.parameters()):
                     self._undo.callback(_when_alive(model_casts.restore_weights), weakref.ref(model))
                     model_casts.cast_weights(model, _lower_precision_in(model), model_casts.AsTheyAre(), values)
         if kept:
@@ -420,7 +421,7 @@ def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -
 
 
 def _lower_precision_in(model: nn.Module) -> torch.dtype:
-    return next(param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISIONS.values())
+    return next(param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION)
 
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:

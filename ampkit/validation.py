@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .models import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
 from .plan import Plan
 
-_LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
 
 
@@ -114,7 +114,7 @@ def weights(model_list: list[nn.Module], recast: set[torch.Tensor], optimizer_li
     for optimizer in optimizer_list:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if param.dtype in _LOWER_PRECISIONS and param not in known:
+                if param.dtype in LOWER_PRECISION and param not in known:
                     raise ConfigurationError(
                         f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
                         "models. Build the optimizer from float32 parameters of the models passed with it."
@@ -137,8 +137,7 @@ def scripted_parts(model_list: list[nn.Module], plan: Plan) -> None:
 
 
 def _has_castable_tensors(module: nn.Module) -> bool:
-    floating = (torch.float32, *_LOWER_PRECISIONS)
-    return any(tensor.dtype in floating for tensor in (*module.parameters(), *module.buffers()))
+    return any(tensor.dtype in CASTABLE for tensor in (*module.parameters(), *module.buffers()))
 
 
 def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
@@ -157,7 +156,7 @@ def _refuse_lower_precision(model: nn.Module, recast: set[torch.Tensor]) -> None
                 raise ConfigurationError(
                     f"{kind} {name!r} is not initialized yet (a lazy module). Run one forward pass before initialize()."
                 )
-            if tensor.dtype in _LOWER_PRECISIONS and tensor not in recast:
+            if tensor.dtype in LOWER_PRECISION and tensor not in recast:
                 raise ConfigurationError(
                     f"{kind} {name!r} is {tensor.dtype}; initialize() expects float32 and makes the lower-precision copies "
                     "itself. Remove the .half() or .bfloat16() call (or the dtype= argument) before it."

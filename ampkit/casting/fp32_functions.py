@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ..dtypes import LOWER_PRECISION
 from .state import CastingState
-from .tensors import LOWER_PRECISION
 
 Log = Callable[[Tensor], None]
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .tensors import LOWER_PRECISION
+from ..dtypes import LOWER_PRECISION
 
 if TYPE_CHECKING:
     from .cache import CastCaches

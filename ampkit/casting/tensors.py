@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+from ..dtypes import CASTABLE, LOWER_PRECISION
 
-# float64 is left out: who asked for it, needs it.
-CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
-LOWER_PRECISION = frozenset({torch.float16, torch.bfloat16})
+T = TypeVar("T")
 
 # The methods are faster than ``to``, and keep the memory format as it does.
 CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {

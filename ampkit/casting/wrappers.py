@@ -28,13 +28,14 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 
+from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import RefusedOperation
 from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
 from .cache import is_weight
 from .fp32_functions import without_copies
 from .state import CastingState, past_autocast
-from .tensors import CASTABLE, CONVERT, LOWER_PRECISION, map_tensors, tensors_in
+from .tensors import CONVERT, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from .cpp_wrappers import CppWrappers

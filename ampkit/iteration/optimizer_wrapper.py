@@ -19,7 +19,8 @@ import torch
 
 from .. import kernels
 from ..casting.engine import active_casting
-from ..casting.tensors import LOWER_PRECISION, cast_floating
+from ..casting.tensors import cast_floating
+from ..dtypes import LOWER_PRECISION
 from ..errors import ClosureError, ConfigurationError
 from ..models.weights import Float32Value, write_lower
 from ..optimizers.fused import FusedOptimizer, StepInputs

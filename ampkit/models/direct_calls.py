@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..casting.tensors import LOWER_PRECISION, cast_floating
+from ..casting.tensors import cast_floating
+from ..dtypes import LOWER_PRECISION
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

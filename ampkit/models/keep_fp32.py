@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _Orthogonal
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..casting.tensors import LOWER_PRECISION, cast_floating
+from ..casting.tensors import cast_floating
+from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 
 ACTIVATION_KEY = "_ampkit_activation_dtype"

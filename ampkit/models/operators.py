@@ -26,8 +26,9 @@ from ..casting.decorators import cast_models
 from ..casting.engine import active_casting, keep_on_top
 from ..casting.fp32_functions import without_copies
 from ..casting.pickling import patch_picklers
-from ..casting.tensors import LOWER_PRECISION, cast_floating, map_tensors, tensors_in, to_float32
+from ..casting.tensors import cast_floating, map_tensors, tensors_in, to_float32
 from ..casting.wrappers import keep_overloads
+from ..dtypes import LOWER_PRECISION
 from ..patching import PatchSet
 from ..policy.cast_rules import VISION, is_loaded, resolve_owner
 

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from .. import kernels
+from ..dtypes import CASTABLE
 from ..errors import ConfigurationError
 from ..logs import logger
 from .copies import RECORD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .keep_fp32 import ACTIVATION_KEY, Kept
-
-_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -168,7 +167,7 @@ def cast_weights(
         # First, so that what fails halfway is undone.
         own = module.__dict__[RECORD_KEY] = replace(record, in_float32=kept.covers(module), buffers={})
         for name, tensor in own_tensors(module):
-            if tensor.dtype not in _CASTABLE:  # float64 and complex are never cast
+            if tensor.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
             if tensor.dtype is torch.float32 and kept.keeps(module, name, tensor):
                 record.kept[id(tensor)] = tensor
@@ -337,7 +336,7 @@ def _accept_unknown(model: nn.Module, module: nn.Module, name: str, tensor: torc
     if type(tensor) is torch.Tensor:  # torch.func.functional_call lends tensors of its own
         return
     kept = record.in_float32 or id(tensor) in record.kept
-    allowed = tensor.dtype is torch.float32 if kept else tensor.dtype not in _CASTABLE
+    allowed = tensor.dtype is torch.float32 if kept else tensor.dtype not in CASTABLE
     if not (allowed or (tensor.dtype is record.lower_precision and not kept)):
         raise _foreign_weight(model, module, name, tensor, record)
 

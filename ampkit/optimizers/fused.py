@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..dtypes import CASTABLE, LOWER_PRECISION
 from .scales import Scale, on
 
-_LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
-_KERNEL_DTYPES = (torch.float32, *_LOWER_PRECISIONS)
 _SETTINGS = (bool, int, float, str, torch.dtype)
 # Elements whose gradients are restored in one go: on the CPU, few enough to stay in its caches until the step reads them.
 _RESTORED_AT_ONCE = {"cpu": 2**18, "others": 2**24}
@@ -116,7 +115,7 @@ class Batch:
 
     def gradient_norms(self, norm_type: int = 2) -> torch.Tensor:
         """The norm of each gradient, as it will be used."""
-        if norm_type == 2 and all(gradient.dtype in _KERNEL_DTYPES for gradient in self.grads):
+        if norm_type == 2 and all(gradient.dtype in CASTABLE for gradient in self.grads):
             norms = kernels.multi_tensor_unscale_l2norm(self.grads, None, self.inv_scale, per_tensor=True)[1]
             factors = (self.clip,)
         else:
@@ -316,7 +315,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for key, param in zip(saved, params):
-            if param.dtype in _LOWER_PRECISIONS:
+            if param.dtype in LOWER_PRECISION:
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..dtypes import LOWER_PRECISION
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
 
 _REMOVED = ("grads", "output_params", "scale", "grad_norms")
@@ -113,5 +114,5 @@ class FusedAdam(FusedOptimizer):
     def _make_masters(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                if param.dtype in (torch.float16, torch.bfloat16):
+                if param.dtype in LOWER_PRECISION:
                     self.state[param]["master_param"] = param.detach().clone().float()

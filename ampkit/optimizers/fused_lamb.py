@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..dtypes import LOWER_PRECISION
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
 from .scales import on
 
@@ -143,7 +144,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
     def _master_of(self, param: torch.Tensor) -> torch.Tensor | None:
         reduced = self.reduced_precision_dtype
-        if param.dtype is not reduced and (reduced is not None or param.dtype not in (torch.float16, torch.bfloat16)):
+        if param.dtype is not reduced and (reduced is not None or param.dtype not in LOWER_PRECISION):
             return None
         state = self.state[param]
         if "master_param" not in state:

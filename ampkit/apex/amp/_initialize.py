@@ -12,7 +12,8 @@ import torch
 
 from ... import api, validation
 from ...casting.engine import active_casting
-from ...casting.tensors import CASTABLE, cast_floating, map_tensors
+from ...casting.tensors import cast_floating, map_tensors
+from ...dtypes import CASTABLE
 from ...errors import ConfigurationError
 from ...logs import logger
 from ...policy import Policy

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
 from ...iteration.found_inf import Check
 from ...iteration.master_weights import Slot
@@ -21,8 +22,6 @@ from ...registry import session_of
 from ...session import Session
 from ._amp_state import _amp_state
 from .scaler import LossScaler
-
-_LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
 
 
 def dress(optimizer: Any, session: Session) -> None:
@@ -170,7 +169,7 @@ def _has_no_master(slot: Slot) -> bool:
 
 
 def _is_lower(slot: Slot) -> bool:
-    return slot.param.dtype in _LOWER_PRECISIONS
+    return slot.param.dtype in LOWER_PRECISION
 
 
 def _is_not_lower(slot: Slot) -> bool:

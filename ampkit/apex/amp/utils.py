@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ...casting.tensors import LOWER_PRECISION, cast_floating, map_tensors, tensors_in
+from ...casting.tensors import cast_floating, map_tensors, tensors_in
+from ...dtypes import LOWER_PRECISION
 from ...plan import default_lower_precision
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from ... import kernels
+from ...dtypes import LOWER_PRECISION
 from ...errors import CheckpointError, LossScaleError
 from ...iteration.optimizer_wrapper import wrapper_of
 from ..amp.scaler import LossScaler
-
-_LOWER_PRECISIONS = (torch.float16, torch.bfloat16)
 
 
 class FP16_Optimizer:
@@ -221,7 +220,7 @@ class FP16_Optimizer:
         for index, param in enumerate(group["params"]):
             if not param.requires_grad:
                 continue
-            if param.dtype in _LOWER_PRECISIONS:
+            if param.dtype in LOWER_PRECISION:
                 master = nn.Parameter(param.detach().clone().float())
                 group["params"][index] = master
                 state = self.optimizer.state
@@ -241,7 +240,7 @@ class FP16_Optimizer:
         # State that an earlier step left in lower precision follows the masters.
         for param in group["params"]:
             for name, value in self.optimizer.state.get(param, {}).items():
-                if isinstance(value, torch.Tensor) and value.dtype in _LOWER_PRECISIONS:
+                if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION:
                     self.optimizer.state[param][name] = value.float()
 
     @torch.no_grad()

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...dtypes import LOWER_PRECISION
+
 Shape = int | Sequence[int]
 
 
@@ -86,7 +88,7 @@ def manual_rms_norm(
     input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """RMS norm; in the weight's dtype where that is a lower precision, else in the input's."""
-    low = weight is not None and weight.dtype in (torch.float16, torch.bfloat16)
+    low = weight is not None and weight.dtype in LOWER_PRECISION
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype if low else input.dtype)
 
 
