@@ -16,7 +16,6 @@ import time
 import torch
 
 from ampkit import kernels
-from ampkit.kernels import reference
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -203,7 +202,7 @@ def step(kernel, states, settings, torch_optimizer=None):
 
             def theirs():
                 torch_unscale(grads, outputs, found_inf, inverse)
-                function = getattr(reference, f"multi_tensor_{kernel}")
+                function = getattr(kernels, f"multi_tensor_{kernel}").__wrapped__
                 function(outputs, masters, *moments, *norms, weights, **settings)
 
             return ours, theirs

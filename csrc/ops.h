@@ -2,7 +2,7 @@
 //
 // registration.cpp gives these functions their schemas under torch.ops.ampkit; cpu/<op>.cpp and cuda/<op>.cu hold the
 // drivers; functors/<op>.h holds the arithmetic that both compile. ampkit/kernels/reference.py and reference_optimizers.py say in
-// plain torch what each of them means, ampkit/kernels/ops.py what the arguments are.
+// plain torch what each of them means, and what the arguments are.
 //
 // A number that may lie on the device comes twice, as a double and as an optional tensor, which goes first. Empty lists
 // stand for lists that are absent: outputs, momenta, lower, directions.

@@ -29,7 +29,7 @@ import ampkit
 from ampkit import kernels
 from ampkit.casting import early_bound
 from ampkit.casting.library import dispatch
-from ampkit.kernels import backend, reference
+from ampkit.kernels import backend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -106,8 +106,7 @@ def ops(request, monkeypatch, device):
     """The multi-tensor operators, with the reference or with the extension behind them."""
     chosen = kernels.implementation()
     if request.param == "reference":
-        monkeypatch.setattr(backend, "_kernel_devices", frozenset())
-        monkeypatch.setattr(backend, "_extension", reference)
+        monkeypatch.setattr(backend, "kernel_devices", frozenset())
     elif device.type == "cuda" and not chosen.cuda:
         pytest.skip(f"no CUDA kernels: {chosen.cuda_why}")
     return kernels

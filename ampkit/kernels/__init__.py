@@ -1,22 +1,27 @@
-"""The multi-tensor operators (ops.py), the choice of who computes them (backend.py), and their meaning in plain torch
-(reference.py, reference_optimizers.py)."""
+"""The multi-tensor operators: defined in plain torch (reference.py, reference_optimizers.py), routed to the compiled kernels where
+there are some (routing.py)."""
 
 from ampkit.kernels.backend import Implementation, implementation
-from ampkit.kernels.ops import (
-    multi_tensor_adagrad,
-    multi_tensor_adam,
+from ampkit.kernels.reference import (
     multi_tensor_axpby,
     multi_tensor_l2norm,
-    multi_tensor_lamb,
-    multi_tensor_novograd,
     multi_tensor_restore,
     multi_tensor_scale,
-    multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
     update_scale,
 )
-from ampkit.kernels.reference import NO_BAD
-from ampkit.kernels.reference_optimizers import clip_coefficient, clip_factor, gradient_norms, lars_trust
+from ampkit.kernels.reference_optimizers import (
+    clip_coefficient,
+    clip_factor,
+    gradient_norms,
+    lars_trust,
+    multi_tensor_adagrad,
+    multi_tensor_adam,
+    multi_tensor_lamb,
+    multi_tensor_novograd,
+    multi_tensor_sgd,
+)
+from ampkit.kernels.routing import NO_BAD
 
 __all__ = [
     "NO_BAD",

@@ -2,9 +2,6 @@
 
 import torch
 
-#: What the compiled kernels take; the reference takes any floating point dtype, and mostly complex ones.
-KERNEL_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-
 
 def check_lists(op, **lists):
     """Raises unless the lists (or None) have one length, equal shapes at each index, and dtypes that an operator takes."""

@@ -1,40 +1,24 @@
 """Every multi-tensor operator in plain torch: the specification of the compiled kernels, and what runs without them.
 
-Arithmetic is float32, or wider where a tensor is: each step is rounded once, and the result once more on its way into a
-narrower output. The kernels agree bit for bit, except that norms and the optimizers' rules (reference_optimizers.py) may differ in
-their last places. Lists given to these functions lie on one device; they may hold any floating point dtype and, outside
-the optimizers' rules, complex ones.
+Lists may mix dtypes and sizes, and devices too; an empty list is fine. float32, float16 and bfloat16 are fast, other dtypes work.
+Arithmetic is float32, or wider where a tensor is: each step is rounded once, and the result once more on its way into a narrower
+output. The kernels agree bit for bit, except that norms and the optimizers' rules (reference_optimizers.py) may differ in
+their last places.
+
+`operator` (routing.py, which says what the annotations mean) hands the lists of a call to the kernels, or to the function that
+stands here, parted by device. So the lists that such a function is given lie on one device; they may hold any floating point
+dtype and, outside the optimizers' rules, complex ones. The host never waits for a device.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ampkit.kernels.checks import check_flag, check_lists, compute_dtype
-from ampkit.kernels.reference_optimizers import (
-    multi_tensor_adagrad,
-    multi_tensor_adam,
-    multi_tensor_lamb,
-    multi_tensor_novograd,
-    multi_tensor_sgd,
-)
-
-__all__ = [
-    "NO_BAD",
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_lamb",
-    "multi_tensor_novograd",
-    "multi_tensor_restore",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "report_non_finite",
-    "update_scale",
-]
-
-#: What ``first_bad`` holds while no tensor was found that is not finite: above every index.
-NO_BAD = 2**62
+from ampkit.kernels.routing import NO_BAD, Flag, Number, Tensors, operator, operator_without_lists
 
 # A float32 sum of squares stays accurate over this many elements; longer tensors are summed in pieces.
 _PIECE = 1 << 12
@@ -42,10 +26,21 @@ _PIECE = 1 << 12
 _SAFE_NORM = (1e-12, 1e18)
 
 
-def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
-    """outputs[i] = inputs[i] * scale; found_inf becomes 1 if an input is not finite. Outputs are always written."""
+@operator
+def multi_tensor_scale(
+    inputs: Tensors,
+    outputs: Tensors,
+    scale: Number,
+    found_inf: Flag | None = None,
+    first_bad: Flag | None = None,
+) -> None:
+    """outputs[i] = inputs[i] * scale. Inputs are checked; outputs, which may be the inputs, are written in any case."""
     check_lists("multi_tensor_scale", inputs=inputs, outputs=outputs)
     report_non_finite(inputs, found_inf, first_bad)
+    _scale(inputs, outputs, scale)
+
+
+def _scale(inputs, outputs, scale):
     one_by_one = [
         out.is_complex() and out.is_conj() for out in outputs
     ]  # torch writes no lists of what it has not conjugated yet
@@ -67,8 +62,18 @@ def multi_tensor_scale(inputs, outputs, scale, found_inf=None, first_bad=None):
             out.copy_(x.to(compute_dtype(x)) * _factor(scale))
 
 
-def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1, first_bad=None):
-    """outputs[i] = a * xs[i] + b * ys[i]; arg_to_check says who is checked: -1 both, 0 xs, 1 ys."""
+@operator
+def multi_tensor_axpby(
+    xs: Tensors,
+    ys: Tensors,
+    outputs: Tensors,
+    a: Number,
+    b: Number,
+    found_inf: Flag | None = None,
+    arg_to_check: int = -1,
+    first_bad: Flag | None = None,
+) -> None:
+    """outputs[i] = a * xs[i] + b * ys[i]; ``arg_to_check`` says who is checked: -1 both, 0 ``xs``, 1 ``ys``."""
     if arg_to_check not in (-1, 0, 1):
         raise RuntimeError(f"multi_tensor_axpby: arg_to_check is {arg_to_check}; expected -1 (both), 0 (xs) or 1 (ys)")
     check_lists("multi_tensor_axpby", xs=xs, ys=ys, outputs=outputs)
@@ -80,8 +85,20 @@ def multi_tensor_axpby(xs, ys, outputs, a, b, found_inf=None, arg_to_check=-1, f
         out.copy_((x.to(dtype) * _factor(a)).add_(y.to(x.device, dtype) * _factor(b)))
 
 
-def multi_tensor_restore(grads, exacts, outputs, inv_scale, factor=1.0, zeros_count=False):
-    """outputs[i] = factor * (exacts[i] * inv_scale where grads[i] still is what that rounds to, else grads[i])."""
+@operator
+def multi_tensor_restore(
+    grads: Tensors,
+    exacts: Tensors,
+    outputs: Tensors,
+    inv_scale: Number,
+    factor: Number = 1.0,
+    zeros_count: bool = False,
+) -> None:
+    """outputs[i] = factor * (exacts[i] * inv_scale where grads[i] still is what that rounds to, else grads[i]).
+
+    Gives back what ``exacts`` had known before ``grads`` were rounded, wherever nobody has written since. With ``zeros_count``
+    a zero in ``grads`` was written by somebody, and stays. Outputs may be inputs.
+    """
     check_lists("multi_tensor_restore", grads=grads, exacts=exacts, outputs=outputs)
     for grad, exact, out in zip(grads, exacts, outputs):
         dtype = compute_dtype(grad, exact)
@@ -92,41 +109,78 @@ def multi_tensor_restore(grads, exacts, outputs, inv_scale, factor=1.0, zeros_co
         out.copy_(torch.where(stays, unscaled, grad.to(dtype)) * _factor(factor))
 
 
-def multi_tensor_l2norm(tensors, per_tensor=False):
-    """(norm of all tensors together, float32 [1]; norm of each, float32 [n], or [0] unless per_tensor)."""
+def _joined_norms(given: dict[str, Any], parts: list) -> tuple[Tensor, Tensor]:
+    """One pair of norms from those of each group of tensors."""
+    if not parts:
+        return torch.zeros(1), torch.zeros(0)
+    if parts[0][0] is None:
+        return parts[0][1]
+    device = next(iter(given.values()))[0].device
+    joined = torch.cat([norm.to(device, torch.float64) for _, (norm, _) in parts])
+    norms = torch.cat([norms.to(device) for _, (_, norms) in parts])
+    if given["per_tensor"]:
+        order = torch.tensor([i for indices, _ in parts for i in indices], device=device)
+        norms = torch.empty_like(norms).index_copy_(0, order, norms)
+    return joined.square().sum(dim=0, keepdim=True).sqrt().to(torch.float32), norms
+
+
+@operator(after=_joined_norms)
+def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
+    """(Euclidean norm of all tensors together, float32 [1]; the norm of each, float32 [n], or [0] unless asked for).
+
+    Both lie on the device of the first tensor. Huge and tiny values keep their norm.
+    """
     check_lists("multi_tensor_l2norm", tensors=tensors)
     return _l2norm(tensors, per_tensor, None)
 
 
-def multi_tensor_unscale_l2norm(inputs, outputs=None, inv_scale=None, found_inf=None, per_tensor=False, first_bad=None):
-    """outputs[i] = inputs[i] * inv_scale where there are outputs, and the norms of these products."""
+@operator(after=_joined_norms)
+def multi_tensor_unscale_l2norm(
+    inputs: Tensors,
+    outputs: Tensors | None = None,
+    inv_scale: Number | None = None,
+    found_inf: Flag | None = None,
+    per_tensor: bool = False,
+    first_bad: Flag | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Norms of ``inputs[i] * inv_scale`` as in multi_tensor_l2norm, with a check of the inputs, in one pass.
+
+    ``outputs``, which may be the inputs, receive the products; without them nothing but the inputs is read, and nothing
+    written: the pass before a fused step, which unscales by itself.
+    """
     check_lists("multi_tensor_unscale_l2norm", inputs=inputs, outputs=outputs)
     norms = _l2norm(inputs, per_tensor, inv_scale)  # first: outputs may be the inputs
-    if outputs is None:
-        report_non_finite(inputs, found_inf, first_bad)
-    else:
-        multi_tensor_scale(inputs, outputs, 1.0 if inv_scale is None else inv_scale, found_inf, first_bad)
+    report_non_finite(inputs, found_inf, first_bad)
+    if outputs is not None:
+        _scale(inputs, outputs, 1.0 if inv_scale is None else inv_scale)
     return norms
 
 
-@torch.no_grad()
+@operator_without_lists
 def update_scale(
-    scale,
-    growth_tracker,
-    hysteresis_tracker,
-    found_inf,
-    growth_factor,
-    backoff_factor,
-    growth_interval,
-    hysteresis,
-    min_scale,
-    max_scale,
-):
-    """Moves a loss scale and its two counters on their device, as `DynamicScaler` does on the host."""
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+    min_scale: float = 0.0,
+    max_scale: float = float("inf"),
+) -> Tensor:
+    """Move a loss scale (float32 [1]) and its two counters (int32 [1]) in place, by the rule of DynamicScaler, without the
+    host; returns ``scale``.
+
+    An overflow costs one of ``hysteresis`` chances; without any left, the scale backs off, to ``min_scale`` at least. A
+    clean iteration gives all chances back, and the ``growth_interval``-th in a row lets the scale grow, to ``max_scale``
+    at most, and never to infinity. ``growth_tracker`` counts clean iterations since the last overflow or growth.
+    """
     check_flag("update_scale", "scale", scale, torch.float32)
     check_flag("update_scale", "growth_tracker", growth_tracker, torch.int32)
     check_flag("update_scale", "hysteresis_tracker", hysteresis_tracker, torch.int32)
-    bad = found_inf != 0
+    bad = found_inf.to(scale.device) != 0
     left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
     clean = torch.where(bad, 0, growth_tracker + 1)
     grows = clean >= growth_interval
@@ -139,6 +193,7 @@ def update_scale(
     scale.copy_(torch.where(bad & (left <= 0), backed_off, torch.where(grows, grown, scale)))
     growth_tracker.copy_(torch.where(grows, 0, clean))
     hysteresis_tracker.copy_(left)
+    return scale
 
 
 def report_non_finite(tensors, found_inf, first_bad=None):

@@ -1,11 +1,11 @@
-"""The optimizers' multi-tensor steps in plain torch: one function for each rule, over lists of tensors.
+"""The optimizers' multi-tensor steps in plain torch: one operator for each rule, over lists of tensors.
 
-Gradients, parameters and states may differ in dtype. Arithmetic is float32, or wider where a parameter is, and each
-result is rounded once on its way back. Gradients are read only, and multiplied by ``inv_scale`` and ``clip`` first.
-``lower`` receives the new parameters, rounded. With a ``found_inf`` other than 0 nothing is written. Numbers such as
-``lr`` and ``step`` may be tensors: nothing waits for the device.
+A step updates ``params`` (float32 masters, or the weights themselves) and states in place, and writes the new values, rounded,
+into ``lower`` if there is one; the kernels do it in one pass. ``grads`` are only read, and multiplied by ``inv_scale`` (1 / loss
+scale) and ``clip`` first. ``step`` is the number of this step, 1 for the first. Where ``found_inf`` is not 0, nothing is written.
 
-ops.py routes calls here or to the compiled kernels, for which these functions are the specification.
+Gradients, parameters and states may differ in dtype. Arithmetic is float32, or wider where a parameter is, and each result is
+rounded once on its way back.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampkit.kernels.checks import check_lists, compute_dtype
+from ampkit.kernels.reference import multi_tensor_l2norm
+from ampkit.kernels.routing import Number, PerTensor, Tensors, operator
 
-Tensors = Sequence[torch.Tensor]
-Number = Any  #: a float, or a tensor of one element
+
+def _without_momenta(given: dict[str, Any]) -> None:
+    if not given["momentum"]:
+        given["momenta"] = None
 
 
-@torch.no_grad()
+@operator(before=_without_momenta)
 def multi_tensor_sgd(
     grads: Tensors,
     params: Tensors,
@@ -35,17 +40,17 @@ def multi_tensor_sgd(
     nesterov: bool = False,
     first_run: bool = False,
     wd_after_momentum: bool = False,
-    trust: torch.Tensor | None = None,
+    trust: PerTensor | None = None,
     inv_scale: Number | None = None,
     clip: Number | None = None,
-    found_inf: torch.Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Stochastic gradient descent; ``momenta`` is not looked at where ``momentum`` is 0.
 
-    On the ``first_run`` a momentum is the gradient itself. ``wd_after_momentum`` keeps the weight decay out of the
+    On the ``first_run`` a momentum becomes the gradient itself. ``wd_after_momentum`` keeps the weight decay out of the
     momentum. ``trust`` holds a factor of the decayed gradient for each tensor.
     """
-    check_lists("multi_tensor_sgd", grads=grads, params=params, momenta=momenta if momentum else None, lower=lower)
+    check_lists("multi_tensor_sgd", grads=grads, params=params, momenta=momenta, lower=lower)
     p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
     if weight_decay and not wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
@@ -67,7 +72,7 @@ def multi_tensor_sgd(
     _write(found_inf, *written, (params, p), (lower, p))
 
 
-@torch.no_grad()
+@operator
 def multi_tensor_adam(
     grads: Tensors,
     params: Tensors,
@@ -84,7 +89,7 @@ def multi_tensor_adam(
     weight_decay: float = 0.0,
     inv_scale: Number | None = None,
     clip: Number | None = None,
-    found_inf: torch.Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
     lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, lower=lower)
@@ -101,7 +106,7 @@ def multi_tensor_adam(
     _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), (params, p), (lower, p))
 
 
-@torch.no_grad()
+@operator
 def multi_tensor_adagrad(
     grads: Tensors,
     params: Tensors,
@@ -114,7 +119,7 @@ def multi_tensor_adagrad(
     weight_decay: float = 0.0,
     inv_scale: Number | None = None,
     clip: Number | None = None,
-    found_inf: torch.Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Adagrad (Duchi et al. 2011), with L2 regularisation or ``decoupled`` weight decay."""
     check_lists("multi_tensor_adagrad", grads=grads, params=params, sums=sums, lower=lower)
@@ -132,7 +137,7 @@ def multi_tensor_adagrad(
     _write(found_inf, (sums, h), (params, p), (lower, p))
 
 
-@torch.no_grad()
+@operator
 def multi_tensor_lamb(
     grads: Tensors,
     params: Tensors,
@@ -152,10 +157,11 @@ def multi_tensor_lamb(
     trusts: bool = True,
     inv_scale: Number | None = None,
     clip: Number | None = None,
-    found_inf: torch.Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """LAMB (You et al. 2020, algorithm 2): Adam's direction, and where ``trusts`` says so a step as long as ``lr`` times
-    the weights' norm. ``directions`` (may be the gradients) receives the directions taken.
+    """LAMB (You et al. 2020, algorithm 2): Adam's direction; where ``trusts``, a step as long as ``lr`` times the weights'
+    norm. ``directions`` (may be the gradients) receives the directions taken, if anybody asks. For LAMB's own clipping,
+    ``clip=clip_factor(unscaled norm of all gradients, max_grad_norm)``.
     """
     lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, lower=lower)
     check_lists("multi_tensor_lamb", **lists, directions=directions)
@@ -171,12 +177,31 @@ def multi_tensor_lamb(
     _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), (directions, update), (params, p), (lower, p))
 
 
-@torch.no_grad()
+def _move_norms(given: dict[str, Any]) -> None:
+    """NovoGrad's running norms, once for tensors of all devices."""
+    grads, norms, now, found_inf = (given[name] for name in ("grads", "norms", "grad_norms", "found_inf"))
+    norm_type, beta2 = given["norm_type"], given["betas"][1]
+    if not grads:
+        return
+    if now is None:
+        now = multi_tensor_l2norm(grads, True)[1] if norm_type == 2 else gradient_norms(grads, norm_type)
+        for factor in (given["inv_scale"], given["clip"]):
+            if factor is not None:
+                now = now * (factor.to(now) if isinstance(factor, Tensor) else factor)
+    given["grad_norms"], now = None, now.to(norms)
+    if norm_type == 2:
+        moved = (norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt()
+    else:
+        moved = norms * beta2 + now * (1.0 - beta2)
+    norms.copy_(moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved))
+
+
+@operator(before=_move_norms)
 def multi_tensor_novograd(
     grads: Tensors,
     params: Tensors,
     exp_avgs: Tensors,
-    norms: torch.Tensor,
+    norms: PerTensor,
     lower: Tensors | None = None,
     *,
     lr: Number,
@@ -187,11 +212,18 @@ def multi_tensor_novograd(
     weight_decay: float = 0.0,
     grad_averaging: bool = True,
     reg_inside_moment: bool = False,
+    norm_type: int = 2,
+    grad_norms: Tensor | None = None,
     inv_scale: Number | None = None,
     clip: Number | None = None,
-    found_inf: torch.Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor, whose root ``norms`` holds."""
+    """NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor.
+
+    ``norms`` holds the running norm of every gradient (not its square), one element a tensor, and is updated first: for
+    ``norm_type`` 2 in the mean of squares, for 0 (the maximum norm) in the mean. ``grad_norms``, the norms of these
+    gradients (unscaled and clipped), are computed in a pass before unless they are given.
+    """
     check_lists("multi_tensor_novograd", grads=grads, params=params, exp_avgs=exp_avgs, lower=lower)
     p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
     m = _working(exp_avgs, params, found_inf)
@@ -213,19 +245,6 @@ def multi_tensor_novograd(
 
 
 @torch.no_grad()
-def move_norms(
-    norms: torch.Tensor, now: torch.Tensor, beta2: float, norm_type: int, found_inf: torch.Tensor | None = None
-) -> None:
-    """NovoGrad's running norms: for ``norm_type`` 2 a mean of squares, for 0 (the maximum norm) a mean."""
-    now = now.to(norms)
-    if norm_type == 2:
-        moved = (norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt()
-    else:
-        moved = norms * beta2 + now * (1.0 - beta2)
-    norms.copy_(moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved))
-
-
-@torch.no_grad()
 def lamb_direction(
     grads: Tensors,
     params: Tensors,
@@ -237,7 +256,7 @@ def lamb_direction(
     step: Number,
     decays: Sequence[float] | float,
     clip: Number | None = None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The first half of LAMB alone: updates the moments and returns the directions. ``decays``: one, or one a tensor."""
     p, d = _working(params, params), _scaled(grads, params, None, clip)
     m, v = _working(exp_avgs, params), _working(exp_avg_sqs, params)
@@ -256,8 +275,8 @@ def lamb_move(
     *,
     lr: Number,
     trusts: bool,
-    param_norms: torch.Tensor | None = None,
-    direction_norms: torch.Tensor | None = None,
+    param_norms: Tensor | None = None,
+    direction_norms: Tensor | None = None,
 ) -> None:
     """The second half of LAMB alone. Norms, one element a tensor, are computed here unless they are given."""
     p, d = _working(params, params), _working(directions, params)
@@ -267,15 +286,15 @@ def lamb_move(
 
 @torch.no_grad()
 def lars_trust(
-    grad_norms: torch.Tensor, param_norms: torch.Tensor, *, trust_coefficient: float, eps: float, weight_decay: float
-) -> torch.Tensor:
+    grad_norms: Tensor, param_norms: Tensor, *, trust_coefficient: float, eps: float, weight_decay: float
+) -> Tensor:
     """The local rates of LARS (You et al. 2017): ``tc * |w| / (|g| + wd * |w| + eps)``, 1 where a norm is 0."""
     local = trust_coefficient * param_norms / (grad_norms + weight_decay * param_norms + eps)
     return torch.where((grad_norms > 0) & (param_norms > 0), local, torch.ones_like(local))
 
 
 @torch.no_grad()
-def gradient_norms(tensors: Tensors, norm_type: int = 2) -> torch.Tensor:
+def gradient_norms(tensors: Tensors, norm_type: int = 2) -> Tensor:
     """The norm of each tensor, at least float32, on the first one's device; ``norm_type`` 2, or 0 for the maximum."""
     if not tensors:
         return torch.zeros(0)
@@ -292,16 +311,16 @@ def gradient_norms(tensors: Tensors, norm_type: int = 2) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clip_factor(norm: Number, max_norm: Number) -> torch.Tensor:
+def clip_factor(norm: Number, max_norm: Number) -> Tensor:
     """What to multiply gradients of a norm by so that they do not exceed the maximum; 0 or less means no maximum."""
-    norm, max_norm = (x if isinstance(x, torch.Tensor) else torch.tensor(float(x)) for x in (norm, max_norm))
+    norm, max_norm = (x if isinstance(x, Tensor) else torch.tensor(float(x)) for x in (norm, max_norm))
     norm = norm.reshape(())
     max_norm = max_norm.reshape(()).to(norm)
     return torch.where((max_norm > 0) & (norm > max_norm), max_norm / norm, torch.ones_like(norm))
 
 
 @torch.no_grad()
-def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = 1e-6) -> torch.Tensor:
+def clip_coefficient(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
     """The factor that ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm by, on the device."""
     return (max_norm / (norm + eps)).clamp(max=1.0)
 
@@ -323,7 +342,7 @@ def _update_moments(m, v, d, betas, share):
     torch._foreach_addcmul_(v, d, d, value=1.0 - beta2)
 
 
-def _adam_direction(m, v, betas, eps, step, bias_correction) -> list[torch.Tensor]:
+def _adam_direction(m, v, betas, eps, step, bias_correction) -> list[Tensor]:
     """First moment / (root of the second + eps), corrected."""
     correction1, correction2 = _corrections(betas, step, bias_correction)
     denominator = _over(v, correction2)
@@ -338,52 +357,52 @@ def _corrections(betas: tuple[float, float], step: Number, bias_correction: bool
     """What the moments fall short of after so many steps; powers in float64, for they come close to 1."""
     if not bias_correction:
         return 1.0, 1.0
-    if isinstance(step, torch.Tensor):
+    if isinstance(step, Tensor):
         step = step.reshape(()).to(torch.float32 if step.device.type == "mps" else torch.float64)
     return 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
 
 
-def _subtract(p: list[torch.Tensor], update: Tensors, lr: Number) -> None:
-    if isinstance(lr, torch.Tensor):
+def _subtract(p: list[Tensor], update: Tensors, lr: Number) -> None:
+    if isinstance(lr, Tensor):
         torch._foreach_sub_(p, _times(update, lr))
     else:
         torch._foreach_add_(p, list(update), alpha=-lr)
 
 
-def _times(tensors: Tensors, factor: Number) -> list[torch.Tensor]:
-    if isinstance(factor, torch.Tensor):
+def _times(tensors: Tensors, factor: Number) -> list[Tensor]:
+    if isinstance(factor, Tensor):
         return list(torch._foreach_mul(list(tensors), [factor.reshape(()).to(t) for t in tensors]))
     return list(torch._foreach_mul(list(tensors), float(factor)))
 
 
-def _over(tensors: Tensors, divisor: Number) -> list[torch.Tensor]:
-    if isinstance(divisor, torch.Tensor):
+def _over(tensors: Tensors, divisor: Number) -> list[Tensor]:
+    if isinstance(divisor, Tensor):
         return list(torch._foreach_div(list(tensors), [divisor.reshape(()).to(t) for t in tensors]))
     return list(torch._foreach_div(list(tensors), float(divisor)))
 
 
-def _working(tensors: Tensors, params: Tensors, found_inf: torch.Tensor | None = None) -> list[torch.Tensor]:
+def _working(tensors: Tensors, params: Tensors, found_inf: Tensor | None = None) -> list[Tensor]:
     """The tensors in the dtype that each parameter's update is computed in: themselves where they have it already,
     unless an update may turn out to be skipped."""
     copy = found_inf is not None
     return [t.to(compute_dtype(p), copy=copy) for t, p in zip(tensors, params, strict=True)]
 
 
-def _stored(values: list[torch.Tensor], tensors: Tensors) -> list[torch.Tensor]:
+def _stored(values: list[Tensor], tensors: Tensors) -> list[Tensor]:
     """Values as they will be read back from tensors that may be narrower."""
     return [value.to(t.dtype).to(value.dtype) for value, t in zip(values, tensors)]
 
 
-def _scaled(grads: Tensors, params: Tensors, *factors: Number | None) -> list[torch.Tensor]:
+def _scaled(grads: Tensors, params: Tensors, *factors: Number | None) -> list[Tensor]:
     d = [g.to(compute_dtype(p)) for g, p in zip(grads, params, strict=True)]
     given = [factor for factor in factors if factor is not None]
     if not given:
         return d
     product = given[0] if len(given) == 1 else given[0] * given[1]
-    return d if not isinstance(product, torch.Tensor) and product == 1.0 else _times(d, product)
+    return d if not isinstance(product, Tensor) and product == 1.0 else _times(d, product)
 
 
-def _write(found_inf: torch.Tensor | None, *results: tuple[Tensors | None, list[torch.Tensor]]) -> None:
+def _write(found_inf: Tensor | None, *results: tuple[Tensors | None, list[Tensor]]) -> None:
     """Round computed values into the tensors that they stand for, unless something was found."""
     targets, values = [], []
     for tensors, computed in results:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-Scale = float | torch.Tensor
+from ..kernels.routing import Number as Scale
+from ..kernels.routing import on
+
+__all__ = ["Scale", "inverse", "is_one", "on", "on_device_of", "ratio"]
 
 
 def inverse(scale: Scale) -> Scale:
@@ -20,13 +23,6 @@ def ratio(new: Scale, old: Scale) -> Scale:
 def is_one(factor: Scale) -> bool:
     """Whether this is the number 1.0; a tensor is never known to be."""
     return not isinstance(factor, torch.Tensor) and factor == 1.0
-
-
-def on(value: Scale | None, device: torch.device) -> Scale | None:
-    """The value where it is needed; between CUDA devices without waiting."""
-    if not isinstance(value, torch.Tensor) or value.device == device:
-        return value
-    return value.to(device, non_blocking=value.is_cuda and device.type == "cuda")
 
 
 def on_device_of(value: Scale, other: Scale) -> Scale:

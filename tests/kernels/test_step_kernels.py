@@ -15,7 +15,7 @@ from helpers import ROOT, others_slow
 from hypothesis import strategies
 
 from ampkit import kernels
-from ampkit.kernels import reference
+from ampkit.kernels import backend
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 # Around the edges of a vector and a tile; the long ones also around those of a block (CPU) and a chunk (CUDA).
@@ -398,8 +398,8 @@ def test_versions_of_all_that_is_written_move_and_no_others(ops, device):
 @pytest.mark.compiled("kernels")
 @pytest.mark.parametrize("tensors", [False, True], ids=["floats", "tensors"])
 @pytest.mark.parametrize("name", ["sgd", *ONE_EACH])
-def test_opcheck(device, name, tensors, monkeypatch):
-    """The arguments that the face gives to the operator, recorded and checked."""
+def test_opcheck(device, name, tensors):
+    """The arguments that the operator is given, recorded and checked."""
     if device.type == "cuda" and not kernels.implementation().cuda:
         pytest.skip("no CUDA kernels")
     op, _, states, _, settings = STEPS[name]
@@ -412,17 +412,18 @@ def test_opcheck(device, name, tensors, monkeypatch):
     else:
         lists.lower = None
     seen = []
-    from ampkit.kernels import extension
 
-    class Recorder:
-        def __getattr__(self, name):
-            return lambda *args: seen.append((getattr(torch.ops.ampkit, name), args))
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "ampkit":
+                seen.append((function, args))
+            return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(extension, "ops", Recorder())
     norms = {"grad_norms": torch.ones(2, device=device)} if op == "novograd" else {}
-    run_step(kernels, name, lists, **changes, **norms)
+    with Recorder():
+        run_step(kernels, name, lists, **changes, **norms)
     ((operator, arguments),) = seen
-    torch.library.opcheck(operator.default, arguments)
+    torch.library.opcheck(operator, arguments)
 
 
 dtypes = strategies.sampled_from((F32, F16, BF16))
@@ -433,43 +434,32 @@ numbers = strategies.floats(0.0, 1.0).map(lambda x: round(x, 3))
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 def test_extension_agrees_with_the_reference_on_anything(data):
-    from ampkit.kernels import extension
-
     name = data.draw(strategies.sampled_from(sorted(STEPS)), label="step")
     sizes = data.draw(strategies.lists(strategies.integers(0, 3000), min_size=1, max_size=6), label="sizes")
     mix = (data.draw(dtypes), data.draw(strategies.sampled_from((F32, F32, BF16, F16))), F32, data.draw(dtypes))
     seed = data.draw(strategies.integers(0, 1000))
     offset = data.draw(strategies.integers(0, 3), label="offset")
-    op, _, states, vector, settings = STEPS[name]
-    settings = {key: value for key, value in settings.items() if key not in ("norm_type",)}
-    settings["weight_decay"] = data.draw(numbers, label="weight decay")
-    settings["lr"] = data.draw(numbers, label="lr")
-    more = {
+    changes = {
+        "weight_decay": data.draw(numbers, label="weight decay"),
+        "lr": data.draw(numbers, label="lr"),
         "inv_scale": data.draw(numbers, label="inv_scale"),
         "clip": torch.tensor([data.draw(numbers, label="clip")]),
     }
     results = []
-    for implementation in (reference, extension):
+    for devices in (frozenset(), backend.kernel_devices):
         torch.manual_seed(seed)
-        lists = make_lists(sizes, mix, states)
-        shifted = [
+        lists = make_lists(sizes, mix, STEPS[name][2])
+        lists.grads, lists.params = (
             [t.new_zeros(t.numel() + offset)[offset:].copy_(t) for t in column]
             for column in (lists.grads, lists.params)
-        ]
-        with torch.no_grad():
-            run_step_directly(implementation, op, vector, shifted, lists, {**settings, **more})
-        results.append([*shifted[1], *itertools.chain(*lists.states), *lists.lower])
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "kernel_devices", devices)
+            run_step(kernels, name, lists, **changes)
+        results.append([*lists.written(), lists.vector])
     for expected, found in zip(*results, strict=True):
         eps = 2e-6 + (2 * EPSILON[found.dtype] if found.dtype is not F32 else 0)
         torch.testing.assert_close(found.float(), expected.float(), rtol=eps, atol=eps)
-
-
-def run_step_directly(implementation, op, vector, shifted, lists, settings):
-    function = getattr(implementation, f"multi_tensor_{op}")
-    if vector == "norms":
-        function(*shifted, *lists.states, lists.vector, lists.lower, **settings)
-    else:
-        function(*shifted, *lists.states, lists.lower, **({vector: lists.vector} if vector else {}), **settings)
 
 
 @pytest.mark.compiled("kernels")
@@ -485,15 +475,11 @@ def test_every_instruction_set_gives_the_same_bits(capability):
 
 def fingerprint():
     """A number that hangs on every bit that the steps write."""
-    from ampkit.kernels import extension
-
     torch.manual_seed(0)
     total = 0
     for name, mix in itertools.product(STEPS, ("float16 masters", "all bfloat16")):
-        op, _, states, vector, settings = STEPS[name]
-        lists = make_lists(SIZES, MIXES[mix], states)
-        settings = {key: value for key, value in settings.items() if key != "norm_type"}
-        run_step_directly(extension, op, vector, (lists.grads, lists.params), lists, settings)
+        lists = make_lists(SIZES, MIXES[mix], STEPS[name][2])
+        run_step(kernels, name, lists)
         for written in lists.written():
             total = total * 31 + zlib.crc32(written.view(-1).view(torch.uint8).numpy().tobytes())
             total %= 2**61 - 1

@@ -52,12 +52,30 @@ FAULTS = [
         tests=("kernels/test_kernels.py::test_unscale_l2norm_in_place_of_squares_outside_float32",),
     ),
     Mutant(
-        "faces: norms in the order of the routes",
-        "ampkit/kernels/ops.py",
+        "reference: norms in the order of the groups",
+        "ampkit/kernels/reference.py",
         "norms = torch.empty_like(norms).index_copy_(0, order, norms)",
         "norms = norms[torch.arange(len(order), device=device)]",
         breaks="norms of tensors come in the order of the list, also where dtypes part it",
         tests=("kernels/test_kernels.py::test_float64_and_complex_join_the_list",),
+    ),
+    Mutant(
+        "routing: a vector is not parted with the lists",
+        "ampkit/kernels/routing.py",
+        "vector[torch.tensor(indices, device=vector.device)]",
+        "vector[: len(indices)]",
+        breaks="each tensor keeps its own element of a vector, also where dtypes part the lists",
+        tests=("kernels/test_step_kernels.py::test_float64_parameters_join_the_list",),
+    ),
+    Mutant(
+        "extension: the clip as a number is lost",
+        "ampkit/kernels/extension.py",
+        "_float(inv_scale) * _float(clip)",
+        "_float(inv_scale)",
+        breaks="gradients are multiplied by inv_scale and by clip",
+        tests=(
+            "kernels/test_step_kernels.py::test_gradients_are_unscaled_and_clipped_by_numbers_of_either_kind[extension-cpu-adamw]",
+        ),
     ),
     Mutant(
         "updates: eps inside the root",

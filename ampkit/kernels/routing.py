@@ -1,0 +1,209 @@
+"""`operator` makes a multi-tensor operator of a function in plain torch: its calls go to the compiled kernels or to it.
+
+The function is the specification: signature, docstring and meaning stand there and nowhere else. The annotations of its
+parameters say what becomes of them when lists lie on several devices, or hold what the kernels do not take:
+
+- ``Tensors``: a list; the lists of a call have one length, and are parted alike.
+- ``PerTensor``: a vector with one element for each tensor of the lists, parted like them.
+- ``Number``: a Python number, or a tensor of one element, which is brought to the device of the lists and read there.
+- ``Tensor``: a tensor, likewise.
+- ``Flag``: a tensor of one element that is written there, and brought home. ``found_inf`` becomes 1.0 where something is not
+  finite and is never cleared; ``first_bad``, filled with NO_BAD before, gets the smallest index of such a tensor.
+
+Anything else is handed on as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ampkit.dtypes import CASTABLE
+from ampkit.kernels import backend
+from ampkit.kernels.checks import check_flag, check_lists
+
+Function = TypeVar("Function", bound=Callable)
+Tensors = Sequence[Tensor]
+PerTensor = Tensor
+Number = float | Tensor
+Flag = Tensor
+
+#: What ``first_bad`` holds while no tensor was found that is not finite: above every index.
+NO_BAD = 2**62
+
+_FLAG_DTYPES = {"found_inf": torch.float32, "first_bad": torch.int64}
+
+
+def operator(
+    function: Function | None = None, *, before: Callable | None = None, after: Callable | None = None
+) -> Function:
+    """The operator that ``function`` defines, itself ``operator.__wrapped__``; autograd does not see what it does.
+
+    ``before(given)`` is called first, with all arguments by name, and may change them. ``after(given, results)`` makes what the
+    operator returns of what it returned for each group of tensors: (indices or None, result).
+    """
+    if function is None:
+        return functools.partial(operator, before=before, after=after)
+    bind, plan = _binder(function), _Plan(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # What torch.no_grad() does, without a context object for every call.
+        enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            given = bind(*args, **kwargs)
+            if before is not None:
+                before(given)
+            results = _serve(plan, given)
+            return None if after is None else after(given, results)
+        finally:
+            torch._C._set_grad_enabled(enabled)
+
+    return call
+
+
+def operator_without_lists(function: Function) -> Function:
+    """The same for a function that writes to its first argument, and is computed where that is."""
+    kernel = backend.kernel_of(function)
+
+    @functools.wraps(function)
+    def call(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if first.device.type in backend.kernel_devices:
+            kernel(first, *args, **{**function.__kwdefaults__, **kwargs})
+        else:
+            with torch.no_grad():
+                function(first, *args, **kwargs)
+        return first
+
+    return call
+
+
+class _Plan:
+    """What is known of an operator before it is called."""
+
+    def __init__(self, function: Callable) -> None:
+        kinds: dict[str, list[str]] = {}
+        for name, annotation in function.__annotations__.items():
+            if name != "return":
+                kinds.setdefault(annotation.removesuffix(" | None"), []).append(name)
+        self.name = function.__name__
+        names = list(inspect.signature(function).parameters)
+        self.reference = lambda *values: function(**dict(zip(names, values)))
+        self.kernel = backend.kernel_of(function)
+        self.lists = kinds.get("Tensors", [])
+        self.vectors = kinds.get("PerTensor", [])
+        self.read = [*kinds.get("Number", []), *kinds.get("Tensor", [])]
+        self.flags = kinds.get("Flag", [])
+        self.singles = [*self.read, *self.flags, *self.vectors]
+
+
+def _binder(function: Callable) -> Callable[..., dict[str, Any]]:
+    """A function with the signature of ``function`` that returns its arguments by name: Python binds them, and refuses."""
+    signature = inspect.signature(function)
+    bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    signature = signature.replace(parameters=bare, return_annotation=signature.empty)
+    names = ", ".join(f"{name!r}: {name}" for name in signature.parameters)
+    bind = eval(f"lambda {str(signature)[1:-1]}: {{{names}}}", {"inf": float("inf")})
+    bind.__name__ = bind.__qualname__ = function.__name__
+    return bind
+
+
+def on(number: Number | None, device: torch.device) -> Number | None:
+    """A number where it is needed, without waiting for a GPU's work, unless it is pinned: it may be written to meanwhile."""
+    if not isinstance(number, Tensor) or number.device == device:
+        return number
+    return number.to(device, non_blocking=device.type == "cuda" and not number.is_pinned())
+
+
+def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, Any]]:
+    """One call if that can serve everything, otherwise one for each device and, on a device with kernels, apart for the
+    tensors that these cannot take. Raises before anything is written if the lists do not fit.
+    """
+    for name in plan.flags:
+        if given[name] is not None:
+            check_flag(plan.name, name, given[name], _FLAG_DTYPES[name])
+    columns = [given[name] for name in plan.lists]
+    first = columns[0]
+    for column in columns:
+        if not first or (column is not None and len(column) != len(first)):
+            check_lists(plan.name, **dict(zip(plan.lists, columns)))
+            return []
+    device = first[0].device
+    # A look at every tensor from Python takes longer than the work on small ones. The kernels look anyway, and refuse
+    # before they write. (In a graph their fakes stand for them, which do not.)
+    if device.type in backend.kernel_devices and not torch.compiler.is_compiling():
+        try:
+            return [(None, _compute(plan, given, plan.kernel, device, None))]
+        except RuntimeError:
+            groups = _groups(plan, given)
+            if groups == [(plan.kernel, device, None)]:
+                raise
+    else:
+        groups = _groups(plan, given)
+    return [(indices, _compute(plan, given, compute, device, indices)) for compute, device, indices in groups]
+
+
+def _groups(plan: _Plan, given: dict[str, Any]) -> list[tuple[Callable, torch.device, list[int] | None]]:
+    """Who computes what: the indices of its tensors in the lists, None if they are all of them."""
+    lists = {name: given[name] for name in plan.lists if given[name] is not None}
+    device = given[plan.lists[0]][0].device
+    if all({tensor.device for tensor in column} == {device} for column in lists.values()):
+        if device.type not in backend.kernel_devices:
+            return [(plan.reference, device, None)]
+        if all({tensor.dtype for tensor in column} <= CASTABLE for column in lists.values()):
+            return [(plan.kernel, device, None)]
+    # Groups of one call must not be half done when a later one turns out to be wrong.
+    check_lists(plan.name, **lists)
+    groups: dict[tuple, list[int]] = {}
+    for i, row in enumerate(zip(*lists.values())):
+        device = row[0].device
+        fits = all(tensor.device == device and tensor.dtype in CASTABLE for tensor in row)
+        compute = plan.kernel if fits and device.type in backend.kernel_devices else plan.reference
+        groups.setdefault((compute, device), []).append(i)
+    return [(compute, device, indices) for (compute, device), indices in groups.items()]
+
+
+def _compute(
+    plan: _Plan, given: dict[str, Any], compute: Callable, device: torch.device, indices: list[int] | None
+) -> Any:
+    if indices is None:
+        for name in plan.singles:
+            one = given[name]
+            if isinstance(one, Tensor) and one.device != device:
+                break
+        else:
+            return compute(*given.values())
+    here = dict(given)
+    for name in plan.read:
+        here[name] = on(given[name], device)
+    for name in plan.flags:
+        flag = given[name]
+        if flag is not None and (flag.device != device or (indices is not None and name == "first_bad")):
+            here[name] = torch.full((1,), NO_BAD if name == "first_bad" else 0, dtype=flag.dtype, device=device)
+    for name in plan.vectors:
+        if (vector := given[name]) is not None:
+            chosen = vector if indices is None else vector[torch.tensor(indices, device=vector.device)]
+            here[name] = chosen.to(device)
+    if indices is not None:
+        for name in plan.lists:
+            here[name] = None if given[name] is None else [given[name][i] for i in indices]
+    results = compute(*here.values())
+    for name in plan.flags:
+        if here[name] is not given[name]:
+            _bring_home(name, here[name], given[name], indices)
+    return results
+
+
+def _bring_home(name: str, flag: Tensor, home: Tensor, indices: list[int] | None) -> None:
+    if name == "found_inf":
+        home.copy_(torch.maximum(home, flag.to(home.device)))
+        return
+    if indices is not None:
+        flag = torch.tensor([*indices, NO_BAD], device=flag.device)[flag.clamp(max=len(indices))]
+    home.copy_(torch.minimum(home, flag.to(home.device)))
