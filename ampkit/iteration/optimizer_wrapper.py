@@ -76,9 +76,7 @@ class OptimizerWrapper:
         self.active = True
         self.gradients = Gradients()
         self._takes_step_inputs = _takes_step_inputs(optimizer)
-        self._clears_as_torch = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad or (
-            isinstance(optimizer, FusedOptimizer) and optimizer.set_grad_none
-        )
+        self._clears_as_torch = _clears_as_torch(optimizer)
         self._takes_found_inf = not self._takes_step_inputs and _takes_found_inf(optimizer)
         self.gradients.reads_lower = self._takes_step_inputs
         try:
@@ -412,7 +410,7 @@ class OptimizerWrapper:
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._drop_bystanders_verdicts()
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        if self._clears_as_torch and set_to_none:
+        if self._clears_as_torch and set_to_none and getattr(self.optimizer, "set_grad_none", True):
             self.gradients.clear_all()
         else:
             self.gradients.clear_params(set_to_none=set_to_none)
@@ -483,6 +481,12 @@ def _takes_step_inputs(optimizer: Any) -> bool:
     return optimizer.takes_step_inputs and step.__module__.startswith(
         FusedOptimizer.__module__.rpartition(".")[0] + "."
     )
+
+
+def _clears_as_torch(optimizer: Any) -> bool:
+    """Whether ``zero_grad`` is torch's or ours, and not one that a script has written."""
+    own = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
+    return "zero_grad" not in vars(optimizer) and getattr(type(optimizer), "zero_grad", None) in own
 
 
 def _takes_found_inf(optimizer: Any) -> bool:

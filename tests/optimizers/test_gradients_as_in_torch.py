@@ -385,3 +385,20 @@ def test_hand_written_averaging_keeps_two_ranks_equal_bit_for_bit():
     (first, _), (second, _) = replicas
     masters = [model.state_dict() for model in (first, second)]
     assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, FusedSGD])
+def test_a_zero_grad_that_the_script_has_written_is_called(base):
+    class Counting(base):
+        cleared = 0
+
+        def zero_grad(self, *args, **kwargs):
+            Counting.cleared += 1
+            super().zero_grad(*args, **kwargs)
+
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = Counting(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    backward_of(model, optimizer, 0.25)
+    optimizer.zero_grad()
+    assert Counting.cleared == 1 and model.weight.grad is None
