@@ -300,7 +300,8 @@ class Session:
             wrapper.follow_groups()
             wrappers.append(wrapper)
         self._statistics.enter_block(wrappers)
-        others = [wrapper for one in self.optimizers if (wrapper := wrapper_of(one)) not in wrappers]
+        everybody = (wrapper_of(one) for session in live_sessions for one in session.optimizers)
+        others = [wrapper for wrapper in everybody if wrapper is not None and wrapper not in wrappers]
         return self._scaling.scale_loss(loss, wrappers, scaler, delay_unscale, delay_overflow_check, others)
 
     # What wrappers and models ask of their session

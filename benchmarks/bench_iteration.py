@@ -52,14 +52,13 @@ class Weights(nn.Module):
         raise NotImplementedError
 
 
-def contenders(count: int, device: str) -> dict[str, Callable[[], None]]:
-    found = {"GradScaler": with_grad_scaler(count, device)}
-    for name, level, make in (
-        ("O1", "O1", lambda params: torch.optim.AdamW(params, fused=True)),
-        ("O2", "O2", FusedAdam),
-    ):
-        found[name] = with_ampkit(count, device, level, make)
-    return found
+def contenders(count: int, device: str) -> dict[str, Callable[[], Callable[[], None]]]:
+    """By name, what makes an iteration: one after the other, so that no session sees another's optimizer."""
+    return {
+        "GradScaler": lambda: with_grad_scaler(count, device),
+        "O1": lambda: with_ampkit(count, device, "O1", lambda params: torch.optim.AdamW(params, fused=True)),
+        "O2": lambda: with_ampkit(count, device, "O2", FusedAdam),
+    }
 
 
 def with_grad_scaler(count: int, device: str) -> Callable[[], None]:
@@ -107,15 +106,18 @@ def gradients_of(model: nn.Module) -> Callable[[], None]:
     return put
 
 
-def measure(iterations: dict[str, Callable[[], None]], repetitions: int) -> dict[str, list[float]]:
+def measure(iterations: dict[str, Callable[[], Callable[[], None]]], repetitions: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in iterations}
-    for repetition in range(repetitions + 2):
-        for name, iteration in iterations.items():
+    for _ in range(repetitions):
+        for name, make in iterations.items():
+            iteration = make()
+            for _ in range(5):
+                iteration()
             start = time.perf_counter()
             for _ in range(ITERATIONS):
                 iteration()
-            if repetition >= 2:
-                times[name].append((time.perf_counter() - start) / ITERATIONS)
+            times[name].append((time.perf_counter() - start) / ITERATIONS)
+            ampkit.close()
     return times
 
 

@@ -336,12 +336,14 @@ class Gradients:
             for slot, _ in fresh:
                 slot.exact = None
         if clip is not None:
-            targets = [_values(gradient) for gradient in self._in_use()]
-            kernels.multi_tensor_scale(targets, targets, clip)
+            _multiply(self._in_use(self.mastered), clip)
 
     def convert_for_reader(self) -> None:
-        """Somebody looks at a master's gradient. There is nothing to be seen in a backward pass, nor needed in a fused step."""
-        if not (self.is_open or self.is_stepping):
+        """Somebody looks at a master's gradient.
+
+        There is nothing to be seen in a backward pass, nor while gradients wait at their scale; and a fused step needs nothing.
+        """
+        if not (self.is_open or self.is_stepping or self.delayed_scale is not None):
             self.convert()
 
     def refuse_unseen_writes(self) -> None:
@@ -369,7 +371,8 @@ class Gradients:
                 )
 
     def end_step(self) -> None:
-        """After a step the model's gradients count again: the next backward pass adds to them."""
+        """After a step the model's gradients count again, unclipped: the next backward pass adds to them."""
+        self.clip, self._clipped = None, []
         for slot in self.mastered:
             slot.converted = None
 
@@ -386,9 +389,13 @@ class Gradients:
             slot.converted = Seen.now(gradient)
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
-        """Have every gradient multiplied by this: by the step, where it reads them as they are."""
+        """Have every gradient multiplied by this: those of masters by the step, where it reads the model's as they are."""
+        own = [slot.param.grad for slot in self.slots if slot.master is None and slot.param.grad is not None]
+        _multiply(own, coefficient)
+        if not self.mastered:
+            return
         self.clip = coefficient if self.clip is None else self.clip * coefficient
-        if self.reads_lower:
+        if self.reads_lower and not any(slot.owners > 1 for slot in self.mastered):
             self._clipped = [(slot, Seen.now(slot.param.grad)) for slot in self.mastered if slot.converted is None]
         else:
             self.convert()
@@ -397,16 +404,19 @@ class Gradients:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
         if any(slot.exact is not None for slot in self.mastered):
             self._convert_exact()
-        gradients = [_values(gradient) for gradient in self._in_use()]
-        if not gradients:
-            return None
-        total = kernels.multi_tensor_l2norm(gradients)[0]
-        return total if self.clip is None else total * on(self.clip, total.device)
+        if self.clip is None:
+            return _norm(self._in_use(self.slots))
+        clipped = _norm(self._in_use(self.mastered))
+        own = _norm(self._in_use([slot for slot in self.slots if slot.master is None]))
+        if clipped is not None:
+            clipped = clipped * on(self.clip, clipped.device)
+        return own if clipped is None else clipped if own is None else _norm([own, on(clipped, own.device)])
 
-    def _in_use(self) -> list[torch.Tensor]:
+    @staticmethod
+    def _in_use(slots: list[Slot]) -> list[torch.Tensor]:
         """The gradients that a step would use, where they are now."""
         found = []
-        for slot in self.slots:
+        for slot in slots:
             gradient = slot.master.raw_grad if slot.converted is not None else slot.param.grad
             if gradient is not None:
                 found.append(gradient)
@@ -483,6 +493,8 @@ class Gradients:
                     slot.param.grad = None
                 else:
                     slot.param.grad.detach_().zero_()
+        if only is not None and self._is_empty():
+            self._forget_findings()
 
     def drop_overflowed(self, flags: Iterable[torch.Tensor] = ()) -> None:
         """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step.
@@ -497,8 +509,13 @@ class Gradients:
             slot.clear()
             if slot.master is not None:
                 slot.master.raw_grad = None
-            if slot.param.grad is not None:
-                slot.param.grad = torch.zeros_like(slot.param.grad)
+            gradient = slot.param.grad
+            if gradient is None:
+                continue
+            if gradient.layout is torch.strided:
+                gradient.detach().zero_()  # where it is: it may be part of a script's flat buffer
+            else:
+                slot.param.grad = torch.zeros_like(gradient)
 
     def drop_known_overflow(self) -> None:
         """Drop gradients that nobody has cleared since a step that turned out, without waiting, to have been skipped."""
@@ -563,6 +580,17 @@ def _drop_if(slot: Slot, found_inf: torch.Tensor) -> None:
     """A contribution that was not finite is no part of the sum."""
     slot.stash = torch.where(on(found_inf, slot.stash.device) != 0, torch.zeros_like(slot.stash), slot.stash)
     slot.exact = None
+
+
+def _multiply(gradients: list[torch.Tensor], factor: Scale) -> None:
+    if gradients:
+        values = [_values(gradient) for gradient in gradients]
+        kernels.multi_tensor_scale(values, values, factor)
+
+
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor | None:
+    """The Euclidean norm of all of these together: float32, shape [1]; None of none."""
+    return kernels.multi_tensor_l2norm([_values(gradient) for gradient in gradients])[0] if gradients else None
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

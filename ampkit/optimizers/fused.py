@@ -34,8 +34,8 @@ class StepInputs:
 
     ``mastered`` maps the ids of masters to their slots: ``slot.param`` receives the master, rounded, and its gradient is read
     unless it was ``slot.converted`` into the master's. Of some gradients more is known (``slot.exact``), which ``restore``
-    gives in float32, for a list of slots. All gradients are multiplied by ``inv_scale`` and ``clip``. With a ``found_inf``
-    other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
+    gives in float32, for a list of slots. Gradients are multiplied by ``inv_scale``, and those for masters by ``clip``. With a
+    ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
     """
 
     mastered: Mapping[int, Any] = field(default_factory=dict)
@@ -208,7 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 last, batch = key, batches.get(key)
                 if batch is None:
                     batch = batches[key] = Batch(
-                        [], [], [] if kind else None, inputs.inv_scale, inputs.clip, inputs.found_inf
+                        [], [], [] if kind else None, inputs.inv_scale, inputs.clip if kind else None, inputs.found_inf
                     )
                     batch.targets = batch.params
                     if kind == 2:

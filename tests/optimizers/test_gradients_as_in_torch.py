@@ -402,3 +402,78 @@ def test_a_zero_grad_that_the_script_has_written_is_called(base):
     backward_of(model, optimizer, 0.25)
     optimizer.zero_grad()
     assert Counting.cleared == 1 and model.weight.grad is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_of_another_initialize_call_is_unscaled_too(level):
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    for model, optimizer in zip(models, optimizers):
+        nn.init.constant_(model.weight, 1.0)
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with ampkit.scale_loss(models[1](models[0](torch.ones(1, 1))).float().sum() / 4, optimizers[0]) as scaled_loss:
+        scaled_loss.backward()
+    assert [model.weight.grad.item() for model in models] == [0.25, 0.25]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [next(ampkit.master_params(optimizer)).item() for optimizer in optimizers] == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("clear", ["model", "by hand"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+def test_clipping_ends_with_the_step(make_optimizer, level, clear):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    optimizer = make_optimizer(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    norms = []
+    for slope in (128.0, 1.0, 1.0):
+        if clear == "model":
+            model.zero_grad()
+        else:
+            model.weight.grad = None
+        backward_of(model, optimizer, slope)
+        norms.append(ampkit.clip_grad_norm_(optimizer, 1.0).item())
+        optimizer.step()
+    assert norms == [128.0, 1.0, 1.0]
+    assert abs(next(ampkit.master_params(optimizer)).item() + 3.0) < 1e-5
+
+
+def test_clipping_float32_gradients_is_seen_and_may_be_followed_by_writes():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    optimizer = FusedSGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    backward_of(model, optimizer, 128.0)
+    ampkit.clip_grad_norm_(optimizer, 1.0)
+    assert abs(model.weight.grad.item() - 1.0) < 1e-5
+    model.weight.grad.clamp_(-0.5, 0.5)
+    optimizer.step()
+    assert model.weight.item() == -0.5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+def test_a_skipped_step_leaves_gradients_in_their_flat_buffer(make_optimizer, level):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    optimizer = make_optimizer(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    flat = torch.zeros(1, dtype=model.weight.dtype)
+    model.weight.grad = flat.view(1, 1)
+    for slope in (float("inf"), 0.25, 0.25):
+        flat.zero_()
+        backward_of(model, optimizer, slope)
+        flat.mul_(0.5)
+        optimizer.step()
+    assert next(ampkit.master_params(optimizer)).item() == -0.25
+
+
+def test_looking_at_groups_while_gradients_wait_at_their_scale_changes_nothing():
+    model, optimizer = one_weight(opt_level="O2")
+    with ampkit.scale_loss(model(torch.ones(1, 1)).float().sum() / 4, optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    assert [p.grad for group in optimizer.param_groups for p in group["params"]] == [None]
+    optimizer.step()
+    assert next(ampkit.master_params(optimizer)).item() == 0.75

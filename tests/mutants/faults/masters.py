@@ -130,8 +130,8 @@ FAULTS = [
     Mutant(
         "gradients: no norm where nothing is pending",
         "ampkit/iteration/gradients.py",
-        "if not gradients:\n            return None",
-        "if not self.mastered:\n            return None",
+        "if self.clip is None:\n            return _norm(self._in_use(self.slots))",
+        "if self.clip is None:\n            return _norm(self._in_use(self.mastered))",
         breaks="LAMB at O0 is LAMB without a session",
         tests=("optimizers/test_fused_step.py::test_lamb_clips_in_a_session_as_it_does_alone",),
     ),
@@ -178,7 +178,7 @@ FAULTS = [
     Mutant(
         "gradients: clipping is lost by looking",
         "ampkit/iteration/gradients.py",
-        "kernels.multi_tensor_scale(targets, targets, clip)",
+        "_multiply(self._in_use(self.mastered), clip)",
         "pass",
         breaks="gradients that are looked at after clipping are clipped",
         tests=("optimizers/test_fused_step.py::test_clipping_is_torchs_in_float64",),
@@ -300,5 +300,21 @@ FAULTS = [
         tests=(
             "optimizers/test_held_parameters.py::test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes_a_weight",
         ),
+    ),
+    Mutant(
+        "gradients: the factor of a clipping outlives the step",
+        "ampkit/iteration/gradients.py",
+        "self.clip, self._clipped = None, []\n        for slot in self.mastered:\n            slot.converted = None",
+        "for slot in self.mastered:\n            slot.converted = None",
+        breaks="one spike does not clip every later step",
+        tests=("optimizers/test_gradients_as_in_torch.py::test_clipping_ends_with_the_step",),
+    ),
+    Mutant(
+        "gradients: a skipped step takes gradients out of their buffer",
+        "ampkit/iteration/gradients.py",
+        "gradient.detach().zero_()",
+        "slot.param.grad = torch.zeros_like(gradient)",
+        breaks="a flat buffer of gradients stays one",
+        tests=("optimizers/test_gradients_as_in_torch.py::test_a_skipped_step_leaves_gradients_in_their_flat_buffer",),
     ),
 ]
