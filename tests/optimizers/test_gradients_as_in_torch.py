@@ -440,6 +440,19 @@ def test_clipping_ends_with_the_step(make_optimizer, level, clear):
     assert abs(next(ampkit.master_params(optimizer)).item() + 3.0) < 1e-5
 
 
+def test_clipping_ends_with_the_step_without_a_block_too():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    optimizer = FusedSGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    for slope in (128.0, 1.0, 1.0):
+        model.weight.grad = None
+        (model(torch.ones(1, 1)).float().sum() * slope).backward()
+        ampkit.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+    assert abs(next(ampkit.master_params(optimizer)).item() + 3.0) < 1e-5
+
+
 def test_clipping_float32_gradients_is_seen_and_may_be_followed_by_writes():
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 0.0)
