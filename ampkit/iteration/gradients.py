@@ -29,8 +29,8 @@ class Gradients:
     ``reads_lower`` says that the optimizer takes lower-precision gradients as they are. ``delayed_scale`` is the scale at which
     gradients wait in ``param.grad`` (``delay_unscale=True``), else None. ``local`` says that they come from a backward pass
     under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either holds, gradients stay there during the
-    next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed. ``clip`` is what all gradients have yet
-    to be multiplied by.
+    next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed. ``clip`` is what the step has yet to
+    multiply the gradients of masters by.
     """
 
     def __init__(self) -> None:
@@ -84,8 +84,10 @@ class Gradients:
         return self.delayed_scale is not None or self.local
 
     def open(self, scale: Scale, is_bystander: bool = False) -> None:
-        """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it."""
-        self.refuse_unseen_writes()
+        """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
+
+        `refuse_unseen_writes` comes before: of several optimizers none is opened where one has to be refused.
+        """
         self._unconvert()
         if self.clip is not None:
             self._clip_in_place()
@@ -463,13 +465,7 @@ class Gradients:
         self._forget_findings()
         for slot in self.slots:
             slot.param.grad = None
-            if (
-                slot.exact is not None
-                or slot.converted is not None
-                or slot.stash is not None
-                or slot.found_inf is not None
-            ):
-                slot.clear()
+            slot.clear()
         for slot in self.mastered:
             slot.master.raw_grad = None
 

@@ -233,6 +233,8 @@ class LossScaling:
                     "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
                     "entering the second: gradients of several losses add up across blocks."
                 )
+        for wrapper in (*wrappers, *bystanders):
+            wrapper.gradients.refuse_unseen_writes()
         ddp = self._ddp() if self._ddp is not None else None
         for wrapper in (*wrappers, *bystanders):
             gradients = wrapper.gradients

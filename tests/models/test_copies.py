@@ -223,8 +223,6 @@ def test_copy_inside_something_else_is_a_copy_too(level):
 @pytest.mark.parametrize("order", ("model first", "optimizer first"))
 @pytest.mark.parametrize("level", LEVELS)
 def test_model_and_optimizer_copied_together_train_together(copied, level, order):
-    if level == "O3" and copied is not copy.deepcopy:
-        pytest.skip("its optimizer holds the lower-precision weights themselves: a limit")
     model, optimizer = trained_a_little(level)
     if level == "O3":  # torch's Adam cannot mix dtypes: its state follows the lower-precision weights
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -235,6 +233,10 @@ def test_model_and_optimizer_copied_together_train_together(copied, level, order
         twin_optimizer, twin = copied((optimizer, model))
     assert twin_optimizer.step.__func__ is type(optimizer).step and "_ampkit" not in vars(twin_optimizer)
     held = {p for group in twin_optimizer.param_groups for p in group["params"]}
+    if level == "O3" and copied is not copy.deepcopy:
+        # In README's limits: a pickle of the optimizer holds the lower-precision weights, one of the model float32.
+        assert held.isdisjoint(twin.parameters())
+        return
     assert held == {p for p in twin.parameters() if p.requires_grad or level == "O3"}
     # What torch does without ampkit from the same weights and moments.
     plain = in_float32(model)

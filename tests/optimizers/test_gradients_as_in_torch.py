@@ -206,11 +206,11 @@ def test_after_several_blocks_too(way, setting, optimizer):
     assert ours <= 1.5 * by_hands
 
 
-def one_weight(value=1.0, **settings):
+def one_weight(value=1.0, make_optimizer=torch.optim.SGD, **settings):
     """A model y = w * x of one weight, and SGD with a rate of 1, so that a step is the gradient."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, value)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = make_optimizer(model.parameters(), lr=1.0)
     ampkit.initialize(model, optimizer, verbosity=0, **settings)
     return model, optimizer
 
@@ -304,9 +304,7 @@ def test_writing_to_both_sides_is_an_error():
 
 
 def test_writing_after_clip_grad_norm_is_an_error():
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = FusedSGD(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = one_weight(make_optimizer=FusedSGD, opt_level="O2")
     backward_of(model, optimizer, 0.25)
     ampkit.clip_grad_norm_(optimizer, 0.125)
     model.weight.grad *= 2
@@ -318,10 +316,7 @@ def test_writing_after_clip_grad_norm_is_an_error():
 @pytest.mark.parametrize("clip", ["clamp_", "data.clamp_", "clip_grad_norm_", "set"])
 def test_parameters_of_the_groups_show_their_gradients(clip, make_optimizer):
     """``for group in optimizer.param_groups: for p in group["params"]:`` is an ordinary line of older scripts."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    optimizer = make_optimizer(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = one_weight(1.0, make_optimizer, opt_level="O2")
     backward_of(model, optimizer, 0.25)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if clip == "clip_grad_norm_":
@@ -396,9 +391,7 @@ def test_a_zero_grad_that_the_script_has_written_is_called(base):
             Counting.cleared += 1
             super().zero_grad(*args, **kwargs)
 
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = Counting(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = one_weight(make_optimizer=Counting, opt_level="O2")
     backward_of(model, optimizer, 0.25)
     optimizer.zero_grad()
     assert Counting.cleared == 1 and model.weight.grad is None
@@ -423,10 +416,7 @@ def test_an_optimizer_of_another_initialize_call_is_unscaled_too(level):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_clipping_ends_with_the_step(make_optimizer, level, clear):
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 0.0)
-    optimizer = make_optimizer(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = one_weight(0.0, make_optimizer, opt_level=level)
     norms = []
     for slope in (128.0, 1.0, 1.0):
         if clear == "model":
@@ -441,10 +431,7 @@ def test_clipping_ends_with_the_step(make_optimizer, level, clear):
 
 
 def test_clipping_ends_with_the_step_without_a_block_too():
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 0.0)
-    optimizer = FusedSGD(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = one_weight(0.0, FusedSGD, opt_level="O5")
     for slope in (128.0, 1.0, 1.0):
         model.weight.grad = None
         (model(torch.ones(1, 1)).float().sum() * slope).backward()
@@ -454,10 +441,7 @@ def test_clipping_ends_with_the_step_without_a_block_too():
 
 
 def test_clipping_float32_gradients_is_seen_and_may_be_followed_by_writes():
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 0.0)
-    optimizer = FusedSGD(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = one_weight(0.0, FusedSGD, opt_level="O1")
     backward_of(model, optimizer, 128.0)
     ampkit.clip_grad_norm_(optimizer, 1.0)
     assert abs(model.weight.grad.item() - 1.0) < 1e-5
@@ -469,10 +453,7 @@ def test_clipping_float32_gradients_is_seen_and_may_be_followed_by_writes():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_a_skipped_step_leaves_gradients_in_their_flat_buffer(make_optimizer, level):
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 0.0)
-    optimizer = make_optimizer(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = one_weight(0.0, make_optimizer, opt_level=level)
     flat = torch.zeros(1, dtype=model.weight.dtype)
     model.weight.grad = flat.view(1, 1)
     for slope in (float("inf"), 0.25, 0.25):
@@ -490,3 +471,20 @@ def test_looking_at_groups_while_gradients_wait_at_their_scale_changes_nothing()
     assert [p.grad for group in optimizer.param_groups for p in group["params"]] == [None]
     optimizer.step()
     assert next(ampkit.master_params(optimizer)).item() == 0.75
+
+
+def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    for model, optimizer in zip(models, optimizers):
+        backward_of(model, optimizer, 0.25)
+    list(ampkit.master_params(optimizers[1]))
+    models[1].weight.grad *= 2
+    with pytest.raises(ampkit.ConfigurationError, match="was written to after"):
+        with ampkit.scale_loss(models[0](torch.ones(1, 1)).float().sum(), optimizers):
+            pass
+    assert [model.weight.grad.item() for model in models] == [0.25, 0.5]
+    models[1].weight.grad = None
+    backward_of(models[0], optimizers[0], 0.25)  # neither is still open
+    assert models[0].weight.grad.item() == 0.5

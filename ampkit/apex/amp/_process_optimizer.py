@@ -53,6 +53,7 @@ def _prepare_amp_backward(optimizer: Any) -> None:
     """Before a backward pass: set the gradients aside that are there, so that fresh ones arrive unmixed."""
     gradients = _wrapper(optimizer).gradients
     gradients.drop_cleared()
+    gradients.refuse_unseen_writes()
     gradients.open(1.0 if gradients.delayed_scale is None else gradients.delayed_scale)
 
 
