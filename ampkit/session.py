@@ -227,6 +227,9 @@ class Session:
         for optimizer in optimizers:
             self._undo.callback(_when_alive(_detach_optimizer), weakref.ref(optimizer))
             OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
+            if self.plan.casts_weights and not self.plan.master_weights:
+                self._undo.callback(_when_alive(model_casts.hand_out_own_state), weakref.ref(optimizer))
+                model_casts.hand_out_plain_state(optimizer, values)
 
     def _settle(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         """Let go of float32 values that nobody needs. Last of all: what failed before could still be undone exactly."""

@@ -1,6 +1,8 @@
 """What a session does to a model: cast its weights, keep norms float32, cast the inputs and outputs of its forward."""
 
 from .averaging import averages as averages
+from .copies import hand_out_own_state as hand_out_own_state
+from .copies import hand_out_plain_state as hand_out_plain_state
 from .direct_calls import cast_direct_calls as cast_direct_calls
 from .direct_calls import entrances as entrances
 from .exporting import exports as exports

@@ -3,7 +3,8 @@
 ``copy`` and ``pickle`` ask an object itself for ``__deepcopy__`` and ``__reduce_ex__``. Every module on which something of
 ours hangs has them in its ``__dict__``, and hands out a stand-in: its own class and attributes, without our hooks and keys, with
 masters in the places of lower-precision weights. An optimizer holds the same masters, so that one memo joins the copies of
-both. ``copy.copy`` and DataParallel's replicas share weights with their original and stay as it is.
+both. Without masters (O3) the optimizer hands out what the modules do. ``copy.copy`` and DataParallel's replicas share weights
+with their original and stay as it is.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import copy
 import copyreg
 import functools
 import weakref
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..dtypes import LOWER_PRECISION
 from .classes import own_class
 
 RECORD_KEY = "_ampkit_weights"
@@ -105,6 +109,42 @@ def _copy_as_one(lower: nn.Parameter, value: nn.Parameter, memo: dict[int, Any])
         twin = memo[id(value)] = memo[id(lower)]
         twin.data = value.detach().clone()
         copy._keep_alive(value, memo)
+
+
+def hand_out_plain_state(optimizer: Any, values: Mapping[torch.Tensor, Any]) -> None:
+    """Have copies and pickles of an optimizer over lower-precision weights hold the parameters that copies of the modules hold.
+
+    ``values`` are the `Float32Value` of the weights. Moments become float32 as well: torch's optimizers cannot mix dtypes.
+    """
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    its_values = {param: values[param] for param in held & values.keys()}
+    optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer), its_values)
+
+
+def hand_out_own_state(optimizer: Any) -> None:
+    """Undo `hand_out_plain_state`."""
+    optimizer.__dict__.pop("__getstate__", None)
+
+
+def _plain_state(ref: weakref.ref, values: Mapping[torch.Tensor, Any]) -> Any:
+    optimizer = ref()
+    own = type(optimizer).__getstate__(optimizer)
+    if not isinstance(own, dict) or not {"state", "param_groups"} <= own.keys():
+        return own
+
+    def plain(thing: Any) -> Any:
+        if not isinstance(thing, torch.Tensor):
+            return thing
+        if thing in values:
+            return values[thing].in_copies(thing)
+        return thing.float() if thing.dtype in LOWER_PRECISION else thing
+
+    groups = [{**group, "params": [plain(param) for param in group["params"]]} for group in own["param_groups"]]
+    state = defaultdict(dict)
+    for key, moments in own["state"].items():
+        is_of_param = isinstance(key, torch.Tensor) and isinstance(moments, dict)
+        state[plain(key)] = {name: plain(moment) for name, moment in moments.items()} if is_of_param else moments
+    return {**own, "state": state, "param_groups": groups}
 
 
 def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
