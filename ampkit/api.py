@@ -19,6 +19,7 @@ from .errors import CheckpointError, ConfigurationError, NotInitializedError
 from .iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from .iteration.optimizer_wrapper import wrapper_of
 from .logs import logger
+from .models import Incoming
 from .plan import Plan, resolve
 from .policy import Policy
 from .registry import (
@@ -54,12 +55,12 @@ def initialize(
     policy: str | Mapping[str, str] | Policy = "default",
     on_floor: str = "raise",
     scope: str = "process",
-    accept_lower_precision: bool = False,
+    lower_precision_weights: str = "float32",
 ) -> Any:
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
 
-    ``models`` is an ``nn.Module`` or a list or tuple of them, compiled or not, float32 and not yet wrapped in DataParallel
-    or DistributedDataParallel; ``optimizers`` the same for optimizers, or None, and then only the models are returned. With
+    ``models`` is an ``nn.Module`` or a list or tuple of them, compiled or not, and not yet wrapped in DataParallel or
+    DistributedDataParallel; ``optimizers`` the same for optimizers, or None, and then only the models are returned. With
     ``enabled=False`` nothing is touched here nor in `scale_loss`.
 
     ``opt_level`` is ``"O0"`` to ``"O5"``; every other setting that is None takes the level's default:
@@ -73,8 +74,9 @@ def initialize(
       between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
     - ``cast_model_outputs``: the dtype of floating outputs of the models' forward.
     - ``keep_originals``: whether float32 originals of frozen weights and buffers are kept, on the host.
-    - ``accept_lower_precision``: whether models may hold float16 or bfloat16 weights already, which is an error otherwise. With
-      master weights these get masters too.
+    - ``lower_precision_weights``: what becomes of weights that come in float16 or bfloat16. ``"float32"`` makes them float32, with
+      masters where the level has those (O3 leaves them), until the session closes. ``"keep"`` leaves them, with masters where
+      the level has those, and ``"refuse"`` is an error.
     - ``policy``: which tables O1 follows, ``"default"``, ``"apex"`` or ``"autocast"``; a dict changes single rows
       (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
     - ``scope``: at O1 and O4, "process" casts every call of torch, as Apex did, and "forward" only those inside the forward
@@ -103,6 +105,11 @@ def initialize(
         return models if optimizers is None else (models, optimizers)
 
     model_list, optimizer_list = validation.models(models), validation.optimizers(optimizers)
+    earlier = _unique((*map(session_of, (*model_list, *optimizer_list)), *sessions_sharing_with(model_list)))
+    recast = [model for session in earlier if session.plan.casts_weights for model in session.models]
+    recast = {tensor for model in recast for tensor in (*model.parameters(), *model.buffers())}
+    if opt_level == "O3" and cast_model_type is None:
+        cast_model_type = _lower_precision_of(model_list, earlier, recast)
     plan = resolve(
         opt_level,
         device_type_of(model_list),
@@ -125,20 +132,17 @@ def initialize(
             on_floor=on_floor,
         ),
     )
-    earlier = _unique((*map(session_of, (*model_list, *optimizer_list)), *sessions_sharing_with(model_list)))
-    recast = [model for session in earlier if session.plan.casts_weights for model in session.models]
-    if accept_lower_precision:
-        recast += model_list
-    recast = {tensor for model in recast for tensor in (*model.parameters(), *model.buffers())}
     validation.closures(optimizer_list, plan)
     validation.scripted_parts(model_list, plan)
-    validation.weights(model_list, recast, optimizer_list, plan)
+    validation.weights(model_list, recast, optimizer_list, plan, lower_precision_weights)
     validation.kept_modules(model_list, plan)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
     early_state = _state_over_cast_weights(optimizer_list)
+    incoming = Incoming()
     for session in earlier:
         left = session.models_outside(model_list)
+        incoming.take_over(session.incoming, model_list)
         session.close()
         if left:
             logger.warning(
@@ -149,7 +153,7 @@ def initialize(
     for param, state in early_state:
         if param.dtype is torch.float32:
             state.update({key: cast_floating(value, torch.float32) for key, value in state.items() if key != "step"})
-    Session(plan).prepare(model_list, optimizer_list)
+    Session(plan, incoming, widens=lower_precision_weights == "float32").prepare(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -365,6 +369,18 @@ def _state_over_cast_weights(optimizers: Sequence[Any]) -> list[tuple[torch.Tens
         for param in group["params"]
         if param.dtype in LOWER_PRECISION and param in optimizer.state
     ]
+
+
+def _lower_precision_of(
+    models: Sequence[nn.Module], earlier: Sequence[Session], recast: set[torch.Tensor]
+) -> torch.dtype | None:
+    """The lower precision that all of these models came in, if it is one: O3 leaves them in it."""
+    found: set[torch.dtype | None] = set()
+    for model in models:
+        own = {param.dtype for param in model.parameters() if param not in recast}
+        own = own.union(*(session.incoming.dtypes_of(model) for session in earlier)).intersection(LOWER_PRECISION)
+        found |= own or {None}
+    return found.pop() if len(found) == 1 else None
 
 
 def _newest_scaler(loss_id: int) -> LossScaler:

@@ -32,7 +32,7 @@ from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import LossScaling
 from .logs import logger, stdout_lines
-from .models import Float32Value, ForwardCasts, Kept
+from .models import Float32Value, ForwardCasts, Incoming, Kept
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, not_initialized
 
@@ -47,11 +47,15 @@ _UNSCALED_LEVELS = {
 class Session:
     """One ``initialize`` call, alive until `close` or until its models and optimizers are gone.
 
-    ``plan`` holds its settings and ``scalers`` one loss scaler per loss. Usually made by ``ampkit.initialize``.
+    ``plan`` holds its settings and ``scalers`` one loss scaler per loss. ``incoming`` are the dtypes that earlier sessions have
+    noted of the same models; ``widens=False`` leaves weights that come in lower precision in it. Usually made by
+    ``ampkit.initialize``.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, incoming: Incoming | None = None, *, widens: bool = True) -> None:
         self.plan = plan
+        self.incoming = incoming or Incoming()
+        self._widens = widens
         self._scaling = LossScaling(plan)
         self._statistics = RunningStatistics()
         self.casting: Casting | None = None
@@ -118,6 +122,9 @@ class Session:
                 self._undo.callback(stdout_lines.detach)
                 self._log_banner()
             self._warn_of_useless_loss_scale()
+            self._undo.callback(self._give_back_dtypes)
+            if self._widens:
+                self._widen(models, optimizers)
             values = self._prepare_models(models)
             self._prepare_optimizers(optimizers, values)
             if self.plan.patch_torch_functions:
@@ -139,9 +146,10 @@ class Session:
             raise
 
     def close(self) -> None:
-        """Give torch, the models and the optimizers back as they were; parameters keep what they have learned, in float32.
+        """Give torch, the models and the optimizers back as they were.
 
-        Closing twice does nothing the second time.
+        Parameters keep what they have learned, in float32, or in the dtype that they came in. Closing twice does nothing
+        the second time.
         """
         self._scaling.synchronize()
         self._undo.close()
@@ -156,6 +164,27 @@ class Session:
         """Compiled code that holds a forward of these models must hold it as it is now."""
         if self.models:
             forget_traces()
+
+    def _widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+        """Make models that come in lower precision float32, and say so."""
+        if self.plan.master_weights and self.plan.casts_weights:
+            deed = "float32 masters are made from them"
+        elif self.plan.casts_weights:
+            deed = f"they train in {self.plan.cast_model_type}, without masters"
+        else:
+            deed = "they are float32"
+        for model, dtype, count in self.incoming.widen(models, optimizers):
+            logger.info(
+                "%d tensors of the %s came in %s: %s, until close() gives %s back.",
+                count,
+                type(model).__name__,
+                dtype,
+                deed,
+                dtype,
+            )
+
+    def _give_back_dtypes(self) -> None:
+        self.incoming.give_back(self.optimizers)
 
     def _prepare_models(self, models: Sequence[nn.Module]) -> dict[torch.Tensor, Float32Value]:
         plan = self.plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,15 +97,25 @@ def closures(optimizer_list: list[Any], plan: Plan) -> None:
             )
 
 
-def weights(model_list: list[nn.Module], recast: set[torch.Tensor], optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse weights that are not float32 where initialize makes the lower-precision copies itself.
+def weights(
+    model_list: list[nn.Module],
+    recast: set[torch.Tensor],
+    optimizer_list: list[Any],
+    plan: Plan,
+    lower_precision_weights: str,
+) -> None:
+    """Refuse weights from which no float32 weights can be made: two lower precisions in one model, integers, quantised ones.
 
     ``recast`` are those that a live session has cast and will give back. float64 parts are left alone at every level, but a
     model that has nothing else has nothing to cast.
     """
+    if lower_precision_weights not in ("float32", "keep", "refuse"):
+        raise ConfigurationError(
+            f"lower_precision_weights={lower_precision_weights!r} is not accepted: expected 'float32', 'keep' or 'refuse'."
+        )
     for model in model_list:
         if not recast.issuperset((*model.parameters(), *model.buffers())):
-            _refuse_lower_precision(model, recast)
+            _refuse_unfit_weights(model, recast, lower_precision_weights)
             if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
                 raise ConfigurationError(
                     f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. "
@@ -117,7 +128,7 @@ def weights(model_list: list[nn.Module], recast: set[torch.Tensor], optimizer_li
                 if param.dtype in LOWER_PRECISION and param not in known:
                     raise ConfigurationError(
                         f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
-                        "models. Build the optimizer from float32 parameters of the models passed with it."
+                        "models. Build the optimizer from parameters of the models passed with it."
                     )
 
 
@@ -149,18 +160,50 @@ def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
         refuse_what_no_call_keeps(kept, plan.opt_level)
 
 
-def _refuse_lower_precision(model: nn.Module, recast: set[torch.Tensor]) -> None:
+def _refuse_unfit_weights(model: nn.Module, recast: set[torch.Tensor], lower_precision_weights: str) -> None:
+    first: tuple[str, torch.dtype] | None = None  # the first tensor in lower precision
+    for kind, name, tensor in _named_tensors(model):
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            raise ConfigurationError(
+                f"{kind} {name!r} is not initialized yet (a lazy module). Run one forward pass before initialize()."
+            )
+        if tensor.dtype not in LOWER_PRECISION or tensor in recast:
+            continue
+        if lower_precision_weights == "refuse":
+            raise ConfigurationError(
+                f"{kind} {name!r} is {tensor.dtype}; initialize() expects float32 and makes the lower-precision copies "
+                "itself. Remove the .half() or .bfloat16() call (or the dtype= argument) before it."
+            )
+        first = first or (f"{kind} {name!r}", tensor.dtype)
+        if tensor.dtype is not first[1] and lower_precision_weights == "float32":
+            raise ConfigurationError(
+                f"{first[0]} is {first[1]} and {kind} {name!r} is {tensor.dtype}: initialize() takes models in one lower "
+                "precision, float32 parts beside it. Call model.float() first, which loses nothing, or load it with one dtype."
+            )
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_QUANTISED):
+            raise _unfit(f"Module {name!r} is a {type(module).__module__}.{type(module).__name__}")
+    for name, param in model.named_parameters():
+        if param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool):
+            raise _unfit(f"Parameter {name!r} is {param.dtype}")
+        if first is not None and not (param.is_floating_point() or param.is_complex()):
+            raise _unfit(f"Parameter {name!r} is {param.dtype}, in a model whose {first[0]} is {first[1]}")
+
+
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+
+
+def _unfit(found: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{found}: initialize() expects floating-point weights, and cannot train integer or quantised ones. Load the model "
+        "without quantisation, or make it a buffer (register_buffer) if it is no weight."
+    )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
         for name, tensor in named:
-            if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-                raise ConfigurationError(
-                    f"{kind} {name!r} is not initialized yet (a lazy module). Run one forward pass before initialize()."
-                )
-            if tensor.dtype in LOWER_PRECISION and tensor not in recast:
-                raise ConfigurationError(
-                    f"{kind} {name!r} is {tensor.dtype}; initialize() expects float32 and makes the lower-precision copies "
-                    "itself. Remove the .half() or .bfloat16() call (or the dtype= argument) before it."
-                )
+            yield kind, name, tensor
 
 
 def _refuse_repeats(found: list[Any], kind: str) -> None:

@@ -15,6 +15,7 @@ from .forward import loaders as loaders
 from .forward import uninstall as uninstall
 from .forward import watchers as watchers
 from .forward_scope import cast_submodules as cast_submodules
+from .incoming import Incoming as Incoming
 from .keep_fp32 import AsTheyAre as AsTheyAre
 from .keep_fp32 import Kept as Kept
 from .keep_fp32 import bridge as bridge

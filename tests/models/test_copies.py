@@ -307,7 +307,7 @@ def test_model_born_in_bfloat16_copies_as_float32(copied):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).bfloat16()
     born = {name: value.float() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O2", accept_lower_precision=True, verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
     twin = copied(model)
     assert_plain(twin)
     assert_same_values(twin.state_dict(), born)

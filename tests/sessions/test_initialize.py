@@ -143,7 +143,7 @@ def test_disabled_ends_the_earlier_session_of_the_model():
 
 
 def half_buffer():
-    model = make_model()
+    model = make_model().bfloat16()
     model.register_buffer("mask", torch.ones(2, dtype=torch.float16))
     return model
 
@@ -158,12 +158,11 @@ WRONG_MODELS = {
         lambda: nn.Sequential(nn.DataParallel(make_model())),
         ("'0'", "DataParallel", "before wrapping"),
     ),
-    "half": (lambda: make_model().half(), ("'0.weight'", "torch.float16", "expects float32", "Remove the .half()")),
-    "bfloat16 norm": (
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2).bfloat16()),
-        ("'1.weight'", "torch.bfloat16", "expects float32"),
+    "half beside bfloat16": (
+        lambda: nn.Sequential(nn.Linear(2, 2).half(), nn.LayerNorm(2).bfloat16()),
+        ("'0.weight'", "torch.float16", "'1.weight'", "torch.bfloat16", "one lower precision"),
     ),
-    "half buffer": (half_buffer, ("Buffer 'mask'", "torch.float16", "expects float32")),
+    "half buffer in bfloat16": (half_buffer, ("Buffer 'mask'", "torch.float16", "'0.weight'", "torch.bfloat16")),
     "float64": (lambda: make_model().double(), ("float64", "model.float()", "O0")),
     "lazy": (lazy, ("'weight'", "not initialized yet", "forward pass before")),
     "scripted": (lambda: torch.jit.script(make_model()), ("TorchScript", "before scripting")),
@@ -209,7 +208,7 @@ WRONG_OPTIMIZERS = {
     "parameters": (lambda m, o: m.parameters(), ("a generator has no param_groups", "second argument")),
     "half of a stranger": (
         lambda m, o: foreign_half_optimizer(m),
-        ("torch.float16", "shape (7,)", "none of the models", "float32 parameters"),
+        ("torch.float16", "shape (7,)", "none of the models", "parameters of the models"),
     ),
 }
 

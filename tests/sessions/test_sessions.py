@@ -289,14 +289,14 @@ def test_second_initialize_of_half_the_things_closes_the_whole_session():
         shrink_output(*second)
 
 
-def test_half_after_initialize_at_o1_is_refused_again():
+def test_model_made_half_after_initialize_comes_in_half_to_the_next():
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
     model.half()
-    with pytest.raises(
-        ampkit.ConfigurationError, match=r"'0\.weight' is torch\.float16; initialize\(\) expects float32"
-    ):
-        ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    ampkit.close()
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
 
 
 # Dying

@@ -79,7 +79,7 @@ def open_session(
             max_loss_scale=_amp_state.max_loss_scale,
             policy="apex",
             on_floor="warn",
-            accept_lower_precision=accepts_lower,
+            lower_precision_weights="keep" if accepts_lower else "refuse",
             **settings,
         )
     show(current_session(), properties)

@@ -1,0 +1,275 @@
+"""Models that come in float16 or bfloat16, judged by the same model made float32 by hand before."""
+
+import copy
+import logging
+import pickle
+import sys
+
+import pytest
+import torch
+from helpers import backward
+from torch import nn
+
+import ampkit
+from ampkit.optimizers import FusedAdam
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+
+
+class Net(nn.Module):
+    """Two layers around a norm, a frozen layer, and a buffer that the forward writes to by putting another one in its place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.frozen, self.last = (
+            nn.Linear(6, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 3),
+        )
+        self.frozen.requires_grad_(False)
+        self.register_buffer("shift", torch.full((8,), 1 / 3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.shift = self.shift * 1
+        return self.last(self.frozen(self.norm(torch.tanh(self.first(x)))) + self.shift)
+
+
+def born(dtype, norms=None):
+    model = Net().to(dtype)
+    if norms is not None:
+        model.norm.to(norms)
+    return model
+
+
+def loss_of(model):
+    return model(X).float().square().mean()
+
+
+def train(model, optimizer, times=3):
+    for _ in range(times):
+        optimizer.zero_grad()
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+
+
+def floating_dtypes(optimizer):
+    return {
+        value.dtype
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if key != "step" and value.ndim
+    }
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),  # has state from its construction on
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("with_state", (False, True))
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_trains_as_the_same_model_made_float32_by_hand(level, optimizer_name, with_state):
+    model = born(torch.bfloat16)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    if with_state:
+        model(X.bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    twin = copy.deepcopy(model).float()
+    twins_optimizer = OPTIMIZERS[optimizer_name](twin.parameters())
+    twins_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # casts state to the parameters' dtype
+    found, wanted = [], []
+    for one, its, into in ((model, optimizer, found), (twin, twins_optimizer, wanted)):
+        ampkit.initialize(one, its, opt_level=level, verbosity=0)
+        train(one, its)
+        into += [one.state_dict(), len(its.state)]
+    assert found[0].keys() == wanted[0].keys()
+    for name, value in wanted[0].items():
+        assert found[0][name].dtype is value.dtype and torch.equal(found[0][name], value), name
+    assert found[1] == wanted[1] >= 6  # six parameters are trained
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("level", LEVELS)
+def test_while_the_session_lives_values_are_float32_and_close_gives_the_dtype_back(level, dtype):
+    model = born(dtype, norms=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)  # 1e-8 is 0 in float16
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) and value.dtype is not dtype, name
+    train(model, optimizer)
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert {p.dtype for p in twin.parameters()} == {torch.float32} and twin.shift.dtype is torch.float32
+        assert all(torch.equal(value, trained[name]) for name, value in twin.state_dict().items())
+    backward(loss_of(model), optimizer)
+    ampkit.close()
+    for name, value in model.state_dict().items():
+        assert value.dtype is before[name].dtype, name
+        assert torch.equal(value, trained[name].to(value.dtype)), name
+    for name, param in model.named_parameters():
+        assert param.grad is None or param.grad.dtype is param.dtype, name
+    assert floating_dtypes(optimizer) == {dtype, torch.float32}  # the norm's is float32
+    model(X.to(dtype)).float().square().mean().backward()
+    optimizer.step()
+
+
+def test_a_second_initialize_does_not_round_what_was_learned():
+    model = born(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for level in ("O5", "O5", "O1", "O2"):
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+        moments = [optimizer.state[p]["exp_avg"] for p in ampkit.master_params(optimizer) if p in optimizer.state]
+        if level != "O5" or moments:
+            assert all(torch.equal(one, other) for one, other in zip(masters, learned, strict=True))  # noqa: F821
+            assert {moment.dtype for moment in moments} == {torch.float32}
+        train(model, optimizer)
+        learned = [p.detach().clone() for p in ampkit.master_params(optimizer)]
+        assert not all(torch.equal(p, p.bfloat16()) for p in learned)  # there is something to lose
+    ampkit.close()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} == floating_dtypes(optimizer)
+
+
+def test_a_part_that_the_next_session_leaves_out_gets_its_dtype_back():
+    first, second = born(torch.bfloat16), born(torch.float16)
+    ampkit.initialize([first, second], opt_level="O1", verbosity=0)
+    ampkit.initialize(first, opt_level="O1", verbosity=0)
+    assert {p.dtype for p in second.parameters()} == {torch.float16} and second.shift.dtype is torch.float16
+    assert {p.dtype for p in first.parameters()} == {torch.float32}
+    ampkit.close()
+    assert {p.dtype for p in first.parameters()} == {torch.bfloat16}
+
+
+def test_an_initialize_that_fails_halfway_leaves_dtypes_values_and_state(monkeypatch):
+    model = born(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(X.bfloat16()).square().mean().backward()
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    monkeypatch.setattr(sys.modules["ampkit.session"], "OptimizerWrapper", lambda *_: 1 / 0)
+    for level in ("O1", "O5"):
+        with pytest.raises(ZeroDivisionError):
+            ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        torch.testing.assert_close((model.state_dict(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+        assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
+
+
+def test_small_updates_are_lost_in_bfloat16_and_not_at_o5():
+    """1 - 1e-3 rounds to 1 in bfloat16, whose spacing below 1 is 2**-8 = 0.0039."""
+    moved = {}
+    for name in ("plain", "O5", "O2", "O1"):
+        model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if name != "plain":
+            ampkit.initialize(model, optimizer, opt_level=name, verbosity=0)
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 1, dtype=torch.bfloat16)).sum()
+            if name == "plain":
+                loss.backward()
+            else:
+                backward(loss, optimizer)
+            optimizer.step()
+        moved[name] = 1 - model.state_dict()["weight"].item()
+        ampkit.close()
+    assert moved.pop("plain") == 0.0
+    assert all(value == pytest.approx(0.01, rel=1e-3) for value in moved.values()), moved
+
+
+@pytest.mark.parametrize(
+    "level, words",
+    (("O1", "they are float32"), ("O5", "float32 masters"), ("O3", "without masters")),
+)
+def test_one_line_says_so(level, words, caplog):
+    caplog.set_level(logging.INFO, logger="ampkit")
+    ampkit.initialize(born(torch.bfloat16), opt_level=level)
+    lines = [record.getMessage() for record in caplog.records if "came in" in record.getMessage()]
+    assert len(lines) == 1 and words in lines[0] and "9 tensors of the Net came in torch.bfloat16" in lines[0]
+    caplog.clear()
+    ampkit.initialize(Net(), opt_level=level)
+    assert "came in" not in caplog.text
+
+
+def with_int8_weight(model):
+    model.last.weight = nn.Parameter(torch.ones(3, 8, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+def with_table(model):
+    model.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    return model
+
+
+def dynamically_quantised():
+    return torch.ao.quantization.quantize_dynamic(Net(), {nn.Linear})
+
+
+def mixed_buffer():
+    model = born(torch.bfloat16)
+    model.shift = model.shift.half()
+    return model
+
+
+UNFIT = {
+    "two lower precisions": (
+        lambda: born(torch.bfloat16, norms=torch.float16),
+        ("'first.weight'", "torch.bfloat16", "'norm.weight'", "torch.float16", "model.float()"),
+    ),
+    "a buffer in another one": (mixed_buffer, ("Buffer 'shift'", "torch.float16", "torch.bfloat16")),
+    "an int8 weight": (lambda: with_int8_weight(born(torch.bfloat16)), ("'last.weight'", "torch.int8", "quantised")),
+    "an int8 weight in float32": (lambda: with_int8_weight(Net()), ("'last.weight'", "torch.int8", "quantised")),
+    "integers": (lambda: with_table(born(torch.float16)), ("'table'", "torch.int64", "register_buffer")),
+    "a quantised module": (dynamically_quantised, ("'first'", "quantized", "without quantisation")),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("level", ("O0", "O1", "O3", "O5"))
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_cannot_be_made_float32_is_refused_by_name(case, level):
+    make, words = UNFIT[case]
+    model = make()
+    before = [(p.dtype, p.data_ptr()) for p in model.parameters()]
+    with pytest.raises(ampkit.ConfigurationError) as caught:
+        ampkit.initialize(model, opt_level=level, verbosity=0)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert [(p.dtype, p.data_ptr()) for p in model.parameters()] == before
+
+
+def test_a_table_of_integers_in_a_float32_model_is_left_alone():
+    model = with_table(Net())
+    ampkit.initialize(model, opt_level="O5", verbosity=0)
+    assert model.table.dtype is torch.int64
+
+
+def test_recurrent_layers_and_tied_weights_come_back_as_they_were():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.rnn, self.head = nn.Embedding(7, 4), nn.LSTM(4, 4), nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x):
+            return self.head(self.rnn(self.embedding(x))[0])
+
+    for level in LEVELS:
+        model = Tied().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        backward(model(torch.arange(6).reshape(3, 2)).float().square().mean(), optimizer)
+        optimizer.step()
+        ampkit.close()
+        assert model.head.weight is model.embedding.weight
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        model(torch.arange(6).reshape(3, 2))
