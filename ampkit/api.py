@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, sa
 from .iteration.optimizer_wrapper import wrapper_of
 from .logs import logger
 from .models import Incoming
-from .plan import Plan, resolve
+from .plan import Plan, resolve, unknown_setting
 from .policy import Policy
 from .registry import (
     collect_orphans,
@@ -56,6 +57,7 @@ def initialize(
     on_floor: str = "raise",
     scope: str = "process",
     lower_precision_weights: str = "float32",
+    **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
 
@@ -87,6 +89,8 @@ def initialize(
     first). Raises `ConfigurationError` or TypeError for what cannot be right, and then changes nothing.
     """
     switch_off_left_on()
+    for name in unknown:
+        raise unknown_setting(name, opt_level, [name for name in signature(initialize).parameters if name != "unknown"])
     if isinstance(enabled, str):
         raise ConfigurationError(
             f"enabled={enabled!r} is not accepted: expected True or False. The third argument of initialize() is enabled; name "
@@ -130,6 +134,7 @@ def initialize(
             scope=None if scope == "process" else scope,
             policy=policy,
             on_floor=on_floor,
+            lower_precision_weights=lower_precision_weights,
         ),
     )
     validation.closures(optimizer_list, plan)

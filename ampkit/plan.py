@@ -6,6 +6,7 @@ nothing has been touched when it raises.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a session will do. The first fields are the options of the banner, in Apex's order."""
+    """What a session will do."""
 
     enabled: bool = True
     opt_level: str = "O1"
@@ -44,6 +45,7 @@ class Plan:
     policy: Policy = field(default_factory=Policy)
     on_floor: str = "raise"
     scope: str = "process"
+    lower_precision_weights: str = "float32"
 
     @property
     def casts_weights(self) -> bool:
@@ -54,11 +56,40 @@ class Plan:
     def has_dynamic_loss_scale(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
 
-    def banner_rows(self) -> list[tuple[str, object]]:
-        """The options as (name, value), as Apex prints them: ``dynamic`` stands for any dynamic rule."""
-        names = [field.name for field in fields(self)][:8]
-        rows = [(name, getattr(self, name)) for name in names]
-        return [(name, "dynamic" if isinstance(value, DynamicLossScale) else value) for name, value in rows]
+    def in_words(self) -> str:
+        """What is computed and kept in which precision, in a line."""
+        patched, words = self.patch_torch_functions, []
+        if patched:
+            where = ", inside the models' forward" if self.scope == "forward" else ""
+            words.append(f"torch functions cast to {_short(self.patch_torch_functions_type)} by their tables{where}")
+        words.append(f"weights {_short(self.cast_model_type) if self.casts_weights else 'float32'}")
+        if self.casts_weights:
+            words.append(f"norms {'float32' if self.keep_batchnorm_fp32 else _short(self.cast_model_type)}")
+        if self.master_weights:
+            words.append("master weights float32")
+        words.append(f"loss scale {'dynamic' if self.has_dynamic_loss_scale else f'{self.loss_scale:g}'}")
+        return ", ".join(words)
+
+    def changes_of(self, defaults: Plan) -> str:
+        """The settings that differ from ``defaults``, as one would write them to `initialize`."""
+        return ", ".join(
+            f"{one.name}={_as_written(getattr(self, one.name))}"
+            for one in fields(self)
+            if getattr(self, one.name) != getattr(defaults, one.name)
+        )
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _as_written(value: Any) -> str:
+    """A setting on one line: a module by its class, since its own words take many."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_written, value))}]"
+    if isinstance(value, torch.nn.Module):
+        return f"<{type(value).__name__}>"
+    return value.__qualname__ if isinstance(value, type) else " ".join(repr(value).split())
 
 
 @dataclass(frozen=True)
@@ -151,6 +182,31 @@ def defaults_of(opt_level: str, device_type: str) -> Plan:
     )
 
 
+# What settings are called elsewhere, and what is meant.
+_OTHER_NAMES = {
+    "dtype": "cast_model_type",
+    "level": "opt_level",
+    "mode": "opt_level",
+    "model": "models",
+    "optimizer": "optimizers",
+    "half_dtype": "cast_model_type",
+    "init_scale": "loss_scale",
+    "fp32_modules": "keep_fp32",
+    "allow_banned": "policy",
+}
+
+
+def unknown_setting(name: str, opt_level: str, known: Iterable[str]) -> TypeError:
+    """The error for a keyword that `initialize` does not have: it names the one that was probably meant."""
+    known = list(known)
+    nearest = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.0)))
+    if nearest == "cast_model_type" and opt_level in ("O1", "O4"):
+        nearest = "patch_torch_functions_type"
+    return TypeError(
+        f"initialize() got an unexpected keyword argument {name!r}. Did you mean {nearest}=? It takes {', '.join(known)}."
+    )
+
+
 def default_lower_precision(device_type: str) -> torch.dtype:
     """float16 on accelerators and bfloat16 on the CPU, unless ``AMPKIT_LOWER_PRECISION`` names one.
 
@@ -169,6 +225,12 @@ def _refuse(name: str, value: object, accepted: str, advice: str = "") -> Config
     return ConfigurationError(f"{name}={value!r} is not accepted: expected {accepted}.{' ' + advice if advice else ''}")
 
 
+def _any_of(accepted: tuple[Any, ...]) -> str:
+    """``a``, ``a or b``, ``a, b or c``; None where nothing may be given."""
+    *others, last = map(str, accepted or (None,))
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def _check_cast_model_type(value: Any, level: str) -> torch.dtype | None:
     if level in ("O1", "O4"):
         if value in (False, torch.float32):
@@ -180,7 +242,7 @@ def _check_cast_model_type(value: Any, level: str) -> torch.dtype | None:
     accepted = {"O0": (torch.float32,), "O5": (torch.bfloat16,)}.get(level, (*LOWER_PRECISION, torch.float32))
     if value not in accepted:
         raise _refuse(
-            "cast_model_type", value, f"one of {accepted} at {level}", "O2 and O3 take either lower precision."
+            "cast_model_type", value, f"{_any_of(accepted)} at {level}", "O2 and O3 take either lower precision."
         )
     return value
 
@@ -198,7 +260,7 @@ def _check_patch_torch_functions_type(value: Any, level: str) -> torch.dtype:
     accepted = {"O1": LOWER_PRECISION, "O4": (torch.bfloat16,)}.get(level, ())
     if value not in accepted:
         advice = "" if accepted else "It belongs to O1; O2 and O3 take cast_model_type=."
-        raise _refuse("patch_torch_functions_type", value, f"one of {accepted} at {level}", advice)
+        raise _refuse("patch_torch_functions_type", value, f"{_any_of(accepted)} at {level}", advice)
     return value
 
 
@@ -286,6 +348,12 @@ def _check_on_floor(value: Any, level: str) -> str:
     return value
 
 
+def _check_lower_precision_weights(value: Any, level: str) -> str:
+    if value not in ("float32", "keep", "refuse"):
+        raise _refuse("lower_precision_weights", value, "'float32', 'keep' or 'refuse'")
+    return value
+
+
 def _check_scope(value: Any, level: str) -> str:
     if value not in ("process", "forward"):
         raise ConfigurationError(
@@ -315,4 +383,5 @@ _CHECKS = {
     "policy": lambda value, level: Policy.of(value),
     "on_floor": _check_on_floor,
     "scope": _check_scope,
+    "lower_precision_weights": _check_lower_precision_weights,
 }

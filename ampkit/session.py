@@ -31,6 +31,7 @@ from .iteration.master_weights import Slots
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import LossScaling
+from .kernels.backend import implementation
 from .logs import logger, stdout_lines
 from .models import Float32Value, ForwardCasts, Incoming, Kept
 from .plan import OPT_LEVELS, Plan, defaults_of
@@ -217,8 +218,9 @@ class Session:
             names = [
                 name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()
             ]
-            logger.info("Kept in float32: %d modules.", len(names))
-            logger.debug("Kept in float32: %s", ", ".join(names))
+            if names:
+                logger.info("Kept in float32: %d modules.", len(names))
+                logger.debug("Kept in float32: %s", ", ".join(names))
         in_float32 = {m: None for choice in kept for m in choice.in_float32(hand_on_norms=plan.casts_weights)}
         for module in in_float32:
             if module not in models:
@@ -423,14 +425,23 @@ class Session:
             )
 
     def _log_banner(self) -> None:
+        """First what the level is, then what it comes to here, then what the caller has changed."""
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))
         logger.info("Selected optimization level %s", OPT_LEVELS[plan.opt_level].brief)
-        logger.info("Defaults for this optimization level are:")
-        for name, value in defaults.banner_rows():
-            logger.info(f"{name:22} : {value}")
-        logger.info("After processing overrides, optimization options are:")
-        for name, value in plan.banner_rows():
-            logger.info(f"{name:22} : {value}")
+        logger.info("In use: %s", plan.in_words())
+        if changes := plan.changes_of(defaults):
+            logger.info("Changed from the level's defaults: %s", changes)
+        _tell_of_missing_kernels()
+
+
+@functools.cache  # once in a process
+def _tell_of_missing_kernels() -> None:
+    kernels = implementation()
+    if kernels.name == "reference" and kernels.why != "AMPKIT_EXTENSION=off":
+        logger.info(
+            "The compiled kernels are missing: every feature works, slower. 'pip install --no-build-isolation .' builds them; "
+            "'python -m ampkit info' says more."
+        )
 
 
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:

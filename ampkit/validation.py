@@ -109,10 +109,6 @@ def weights(
     ``recast`` are those that a live session has cast and will give back. float64 parts are left alone at every level, but a
     model that has nothing else has nothing to cast.
     """
-    if lower_precision_weights not in ("float32", "keep", "refuse"):
-        raise ConfigurationError(
-            f"lower_precision_weights={lower_precision_weights!r} is not accepted: expected 'float32', 'keep' or 'refuse'."
-        )
     for model in model_list:
         if not recast.issuperset((*model.parameters(), *model.buffers())):
             _refuse_unfit_weights(model, recast, lower_precision_weights)

@@ -1,7 +1,10 @@
 """Who hears what: the banner, the overflow lines, the culprit after many skips, and where they are written."""
 
+import importlib
+import inspect
 import logging
 import math
+import re
 import sys
 
 import pytest
@@ -11,6 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit.kernels.backend import Implementation
+
+session_module = importlib.import_module("ampkit.session")  # the name in the package is the function
 
 
 def initialized_aloud(**settings):
@@ -23,24 +29,130 @@ def overflow(model, optimizer, times=1, factor=math.inf):
     iterate(lambda: model(torch.ones(2, 4)).float().sum() * factor, optimizer, times)
 
 
-def test_banner_rows_are_written_to_standard_output(capsys):
-    initialized_aloud(opt_level="O2", loss_scale=128.0)
+def first_words(capsys, **settings):
+    initialized_aloud(**settings)
+    ampkit.close()
+    return capsys.readouterr().out.splitlines()
+
+
+SELECTED = "Selected optimization level "
+
+
+@pytest.mark.parametrize(
+    "level, brief, in_use",
+    [
+        ("O0", "pure float32 training, the baseline", "weights float32, loss scale 1"),
+        (
+            "O1",
+            "casts around torch functions, float32 weights",
+            "torch functions cast to bfloat16 by their tables, weights float32, loss scale dynamic",
+        ),
+        (
+            "O2",
+            "lower-precision model with float32 norms and master weights",
+            "weights bfloat16, norms float32, master weights float32, loss scale dynamic",
+        ),
+        ("O3", "pure lower-precision training", "weights bfloat16, norms bfloat16, loss scale 1"),
+    ],
+)
+def test_first_words_say_what_the_level_comes_to(level, brief, in_use, capsys, monkeypatch):
+    monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
+    lines = first_words(capsys, opt_level=level)
+    assert lines[:2] == [f"{SELECTED}{level}: {brief}", f"In use: {in_use}"]
+    assert lines[2:] == (["Kept in float32: 1 modules."] if level == "O2" else [])
+
+
+# A setting, and how the line of changes writes it, at a level that accepts it.
+CHANGES = [
+    ("O2", {"cast_model_type": torch.float16}, "cast_model_type=torch.float16"),
+    ("O1", {"patch_torch_functions": False}, "patch_torch_functions=False"),
+    ("O1", {"patch_torch_functions_type": torch.float16}, "patch_torch_functions_type=torch.float16"),
+    ("O2", {"keep_batchnorm_fp32": False}, "keep_batchnorm_fp32=False"),
+    ("O2", {"master_weights": False}, "master_weights=False"),
+    ("O2", {"loss_scale": 128}, "loss_scale=128.0"),
+    ("O5", {"loss_scale": "dynamic"}, "loss_scale=DynamicLossScale(init_scale=65536.0, "),
+    ("O1", {"cast_model_outputs": torch.float32}, "cast_model_outputs=torch.float32"),
+    ("O1", {"num_losses": 2}, "num_losses=2"),
+    ("O1", {"verbosity": 2}, "verbosity=2"),
+    ("O1", {"min_loss_scale": 1.0}, "min_loss_scale=1.0"),
+    ("O1", {"max_loss_scale": 1024.0}, "max_loss_scale=1024.0"),
+    ("O1", {"keep_fp32": ["0", nn.Tanh]}, "keep_fp32=['0', Tanh]"),
+    ("O2", {"keep_originals": False}, "keep_originals=False"),
+    ("O1", {"policy": "apex"}, "policy=Policy('apex')"),
+    ("O1", {"on_floor": "warn"}, "on_floor='warn'"),
+    ("O1", {"scope": "forward"}, "scope='forward'"),
+    ("O2", {"lower_precision_weights": "refuse"}, "lower_precision_weights='refuse'"),
+]
+
+
+@pytest.mark.parametrize("level, settings, written", CHANGES, ids=[next(iter(change)) for _, change, _ in CHANGES])
+def test_a_setting_that_differs_from_its_level_is_among_the_first_words(level, settings, written, capsys):
+    lines = first_words(capsys, opt_level=level, **settings)
+    assert len(lines) <= 6
+    assert any(line.startswith(f"Changed from the level's defaults: {written}") for line in lines), lines
+
+
+def test_every_setting_of_initialize_is_among_those_tested():
+    told = {name for _, change, _ in CHANGES for name in change}
+    settings = set(inspect.signature(ampkit.initialize).parameters)
+    assert settings - told == {"models", "optimizers", "enabled", "opt_level", "unknown"}
+
+
+def test_all_settings_together_are_at_most_six_lines(capsys):
+    settings = {name: value for level, change, _ in CHANGES if level == "O2" for name, value in change.items()}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = ampkit.Policy("apex", {"torch.nn.functional.gelu": "fp32"})
+    ampkit.initialize(model, optimizer, opt_level="O2", **settings, keep_fp32=[model[1], nn.Linear], policy=policy)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Selected optimization level O2")
-    assert f"{'keep_batchnorm_fp32':22} : True" in lines
-    assert f"{'loss_scale':22} : dynamic" in lines  # the level's default
-    assert f"{'loss_scale':22} : 128.0" in lines  # after the override
-    names = [line.split(" :")[0].strip() for line in lines if " : " in line]
-    assert names[:8] == [
-        "enabled",
-        "opt_level",
-        "cast_model_type",
-        "patch_torch_functions",
-        "patch_torch_functions_type",
-        "keep_batchnorm_fp32",
-        "master_weights",
-        "loss_scale",
-    ]
+    assert len(lines) <= 6
+    assert "keep_fp32=[<Linear>, Linear]" in lines[2]  # not the module's own words, which take lines
+
+
+def test_settings_that_are_the_defaults_anyway_are_no_changes(capsys):
+    lines = first_words(capsys, opt_level="O2", loss_scale="dynamic", keep_batchnorm_fp32="True", num_losses=1)
+    assert not any("Changed" in line for line in lines)
+
+
+def test_missing_kernels_are_told_once_with_the_cure(capsys, monkeypatch):
+    for why, times in (
+        ("the extension could not be loaded: No module named 'ampkit._C'", 1),
+        ("AMPKIT_EXTENSION=off", 0),
+    ):
+        session_module._tell_of_missing_kernels.cache_clear()
+        monkeypatch.setattr(session_module, "implementation", lambda why=why: Implementation("reference", why))
+        lines = first_words(capsys, opt_level="O2") + first_words(capsys, opt_level="O1")
+        assert sum("pip install --no-build-isolation ." in line for line in lines) == times
+    session_module._tell_of_missing_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "level, keyword, nearest",
+    [
+        ("O1", "dtype", "patch_torch_functions_type"),
+        ("O2", "dtype", "cast_model_type"),
+        ("O1", "opt_levl", "opt_level"),
+        ("O1", "level", "opt_level"),
+        ("O1", "loss_scaling", "loss_scale"),
+        ("O2", "keep_batchnorm", "keep_batchnorm_fp32"),
+        ("O2", "keep_fp23", "keep_fp32"),
+        ("O2", "optimizer", "optimizers"),
+    ],
+)
+def test_an_unknown_keyword_is_answered_with_the_nearest_one(level, keyword, nearest):
+    with pytest.raises(TypeError) as caught:
+        initialized_aloud(opt_level=level, **{keyword: torch.float16})
+    assert f"unexpected keyword argument {keyword!r}. Did you mean {nearest}=?" in str(caught.value)
+    assert ampkit.current_session() is None
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_what_a_message_expects_is_said_in_words(level):
+    for name in ("cast_model_type", "patch_torch_functions_type"):
+        with pytest.raises(ampkit.ConfigurationError) as caught:
+            initialized_aloud(opt_level=level, **{name: torch.int8})
+        expected = str(caught.value).split("expected ")[1].split(f" at {level}")[0]
+        assert re.fullmatch(r"(None|torch\.\w+)((, torch\.\w+)* or torch\.\w+)?", expected)
 
 
 def test_verbosity_0_is_silent(capsys):
