@@ -9,8 +9,11 @@
 #
 # TORCH=2.13.0 builds and tests with another torch, in an environment of its own; PYTHON= names the interpreter.
 
+# TORCH_INDEX=URL takes torch and torchvision from an index of one's own, say of wheels for CPUs only, which save gigabytes.
+
 PYTHON ?= python3
 TORCH ?=
+TORCH_INDEX ?=
 VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -28,7 +31,7 @@ venv: $(VENV)/.extension
 $(VENV)/.packages: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	grep -v $(if $(TORCH),'^torch',' ') constraints.txt | grep -v '^#' > $(CONSTRAINTS)
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) $(PACKAGES)
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PACKAGES)
 	touch $@
 
 # An editable install: changes to Python files need no second one, changes to csrc/ do.

@@ -400,6 +400,12 @@ back the dtype of their first argument.
 ## Choosing and changing
 
 ```python
+import torch
+
+import ampkit
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 ampkit.initialize(model, optimizer, policy="apex")  # or "autocast"
 ampkit.initialize(model, optimizer, policy={{"torch.nn.functional.gelu": "fp32"}})
 ampkit.initialize(model, optimizer, policy=ampkit.Policy("apex", {{"torch.exp": "native"}}, banned="fp32"))

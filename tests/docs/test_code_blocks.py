@@ -1,0 +1,112 @@
+"""The pages: their blocks of Python run, in order, and print what the page says; their commands and links exist."""
+
+import contextlib
+import io
+import re
+import shlex
+
+import pytest
+from helpers import ROOT
+
+import ampkit.apex
+
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
+# ```language title="...", the form that both GitHub and MkDocs take.
+FENCE = re.compile(
+    r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def fences(page):
+    """(language, title, body) of each block, in order."""
+    text = page.read_text()
+    found = [(match["language"], match["title"] or "", match["body"]) for match in FENCE.finditer(text)]
+    assert 2 * len(found) == len(re.findall(r"^```", text, re.MULTILINE)), "a fence that is not understood"
+    return found
+
+
+def has_python(page):
+    return any(language == "python" for language, _, _ in fences(page))
+
+
+def ids(page):
+    return str(page.relative_to(ROOT))
+
+
+def assert_as_printed(found, expected):
+    """The same words; numbers within a tenth, since the last digits of a loss depend on the processor."""
+    assert NUMBER.sub("#", found.strip()) == NUMBER.sub("#", expected.strip()), found
+    for mine, theirs in zip(NUMBER.findall(found), NUMBER.findall(expected), strict=True):
+        assert float(mine) == pytest.approx(float(theirs), rel=0.1), (found, expected)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=ids)
+def test_blocks_run_in_order_and_print_what_the_page_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write checkpoints
+    monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
+    names = {"__name__": "page"}
+    printed = ""
+    for language, title, body in fences(page):
+        if language == "python" and not title.startswith("needs"):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(body, str(page), "exec"), names)
+            printed = out.getvalue()
+        elif title.startswith("prints"):
+            assert_as_printed(printed, body)
+    ampkit.apex.uninstall()  # a page shows how to install it
+
+
+def test_the_script_of_the_readme_is_short_and_prints_what_follows_it():
+    blocks = fences(ROOT / "README.md")
+    (script,) = (body for language, _, body in blocks if language == "python")
+    assert len([line for line in script.splitlines() if line.strip()]) <= 15
+    assert blocks[1][1].startswith("prints")
+
+
+def test_the_readme_is_read_in_one_go():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
+
+
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def commands(page):
+    for language, _, body in fences(page):
+        if language == "console":
+            yield from (line.removeprefix("$ ") for line in body.splitlines() if line.startswith("$ "))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(commands(page))], ids=ids)
+def test_commands_name_targets_and_files_that_exist(page):
+    for command in commands(page):
+        words = [word for word in shlex.split(command, comments=True) if "=" not in word or word.startswith("-")]
+        if words[0] == "make":
+            assert set(words[1:]) <= TARGETS, command
+        for word in words:
+            if word.endswith(".py") and word not in ("script.py", "train.py"):
+                assert (ROOT / word).exists() or (page.parent / word).exists(), command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http://", "https://", "#")):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_a_sentence_stands_once():
+    """Over all pages but the changelog, which tells the same as news; rows of tables and blocks of code may repeat."""
+    seen = {}
+    for page in [one for one in PAGES if one.parent.name in ("docs", ROOT.name) or one.name == "README.md"]:
+        text = FENCE.sub("", page.read_text())
+        prose = " ".join(line for line in text.splitlines() if not line.startswith(("|", "#", "- [")))
+        for sentence in re.split(r"(?<=[.:!?])\s+", prose):
+            if len(sentence.split()) > 7:
+                assert seen.setdefault(sentence, page) is page, (sentence, seen[sentence], page)
