@@ -5,6 +5,7 @@
 #   make mutants      plants faults in copies, and tells which of them the tests notice; MUTANTS='*lamb*' for some of them
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
+#   make docs         builds the site of docs/ into site/; a broken link is an error
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
 #
 # TORCH=2.13.0 builds and tests with another torch, in an environment of its own; PYTHON= names the interpreter.
@@ -24,7 +25,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff
 
-.PHONY: venv clients test test-all mutants cuda-build demo lint clean
+.PHONY: venv clients test test-all mutants cuda-build demo docs lint clean
 
 venv: $(VENV)/.extension
 
@@ -83,9 +84,14 @@ cuda-build: venv
 demo: venv
 	$(BIN)/python examples/imagenet/demo.py $(DEMO)
 
+# The reference is read from the sources, which are not imported.
+docs: $(VENV)/.packages
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) mkdocs-material "mkdocstrings[python]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf build *.egg-info ampkit/*.so .venv .venv-torch-*
+	rm -rf build site *.egg-info ampkit/*.so .venv .venv-torch-*

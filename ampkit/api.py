@@ -86,7 +86,10 @@ def initialize(
     - ``verbosity``: 0 is silent, 1 logs settings and overflows, 2 also every cast.
 
     It may be called again, for other models (each call has its own loss scalers) or for the same (the old session is closed
-    first). Raises `ConfigurationError` or TypeError for what cannot be right, and then changes nothing.
+    first). Raises `ConfigurationError` for settings that are wrong or contradict each other, and TypeError for what is no model,
+    no optimizer or no setting; nothing is changed then.
+
+    Source of the levels O0 to O3: NVIDIA's apex.amp; of O4 and O5: AMD's fork of it.
     """
     switch_off_left_on()
     for name in unknown:
@@ -182,6 +185,16 @@ def scale_loss(
     on to the next block. ``model`` is accepted for compatibility and unused. An exception inside leaves gradients and
     scale as they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the
     failed backward pass had added to these stays.
+
+    ``loss`` is a tensor of any floating dtype; what is yielded is float32, on the same device. Raises
+
+    - TypeError for a loss that is no tensor,
+    - `NotInitializedError` for no optimizer, one that no `initialize` has seen, or one whose session was closed,
+    - `LossIdError` for a ``loss_id`` that has no scaler,
+    - `ConfigurationError` for a block inside another of the same optimizer, or optimizers of which only some are enabled,
+    - `LossScaleError` where the scale has been at its floor for 50 skips in a row, unless ``on_floor="warn"``.
+
+    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
     """
     switch_off_left_on()
     optimizer_list = validation.flatten(optimizers)
@@ -198,7 +211,8 @@ def scale_loss(
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """The parameters that ``optimizer`` updates: float32 masters where there are any, with unscaled gradients.
 
-    Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``.
+    Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
+    ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters.
     """
     wrapper = wrapper_of(optimizer)
     if wrapper is not None and not wrapper.gradients.is_open:
@@ -216,6 +230,10 @@ def clip_grad_norm_(
     O5 the masters'. With a fused optimizer it is one pass over the model's gradients at most, the factor is applied
     inside ``step()``, and nothing waits for the device; ``error_if_nonfinite=True`` does. Gradients that are not finite
     are left as they are: a loss scale that checks will skip the step.
+
+    ``max_norm`` is in units of the unscaled gradients. The norm returned is a float32 scalar on the gradients' device, 0 where
+    there are none. Raises `ConfigurationError` inside of a `scale_loss` block, where gradients are still scaled, and
+    RuntimeError for a norm that is not finite with ``error_if_nonfinite=True``.
     """
     wrapper = wrapper_of(optimizer)
     if wrapper is None or norm_type != 2.0:
@@ -242,7 +260,8 @@ def clip_grad_norm_(
 def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last ``optimizer.step()`` was skipped for an overflow. Lets a script hold back its scheduler.
 
-    Waits for the device where that was decided there, as fused optimizers do.
+    Waits for the device where that was decided there, as fused optimizers do. False before the first step, and for an
+    optimizer that was not initialized.
     """
     wrapper = wrapper_of(optimizer)
     return wrapper is not None and wrapper.skipped
@@ -280,6 +299,8 @@ def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
 
     Scale, growth and back-off factors, interval and counter are exact. A GradScaler knows neither bounds nor a static scale:
     a static one becomes a dynamic one that does not grow.
+
+    Raises `NotInitializedError` before `initialize`, and `LossIdError` for a ``loss_id`` that has no scaler.
     """
     return _newest_scaler(loss_id).grad_scaler_state()
 
@@ -289,6 +310,9 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
 
     The newest session's loss scaler takes over scale, factors, interval and counter exactly. The state of a disabled
     GradScaler is empty and changes nothing.
+
+    Raises `CheckpointError` for what is no GradScaler's state, and changes nothing then; `NotInitializedError` and `LossIdError` as
+    `to_grad_scaler` does.
     """
     scaler = _newest_scaler(loss_id)
     if not isinstance(state, Mapping):
@@ -314,7 +338,8 @@ def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settin
     """``with session(model, optimizer, "O1") as (model, optimizer):`` initializes, and closes at the end of the block.
 
     Takes the settings of `initialize` as keywords and yields what it returns. ``session([])`` is for a part of a script that has
-    no model: O1 and O4 cast its calls of torch, on the accelerator where there is one, else on the CPU.
+    no model: O1 and O4 cast its calls of torch, on the accelerator where there is one, else on the CPU. Raises what `initialize`
+    raises, and `ConfigurationError` for ``session([])`` at a level, or with a scope, that needs a model.
     """
     before = set(live_sessions)
     without_model = isinstance(models, (list, tuple)) and not models

@@ -80,42 +80,48 @@ def _both_disabled(casting: Casting) -> Iterator[None]:
 
 
 def half_function(fn: F) -> F:
-    """``fn`` with its floating-point tensors cast to the session's lower precision."""
+    """``fn`` with its floating-point tensors, those in containers too, cast to the session's lower precision at O1 and O4.
+
+    Elsewhere, and inside `disable_casts`, ``fn`` is called as it is. float64 tensors are left alone.
+    """
     return _decorated(fn, CastKind.LOWER_PRECISION_FP)
 
 
 def bfloat16_function(fn: F) -> F:
-    """``fn`` with its floating-point tensors cast to bfloat16, whatever the session's lower precision is."""
+    """``fn`` with its floating-point tensors cast to bfloat16 at O1 and O4, whatever the session's lower precision is."""
     return _decorated(fn, CastKind.BFLOAT16)
 
 
 def float_function(fn: F) -> F:
-    """``fn`` with its lower-precision tensors cast to float32, at O2, O3 and O5 too."""
+    """``fn`` with its float16 and bfloat16 tensors cast to float32, at every level that has any."""
     return _decorated(fn, CastKind.FP32)
 
 
 def promote_function(fn: F) -> F:
-    """``fn`` with its floating-point tensors cast to the widest dtype among them."""
+    """``fn`` with its floating-point tensors cast to the widest dtype among them, at O1 and O4."""
     return _decorated(fn, CastKind.PROMOTE)
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Cast the tensors given to ``module.name`` to the session's lower precision."""
+    """Cast the tensors given to ``module.name`` to the session's lower precision, as `half_function` does.
+
+    Before `initialize` or after it. Raises `ConfigurationError` where ``module`` has no such function.
+    """
     _register(CastKind.LOWER_PRECISION_FP, module, name)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Cast the tensors given to ``module.name`` to bfloat16."""
+    """Cast the tensors given to ``module.name`` to bfloat16; otherwise as `register_half_function`."""
     _register(CastKind.BFLOAT16, module, name)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Cast the lower-precision tensors given to ``module.name`` to float32."""
+    """Cast the lower-precision tensors given to ``module.name`` to float32; otherwise as `register_half_function`."""
     _register(CastKind.FP32, module, name)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Cast the tensors given to ``module.name`` to the widest dtype among them."""
+    """Cast the tensors given to ``module.name`` to the widest dtype among them; otherwise as `register_half_function`."""
     _register(CastKind.PROMOTE, module, name)
 
 

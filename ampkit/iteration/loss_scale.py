@@ -36,6 +36,9 @@ class DynamicLossScale:
     by ``growth_factor``; an overflow multiplies it by ``backoff_factor``, but only the ``hysteresis``-th one since the
     last clean iteration. It stays between ``min_loss_scale`` and ``max_loss_scale`` of ``initialize``.
 
+    Scales and factors are plain numbers, best powers of two, which change no digit of a gradient; ``growth_interval`` and
+    ``hysteresis`` count iterations. Raises `ConfigurationError` for a value outside of its range.
+
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
     """
 
