@@ -239,7 +239,7 @@ class Gradients:
         outputs, rounded, restored = [], [], {}
         for slot, gradient in gradients:
             exact = slot.exact
-            if exact is not None and exact.values.device != gradient.device:  # the model has moved since
+            if exact is not None and not exact.serves(gradient):
                 exact = None
             if into is not None:
                 output = into(slot)

@@ -99,6 +99,9 @@ class Seen(NamedTuple):
         return gradient is self.gradient and (gradient is None or gradient._version == self.version)
 
 
+_FEW = 8
+
+
 class Exact(NamedTuple):
     """A gradient more exactly than ``param.grad`` can hold it: ``values`` / ``scale``, and what it was rounded to.
 
@@ -108,6 +111,14 @@ class Exact(NamedTuple):
     values: torch.Tensor
     scale: Scale
     rounded: Seen
+
+    def serves(self, gradient: torch.Tensor) -> bool:
+        """Whether elements of ``gradient`` may still be what this was rounded to.
+
+        Not where the model has moved since, nor where so few were written to that none of them tells (see Note [runs] in csrc).
+        """
+        same_place = self.values.device == gradient.device
+        return same_place and (gradient.numel() >= _FEW or self.rounded.is_still(gradient))
 
 
 class Slot:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ampkit.kernels.checks import check_flag, check_lists, compute_dtype
 from ampkit.kernels.routing import NO_BAD, Flag, Number, Tensors, operator, operator_without_lists
@@ -96,17 +97,32 @@ def multi_tensor_restore(
 ) -> None:
     """outputs[i] = factor * (exacts[i] * inv_scale where grads[i] still is what that rounds to, else grads[i]).
 
-    Gives back what ``exacts`` had known before ``grads`` were rounded, wherever nobody has written since. With ``zeros_count``
-    a zero in ``grads`` was written by somebody, and stays. Outputs may be inputs.
+    Gives back what ``exacts`` had known before ``grads`` were rounded, wherever nobody has written since. Of eight elements in a
+    row in memory all are as written where more than one is: averages over processes round to what stood there before on one
+    of them, here and there, and all processes must go on with the same. With ``zeros_count`` a zero in ``grads`` was written
+    by somebody, and stays. Outputs may be inputs.
     """
     check_lists("multi_tensor_restore", grads=grads, exacts=exacts, outputs=outputs)
     for grad, exact, out in zip(grads, exacts, outputs):
         dtype = compute_dtype(grad, exact)
         unscaled = exact.to(dtype) * _factor(inv_scale)
-        stays = unscaled.to(grad.dtype) == grad
+        changed = unscaled.to(grad.dtype) != grad
+        stays = ~(changed | _in_written_runs(changed, grad, exact, out))
         if zeros_count:
             stays &= grad != 0
         out.copy_(torch.where(stays, unscaled, grad.to(dtype)) * _factor(factor))
+
+
+def _in_written_runs(changed: Tensor, *beside: Tensor) -> Tensor:
+    """Of elements in the order of memory, eight at a time: whether more than one of the eight is changed."""
+    order = sorted(range(changed.dim()), key=changed.stride, reverse=True)
+    sizes = [dim for dim in order if changed.shape[dim] != 1]
+    if any([other.stride(dim) for dim in sizes] != [changed.stride(dim) for dim in sizes] for other in beside):
+        order = list(range(changed.dim()))  # kernels make contiguous copies of tensors that lie in different orders
+    stored = changed.permute(order)
+    runs = functional.pad(stored.flatten(), (0, -changed.numel() % 8)).view(-1, 8)
+    written = (runs.sum(dim=1, keepdim=True) > 1).expand_as(runs).flatten()[: changed.numel()].view(stored.shape)
+    return written.permute([order.index(dim) for dim in range(changed.dim())])
 
 
 def _joined_norms(given: dict[str, Any], parts: list) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@
 namespace ampkit {
 namespace {
 
+static_assert(kWidth == kRestoreRun, "a thread sees one run at a time");
+
 struct RestoreKernel {
   Number inv_scale;
   Number factor;
@@ -24,9 +26,15 @@ struct RestoreKernel {
       float grad[kWidth], exact[kWidth], out[kWidth];
       chunk.unpack(0, raw_grad, grad);
       chunk.unpack(1, raw_exact, exact);
+      float as_rounded[kWidth];
+      int changes = 0;  // a thread has a run (see Note [runs]); beyond the end all three are zero
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k)
-        out[k] = functor(grad[k], exact[k], rounded(functor.unscaled(exact[k]), chunk.dtype[0]));
+      for (int k = 0; k < kWidth; ++k) {
+        as_rounded[k] = rounded(functor.unscaled(exact[k]), chunk.dtype[0]);
+        changes += grad[k] != as_rounded[k];
+      }
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) out[k] = functor(grad[k], exact[k], as_rounded[k], changes);
       chunk.store(2, i, out);
     }
   }

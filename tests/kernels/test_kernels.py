@@ -67,21 +67,50 @@ def test_axpby_rounds_each_float32_step(ops, device, dtypes):
         assert_same(out, rounded(ax.double() + by.double(), dtypes[2]))
 
 
+def restored(grad, unscaled, zeros_count):
+    """What stays exact, one element after the other: of eight in a row nothing does where more than one was changed."""
+    shown, exact, result = grad.double().flatten().tolist(), unscaled.double().flatten().tolist(), []
+    as_rounded = unscaled.to(grad.dtype).double().flatten().tolist()
+    for start in range(0, len(shown), 8):
+        rows = list(zip(shown[start : start + 8], exact[start : start + 8], as_rounded[start : start + 8]))
+        written = sum(g != r for g, _, r in rows) > 1
+        result += [g if written or g != r or (zeros_count and g == 0) else x for g, x, r in rows]
+    return torch.tensor(result, dtype=torch.float64, device=grad.device).view(grad.shape)
+
+
+@pytest.mark.parametrize("every", [3, 9])  # in each run of eight several elements are written to, or about one
 @pytest.mark.parametrize("zeros_count", [False, True])
 @pytest.mark.parametrize("dtypes", list(itertools.product(KERNEL_DTYPES, repeat=3)))
-def test_restore_keeps_what_was_written(ops, device, dtypes, zeros_count):
-    """Every third element was written to, every seventh is a zero; the others are what the exact values round to."""
+def test_restore_keeps_what_was_written(ops, device, dtypes, zeros_count, every):
+    """Some elements were written to, some written zeros; the others are what the exact values round to."""
     exacts = [random(size, dtypes[1], device) * 2.0**-14 for size in SIZES[:6]]
+    for exact in exacts:
+        exact.view(-1)[1::5] = 1e-8  # of which float16 shows nothing
     unscaled = [(exact.double() * 0.125).to(F32) for exact in exacts]
     grads = [x.to(dtypes[0]) for x in unscaled]
     for grad in grads:
-        grad.view(-1)[::3] += 0.25
-        grad.view(-1)[::7] = 0.0
+        grad.view(-1)[::every] += 0.25
+        grad.view(-1)[:: 7 * every] = 0.0
     outputs = [torch.full_like(x, 7.0, dtype=dtypes[2]) for x in exacts]
     ops.multi_tensor_restore(grads, exacts, outputs, 0.125, 3.0, zeros_count)
     for grad, x, out in zip(grads, unscaled, outputs):
-        stays = (x.to(dtypes[0]) == grad) & ((grad != 0) | (not zeros_count))
-        assert_same(out, rounded(torch.where(stays, x.double(), grad.double()) * 3.0, dtypes[2]))
+        assert_same(out, rounded(restored(grad, x, zeros_count) * 3.0, dtypes[2]))
+
+
+def test_restore_counts_elements_in_a_row_as_they_lie_in_memory(ops, device):
+    """Of a 16 x 16 matrix that lies by columns, two elements of column 0 are written to: its first eight are as written."""
+    exact = torch.full((16, 16), 1 + 2.0**-12, device=device).t()
+    grad = exact.to(BF16)
+    grad[2, 0], grad[5, 0], grad[2, 9] = 3.0, 4.0, 5.0
+    out = torch.empty_like(exact)
+    ops.multi_tensor_restore([grad], [exact], [out], 1.0)
+    expected = exact.clone()
+    expected[:8, 0] = 1.0
+    expected[2, 0], expected[5, 0], expected[2, 9] = 3.0, 4.0, 5.0
+    assert_same(out, expected)
+    by_rows = torch.empty(16, 16, device=device)
+    ops.multi_tensor_restore([grad], [exact], [by_rows], 1.0)
+    assert by_rows[2, 0] == 3.0 and by_rows[3, 0] == exact[3, 0], "tensors that lie differently are taken by rows"
 
 
 @pytest.mark.parametrize("per_tensor", [False, True])

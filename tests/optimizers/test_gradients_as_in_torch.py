@@ -357,31 +357,6 @@ def test_clearing_inside_the_block_clears(level, named, make_optimizer):
     assert [layer.weight.item() for layer in model] == [1.0, 0.75]
 
 
-def test_hand_written_averaging_keeps_two_ranks_equal_bit_for_bit():
-    """Two replicas whose ``p.grad`` are averaged by hand, as scripts without DDP do."""
-    replicas = []
-    for _ in range(2):
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        replicas.append((model, optimizer))
-    for step in range(4):
-        for rank, (model, optimizer) in enumerate(replicas):
-            optimizer.zero_grad()
-            x, y = batch(2 * step + rank)
-            with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled_loss:
-                scaled_loss.backward()
-        for ps in zip(*(model.parameters() for model, _ in replicas)):
-            mean = (ps[0].grad + ps[1].grad) / 2
-            for p in ps:
-                p.grad.copy_(mean)
-        for _, optimizer in replicas:
-            optimizer.step()
-    (first, _), (second, _) = replicas
-    masters = [model.state_dict() for model in (first, second)]
-    assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
-
-
 @pytest.mark.parametrize("base", [torch.optim.SGD, FusedSGD])
 def test_a_zero_grad_that_the_script_has_written_is_called(base):
     class Counting(base):

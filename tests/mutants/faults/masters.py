@@ -234,9 +234,17 @@ FAULTS = [
     Mutant(
         "gradients: what a script writes is lost where more is known",
         "ampkit/kernels/reference.py",
-        "stays = unscaled.to(grad.dtype) == grad",
-        "stays = torch.ones_like(grad, dtype=torch.bool)",
+        "changed = unscaled.to(grad.dtype) != grad",
+        "changed = torch.zeros_like(grad, dtype=torch.bool)",
         breaks="restoring chooses, element by element, what was written since",
+        tests=("kernels/test_kernels.py::test_restore_keeps_what_was_written",),
+    ),
+    Mutant(
+        "gradients: an element that an average left as it was is taken for untouched",
+        "csrc/functors/multi_tensor_restore.h",
+        "(changes < 2)",
+        "(changes < 9)",
+        breaks="processes that average gradients by hand go on with the same",
         tests=("kernels/test_kernels.py::test_restore_keeps_what_was_written",),
     ),
     Mutant(
