@@ -1,0 +1,56 @@
+"""The recipes: each runs, is as close to float32 as its page says, and is short."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT
+
+FOLDER = ROOT / "examples" / "recipes"
+RECIPES = sorted(FOLDER.glob("*.py"))
+ROWS = dict(re.findall(r"^\| \[(\w+)\]\(\1\.py\)[^|]*\| ([^|]+?) \|", (FOLDER / "README.md").read_text(), re.MULTILINE))
+GPUS = {"data_parallel": 2, "ddp_devices": 2, "cuda_graph": 1}
+
+# What the recipes are allowed to be away from float32: bfloat16 rounds by 2**-8, and sums of such errors stay near it.
+FURTHEST = 2.0
+
+
+def test_each_recipe_is_on_the_page():
+    assert sorted(ROWS) == [path.stem for path in RECIPES]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_on_a_screen(path):
+    assert len(path.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_close_to_float32_and_prints_one_line(path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)  # ddp.py fills in what is missing
+    waits = GPUS.get(path.stem, 0) > torch.cuda.device_count()
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        assert waits and not end.code
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{path.stem}: ")
+    assert waits == line.endswith("nothing was run") == (waits and ROWS[path.stem].startswith("needs"))
+    percentages = [float(number) for number in re.findall(r"([\d.]+)%(?= from| away| \(O)", line)]
+    assert all(number < FURTHEST for number in percentages)
+    if not waits and not torch.cuda.is_available():
+        assert re.sub(r"[\d.]+", "#", line.split(": ", 1)[1]) == re.sub(r"[\d.]+", "#", ROWS[path.stem])
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_step_of_one():
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FOLDER / "ddp.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ddp: 2 process(es), step " in done.stdout
