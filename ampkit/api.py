@@ -57,6 +57,7 @@ def initialize(
     on_floor: str = "raise",
     scope: str = "process",
     lower_precision_weights: str = "float32",
+    process_group: Any = None,
     **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
@@ -83,6 +84,9 @@ def initialize(
       (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
     - ``scope``: at O1 and O4, "process" casts every call of torch, as Apex did, and "forward" only those inside the forward
       passes of these models and their submodules, whose outputs are then float32.
+    - ``process_group``: the processes that step together or not at all, for scripts that average gradients by hand after the
+      `scale_loss` block, and for pipelines: what one finds to be not finite is found by all when the block ends. DDP needs none,
+      and sharded parameters (FSDP2) bring their own.
     - ``verbosity``: 0 is silent, 1 logs settings and overflows, 2 also every cast.
 
     It may be called again, for other models (each call has its own loss scalers) or for the same (the old session is closed
@@ -144,6 +148,9 @@ def initialize(
     validation.scripted_parts(model_list, plan)
     validation.weights(model_list, recast, optimizer_list, plan, lower_precision_weights)
     validation.kept_modules(model_list, plan)
+    validation.sharded(model_list, optimizer_list, plan)
+    validation.process_group(process_group)
+    validation.sharded_by_optimizer(optimizer_list, plan)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
     early_state = _state_over_cast_weights(optimizer_list)
@@ -161,7 +168,8 @@ def initialize(
     for param, state in early_state:
         if param.dtype is torch.float32:
             state.update({key: cast_floating(value, torch.float32) for key, value in state.items() if key != "step"})
-    Session(plan, incoming, widens=lower_precision_weights == "float32").prepare(model_list, optimizer_list)
+    session = Session(plan, incoming, widens=lower_precision_weights == "float32", process_group=process_group)
+    session.prepare(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 
 

@@ -1,8 +1,8 @@
-"""Batch norm over the batches of all processes: `convert_syncbn_model` and the CPU's `SyncBatchNorm`.
+"""Training on several processes: FSDP2 at an opt level (`fully_shard`), and batch norm over the batches of all processes.
 
-On CUDA the conversion gives ``torch.nn.SyncBatchNorm``. That class refuses CPU tensors, so on the CPU it gives ours,
-which says the same in plain torch operations and one all-reduce each way, and therefore runs over gloo. Scripts call
-it on the model before the optimizer is built and before ``initialize``.
+`convert_syncbn_model` replaces batch norms. On CUDA it gives ``torch.nn.SyncBatchNorm``. That class refuses CPU tensors, so on
+the CPU it gives ours, which says the same in plain torch operations and one all-reduce each way, and therefore runs over gloo.
+Scripts call it on the model before the optimizer is built and before ``initialize``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,70 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from . import plan
+from .errors import ConfigurationError
+from .models import Kept
 from .optimizers import LARC
+from .sharding import is_fsdp, is_sharded
 
-__all__ = ["LARC", "SyncBatchNorm", "convert_syncbn_model"]
+__all__ = ["LARC", "SyncBatchNorm", "convert_syncbn_model", "fully_shard"]
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    opt_level: str = "O1",
+    mesh: Any = None,
+    cast_model_type: torch.dtype | None = None,
+    keep_batchnorm_fp32: bool | None = None,
+    keep_fp32: Any = (),
+    reduce_dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> nn.Module:
+    """torch's ``fully_shard`` (FSDP2) with the precision of an opt level, which cannot be changed after sharding. In place.
+
+    Call it as torch's own: on the blocks first, then on the model, then build the optimizer, then `initialize` at the same
+    level with the same settings. At O2, O3 and O5 the sharded parameters stay float32 and are the masters; they are gathered in
+    lower precision, but for norms and what ``keep_fp32`` names, which get groups of their own. Gradients are reduced in
+    ``reduce_dtype``. At O0, O1 and O4 everything is gathered in float32. ``options`` go to torch's: ``reshard_after_forward``,
+    ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
+
+    Raises `ConfigurationError` for an ``mp_policy``, and where ``keep_fp32`` names single parameters.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as shard
+
+    if "mp_policy" in options:
+        raise ConfigurationError(
+            "fully_shard: mp_policy= is chosen by opt_level, cast_model_type and reduce_dtype. Leave it out, or call "
+            "torch.distributed.fsdp.fully_shard with it."
+        )
+    first = next(module.parameters(), None)
+    device_type = mesh.device_type if mesh is not None else "cpu" if first is None else first.device.type
+    settings = dict(
+        cast_model_type=cast_model_type, keep_batchnorm_fp32=keep_batchnorm_fp32, keep_fp32=keep_fp32 or None
+    )
+    resolved = plan.resolve(opt_level, device_type, settings)
+    if not resolved.casts_weights:
+        return shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options)
+    kept = Kept(module, bool(resolved.keep_batchnorm_fp32), resolved.keep_fp32)
+    in_kept = {param for one in kept.modules for param in one.parameters()}
+    alone = [name for name, param in module.named_parameters() if param in kept.parameters - in_kept]
+    if alone:
+        raise ConfigurationError(
+            f"fully_shard: keep_fp32 names single parameters ({', '.join(alone)}), and FSDP2 gathers whole modules. Name the "
+            "modules that they belong to."
+        )
+    in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    inside = {inner for one in kept.modules for inner in one.modules() if inner is not one}
+    for one in kept.modules:
+        has_own = any(not is_sharded(param) for param in one.parameters())
+        if has_own and one not in inside and one is not module and not is_fsdp(one):
+            shard(one, mesh=mesh, mp_policy=in_float32, **options)
+    lower = MixedPrecisionPolicy(
+        param_dtype=resolved.cast_model_type, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    return shard(module, mesh=mesh, mp_policy=in_float32 if kept.covers(module) else lower, **options)
 
 
 def convert_syncbn_model(

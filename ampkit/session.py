@@ -36,6 +36,7 @@ from .logs import logger, stdout_lines
 from .models import Float32Value, ForwardCasts, Incoming, Kept
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, not_initialized
+from .sharding import fsdp_modules, is_unreduced
 
 # Levels at which no gradient is saved from underflow by a loss scale, and what to do.
 _UNSCALED_LEVELS = {
@@ -49,12 +50,17 @@ class Session:
     """One ``initialize`` call, alive until `close` or until its models and optimizers are gone.
 
     ``plan`` holds its settings and ``scalers`` one loss scaler per loss. ``incoming`` are the dtypes that earlier sessions have
-    noted of the same models; ``widens=False`` leaves weights that come in lower precision in it. Usually made by
-    ``ampkit.initialize``.
+    noted of the same models; ``widens=False`` leaves weights that come in lower precision in it. The processes of
+    ``process_group`` step together or not at all. Usually made by ``ampkit.initialize``.
     """
 
-    def __init__(self, plan: Plan, incoming: Incoming | None = None, *, widens: bool = True) -> None:
+    def __init__(
+        self, plan: Plan, incoming: Incoming | None = None, *, widens: bool = True, process_group: Any = None
+    ) -> None:
         self.plan = plan
+        self.process_group = process_group
+        self._sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self._widens = widens
         self._scaling = LossScaling(plan)
@@ -123,6 +129,7 @@ class Session:
                 self._undo.callback(stdout_lines.detach)
                 self._log_banner()
             self._warn_of_useless_loss_scale()
+            self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
             self._undo.callback(self._give_back_dtypes)
             if self._widens:
                 self._widen(models, optimizers)
@@ -174,6 +181,13 @@ class Session:
             deed = f"they train in {self.plan.cast_model_type}, without masters"
         else:
             deed = "they are float32"
+        for model in models:
+            if fsdp_modules(model) and (dtype := model_casts.widen_sharded(model, optimizers)) is not None:
+                logger.info(
+                    "The sharded %s came in %s: its sharded parameters are float32 now, and stay so after close().",
+                    type(model).__name__,
+                    dtype,
+                )
         for model, dtype, count in self.incoming.widen(models, optimizers):
             logger.info(
                 "%d tensors of the %s came in %s: %s, until close() gives %s back.",
@@ -227,6 +241,9 @@ class Session:
                 self._undo.callback(_when_alive(model_casts.uninstall), weakref.ref(module))
                 model_casts.install(module, model_casts.KEPT)
         for model in models:
+            if plan.patch_torch_functions:
+                for module in fsdp_modules(model):
+                    self._undo.callback(model_casts.keep_no_casts_of_gathered(module))
             if not plan.casts_weights:
                 self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
             own = replace(casts, targets_stay=model_casts.is_detector(model))
@@ -242,14 +259,16 @@ class Session:
 
     def _cast_weights(self, model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float32Value]) -> None:
         """Cast all but what is kept, and have inputs cast where kept and other modules meet."""
-        model_casts.cast_weights(model, self.plan.cast_model_type, kept, values)
+        sharded = bool(fsdp_modules(model))
+        model_casts.cast_weights(model, self.plan.cast_model_type, kept, values, sharded)
         for module in kept.bridged():
             model_casts.bridge(module, self.plan.cast_model_type)
         if kept.mixes_precisions():
             for module in model.modules():
-                if module is not model and model_casts.own_precision(module) is not None:
+                # What FSDP2 shards is in lower precision only while it is gathered.
+                if module is not model and (sharded or model_casts.own_precision(module) is not None):
                     model_casts.take_inputs_down(module)
-        for module in model_casts.entrances(model):
+        for module in model_casts.entrances(model) if not sharded else ():
             model_casts.cast_direct_calls(module)
         model_casts.widen_targets(model)
 
@@ -333,10 +352,30 @@ class Session:
                 raise not_initialized(optimizer)
             wrapper.follow_groups()
             wrappers.append(wrapper)
+        if not self._knows_sharding:
+            self._refuse_sharded_since()
+            self._knows_sharding = True
         self._statistics.enter_block(wrappers)
         everybody = (wrapper_of(one) for session in live_sessions for one in session.optimizers)
         others = [wrapper for wrapper in everybody if wrapper is not None and wrapper not in wrappers]
-        return self._scaling.scale_loss(loss, wrappers, scaler, delay_unscale, delay_overflow_check, others)
+        return self._scaling.scale_loss(
+            loss, wrappers, scaler, delay_unscale, delay_overflow_check, others, self._is_unreduced
+        )
+
+    def _is_unreduced(self) -> bool:
+        """Whether FSDP2 has kept the gradients of the last backward pass to itself."""
+        return any(is_unreduced(model) for model in self.models)
+
+    def _refuse_sharded_since(self) -> None:
+        """FSDP2 puts Parameters of its own in the places of those that masters and optimizer belong to."""
+        for model in self.models:
+            since = [module for module in fsdp_modules(model) if module not in self._sharded_at_first]
+            if since:
+                raise ConfigurationError(
+                    f"fully_shard was called on a {type(since[0]).__name__} after initialize(). It puts other Parameters in "
+                    "the model, and the optimizer would go on with those that nobody computes with any more. The order is: "
+                    "fully_shard, then the optimizer over the sharded parameters, then initialize(model, optimizer, ...)."
+                )
 
     # What wrappers and models ask of their session
 
@@ -392,6 +431,8 @@ class Session:
 
     def _before_forward(self, model: nn.Module) -> None:
         if self.plan.casts_weights:
+            if not self._knows_sharding:
+                self._refuse_sharded_since()
             model_casts.sync_weights(model)
             model_casts.operators.catch_up()
         else:

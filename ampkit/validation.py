@@ -14,8 +14,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .models import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
+from .optimizers import LARC, FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
 from .plan import Plan
+from .sharding import fsdp_modules, gathered, has_run, is_sharded
 
+_WITH_NORMS_OF_TENSORS = (FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad, LARC)
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
 
 
@@ -126,6 +129,73 @@ def weights(
                         f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
                         "models. Build the optimizer from parameters of the models passed with it."
                     )
+
+
+def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+    """Refuse what FSDP2 does not gather as the level computes, and optimizers that cannot go with it."""
+    known = {param for model in model_list for param in model.parameters()}
+    for model in model_list:
+        if not fsdp_modules(model):
+            continue
+        kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32)
+        for name, module, param, dtype in gathered(model):
+            is_kept = not plan.casts_weights or kept.covers(module) or param in kept.parameters
+            wanted = torch.float32 if is_kept else plan.cast_model_type
+            if param.dtype in CASTABLE and (dtype or torch.float32) is not wanted:
+                raise ConfigurationError(_policy_line(name, dtype, wanted, is_kept, plan))
+        if any(param.dtype in LOWER_PRECISION for param in model.parameters()) and has_run(model):
+            raise ConfigurationError(
+                "The sharded model is in lower precision and has run forward already, which has settled what FSDP2 gathers and "
+                "reduces. Call initialize() before the first forward, or shard a float32 model."
+            )
+        for optimizer in optimizer_list:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if params and known.isdisjoint(params):
+                raise ConfigurationError(
+                    f"The {type(optimizer).__name__} holds none of the parameters of the models, one of which is sharded: "
+                    "fully_shard put others in their places. The order is: fully_shard, then the optimizer over the sharded "
+                    "parameters, then initialize(model, optimizer, ...)."
+                )
+    for optimizer in optimizer_list:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(map(is_sharded, params)) and isinstance(optimizer, _WITH_NORMS_OF_TENSORS):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
+                "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD, FusedAdagrad."
+            )
+
+
+def process_group(group: Any) -> None:
+    """Refuse what is no process group."""
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"initialize() expects process_group= as a torch.distributed.ProcessGroup, found {_describe(group)}. Pass "
+            "torch.distributed.group.WORLD for all processes, or what torch.distributed.new_group() returned."
+        )
+
+
+def sharded_by_optimizer(optimizer_list: list[Any], plan: Plan) -> None:
+    """Refuse ZeroRedundancyOptimizer with masters: it sends the model's own parameters from process to process."""
+    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+    for optimizer in optimizer_list:
+        if plan.master_weights and isinstance(optimizer, zero):
+            raise ConfigurationError(
+                "ZeroRedundancyOptimizer keeps a list of parameters of its own and would step past the masters of "
+                f"{plan.opt_level}, so that no weight moves. Use O1 or O4, which have no masters; or shard parameters and "
+                "optimizer state with FSDP2: ampkit.parallel.fully_shard(module, opt_level=...)."
+            )
+
+
+def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_kept: bool, plan: Plan) -> str:
+    """What to write in the place of the ``fully_shard`` that was called."""
+    found = f"FSDP2 gathers {name!r} in {dtype or 'its own dtype'}, and {plan.opt_level} computes with it in {wanted}"
+    if not plan.casts_weights:
+        return f"{found} and casts call by call. Shard with no mp_policy: fully_shard(module); or choose O2 or O5."
+    why = " (norms need groups of their own)" if is_kept else ""
+    return (
+        f"{found}{why}. A policy cannot be changed after sharding. Shard with "
+        f"ampkit.parallel.fully_shard(module, opt_level={plan.opt_level!r}), block by block and then the model."
+    )
 
 
 def scripted_parts(model_list: list[nn.Module], plan: Plan) -> None:

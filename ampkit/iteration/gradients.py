@@ -10,6 +10,7 @@ master's, which then is what the step uses. All of this is done by multi-tensor 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from .. import kernels
 from ..errors import ConfigurationError
 from ..models.weights import move_like
 from ..optimizers.scales import Scale, inverse, is_one, on, ratio
+from ..sharding import by_placement, is_sharded, local, process_groups, total_over
 from .found_inf import Check, Verdict
 from .master_weights import Exact, Seen, Slot
 
@@ -50,6 +52,7 @@ class Gradients:
         # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
         self.in_buckets = False
         self._clipped: list[tuple[Slot, Seen]] = []
+        self._groups: tuple[int, list[Any]] | None = None  # of so many slots
 
     def add(self, slots: Iterable[Slot]) -> None:
         """From now on these parameters' gradients too; where ``slots`` raises, those before stay added.
@@ -67,6 +70,12 @@ class Gradients:
                 self.mastered.append(slot)
                 self.by_master[id(slot.master)] = slot
                 slot.master.belongs_to(slot, self)
+
+    def process_groups(self) -> list[Any]:
+        """The groups of processes that the parameters lie on."""
+        if self._groups is None or self._groups[0] != len(self.slots):
+            self._groups = (len(self.slots), process_groups(slot.param for slot in self.slots))
+        return self._groups[1]
 
     def forget_slots(self) -> None:
         """No parameters any more."""
@@ -523,7 +532,7 @@ class Gradients:
         """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""
         for slot in self.slots:
             gradient = slot.param.grad
-            if gradient is not None and not torch.isfinite(_values(gradient)).all():
+            if gradient is not None and not torch.isfinite(local(_values(gradient))).all():
                 return slot.param
         return None
 
@@ -585,8 +594,16 @@ def _multiply(gradients: list[torch.Tensor], factor: Scale) -> None:
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """The Euclidean norm of all of these together: float32, shape [1]; None of none."""
-    return kernels.multi_tensor_l2norm([_values(gradient) for gradient in gradients])[0] if gradients else None
+    """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none."""
+    if not gradients:
+        return None
+    values = [_values(gradient) for gradient in gradients]
+    if not any(map(is_sharded, values)):
+        return kernels.multi_tensor_l2norm(values)[0]
+    squares = 0.0
+    for parts, groups in by_placement(values):
+        squares = squares + total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())
+    return squares.sqrt().float()
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ..models.weights import Float32Value, write_lower
 from ..optimizers.fused import FusedOptimizer, StepInputs
 from ..optimizers.scales import on
 from ..patching import PatchSet
+from ..sharding import is_sharded
 from .found_inf import Bystander, Check, Verdict
 from .gradients import Gradients
 from .held_parameters import FirstSteps, HeldParameters
@@ -101,6 +102,12 @@ class OptimizerWrapper:
             if self._skipped and self.gradients.used_flag is not None:
                 self.gradients.drop_overflowed(self._used_flags)
         return self._skipped
+
+    def process_groups(self) -> list[Any]:
+        """The groups of processes that have to agree whether to step: those that its parameters lie on, and its session's."""
+        found = self.gradients.process_groups()
+        given = getattr(self.owner, "process_group", None)
+        return found if given is None or given in found else [*found, given]
 
     @property
     def has_masters(self) -> bool:
@@ -493,6 +500,8 @@ def _takes_found_inf(optimizer: Any) -> bool:
     """Whether it skips by itself when told to by its attribute ``found_inf``, as torch's fused optimizers do."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
+    if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+        return False  # torch takes no plain tensor beside DTensors
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 

@@ -20,6 +20,7 @@ from ..casting.engine import active_casting
 from ..errors import ConfigurationError, LossIdError, LossScaleError, NotInitializedError
 from ..logs import logger
 from ..optimizers.scales import on
+from ..sharding import highest
 from .found_inf import Bystander, Check, Verdict
 from .gradients import LISTS_OF_A_COLLECTION
 from .loss_scale import DynamicLossScale, DynamicScaler, LossScaler, StaticScaler
@@ -51,6 +52,7 @@ class LossScaling:
             scaler.loss_id = loss_id
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._runs_without_sync = False
+        self._held_scale: float | torch.Tensor | None = None  # of gradients that FSDP2 has yet to reduce
         self._hopeless: LossScaleError | None = None
         self._knows_what_scripts_do = False
         self._unreported: deque[tuple[list[Verdict], Callable[[Verdict], str]]] = deque()
@@ -85,8 +87,13 @@ class LossScaling:
         delay_unscale: bool,
         delay_overflow_check: bool,
         bystanders: Sequence[OptimizerWrapper] = (),
+        is_unreduced: Callable[[], bool] = lambda: False,
     ) -> Iterator[torch.Tensor]:
-        """See `ampkit.scale_loss`. ``bystanders`` were not named, but the backward pass may reach their parameters."""
+        """See `ampkit.scale_loss`. ``bystanders`` were not named, but the backward pass may reach their parameters.
+
+        ``is_unreduced`` tells, after the backward pass, whether FSDP2 has kept its gradients to itself, at the scale of this
+        block: nothing is to be judged then, and the following blocks stay at that scale until it has reduced them.
+        """
         for wrapper in wrappers:
             if not wrapper.active:  # closed since scale_loss was called
                 raise NotInitializedError(
@@ -103,7 +110,7 @@ class LossScaling:
                 _end_of_casts(delay_unscale)
             return
         home = _home(wrappers)
-        scale = scaler.current(home)
+        scale = scaler.current(home) if self._held_scale is None else self._held_scale
         scaled = loss.float() * on(scale, loss.device)
         passed: list[torch.Tensor] = []
         watches = scaled.requires_grad and not self._knows_what_scripts_do
@@ -123,7 +130,12 @@ class LossScaling:
             self._knows_what_scripts_do = bool(passed) or self._warns_of_unscaled(wrappers)
         local = self._backward_was_local()
         bystanders = _still_open(bystanders)
-        if delay_unscale:
+        unreduced = is_unreduced()
+        self._held_scale = scale if unreduced else None
+        if unreduced and not delay_unscale:
+            for wrapper in (*wrappers, *bystanders):
+                wrapper.gradients.put_back(scale)
+        elif delay_unscale:
             for wrapper in (*wrappers, *bystanders):
                 if wrapper in bystanders and not wrapper.gradients.has_fresh:
                     wrapper.gradients.put_back(scale)
@@ -275,6 +287,7 @@ class LossScaling:
             )
         if check is None:
             return
+        _combine(check, wrappers)
         if delay_overflow_check:
             scaler.carried = check
             for wrapper in wrappers:
@@ -301,6 +314,7 @@ class LossScaling:
                 scale, check, local=local, exact_in_place=scaler.is_power_of_two, done=done, was_reached=reached
             )
             if check is not None:
+                _combine(check, [wrapper])
                 check.end(None)
                 wrapper.verdicts.append(Verdict(Bystander(), check, moves_scale=False))
 
@@ -308,6 +322,11 @@ class LossScaling:
 def _still_open(bystanders: Sequence[OptimizerWrapper]) -> list[OptimizerWrapper]:
     """Those that no block inside of this one has named."""
     return [wrapper for wrapper in bystanders if wrapper.gradients.is_open and wrapper.gradients.is_bystander]
+
+
+def _combine(check: Check, wrappers: Sequence[OptimizerWrapper]) -> None:
+    """What any process has found is found by all of them: they step together or not at all."""
+    highest(check.found_inf, dict.fromkeys(group for wrapper in wrappers for group in wrapper.process_groups()))
 
 
 class _Reached:

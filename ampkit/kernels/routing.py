@@ -10,7 +10,8 @@ parameters say what becomes of them when lists lie on several devices, or hold w
 - ``Flag``: a tensor of one element that is written there, and brought home. ``found_inf`` becomes 1.0 where something is not
   finite and is never cleared; ``first_bad``, filled with NO_BAD before, gets the smallest index of such a tensor.
 
-Anything else is handed on as it is.
+Anything else is handed on as it is. Of tensors that lie on several processes (DTensors) the part that lies here is taken, which
+may be empty; what is found out about it holds for this process alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 from ampkit.dtypes import CASTABLE
 from ampkit.kernels import backend
 from ampkit.kernels.checks import check_flag, check_lists
+from ampkit.sharding import is_sharded, local
 
 Function = TypeVar("Function", bound=Callable)
 Tensors = Sequence[Tensor]
@@ -134,6 +136,8 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
         if not first or (column is not None and len(column) != len(first)):
             check_lists(plan.name, **dict(zip(plan.lists, columns)))
             return []
+    if is_sharded(first[0]):
+        return _serve(plan, _local(plan, given))
     device = first[0].device
     # A look at every tensor from Python takes longer than the work on small ones. The kernels look anyway, and refuse
     # before they write. (In a graph their fakes stand for them, which do not.)
@@ -141,12 +145,30 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
         try:
             return [(None, _compute(plan, given, plan.kernel, device, None))]
         except RuntimeError:
+            if _any_sharded(plan, given):  # and the first is not
+                return _serve(plan, _local(plan, given))
             groups = _groups(plan, given)
             if groups == [(plan.kernel, device, None)]:
                 raise
+    elif _any_sharded(plan, given):
+        return _serve(plan, _local(plan, given))
     else:
         groups = _groups(plan, given)
     return [(indices, _compute(plan, given, compute, device, indices)) for compute, device, indices in groups]
+
+
+def _any_sharded(plan: _Plan, given: dict[str, Any]) -> bool:
+    return any(is_sharded(tensor) for name in plan.lists for tensor in given[name] or () if tensor is not None)
+
+
+def _local(plan: _Plan, given: dict[str, Any]) -> dict[str, Any]:
+    """The same call for the parts of its tensors that lie on this process."""
+    here = dict(given)
+    for name in plan.lists:
+        column = given[name]
+        if column is not None:
+            here[name] = [None if tensor is None else local(tensor) for tensor in column]
+    return here
 
 
 def _groups(plan: _Plan, given: dict[str, Any]) -> list[tuple[Callable, torch.device, list[int] | None]]:

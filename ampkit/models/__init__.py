@@ -27,6 +27,8 @@ from .keep_fp32 import take_inputs_down as take_inputs_down
 from .operators import is_detector as is_detector
 from .operators import operators as operators
 from .operators import widen_targets as widen_targets
+from .sharded import keep_no_casts_of_gathered as keep_no_casts_of_gathered
+from .sharded import widen_sharded as widen_sharded
 from .weights import Float32Value as Float32Value
 from .weights import cast_weights as cast_weights
 from .weights import lower_entries as lower_entries

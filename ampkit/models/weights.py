@@ -107,10 +107,12 @@ class WeightRecord:
     """What `cast_weights` did to one module; ``in_float32`` says that it is kept as a whole.
 
     ``parameters`` (by id), ``kept``, and ``averages`` that were warned of, are those of the whole model, in one object.
+    ``sharded`` says that FSDP2 casts the parameters while it gathers them: only buffers were cast here.
     """
 
     lower_precision: torch.dtype
     in_float32: bool = False
+    sharded: bool = False
     parameters: dict[int, Float32Value] = field(default_factory=dict)
     averages: set[str] = field(default_factory=set)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -132,7 +134,7 @@ class WeightRecord:
     def lower_tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Float32Value]]:
         """(name, lower-precision tensor, its float32 value) for the module's own tensors."""
         for name, tensor in own_tensors(module):
-            if tensor.dtype is self.lower_precision:
+            if tensor.dtype is self.lower_precision and not (self.sharded and name in module._parameters):
                 yield name, tensor, self.entry(name, tensor)
 
 
@@ -153,13 +155,18 @@ def lower_entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, Float32Value
 
 
 def cast_weights(
-    model: nn.Module, lower_precision: torch.dtype, kept: Kept, shared: dict[torch.Tensor, Float32Value]
+    model: nn.Module,
+    lower_precision: torch.dtype,
+    kept: Kept,
+    shared: dict[torch.Tensor, Float32Value],
+    sharded: bool = False,
 ) -> None:
     """Cast everything that is not kept, in place: parameters stay the same objects and their old storage stays theirs.
 
-    ``shared`` carries the float32 values from model to model of one ``initialize``, so that tied weights share one.
+    ``shared`` carries the float32 values from model to model of one ``initialize``, so that tied weights share one. Of a
+    ``sharded`` model only buffers are cast.
     """
-    record = WeightRecord(lower_precision)
+    record = WeightRecord(lower_precision, sharded=sharded)
     for module in model.modules():
         # Scripted modules have no weights here: see validation.py.
         if RECORD_KEY in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
@@ -167,7 +174,9 @@ def cast_weights(
         # First, so that what fails halfway is undone.
         own = module.__dict__[RECORD_KEY] = replace(record, in_float32=kept.covers(module), buffers={})
         for name, tensor in own_tensors(module):
-            if tensor.dtype not in CASTABLE:  # float64 and complex are never cast
+            if tensor.dtype not in CASTABLE or (
+                sharded and name in module._parameters
+            ):  # float64 and complex are never cast
                 continue
             if tensor.dtype is torch.float32 and kept.keeps(module, name, tensor):
                 record.kept[id(tensor)] = tensor
@@ -333,7 +342,7 @@ def _record_of_new(model: nn.Module, module: nn.Module) -> WeightRecord:
 
 def _accept_unknown(model: nn.Module, module: nn.Module, name: str, tensor: torch.Tensor, record: WeightRecord) -> None:
     """What `cast_weights` has not cast: what is kept, what is never cast, and weights made of cast ones are right."""
-    if type(tensor) is torch.Tensor:  # torch.func.functional_call lends tensors of its own
+    if record.sharded or type(tensor) is torch.Tensor:  # torch.func.functional_call lends tensors of its own
         return
     kept = record.in_float32 or id(tensor) in record.kept
     allowed = tensor.dtype is torch.float32 if kept else tensor.dtype not in CASTABLE

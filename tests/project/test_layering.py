@@ -31,7 +31,7 @@ LAYERS = [
         "patching",
     ],
     ["policy", "kernels"],
-    ["libraries", "logs", "errors", "dtypes"],
+    ["libraries", "sharding", "logs", "errors", "dtypes"],
 ]
 RANK = {room: (level, place) for level, rooms in enumerate(LAYERS) for place, room in enumerate(rooms)}
 

@@ -1,8 +1,36 @@
-"""Faults in batch norm over processes and in the averages of gradients."""
+"""Faults in FSDP2, in batch norm over processes and in the averages of gradients."""
 
 from ..mutant import Mutant
 
 FAULTS = [
+    Mutant(
+        "fsdp2: each rank judges its own shard",
+        "ampkit/iteration/scale_loss.py",
+        "highest(check.found_inf, dict.fromkeys(group for wrapper in wrappers for group in wrapper.process_groups()))",
+        "pass",
+        breaks="an inf in one shard skips on every rank",
+        tests=(
+            "parallel/test_fsdp2.py::test_sharded_training_equals_one_process_and_an_inf_in_one_shard_skips_on_every_rank",
+        ),
+    ),
+    Mutant(
+        "fsdp2: gradients are clipped by the norm of the shard",
+        "ampkit/iteration/gradients.py",
+        "total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())",
+        "total_over((), kernels.multi_tensor_l2norm(parts)[0].double().square())",
+        breaks="the norm is that of all shards",
+        tests=(
+            "parallel/test_fsdp2.py::test_sharded_training_equals_one_process_and_an_inf_in_one_shard_skips_on_every_rank",
+        ),
+    ),
+    Mutant(
+        "fsdp2: casts of gathered weights are kept",
+        "ampkit/models/sharded.py",
+        "casting.caches.forget(param)",
+        "pass",
+        breaks="a cast of a gathered weight does not outlive its group's forward",
+        tests=("parallel/test_fsdp2.py::test_no_cast_of_a_gathered_weight_outlives_its_groups_forward",),
+    ),
     Mutant(
         "gradient sync: predivision is not made up for",
         "ampkit/gradient_sync.py",

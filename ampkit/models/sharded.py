@@ -1,0 +1,63 @@
+"""Models that FSDP2 has sharded: what is done to them in the places of casts of weights.
+
+At O2, O3 and O5 the sharded parameters stay the float32 values, and FSDP2 casts them while it gathers them, by the policy that
+`ampkit.parallel.fully_shard` chose. At O1 and O4 they are gathered in float32, and cast call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..casting.engine import active_casting
+from ..casting.tensors import cast_floating
+from ..dtypes import LOWER_PRECISION
+from ..sharding import unsharded_params
+
+
+def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
+    """Make sharded parameters that came in lower precision float32, with the state that optimizers have for them.
+
+    Returns the dtype that they came in, None where there were none. For good: FSDP2 has its own record of their storage, which
+    follows a change of dtype only through ``_apply`` and before its first forward.
+    """
+    lower = [param for param in model.parameters() if param.dtype in LOWER_PRECISION]
+    if not lower:
+        return None
+    dtype = lower[0].dtype
+    model._apply(lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
+    for optimizer in optimizers:
+        for param in lower:
+            if param in optimizer.state:
+                state = optimizer.state[param]
+                state.update(
+                    {key: cast_floating(value, torch.float32) for key, value in state.items() if key != "step"}
+                )
+    return dtype
+
+
+def keep_no_casts_of_gathered(module: nn.Module) -> Callable[[], None]:
+    """Forget casts of what FSDP2 has gathered for a module before and after its forward; returns the undo.
+
+    A gathered weight is the same tensor at the same version after every gathering, whatever was put into it.
+    """
+    handles = [
+        module.register_forward_pre_hook(_forget_casts),
+        module.register_forward_hook(_forget_casts, prepend=True),
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _forget_casts(module: nn.Module, *_: Any) -> None:
+    casting = active_casting()
+    if casting is not None:
+        for param in unsharded_params(module):
+            casting.caches.forget(param)

@@ -1,0 +1,126 @@
+"""Parameters that lie on several processes (DTensors), and what is true of all of their processes together.
+
+The kernels see the part that lies here (`local`). What was found out about it is combined over the processes (`highest`, `norm`).
+The rest is what must be known of FSDP2: which modules it shards, in what precision it gathers them, and whether the
+gradients of the last backward pass were reduced. Nothing of torch.distributed is imported before a script does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigurationError
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor. Asked for every list of tensors: by an attribute, so that nothing has to be imported or traced."""
+    return hasattr(type(tensor), "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this process, in the same memory; of a plain tensor, all of it.
+
+    Raises `ConfigurationError` for sums that are still to be taken over the processes (``Partial``).
+    """
+    if not is_sharded(tensor):
+        return tensor
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ConfigurationError(
+            f"A tensor of shape {tuple(tensor.shape)} with placements {tensor.placements} is a sum that is still to be taken "
+            "over the processes, of which one part tells nothing. Call tensor.redistribute() with Shard or Replicate placements."
+        )
+    return tensor.to_local()
+
+
+def process_groups(tensors: Iterable[Tensor]) -> list[Any]:
+    """The process groups over which these tensors lie, each once: one for each dimension of each mesh."""
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))
+    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()))
+
+
+def highest(value: Tensor, groups: Iterable[Any]) -> None:
+    """``value`` becomes the highest that any process of these groups has. All of them must call it."""
+    for group in groups:
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=group)
+
+
+def by_placement(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
+    """These tensors' local parts, with the process groups that each list of them is parted over; plain ones over none."""
+    found: dict[Any, tuple[list[Tensor], list[Any]]] = {}
+    for tensor in tensors:
+        key: Any = None
+        if is_sharded(tensor):
+            key = (tensor.device_mesh, tuple(tensor.placements))
+        if key not in found:
+            shards = [dim for dim, placement in enumerate(key[1]) if placement.is_shard()] if key else []
+            found[key] = ([], [key[0].get_group(dim) for dim in shards])
+        found[key][0].append(local(tensor))
+    return list(found.values())
+
+
+def total_over(groups: Iterable[Any], value: Tensor) -> Tensor:
+    """The sum of ``value`` over the processes of these groups."""
+    for group in groups:
+        torch.distributed.all_reduce(value, group=group)
+    return value
+
+
+# FSDP2
+
+
+class Gathered(NamedTuple):
+    """A parameter that FSDP2 shards, and the precision that it is gathered and computed with in; None is its own."""
+
+    name: str
+    module: nn.Module
+    param: Tensor
+    dtype: torch.dtype | None
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether torch's ``fully_shard`` was called on the module itself."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
+def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that ``fully_shard`` was called on."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    return [module for module in model.modules() if is_fsdp(module)]
+
+
+def gathered(model: nn.Module) -> Iterator[Gathered]:
+    """Every parameter that FSDP2 shards."""
+    names = {module: name for name, module in model.named_modules()}
+    for group in _param_groups(model):
+        for one in group.fsdp_params:
+            info = one._module_info
+            name = ".".join(filter(None, (names.get(info.module), info.param_name)))
+            yield Gathered(name, info.module, one.sharded_param, group.mp_policy.param_dtype)
+
+
+def unsharded_params(module: nn.Module) -> list[nn.Parameter]:
+    """What the forward of an FSDP2 module computes with, in the places of its own group's sharded parameters."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    found = [getattr(one, "_unsharded_param", None) for one in group.fsdp_params] if group is not None else []
+    return [param for param in found if param is not None]
+
+
+def has_run(model: nn.Module) -> bool:
+    """Whether a forward pass has settled the dtypes that FSDP2 gathers and reduces in."""
+    return any(hasattr(group, "_reduce_dtype") for group in _param_groups(model))
+
+
+def is_unreduced(model: nn.Module) -> bool:
+    """Whether FSDP2 keeps the gradients of a backward pass to itself (``set_requires_gradient_sync(False)``)."""
+    return any(not (group.reduce_grads and group.all_reduce_grads) for group in _param_groups(model))
+
+
+def _param_groups(model: nn.Module) -> list[Any]:
+    states = dict.fromkeys(module._get_fsdp_state() for module in fsdp_modules(model))
+    return [group for state in states if (group := state._fsdp_param_group) is not None]
