@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv, and may be repeated.
 #
-#   make test         what to run after each change, with the compiled kernels and without: minutes
-#   make test-all     every test, both ways
+#   make test         what to run after each change, with the compiled kernels, without, and with the CUDA kernels on the host: minutes
+#   make test-all     every test, all three ways, the last under AddressSanitizer
 #   make mutants      plants faults in copies, and tells which of them the tests notice; MUTANTS='*lamb*' for some of them
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
@@ -21,13 +21,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A process for each core; the one that is done takes over half of what the others have left.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist worksteal --max-worker-restart 1
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff
 
 .PHONY: venv clients test test-all mutants cuda-build demo docs lint clean
 
-venv: $(VENV)/.extension
+venv: $(VENV)/.extension $(VENV)/.emulation
 
 $(VENV)/.packages: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,24 +43,41 @@ $(VENV)/.extension: $(VENV)/.packages $(SOURCES)
 	$(BIN)/python -m ampkit info
 	touch $@
 
+# The CUDA kernels, compiled for the host.
+$(VENV)/.emulation: $(VENV)/.extension $(EMULATION)
+	$(BIN)/python tests/emulation/build.py build/emulation
+	touch $@
+
+$(VENV)/.emulation-asan: $(VENV)/.extension $(EMULATION)
+	$(BIN)/python tests/emulation/build.py build/emulation-asan --address-sanitizer
+	touch $@
+
 clients: venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate
 
-# A silent fallback would hide a broken extension: the first run refuses it, the second does without on purpose.
-# $(call both-ways,-m "which tests with the extension",-m "which without")
-define both-ways
+# Those that the emulation is for. What a kernel says when it ends the process must not be captured; and torch need not warn that
+# the emulated kernels take the place of others.
+EMULATED_TESTS := tests/emulation tests/kernels tests/optimizers tests/scaling --ignore tests/scaling/test_running_statistics.py
+EMULATED := AMPKIT_EXTENSION=emulated TORCH_CPP_LOG_LEVEL=ERROR
+UNDER_ASAN = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0
+
+# A silent fallback would hide a broken extension: the first run refuses it, the second does without on purpose, the third has the
+# CUDA kernels compute.
+# $(call each-way,-m "tests with the extension",-m "without",-m "on the emulation",environment and options of the last)
+define each-way
 	@start=$$(date +%s); failed=0; set -x; \
 	AMPKIT_EXTENSION=require $(PYTEST) $(1) tests || failed=1; \
 	AMPKIT_EXTENSION=off $(PYTEST) $(2) tests || failed=1; \
+	$(4) $(EMULATED) $(PYTEST) $(5) --capture=sys $(3) $(EMULATED_TESTS) || failed=1; \
 	{ set +x; } 2> /dev/null; took=$$(($$(date +%s) - start)); \
-	echo "both runs of pytest took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
+	echo "the three runs of pytest took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
 endef
 
 test: venv
-	$(call both-ways,-m "not slow",-m "switch and not slow")
+	$(call each-way,-m "not slow",-m "switch and not slow",-m "not slow")
 
-test-all: venv
-	$(call both-ways)
+test-all: venv $(VENV)/.emulation-asan
+	$(call each-way,,,-m "not slow",$(UNDER_ASAN),-o pythonpath="tests build/emulation-asan")
 
 MUTANTS ?=
 

@@ -1,7 +1,8 @@
 """The one place that decides whether a compiled library of ampkit is used: the kernels, and O1's wrappers in C++.
 
 AMPKIT_EXTENSION says it when ampkit is imported: ``auto`` (default) takes a library if it loads, ``off`` never does, ``require``
-raises ExtensionError where ``auto`` falls back on Python, which computes the same, slower.
+raises ExtensionError where ``auto`` falls back on Python, which computes the same, slower. ``emulated`` is for ampkit's own tests:
+as ``require``, with the CUDA kernels, compiled for the host (tests/emulation), in the place of those for the CPU.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from .logs import logger
 Library = TypeVar("Library")
 
 
+def cuda_is_emulated() -> bool:
+    """Whether the CUDA kernels run on the host, for tests."""
+    return os.environ.get("AMPKIT_EXTENSION") == "emulated"
+
+
 def load_library(name: str, load: Callable[[], Library]) -> tuple[Library | None, str]:
     """What ``load()`` gives, or None where it is not wanted or raises; and why, in words."""
     wish = os.environ.get("AMPKIT_EXTENSION", "auto")
-    if wish not in ("auto", "off", "require"):
+    if wish not in ("auto", "off", "require", "emulated"):
         raise ExtensionError(f"AMPKIT_EXTENSION is {wish!r}; expected 'auto', 'off' or 'require'")
     if wish == "off":
         return None, "AMPKIT_EXTENSION=off"
@@ -27,10 +33,13 @@ def load_library(name: str, load: Callable[[], Library]) -> tuple[Library | None
         return load(), f"AMPKIT_EXTENSION={wish}, and {name} loaded"
     except (ImportError, OSError, RuntimeError) as error:
         why = f"{name} could not be loaded: {error}"
-        if wish == "require":
-            raise ExtensionError(
-                f"AMPKIT_EXTENSION=require, but {why}. Build it with: pip install --no-build-isolation ."
-            ) from error
+        if wish in ("require", "emulated"):
+            how = (
+                "pip install --no-build-isolation ."
+                if wish == "require"
+                else "make venv; pytest finds it in a checkout"
+            )
+            raise ExtensionError(f"AMPKIT_EXTENSION={wish}, but {why}. Build it with: {how}") from error
         if not isinstance(error, ModuleNotFoundError):  # it is there, and broken or for another torch
             logger.warning(
                 "%s. ampkit works without it, slower; pip install --no-build-isolation . builds it anew.", why

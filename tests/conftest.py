@@ -30,6 +30,7 @@ from ampkit import kernels
 from ampkit.casting import early_bound
 from ampkit.casting.library import dispatch
 from ampkit.kernels import backend
+from ampkit.libraries import cuda_is_emulated
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -52,18 +53,33 @@ TOOLS = {"_pytest", "hypothesis", "mpmath", "networkx", "numpy", "pytest", "setu
 WAITING = pytest.StashKey[int]()
 
 
-def asks_for_python(item) -> bool:
-    return getattr(item, "callspec", None) is not None and item.callspec.params.get("in_python") is True
+def asks_for(item, parameter: str, value) -> bool:
+    return getattr(item, "callspec", None) is not None and item.callspec.params.get(parameter) == value
+
+
+def is_of_no_use_without_libraries(item) -> bool:
+    # What chooses between the wrappers finds only those in Python here, and need not ask for them twice.
+    return item.get_closest_marker("compiled") is not None or asks_for(item, "in_python", True)
+
+
+def is_of_no_use_for_emulated_kernels(item) -> bool:
+    return item.get_closest_marker("cpu_kernels") is not None or asks_for(item, "ops", "reference")
+
+
+LEFT_OUT = {"off": is_of_no_use_without_libraries, "emulated": is_of_no_use_for_emulated_kernels}
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that only tests that were asked for count as waiting
 def pytest_collection_modifyitems(config, items):
-    """Leave out what cannot run here: tests of what is compiled, with AMPKIT_EXTENSION=off, and tests that need GPUs."""
-    if os.environ.get("AMPKIT_EXTENSION") == "off":
-        # What chooses between the wrappers finds only those in Python here, and need not ask for them twice.
-        compiled = [item for item in items if item.get_closest_marker("compiled") or asks_for_python(item)]
-        config.hook.pytest_deselected(items=compiled)
-        items[:] = [item for item in items if item not in set(compiled)]
+    """Leave out what cannot run here: tests of what is not there, or is beside the point, with this AMPKIT_EXTENSION, and tests
+    that need GPUs.
+    """
+    if (left_out := LEFT_OUT.get(os.environ.get("AMPKIT_EXTENSION"))) is not None:
+        others = [item for item in items if left_out(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+    if not cuda_is_emulated():
+        items[:] = [item for item in items if item.get_closest_marker("emulated") is None]
     here = [item for item in items if gpus_needed(item) <= torch.cuda.device_count()]
     config.stash[WAITING] = len(items) - len(here)
     items[:] = here
@@ -93,6 +109,8 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter, config):
     if waiting := config.stash.get(WAITING, 0):
         terminalreporter.write_line(f"{waiting} tests wait for a GPU")
+    if cuda_is_emulated():
+        terminalreporter.write_line(f"emulated CUDA: {len(terminalreporter.stats.get('passed', ()))} passed")
 
 
 def pytest_runtest_setup(item):

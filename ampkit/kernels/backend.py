@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampkit.libraries import load_library
+from ampkit.libraries import cuda_is_emulated, load_library
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ def kernel_of(function: Callable) -> Callable | None:
 def _import() -> tuple:
     from ampkit.kernels import extension
 
+    if cuda_is_emulated():
+        extension.load_emulated_kernels()
+        return extension, "CUDA's, emulated"
     return extension, extension.ops["cpu_capability"]()
 
 

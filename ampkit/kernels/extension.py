@@ -76,6 +76,11 @@ def load_cuda_kernels() -> str:
     return importlib.import_module("ampkit._cuda").torch_version
 
 
+def load_emulated_kernels() -> None:
+    """From here on the CUDA kernels compute on the CPU, as host code: for tests, which have this library on their path."""
+    importlib.import_module("ampkit_emulated")
+
+
 def _float(number):
     return 1.0 if number is None or isinstance(number, torch.Tensor) else float(number)
 

@@ -246,6 +246,15 @@ def test_writing_to_a_view_leaves_the_rest_alone(ops, device):
     assert whole.tolist() == [3.0, 0.0] * 50
 
 
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_what_lies_beside_a_slice_is_left_alone(ops, device, dtype):
+    """Slices that begin and end within the 8 or 16 elements that a kernel takes at once."""
+    for start, size in itertools.product((0, 1, 8), (1, 7, 8, 9, 15, 17)):
+        whole = torch.full((40,), 7.0, dtype=dtype, device=device)
+        ops.multi_tensor_scale([torch.ones(size, device=device)], [whole[start : start + size]], 3.0)
+        assert whole.tolist() == [7.0] * start + [3.0] * size + [7.0] * (40 - start - size), (start, size)
+
+
 def test_empty_lists_and_empty_tensors(ops, device):
     found_inf = torch.zeros(1, device=device)
     ops.multi_tensor_scale([], [], 2.0, found_inf)
@@ -415,6 +424,7 @@ def test_face_traces_without_graph_breaks(ops, device):
     assert all(master.eq(1.0).all() for master in masters)
 
 
+@pytest.mark.cpu_kernels
 @pytest.mark.compiled("kernels")
 @pytest.mark.parametrize("capability", others_slow("avx2", of=["baseline", "avx2", "avx512"]))
 def test_every_instruction_set_gives_the_same_bits(capability):

@@ -462,6 +462,7 @@ def test_extension_agrees_with_the_reference_on_anything(data):
         torch.testing.assert_close(found.float(), expected.float(), rtol=eps, atol=eps)
 
 
+@pytest.mark.cpu_kernels
 @pytest.mark.compiled("kernels")
 @pytest.mark.parametrize("capability", others_slow("baseline", of=["baseline", "avx2"]))
 def test_every_instruction_set_gives_the_same_bits(capability):

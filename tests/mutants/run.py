@@ -16,6 +16,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis  # noqa: F401  (what tests import, and takes long)
@@ -92,8 +93,13 @@ def start_build(folder: Path, mutants: list[Mutant]) -> subprocess.Popen:
     """Build the libraries of the copy in ``folder`` with all of these faults, numbered from 1, behind the switch."""
     for number, mutant in enumerate(mutants, start=1):
         (folder / mutant.file).write_text(planted(mutant, folder, number))
-    for library in (folder / "ampkit").glob("*.so"):
-        library.unlink()
+    commands, python = [], shlex.quote(sys.executable)
+    if any(mutant.extensions != ("emulated",) for mutant in mutants):  # else the libraries are sound as they are
+        for library in (folder / "ampkit").glob("*.so"):
+            library.unlink()
+        commands.append(f"{python} setup.py --quiet build_ext --inplace")
+    if any("emulated" in mutant.extensions for mutant in mutants):
+        commands.append(f"{python} tests/emulation/build.py build/emulation")
     (folder / "switch.h").write_text(SWITCH)
     environment = {
         "MAX_JOBS": "1",
@@ -103,9 +109,16 @@ def start_build(folder: Path, mutants: list[Mutant]) -> subprocess.Popen:
         "CFLAGS": f"{os.environ.get('CFLAGS', '')} -include {folder / 'switch.h'}",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # where ninja is
     }
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     with open(folder / "build.log", "w") as log:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            " && ".join(commands),
+            shell=True,
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def job_in_python(mutant: Mutant, folder: Path) -> Job:
@@ -205,8 +218,8 @@ def run_all(jobs: list[Callable[[int], Job]], logs: Path, report: Callable[[int,
 def check_baseline(mutants: list[Mutant], folder: Path, logs: Path) -> None:
     """Without a fault every test passes; else nothing that follows would mean anything."""
     jobs = []
-    for extension in sorted({mutant.extension for mutant in mutants}):
-        tests = sorted({test for mutant in mutants if mutant.extension == extension for test in mutant.tests})
+    for extension in sorted({extension for mutant in mutants for extension in mutant.extensions}):
+        tests = sorted({test for mutant in mutants if extension in mutant.extensions for test in mutant.tests})
         jobs.append(Job(tests, folder, extension, time_limit=1200.0))
 
     def report(_: int, result: Result) -> None:
@@ -264,11 +277,17 @@ def run_in_python(mutants: list[Mutant], scratch: Path, tally: Tally) -> None:
 
 def run_in_cpp(mutants: list[Mutant], folder: Path, scratch: Path, tally: Tally) -> None:
     check_baseline(mutants, folder, scratch)
+    runs = [(number, mutant, one) for number, mutant in enumerate(mutants, start=1) for one in mutant.extensions]
     jobs = [
-        lambda _, mutant=mutant, number=number: Job(list(mutant.tests), folder, mutant.extension, number)
-        for number, mutant in enumerate(mutants, start=1)
+        lambda _, number=number, mutant=mutant, extension=extension: Job(list(mutant.tests), folder, extension, number)
+        for number, mutant, extension in runs
     ]
-    run_all(jobs, scratch, lambda index, result: tally.add(mutants[index], result))
+
+    def report(index: int, result: Result) -> None:
+        _, mutant, extension = runs[index]
+        tally.add(mutant if extension == mutant.extension else replace(mutant, name=f"{mutant.name}, emulated"), result)
+
+    run_all(jobs, scratch, report)
 
 
 def main(patterns: list[str]) -> int:

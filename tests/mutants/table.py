@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .faults import casting, cpp, drop_in, kernels, loss_scale, masters, models, optimizers, parallel, sessions
+from .faults import casting, cpp, cuda, drop_in, kernels, loss_scale, masters, models, optimizers, parallel, sessions
 from .mutant import Mutant
 
 MUTANTS: list[Mutant] = [
@@ -18,6 +18,7 @@ MUTANTS: list[Mutant] = [
     *parallel.FAULTS,
     *drop_in.FAULTS,
     *cpp.FAULTS,
+    *cuda.FAULTS,
 ]
 
 

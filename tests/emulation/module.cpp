@@ -1,0 +1,43 @@
+// The Python module ampkit_emulated. Importing it puts the CUDA drivers in the place of ampkit/_C's CPU kernels, because
+// csrc/cuda/registration.cpp is in the same library, with the key CPU. ampkit/_C must be loaded before, as before ampkit/_cuda.
+#include <Python.h>
+
+#include "module.h"
+
+// What the sanitizer asks for its settings.
+extern "C" __attribute__((visibility("default"))) const char* __ubsan_default_options() {
+  return "abort_on_error=1";
+}
+
+namespace {
+
+PyObject* launches(PyObject*, PyObject*) { return PyLong_FromLongLong(emulation::launches()); }
+
+PyObject* seed(PyObject*, PyObject* value) {
+  const unsigned long long number = PyLong_AsUnsignedLongLong(value);
+  if (PyErr_Occurred()) return nullptr;
+  emulation::seed(number);
+  Py_RETURN_NONE;
+}
+
+PyObject* run_broken(PyObject*, PyObject* name) {
+  PyObject* bytes = PyUnicode_AsUTF8String(name);
+  if (bytes == nullptr) return nullptr;
+  const bool known = emulation::run_broken(PyBytes_AsString(bytes));
+  Py_DECREF(bytes);
+  return PyBool_FromLong(known);
+}
+
+PyMethodDef methods[] = {
+    {"launches", launches, METH_NOARGS, "How many kernels were launched since the library was loaded."},
+    {"seed", seed, METH_O, "Begin anew with the random order of threads, from this number."},
+    {"run_broken", run_broken, METH_O, "Launch a kernel of broken.cu, which must end the process; False if there is none."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_ampkit_emulated() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "ampkit_emulated", nullptr, -1, methods};
+  return PyModule_Create(&definition);
+}

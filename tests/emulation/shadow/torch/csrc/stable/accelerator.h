@@ -1,0 +1,16 @@
+// Torch's header, but for the guard: on the host there is no device to choose.
+#pragma once
+
+#define DeviceGuard TorchsDeviceGuard
+#include_next <torch/csrc/stable/accelerator.h>
+#undef DeviceGuard
+
+namespace torch::stable::accelerator {
+
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(DeviceIndex) {}
+  ~DeviceGuard() {}
+};
+
+}  // namespace torch::stable::accelerator

@@ -1,0 +1,208 @@
+"""Faults in the CUDA drivers, planted in the emulation (tests/emulation): no GPU is needed to notice them."""
+
+from ..mutant import Mutant
+
+
+def fault(name: str, file: str, old: str, new: str, breaks: str, *tests: str) -> Mutant:
+    return Mutant(f"cuda {name}", f"csrc/cuda/{file}", old, new, breaks, tests, extension="emulated")
+
+
+DRIVER, STEP, NORMS = "multi_tensor_apply.cuh", "multi_tensor_step.cuh", "norms.cuh"
+
+A_STEP = "kernels/test_step_kernels.py::test_a_step_is_float64s_rounded"
+LONG_STEP = "kernels/test_step_kernels.py::test_long_tensors"
+LONG_NORM = "kernels/test_kernels.py::test_l2norm_of_a_long_tensor_keeps_its_digits"
+MANY = "kernels/test_kernels.py::test_five_thousand_tensors"
+NORM_OF_PRODUCTS = "kernels/test_kernels.py::test_unscale_l2norm_is_the_norm_of_the_products"
+SCALE = "kernels/test_kernels.py::test_scale_rounds_the_float32_product"
+LAYOUTS = "kernels/test_kernels.py::test_layouts"
+SLICE = "kernels/test_kernels.py::test_what_lies_beside_a_slice_is_left_alone"
+WHEREVER = "kernels/test_kernels.py::test_found_inf_wherever_the_value_hides"
+FIRST_BAD = "kernels/test_kernels.py::test_first_bad_is_the_smallest_index_and_only_falls"
+
+FAULTS = [
+    # Barriers
+    fault(
+        "step: the functor is used before it is made",
+        STEP,
+        "if (threadIdx.x == 0) shared = Functor(settings);\n    __syncthreads();",
+        "if (threadIdx.x == 0) shared = Functor(settings);",
+        "threads wait for what one of them writes to shared memory",
+        A_STEP,
+    ),
+    fault(
+        "sum: warps are added before all are there",
+        NORMS,
+        "if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;\n  __syncthreads();",
+        "if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;",
+        "the sums of all warps are there when they are added",
+        LONG_NORM,
+    ),
+    fault(
+        "sum: a second one writes over the first",
+        NORMS,
+        "__syncthreads();  // an earlier sum may still be read\n"
+        "  for (int step = 16; step > 0; step /= 2) value += __shfl_down_sync(0xffffffff, value, step);",
+        "for (int step = 16; step > 0; step /= 2) value += __shfl_down_sync(0xffffffff, value, step);",
+        "a sum is read before the next one is written in its place",
+        LONG_STEP,
+        A_STEP,
+    ),
+    fault(
+        "sum: half of the threads leave before the barrier",
+        "multi_tensor_l2norm.cu",
+        "sum = block_sum(sum);",
+        "sum = threadIdx.x < 256 ? block_sum(sum) : 0;",
+        "all threads of a block reach each of its barriers",
+        LONG_NORM,
+    ),
+    # Reductions
+    fault(
+        "sum: half of the warps count twice",
+        NORMS,
+        "threadIdx.x < kThreads / 32 ? of_warp[threadIdx.x] : 0.0",
+        "of_warp[threadIdx.x % (kThreads / 32)]",
+        "each warp counts once",
+        LONG_NORM,
+    ),
+    fault(
+        "sum: the last block is left out",
+        NORMS,
+        "i < last",
+        "i + 1 < last",
+        "all blocks of a tensor count",
+        LONG_NORM,
+    ),
+    fault(
+        "finding: only the first thread looks",
+        DRIVER,
+        "__syncthreads_or(highest_magnitude >= kInfinityBits)",
+        "highest_magnitude >= kInfinityBits",
+        "what any thread of a block finds counts",
+        WHEREVER,
+    ),
+    fault(
+        "finding: the last tensor wins",
+        DRIVER,
+        "atomicMin(reinterpret_cast<long long*>(findings.first_bad), static_cast<long long>(tensor));",
+        "*findings.first_bad = tensor;",
+        "first_bad is the smallest index, in whatever order blocks come",
+        FIRST_BAD,
+        MANY,
+    ),
+    # Chunks
+    fault(
+        "chunk: all blocks take the first chunk",
+        DRIVER,
+        "table.chunk_of_block[blockIdx.x] * kChunkSize",
+        "0",
+        "each block takes its own chunk of a long tensor",
+        WHEREVER,
+    ),
+    fault(
+        "chunk: 16-bit tensors are counted as float32",
+        DRIVER,
+        "offset * bytes_per_element(chunk.dtype[k])",
+        "offset * 4",
+        "a chunk begins where the elements before it end",
+        WHEREVER,
+    ),
+    fault(
+        "chunk: slots are mixed up",
+        DRIVER,
+        "static_cast<uint8_t>(launch.blocks[block].slot)",
+        "0",
+        "each block takes the tensor that it was given",
+        SCALE,
+    ),
+    fault(
+        "chunk: each launch begins anew with its blocks",
+        DRIVER,
+        "first_block += blocks;",
+        "",
+        "blocks are counted over all launches",
+        MANY,
+    ),
+    fault(
+        "ranges: each launch begins anew with the tensors",
+        NORMS,
+        "finish(start + blockIdx.x, ranges.first[blockIdx.x], ranges.first[blockIdx.x + 1]);",
+        "finish(blockIdx.x, ranges.first[blockIdx.x], ranges.first[blockIdx.x + 1]);",
+        "more tensors than a launch carries have a norm each",
+        MANY,
+    ),
+    # Alignment and tails
+    fault(
+        "alignment: views are taken for aligned",
+        DRIVER,
+        "reinterpret_cast<uintptr_t>(chunk.data[k]) % 16 == 0",
+        "true",
+        "16 bytes are read at once only where they are aligned",
+        LAYOUTS,
+    ),
+    fault(
+        "tail: float32 is read beyond the end",
+        DRIVER,
+        "raw.words[k] = i + k < size ? from[k] : 0;",
+        "raw.words[k] = from[k];",
+        "what lies beyond the end of a tensor counts nowhere",
+        NORM_OF_PRODUCTS,
+    ),
+    fault(
+        "tail: float32 is written beyond the end",
+        DRIVER,
+        "if (i + k < size) to[k] = words[k];",
+        "to[k] = words[k];",
+        "nothing is written beyond the end of a tensor",
+        SLICE,
+    ),
+    fault(
+        "tail: 16 bits are written beyond the end",
+        DRIVER,
+        "if (i + k < size) to[k] = static_cast<uint16_t>(words[k]);",
+        "to[k] = static_cast<uint16_t>(words[k]);",
+        "nothing is written beyond the end of a tensor",
+        SLICE,
+    ),
+    fault(
+        "tail: neighbours change places",
+        DRIVER,
+        "even | odd << 16",
+        "even << 16 | odd",
+        "two 16-bit elements are taken in their order",
+        SCALE,
+    ),
+    # Drivers
+    fault(
+        "scale: both halves of a batch are written to one place",
+        "multi_tensor_scale.cu",
+        "chunk.store(1, start + b * kStride, out);",
+        "chunk.store(1, start, out);",
+        "each element is written where it was read",
+        SCALE,
+    ),
+    fault(
+        "lamb: all tensors take the first one's ratio",
+        "multi_tensor_lamb.cu",
+        "ratios == nullptr ? 1.0f : ratios[chunk.tensor]",
+        "ratios == nullptr ? 1.0f : ratios[0]",
+        "each tensor moves at its own rate",
+        A_STEP,
+    ),
+    fault(
+        "restore: float16 is not rounded",
+        "multi_tensor_restore.cu",
+        "if (dtype == DType::kHalf) return __half2float(__float2half_rn(value));",
+        "",
+        "a gradient is told by what the exact value rounds to",
+        "kernels/test_kernels.py::test_restore_keeps_what_was_written",
+    ),
+    fault(
+        "update_scale: the launch is not checked",
+        "update_scale.cu",
+        "STD_CUDA_KERNEL_LAUNCH_CHECK();",
+        "",
+        "an error of a launch is told where it happened",
+        "kernels/test_kernels.py::test_update_scale_is_the_rule_in_plain_numbers",
+    ),
+]
