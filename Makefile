@@ -7,6 +7,8 @@
 #   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
 #   make docs         builds the site of docs/ into site/; a broken link is an error
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
+#   make gpu          on a machine with a GPU: builds for it, tests, checks with compute-sanitizer, measures; PART=build|tests|sanitizer|bench
+#                     for one of these, each under nine minutes and continued where it was, RESULTS= for the folder of the results
 #
 # TORCH=2.13.0 builds and tests with another torch, in an environment of its own; PYTHON= names the interpreter.
 
@@ -26,7 +28,7 @@ EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff
 
-.PHONY: venv clients test test-all mutants cuda-build demo docs lint clean
+.PHONY: venv clients test test-all mutants cuda-build gpu demo docs lint clean
 
 venv: $(VENV)/.extension $(VENV)/.emulation
 
@@ -89,15 +91,27 @@ CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=/
 # Headers of CUDA that come with torch's wheels, for toolkits installed without them.
 WHEEL_HEADERS := $(wildcard $(VENV)/lib/python3*/site-packages/nvidia/cu*/include)
 
+CUDA_ENVIRONMENT = PATH="$(CURDIR)/$(BIN):$$PATH" CUDA_HOME="$(realpath $(CUDA_HOME))" \
+  CPATH="$(subst $(eval ) ,:,$(abspath $(WHEEL_HEADERS)))$${CPATH:+:$$CPATH}"
+define needs-nvcc
+	@command -v nvcc > /dev/null || { echo "make $@: nvcc is not on PATH; install a CUDA toolkit" >&2; exit 1; }
+	@test -n "$(CUDA_HOME)" || { echo "make $@: nvcc does not tell its toolkit; set CUDA_HOME" >&2; exit 1; }
+endef
+
 cuda-build: venv
-	@command -v nvcc > /dev/null || { echo "make cuda-build: nvcc is not on PATH; install a CUDA toolkit" >&2; exit 1; }
-	@test -n "$(CUDA_HOME)" || { echo "make cuda-build: nvcc does not tell its toolkit; set CUDA_HOME" >&2; exit 1; }
-	PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_CUDA=1 CUDA_HOME="$(realpath $(CUDA_HOME))" TORCH_CUDA_ARCH_LIST="8.0;9.0" \
-	  CPATH="$(subst $(eval ) ,:,$(abspath $(WHEEL_HEADERS)))$${CPATH:+:$$CPATH}" \
+	$(needs-nvcc)
+	$(CUDA_ENVIRONMENT) AMPKIT_CUDA=1 TORCH_CUDA_ARCH_LIST="8.0;9.0" \
 	  $(BIN)/python setup.py --quiet build --build-base build/cuda
 	@# Loading resolves every symbol: proof that it links, on a machine without a GPU too.
 	@$(BIN)/python -c "import glob, torch; load = lambda name: [torch.ops.load_library(p) or p for p in \
 	  glob.glob(f'build/cuda/lib*/ampkit/{name}*.so')]; load('_C'); print('loaded', *load('_cuda'))"
+
+PART ?=
+RESULTS ?=
+
+gpu: $(VENV)/.packages
+	$(needs-nvcc)
+	$(CUDA_ENVIRONMENT) $(BIN)/python tests/gpu/run.py --part "$(PART)" --results "$(RESULTS)"
 
 demo: venv
 	$(BIN)/python examples/imagenet/demo.py $(DEMO)

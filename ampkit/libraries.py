@@ -16,6 +16,12 @@ from .logs import logger
 
 Library = TypeVar("Library")
 
+#: Where a library must be there, and what builds it.
+_STRICT = {
+    "require": "pip install --no-build-isolation .",
+    "emulated": "make venv; pytest finds it in a checkout",
+}
+
 
 def cuda_is_emulated() -> bool:
     """Whether the CUDA kernels run on the host, for tests."""
@@ -33,15 +39,14 @@ def load_library(name: str, load: Callable[[], Library]) -> tuple[Library | None
         return load(), f"AMPKIT_EXTENSION={wish}, and {name} loaded"
     except (ImportError, OSError, RuntimeError) as error:
         why = f"{name} could not be loaded: {error}"
-        if wish in ("require", "emulated"):
-            how = (
-                "pip install --no-build-isolation ."
-                if wish == "require"
-                else "make venv; pytest finds it in a checkout"
-            )
-            raise ExtensionError(f"AMPKIT_EXTENSION={wish}, but {why}. Build it with: {how}") from error
-        if not isinstance(error, ModuleNotFoundError):  # it is there, and broken or for another torch
-            logger.warning(
-                "%s. ampkit works without it, slower; pip install --no-build-isolation . builds it anew.", why
-            )
+        if wish in _STRICT or not isinstance(error, ModuleNotFoundError):
+            report_broken(why, error)
         return None, why
+
+
+def report_broken(why: str, error: Exception) -> None:
+    """An error where libraries are required, elsewhere a line in the log: one is there, and broken or for another torch."""
+    wish = os.environ.get("AMPKIT_EXTENSION", "auto")
+    if wish in _STRICT:
+        raise ExtensionError(f"AMPKIT_EXTENSION={wish}, but {why}. Build it with: {_STRICT[wish]}") from error
+    logger.warning("%s. ampkit works without it, slower; pip install --no-build-isolation . builds it anew.", why)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampkit.libraries import cuda_is_emulated, load_library
+from ampkit.libraries import cuda_is_emulated, load_library, report_broken
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def _load_cuda(extension) -> tuple[bool, str]:
     except ModuleNotFoundError:
         return False, "the CUDA library was not built: AMPKIT_CUDA=1 pip install --no-build-isolation ."
     except (ImportError, OSError) as error:
-        return False, f"the CUDA library could not be loaded: {error}"
+        why = f"the CUDA library could not be loaded: {error}"
+        report_broken(why, error)
+        return False, why
 
 
 _extension, kernel_devices, _implementation = _choose()

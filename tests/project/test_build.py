@@ -94,6 +94,30 @@ def test_wrappers_built_with_another_torch_are_an_error_where_they_are_required(
     assert "ExtensionError: AMPKIT_EXTENSION=require, but ampkit._casting could not be loaded" in result.stderr
 
 
+@pytest.fixture
+def package_with_broken_cuda(tmp_path):
+    """A copy of the package whose CUDA library cannot be loaded."""
+    pytest.importorskip("ampkit._C", reason="no ampkit._C built", exc_type=ImportError)
+    shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=shutil.ignore_patterns("_cuda.*", "__pycache__"))
+    (tmp_path / "ampkit" / "_cuda.py").write_text("raise ImportError('undefined symbol: cudaGetDevice')\n")
+    return tmp_path
+
+
+WITH_CUDA = "import torch; torch.version.cuda = '13.0'; "
+
+
+def test_broken_cuda_kernels_are_told_once_and_those_for_the_cpu_serve(package_with_broken_cuda):
+    result = run("-c", WITH_CUDA + NAME, cwd=package_with_broken_cuda, AMPKIT_EXTENSION="auto", PYTHONPATH="")
+    assert result.stdout == "extension\n", result
+    assert result.stderr.count("the CUDA library could not be loaded: undefined symbol: cudaGetDevice") == 1
+
+
+def test_broken_cuda_kernels_are_an_error_where_libraries_are_required(package_with_broken_cuda):
+    result = run("-c", WITH_CUDA + NAME, cwd=package_with_broken_cuda, AMPKIT_EXTENSION="require", PYTHONPATH="")
+    assert result.returncode != 0
+    assert "ExtensionError: AMPKIT_EXTENSION=require, but the CUDA library could not be loaded" in result.stderr
+
+
 @pytest.mark.slow
 def test_wrappers_of_older_sources_step_aside(package_with_broken_extension):
     library = package_with_broken_extension / "ampkit" / "_casting.py"

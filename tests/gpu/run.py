@@ -1,0 +1,210 @@
+"""What a machine with a GPU shows: `make gpu` builds there, runs the tests for CUDA, NVIDIA's checkers and the benchmarks.
+
+    make gpu                          everything
+    make gpu PART=tests               one of build, tests, sanitizer, bench
+    make gpu RESULTS=some/folder      where the results go; benchmarks/results if nothing is said
+
+Results are written as they come, to <date>-<card>.md; a name that ends in .md is taken as it is. A step that has passed is not run
+again for the same file, so that the same command continues a part that was interrupted or that ended for want of time: no step is
+started after `PART_TAKES` seconds.
+"""
+
+import argparse
+import datetime
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PART_TAKES = 360.0  # a step begun then still ends within nine minutes
+STEP_TAKES = 170.0  # but for the build, which is one step
+PYTEST = "python -m pytest -q -m cuda"
+# Names of tests with small shapes: a checker slows them down by a hundred.
+SMALL = (
+    "layouts or slice or restore or wherever_the_value_hides and first or update_scale or found_inf_forbids_every_write"
+)
+
+
+@dataclass
+class Step:
+    """A command, as one would type it in the checkout."""
+
+    name: str
+    command: str
+    limit: float = STEP_TAKES
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def test_folders() -> list[str]:
+    """Those in which a test asks for a GPU, by the mark or by the fixture ``device``."""
+    asks = re.compile(r"mark\.cuda\b|\bdevice\b")
+    folders = (ROOT / "tests").glob("*/")
+    return sorted(path.name for path in folders if any(asks.search(one.read_text()) for one in path.glob("test_*.py")))
+
+
+PARTS: dict[str, list[Step]] = {
+    "build": [
+        Step(
+            "build", "python setup.py --quiet build_ext --inplace", 500.0, {"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "1"}
+        ),
+        Step(
+            "loaded",
+            "python -c 'from ampkit import kernels; import sys; k = kernels.implementation(); print(k); sys.exit(not k.cuda)'",
+        ),
+    ],
+    "tests": [
+        Step(f"tests of {folder}", f"{PYTEST} tests/{folder}", environment={"AMPKIT_EXTENSION": "require"})
+        for folder in test_folders()
+    ],
+    "sanitizer": [
+        Step(
+            f"{tool} on {file}",
+            f"compute-sanitizer --tool {tool} --error-exitcode 9 {PYTEST} tests/kernels/{file} -k {shlex.quote(SMALL)}",
+            environment={"AMPKIT_EXTENSION": "require", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )
+        for tool in ("memcheck", "racecheck")
+        for file in ("test_kernels.py", "test_step_kernels.py")
+    ],
+    "bench": [
+        Step("bench_kernels", "python benchmarks/bench_kernels.py --device cuda"),
+        Step("bench_optimizer_step", "python benchmarks/bench_optimizer_step.py --device cuda"),
+        Step("bench_step", "python benchmarks/bench_step.py --device cuda --rounds 15"),
+    ],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default="", choices=["", *PARTS])
+    parser.add_argument("--results", default="")
+    arguments = parser.parse_args()
+    card, capability = card_here()
+    parts = [arguments.part] if arguments.part else list(PARTS)
+    if card is None:
+        return without_a_gpu(parts)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", capability)
+    results = Results(results_file(arguments.results, card), card)
+    outcomes = [run_part(part, results) for part in parts]
+    print(f"make gpu: results are in {results.path}")
+    return 0 if all(outcomes) else 1
+
+
+def card_here() -> tuple[str | None, str]:
+    """The name of the GPU and its capability, as '9.0'; None and '' without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None, ""
+    return torch.cuda.get_device_name(0), ".".join(map(str, torch.cuda.get_device_capability(0)))
+
+
+def without_a_gpu(parts: list[str]) -> int:
+    """Builds for two cards, if the build is asked for, and says what cannot be done."""
+    if "build" in parts:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+        build = PARTS["build"][0]
+        command = build.command.replace(
+            "build_ext --inplace", "build --build-base build/cuda"
+        )  # none for a CPU's tests
+        status, printed = run_step(Step(build.name, command, build.limit, build.environment))
+        if status:
+            print(printed, "make gpu: the build failed; this machine has no GPU either", sep="\n", file=sys.stderr)
+            return 1
+        print("make gpu: built ampkit/_C and ampkit/_cuda, in build/cuda")
+    print(
+        "make gpu: there is no GPU here (torch.cuda.is_available() is False): nothing was run on one", file=sys.stderr
+    )
+    return 1
+
+
+def results_file(wish: str, card: str) -> Path:
+    path = Path(wish or ROOT / "benchmarks" / "results")
+    if path.suffix == ".md":
+        return path
+    name = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+    return path / f"{datetime.date.today()}-{name}.md"
+
+
+class Results:
+    """The file that results are written to, a section for each step; what it says of steps that have passed is believed."""
+
+    def __init__(self, path: Path, card: str) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(f"# {datetime.date.today()}, {card}\n\n{description()}\n")
+
+    def has_passed(self, step: Step) -> bool:
+        return f"\n## {step.name}: passed" in self.path.read_text()
+
+    def add(self, step: Step, status: int, printed: str, seconds: float) -> None:
+        outcome = "passed" if status == 0 else f"failed with status {status}"
+        text = "\n".join(printed.strip().splitlines()[-200:])
+        with open(self.path, "a") as file:
+            file.write(f"\n## {step.name}: {outcome} in {seconds:.0f} s\n\n`{step.command}`\n\n```\n{text}\n```\n")
+
+
+def description() -> str:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    import torch
+
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs, commit {commit or 'unknown'}."
+
+
+def run_part(part: str, results: Results) -> bool:
+    """Runs the steps of a part that have not passed. Whether all of them now have."""
+    began, passed = time.monotonic(), True
+    for step in PARTS[part]:
+        if results.has_passed(step):
+            print(f"make gpu: {step.name} has passed before")
+            continue
+        if time.monotonic() - began > PART_TAKES:
+            print(f"make gpu: the time for a part is over before {step.name!r}: run it again, it goes on from there")
+            return False
+        print(f"make gpu: {step.name} ...", flush=True)
+        started = time.monotonic()
+        status, printed = run_step(step)
+        results.add(step, status, printed, time.monotonic() - started)
+        print("\n".join(printed.strip().splitlines()[-3:]), flush=True)
+        passed = passed and status == 0
+        if status and part == "build":
+            return False
+    return passed
+
+
+def run_step(step: Step) -> tuple[int, str]:
+    """Its exit status and what it printed; pytest's 'nothing was collected' is no failure."""
+    folder = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        **step.environment,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    try:
+        done = subprocess.run(
+            ["bash", "-c", step.command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=step.limit,
+        )
+    except subprocess.TimeoutExpired as error:
+        printed = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        return 124, f"{printed}\nended after {step.limit:.0f} s"
+    nothing_collected = "pytest" in step.command and done.returncode == 5
+    return 0 if nothing_collected else done.returncode, done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

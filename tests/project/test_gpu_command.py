@@ -1,0 +1,66 @@
+"""`make gpu` where there is no GPU: its steps, and the results that it writes as they come."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from gpu import run as gpu
+from helpers import ROOT
+
+
+def test_without_a_gpu_it_says_so_and_fails():
+    done = subprocess.run(
+        [sys.executable, "tests/gpu/run.py", "--part", "tests"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "make gpu: there is no GPU here" in done.stderr
+
+
+def test_a_part_ends_within_nine_minutes():
+    assert gpu.PART_TAKES + gpu.STEP_TAKES < 540
+    for name, steps in gpu.PARTS.items():
+        assert name == "build" or all(step.limit <= gpu.STEP_TAKES for step in steps)
+    assert {"tests of kernels", "tests of optimizers", "tests of scaling"} <= {step.name for step in gpu.PARTS["tests"]}
+
+
+@pytest.fixture
+def results(tmp_path):
+    return gpu.Results(gpu.results_file(str(tmp_path / "new"), "NVIDIA H100 80GB HBM3"), "NVIDIA H100 80GB HBM3")
+
+
+def test_results_are_written_as_they_come_and_a_step_that_has_passed_is_not_run_again(results, monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    steps = [
+        gpu.Step("good", f"echo 5 passed; echo good >> {log}"),
+        gpu.Step("bad", f"echo 1 failed; echo bad >> {log}; exit 3"),
+        gpu.Step("endless", f"echo begun; echo endless >> {log}; sleep 20", limit=0.5),
+        gpu.Step("last", f"echo last >> {log}"),
+    ]
+    monkeypatch.setitem(gpu.PARTS, "bench", steps)
+    assert not gpu.run_part("bench", results)
+    assert results.path.name.endswith("-nvidia-h100-80gb-hbm3.md")
+    written = results.path.read_text()
+    for heading in (
+        "good: passed in",
+        "bad: failed with status 3 in",
+        "endless: failed with status 124 in",
+        "last: passed in",
+    ):
+        assert f"\n## {heading}" in written
+    assert "5 passed" in written and "1 failed" in written and "ended after" in written
+    assert not gpu.run_part("bench", gpu.Results(results.path, "another process"))
+    assert log.read_text().split() == ["good", "bad", "endless", "last", "bad", "endless"]
+
+
+def test_a_part_that_has_no_time_left_goes_on_later(results, monkeypatch):
+    monkeypatch.setitem(gpu.PARTS, "bench", [gpu.Step("one", "true"), gpu.Step("two", "true")])
+    monkeypatch.setattr(gpu, "PART_TAKES", -1.0)
+    assert not gpu.run_part("bench", results)
+    assert "## one" not in results.path.read_text()
+    monkeypatch.setattr(gpu, "PART_TAKES", 60.0)
+    assert gpu.run_part("bench", results)
