@@ -51,7 +51,8 @@ def main():
     setup(
         ext_modules=extensions + ([cuda_extension(cpp_extension)] if wants_cuda else []),
         cmdclass={"build_ext": build_command(cpp_extension, required)},
-        options={"bdist_wheel": {"py_limited_api": "cp311"}},
+        # For this Python and this torch, which ampkit/_casting is built for: ampkit-0.1.0-2.11.0-cp311-cp311-linux_x86_64.whl
+        options={"bdist_wheel": {"build_number": torch_release()}},
     )
 
 
@@ -107,6 +108,13 @@ def cuda_extension(cpp_extension):
         extra_compile_args={"cxx": [*CXX_FLAGS, "-DUSE_CUDA"], "nvcc": NVCC_FLAGS},
         py_limited_api=True,
     )
+
+
+def torch_release():
+    """2.11.0 of 2.11.0+cu130: a wheel's build tag."""
+    import torch
+
+    return torch.__version__.partition("+")[0]
 
 
 def casting_extension(cpp_extension):

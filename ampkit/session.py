@@ -470,8 +470,11 @@ class Session:
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))
         logger.info("Selected optimization level %s", OPT_LEVELS[plan.opt_level].brief)
         logger.info("In use: %s", plan.in_words())
-        if changes := plan.changes_of(defaults):
-            logger.info("Changed from the level's defaults: %s", changes)
+        changes = [plan.changes_of(defaults)]
+        if self.process_group is not None:
+            changes.append(f"process_group=<{type(self.process_group).__name__}>")
+        if any(changes):
+            logger.info("Changed from the level's defaults: %s", ", ".join(filter(None, changes)))
         _tell_of_missing_kernels()
 
 

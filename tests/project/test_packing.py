@@ -102,7 +102,8 @@ def assert_holds(site, libraries):
     files = {name for name in files if "__pycache__" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ampkit").rglob("*.py")}
     assert {name for name in files if name.endswith(".py")} == modules
-    assert sorted(name.split("/")[1].split(".")[0] for name in files - modules) == libraries
+    assert "ampkit/py.typed" in files  # its annotations are for type checkers, too
+    assert sorted(name.split("/")[1].split(".")[0] for name in files - modules - {"ampkit/py.typed"}) == libraries
     metadata = (site / DIST_INFO / "METADATA").read_text()
     for line in ("Name: ampkit", f"Version: {ampkit.__version__}", "Requires-Python: >=3.11", "License-File: LICENSE"):
         assert f"\n{line}\n" in metadata
@@ -173,7 +174,9 @@ def test_install_with_kernels_holds_them_and_works(installed):
     site = installed(AMPKIT_BUILD_EXT="1")
     assert_holds(site, ["_C", "_casting"])
     wheel = (site / DIST_INFO / "WHEEL").read_text()
-    assert "Root-Is-Purelib: false" in wheel and "Tag: cp311-abi3-" in wheel
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert "Root-Is-Purelib: false" in wheel and f"Tag: {python}-{python}-" in wheel
+    assert f"Build: {torch.__version__.split('+')[0]}" in wheel
     assert use(site, AMPKIT_EXTENSION="require") == "extension C++"
     info = run_elsewhere(site, "-m", "ampkit", "info", AMPKIT_EXTENSION="auto")
     assert f"built with       torch {torch.__version__.split('+')[0]}, for torch 2.10 and newer" in info

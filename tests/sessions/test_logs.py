@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import iterate, net_with_norm
 from torch import nn
 from torch.nn import functional as F
@@ -57,6 +58,7 @@ SELECTED = "Selected optimization level "
 )
 def test_first_words_say_what_the_level_comes_to(level, brief, in_use, capsys, monkeypatch):
     monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
+    monkeypatch.setattr(session_module, "_tell_of_missing_kernels", lambda: None)  # once, where they are missing
     lines = first_words(capsys, opt_level=level)
     assert lines[:2] == [f"{SELECTED}{level}: {brief}", f"In use: {in_use}"]
     assert lines[2:] == (["Kept in float32: 1 modules."] if level == "O2" else [])
@@ -92,8 +94,17 @@ def test_a_setting_that_differs_from_its_level_is_among_the_first_words(level, s
     assert any(line.startswith(f"Changed from the level's defaults: {written}") for line in lines), lines
 
 
+def test_a_process_group_is_among_the_first_words(capsys):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        lines = first_words(capsys, opt_level="O2", num_losses=2, process_group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert "Changed from the level's defaults: num_losses=2, process_group=<ProcessGroup>" in lines
+
+
 def test_every_setting_of_initialize_is_among_those_tested():
-    told = {name for _, change, _ in CHANGES for name in change}
+    told = {name for _, change, _ in CHANGES for name in change} | {"process_group"}
     settings = set(inspect.signature(ampkit.initialize).parameters)
     assert settings - told == {"models", "optimizers", "enabled", "opt_level", "unknown"}
 
