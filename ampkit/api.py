@@ -32,6 +32,7 @@ from .registry import (
     sessions_sharing_with,
 )
 from .session import Session, refuse_second_lower_precision
+from .sharding import is_sharded, norm_over_processes
 
 
 def initialize(
@@ -247,7 +248,12 @@ def clip_grad_norm_(
     if wrapper is None or norm_type != 2.0:
         params = list(master_params(optimizer))
         grads = [param.grad for param in params if param.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+        if any(map(is_sharded, grads)):
+            norm = norm_over_processes(grads, norm_type)
+            if error_if_nonfinite and not bool(norm.isfinite()):
+                raise _non_finite_norm(norm_type, norm)
+        else:
+            norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.where(norm.isfinite(), norm, 0.0))
         return norm
     if wrapper.gradients.is_open:
@@ -258,11 +264,15 @@ def clip_grad_norm_(
     if norm is None:
         return torch.zeros(())
     if error_if_nonfinite and not bool(norm.isfinite()):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped. Pass "
-            "error_if_nonfinite=False to leave such gradients to the loss scale."
-        )
+        raise _non_finite_norm(norm_type, norm)
     return norm.reshape(())
+
+
+def _non_finite_norm(norm_type: float, norm: torch.Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped. Pass "
+        "error_if_nonfinite=False to leave such gradients to the loss scale."
+    )
 
 
 def step_was_skipped(optimizer: Any) -> bool:

@@ -70,6 +70,22 @@ def total_over(groups: Iterable[Any], value: Tensor) -> Tensor:
     return value
 
 
+def norm_over_processes(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of this order of all elements of all of these tensors, on all processes that hold a part of one."""
+    norm = None
+    for parts, groups in by_placement(tensors):
+        norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in parts if part.numel()]
+        powers = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=parts[0].device)
+        if norm_type == float("inf"):
+            powers = powers.max()
+            highest(powers, groups)
+            norm = powers if norm is None else torch.maximum(norm, powers)
+        else:
+            powers = total_over(groups, powers.pow(norm_type).sum())
+            norm = powers if norm is None else norm + powers
+    return (norm if norm_type == float("inf") else norm.pow(1.0 / norm_type)).float()
+
+
 # FSDP2
 
 

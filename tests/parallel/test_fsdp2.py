@@ -337,6 +337,32 @@ def others(rank):
     return found
 
 
+def norms(rank=None):
+    """Gradients are clipped to a norm by ours and by torch's functions: what they return, and what they leave."""
+    found = {}
+    for norm_type in (1.0, 2.0, math.inf):
+        for ours in (True, False):
+            if norm_type == math.inf and not ours:  # torch takes none of an empty shard
+                continue
+            model = Net()
+            if rank is not None:
+                sharded(model, "O0")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ampkit.initialize(model, optimizer, opt_level="O0", verbosity=0)
+            x, y = data(rank)[0]
+            backward(F.mse_loss(model(x), y), optimizer)
+            if ours:
+                norm = ampkit.clip_grad_norm_(optimizer, 0.1, norm_type)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+            after = whole({name: param.grad for name, param in model.named_parameters()})
+            flat = torch.cat([gradient.flatten() for gradient in after.values()])
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            found[f"{norm_type} {ours}"] = torch.stack([norm.detach(), flat.norm(norm_type)])
+            ampkit.close()
+    return found
+
+
 def work(rank):
     folder = Path(sys.argv[1])
     if folder.name.startswith("quick"):
@@ -360,6 +386,7 @@ def work(rank):
         "refusals": refusals(rank),
         "born": born_in_bfloat16(rank),
         "others": others(rank),
+        "norms": norms(rank),
     }
 
 
@@ -539,6 +566,15 @@ def test_norms_kept_modules_checkpoints_and_meshes(everything):
     for shape in ((2, 1), (1, 2)):
         assert_equal(one[f"mesh {shape}"], other[f"mesh {shape}"])
         assert_moved_alike(one[f"mesh {shape}"], trained("O5", OPTIMIZERS["FusedAdam"], clip=0.5))
+
+
+@pytest.mark.slow
+def test_gradients_are_clipped_to_any_norm_of_all_shards(everything):
+    expected = norms()
+    for rank in everything[:2]:
+        for name, (norm, after) in rank["norms"].items():
+            torch.testing.assert_close(norm, expected[name][0], rtol=1e-4, atol=0, msg=name)
+            assert after == pytest.approx(0.1, rel=1e-3), name
 
 
 if __name__ == "__main__":

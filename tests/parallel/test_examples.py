@@ -1,0 +1,28 @@
+"""The scripts of examples/distributed, under torchrun on the CPU: do their ranks agree?"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+FOLDER = ROOT / "examples" / "distributed"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+RUNS = [("ddp", "O1"), ("ddp", "O2"), ("fsdp2", "O1"), ("fsdp2", "O2"), ("fsdp2", "O5"), ("by_hand", None)]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_fits_on_a_screen_and_is_run_here(path):
+    assert len(path.read_text().splitlines()) < 60
+    assert path.stem in {name for name, _ in RUNS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, level", RUNS)
+def test_ranks_agree(name, level):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FOLDER / f"{name}.py")]
+    command += [] if level is None else ["--opt-level", level]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+    assert "2 ranks agree: True" in done.stdout, done.stdout + done.stderr
