@@ -36,6 +36,7 @@ from .errors import (
     NotInitializedError,
     RefusedOperation,
 )
+from .grad_scaler import GradScaler
 from .iteration.loss_scale import DynamicLossScale
 from .models import cast_inputs
 from .policy import Policy
@@ -49,6 +50,7 @@ __all__ = [
     "ConfigurationError",
     "DynamicLossScale",
     "ExtensionError",
+    "GradScaler",
     "LossIdError",
     "LossScaleError",
     "NotInitializedError",

@@ -25,7 +25,7 @@ from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
-from .iteration.found_inf import Verdict
+from .iteration.found_inf import Check, Verdict
 from .iteration.loss_scale import LossScaler
 from .iteration.master_weights import Slots
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
@@ -361,6 +361,17 @@ class Session:
         return self._scaling.scale_loss(
             loss, wrappers, scaler, delay_unscale, delay_overflow_check, others, self._is_unreduced
         )
+
+    def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> Check | None:
+        """Unscale and check gradients that wait at their scale; the iteration goes on. None where nothing is checked."""
+        return self._scaling.unscale(wrapper, scaler)
+
+    def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, Check]], scaler: LossScaler) -> None:
+        """The scale moves as these checks of optimizers have found; one that has overflowed is reported."""
+        verdict = self._scaling.end_iteration([check for _, check in found], scaler)
+        skipped = next((wrapper for wrapper, _ in found if wrapper.skipped), None)
+        if skipped is not None:
+            self.report_skip(skipped, verdict)
 
     def _is_unreduced(self) -> bool:
         """Whether FSDP2 has kept the gradients of the last backward pass to itself."""

@@ -262,6 +262,11 @@ class OptimizerWrapper:
         self._end_step()
         return result
 
+    def skip(self, found_inf: torch.Tensor) -> None:
+        """In the place of a step, for gradients that this flag has found not to be finite."""
+        self._used_flags, self._skipped = [found_inf], True
+        self._skip()
+
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""
         gradients = self.gradients

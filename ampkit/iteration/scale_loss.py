@@ -179,6 +179,27 @@ class LossScaling:
         scaler = wrapper.delayed_with or self.scalers[0]
         self._collect([wrapper], scaler, wrapper.gradients.delayed_scale, _home([wrapper]))
 
+    def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> Check | None:
+        """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
+        wrapper.gradients.refuse_unseen_writes()
+        wrapper.drop_cleared()
+        scale = wrapper.gradients.delayed_scale
+        if scale is None:
+            return None
+        check = Check(_home([wrapper]), LISTS_OF_A_COLLECTION) if self._checks(scaler) else None
+        wrapper.gradients.collect(scale, check, exact_in_place=scaler.is_power_of_two)
+        if check is not None:
+            _combine(check, [wrapper])
+        return check
+
+    @staticmethod
+    def end_iteration(checks: Sequence[Check], scaler: LossScaler) -> Verdict:
+        """The scale moves as any of these checks has found."""
+        if len(checks) == 1:
+            return scaler.judge(checks[0])
+        found_inf = torch.stack([on(check.found_inf, checks[0].found_inf.device) for check in checks]).amax(0)
+        return scaler.judge(found_inf)
+
     def report_skip(self, verdict: Verdict, culprit: Callable[[Verdict], str]) -> None:
         """Log a skipped step once, name the ``culprit`` when there were many, give up when it is hopeless."""
         if verdict.reported:

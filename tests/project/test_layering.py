@@ -15,7 +15,7 @@ PACKAGE = ROOT / "ampkit"
 # From the top down; within a line, from left to right.
 LAYERS = [
     ["__main__", "apex", "parallel"],
-    ["gradient_sync"],
+    ["gradient_sync", "grad_scaler"],
     ["api"],
     ["session"],
     [

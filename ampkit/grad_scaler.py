@@ -1,0 +1,143 @@
+"""A ``torch.amp.GradScaler`` over a session, for frameworks that own the training loop.
+
+Their loop (``scale``, ``backward``, ``unscale_``, ``step``, ``update``) then drives the session's loss scale in the place of
+`ampkit.scale_loss`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .errors import ConfigurationError, NotInitializedError
+from .iteration.found_inf import Check
+from .iteration.loss_scale import DynamicScaler, LossScaler
+from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
+from .registry import current_session, not_initialized, session_of
+from .session import Session
+
+
+class GradScaler(torch.amp.GradScaler):
+    """The loss scale of the newest session, or of ``session``, with the methods of ``torch.amp.GradScaler``.
+
+    Give it to a framework in the place of its own, after `initialize`. An iteration ends at ``update()``: the scale moves there,
+    once, whatever the number of optimizers. ``step(optimizer)`` calls ``optimizer.step()`` only where the gradients of that
+    optimizer are finite, which it reads from the device. Gradients of several ``backward()`` add up scaled, as with torch's.
+
+    ``state_dict`` and ``load_state_dict`` are in torch's format. Raises `NotInitializedError` where there is no session.
+    """
+
+    def __init__(self, device: str = "cuda", *, session: Session | None = None, loss_id: int = 0) -> None:
+        super().__init__(device, enabled=False)  # torch's own scale is never used, and never allocated
+        self._session = None if session is None else weakref.ref(session)
+        self._loss_id = loss_id
+        self._checks: dict[int, tuple[OptimizerWrapper, Check | None]] = {}  # of optimizers that are unscaled, by id
+        self._stepped: set[int] = set()
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor, or an iterable of tensors, times the loss scale, for ``backward()``."""
+        if not isinstance(outputs, torch.Tensor):
+            if not isinstance(outputs, Iterable):
+                raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, found {type(outputs).__name__}")
+            scaled = [self.scale(output) for output in outputs]
+            return scaled if not isinstance(outputs, tuple) else tuple(scaled)
+        session = self._owner()
+        # What the backward pass adds to .grad, after this block, waits there at the scale.
+        with session.scale_loss(outputs, session.optimizers, self._scaler, True, False) as scaled:
+            return scaled
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale the gradients of this optimizer, and look whether they are finite. Once before each ``step``."""
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("unscale_() is being called after step().")
+        if id(optimizer) in self._checks:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        wrapper = wrapper_of(optimizer)
+        if wrapper is None:
+            raise not_initialized(optimizer)
+        self._checks[id(optimizer)] = (wrapper, session_of(optimizer).unscale(wrapper, self._scaler))
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` where its gradients are finite; else it is not called, and the result is None."""
+        if kwargs.get("closure") is not None:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("step() has already been called since the last update().")
+        if id(optimizer) not in self._checks:
+            self.unscale_(optimizer)
+        wrapper, check = self._checks[id(optimizer)]
+        self._stepped.add(id(optimizer))
+        if check is not None and bool(check.found_inf.item()):
+            wrapper.skip(check.found_inf)
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """End the iteration: the scale backs off where an optimizer has met an overflow, and grows after enough that have not."""
+        checks, self._checks, self._stepped = list(self._checks.values()), {}, set()
+        if new_scale is not None:
+            self._scaler.loss_scale = float(new_scale)
+            return
+        found = [(wrapper, check) for wrapper, check in checks if check is not None]
+        if found:
+            self._owner().end_iteration(found, self._scaler)
+
+    def get_scale(self) -> float:
+        """The loss scale as it is now. Waits for the device."""
+        return self._scaler.loss_scale
+
+    def is_enabled(self) -> bool:
+        """Whether there is a session."""
+        session = current_session() if self._session is None else self._session()
+        return session is not None and session.plan.enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: scale, factors, interval and counter."""
+        return self._scaler.grad_scaler_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what this or torch's ``state_dict`` returned."""
+        self._scaler.load_grad_scaler_state(state_dict)
+
+    def get_growth_factor(self) -> float:
+        return self.state_dict()["growth_factor"]
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._change_rule(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        return self.state_dict()["backoff_factor"]
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._change_rule(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        return self.state_dict()["growth_interval"]
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._change_rule(growth_interval=new_interval)
+
+    def _change_rule(self, **changes: Any) -> None:
+        scaler = self._scaler
+        if not isinstance(scaler, DynamicScaler):
+            raise ConfigurationError(
+                "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
+            )
+        scaler.rule = replace(scaler.rule, **changes)
+
+    def _owner(self) -> Session:
+        session = current_session() if self._session is None else self._session()
+        if session is None or not session.is_live:
+            raise NotInitializedError(
+                "ampkit.GradScaler was used without a session. Call ampkit.initialize(model, optimizer) first, and close() "
+                "after the training."
+            )
+        return session
+
+    @property
+    def _scaler(self) -> LossScaler:
+        return self._owner().scaler(self._loss_id)

@@ -1,0 +1,165 @@
+"""The loop of a framework that knows torch's GradScaler only, judged by the same steps with `scale_loss`, and by float32."""
+
+import math
+
+import pytest
+import torch
+from helpers import backward, initialize_quietly, net_with_norm, random_batch
+from torch.nn import functional as F
+
+import ampkit
+from ampkit.optimizers import FusedAdam
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+}
+RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=2)
+
+
+def loss_of(model, step, spoiled=()):
+    x, y = random_batch(seed=step)
+    return F.mse_loss(model(x).float(), y) * (math.inf if step in spoiled else 1.0)
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def frameworks_step(scaler, optimizer, loss):
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O4", "O5"))
+def test_the_loop_of_a_framework_trains_as_scale_loss(level, optimizer_name):
+    spoiled = {2} if level in ("O1", "O2") else set()
+    settings = {"loss_scale": RULE} if spoiled else {}
+    found, expected = [], []
+    for into in (found, expected):
+        model, optimizer = initialize_quietly(net_with_norm(), OPTIMIZERS[optimizer_name], level, **settings)
+        scaler = ampkit.GradScaler("cpu")
+        for step in range(6):
+            if into is found:
+                frameworks_step(scaler, optimizer, loss_of(model, step, spoiled))
+            else:
+                optimizer.zero_grad()
+                backward(loss_of(model, step, spoiled), optimizer)
+                optimizer.step()
+            into.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
+        ampkit.close()
+    for (weights, skipped, state), (wanted, wanted_skipped, wanted_state) in zip(found, expected, strict=True):
+        assert_equal(weights, wanted)
+        assert skipped == wanted_skipped and state == wanted_state
+    assert [skipped for _, skipped, _ in found] == [step in spoiled for step in range(6)]
+
+
+def test_a_framework_that_patches_step_sees_that_a_skipped_one_was_not_called():
+    model, optimizer = initialize_quietly(net_with_norm(), OPTIMIZERS["AdamW"], "O2")
+    scaler, plain, called = ampkit.GradScaler("cpu"), optimizer.step, []
+
+    def step(*args, **kwargs):
+        called.append(True)
+        return plain(*args, **kwargs)
+
+    optimizer.step = step
+    before = values(model)
+    frameworks_step(scaler, optimizer, loss_of(model, 0, {0}))
+    assert not called and scaler.get_scale() == 2.0**15
+    assert_equal(values(model), before)
+    frameworks_step(scaler, optimizer, loss_of(model, 1))
+    assert called == [True] and scaler.get_scale() == 2.0**15
+
+
+def test_one_of_two_optimizers_overflows_and_the_scale_moves_once():
+    models = [net_with_norm(seed=seed) for seed in (0, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    ampkit.initialize(models, optimizers, opt_level="O2", loss_scale=RULE, verbosity=0)
+    scaler = ampkit.GradScaler("cpu")
+    scales = []
+    for step, spoiled in enumerate((None, 1, None, None, 0)):
+        before = [values(model) for model in models]
+        for index, (model, optimizer) in enumerate(zip(models, optimizers)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step, {step} if spoiled == index else ())).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        assert scaler.get_scale() == (scales or [256.0])[-1]  # it moves in update()
+        scaler.update()
+        scales.append(scaler.get_scale())
+        for index, model in enumerate(models):
+            moved = any(not torch.equal(value, before[index][name]) for name, value in model.state_dict().items())
+            assert moved == (spoiled != index)
+            assert ampkit.step_was_skipped(optimizers[index]) == (spoiled == index)
+    # On paper: one clean, back to half, two clean and it doubles, half again.
+    assert scales == [256.0, 128.0, 128.0, 256.0, 128.0]
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_unscaled_gradients_are_clipped_and_micro_batches_add_up(level, optimizer_name):
+    twin = net_with_norm()
+    for step in range(3):
+        loss_of(twin, step).backward()
+    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    model, optimizer = initialize_quietly(net_with_norm(), OPTIMIZERS[optimizer_name], level)
+    scaler = ampkit.GradScaler("cpu")
+    for step in range(3):
+        scaler.scale(loss_of(model, step)).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm.item() == pytest.approx(expected.item(), rel=0.02)
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (param.grad.float() - other.grad).norm() <= 0.05 * 0.1  # of the norm of all, after clipping
+    scaler.step(optimizer)
+    scaler.update()
+    assert not ampkit.step_was_skipped(optimizer)
+
+
+def test_it_is_a_grad_scaler_and_its_state_is_torchs():
+    initialize_quietly(net_with_norm(), OPTIMIZERS["SGD"], "O2", loss_scale=RULE)
+    scaler, torchs = ampkit.GradScaler("cpu"), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+    assert isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+    scaler.load_state_dict(torchs.state_dict())
+    assert scaler.state_dict() == torchs.state_dict() and scaler.get_scale() == 1024.0
+    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 1024.0
+    scaler.set_growth_interval(1)
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.25)
+    found = scaler.get_growth_interval(), scaler.get_growth_factor(), scaler.get_backoff_factor()
+    assert found == (1, 4.0, 0.25)
+    scaler.update(32.0)
+    assert scaler.get_scale() == 32.0
+    scaled = scaler.scale([torch.ones(2), torch.ones(())])
+    assert [tensor.tolist() for tensor in scaled] == [[32.0, 32.0], 32.0]
+
+
+def test_misuse_is_answered_as_torch_does():
+    model, optimizer = initialize_quietly(net_with_norm(), OPTIMIZERS["SGD"], "O2")
+    scaler = ampkit.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="after step"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(RuntimeError, match="Closure"):
+        scaler.step(optimizer, closure=lambda: None)
+    with pytest.raises(ampkit.NotInitializedError, match="was not passed to initialize"):
+        scaler.step(torch.optim.SGD(net_with_norm().parameters(), lr=0.1))
+    ampkit.close()
+    assert not scaler.is_enabled()
+    with pytest.raises(ampkit.NotInitializedError, match="without a session"):
+        scaler.scale(torch.ones(()))
