@@ -18,7 +18,7 @@ EXPORTED = """
     state_dict load_state_dict from_grad_scaler to_grad_scaler
     half_function bfloat16_function float_function promote_function cast_inputs
     register_half_function register_bfloat16_function register_float_function register_promote_function
-    DynamicLossScale Policy
+    DynamicLossScale GradScaler Policy
     AmpkitError CheckpointError ClosureError ConfigurationError ExtensionError LossIdError LossScaleError
     NotInitializedError RefusedOperation
 """.split()
