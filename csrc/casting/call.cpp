@@ -4,6 +4,7 @@
 #include <ATen/ops/to_ops.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -128,8 +129,29 @@ at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
   return at::_ops::to_dtype::call(tensor, dtype, /*non_blocking=*/false, /*copy=*/false, std::nullopt);
 }
 
+// Second references to what a call is given: see WeightCast.held.
+using Held = c10::SmallVector<at::Tensor, 4>;
+
+// Products keep their factors for the backward pass, and one of them several times over.
+void hold(const Binding* binding, PyObject* const* args, Py_ssize_t nargs, Held& held) {
+  if (binding->kind != Kind::Lower) return;
+  for (Py_ssize_t i = 0; i < nargs; ++i) {
+    if (!is_tensor(args[i])) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(args[i]);
+    if (tensor.use_count() == 1) held.push_back(tensor);
+  }
+}
+
+// A weight's cast that is in the store, borrowed, or null: most calls need no more. What may throw is left to `cast`.
+PyObject* find_on_cpu(const Binding* binding, PyObject* argument) {
+  if (binding->kind != Kind::Lower || Py_TYPE(argument) != reinterpret_cast<PyTypeObject*>(ParameterClass)) return nullptr;
+  CastStore* store = binding->store;
+  if (store->bypassed || store->capturing != Py_None || !THPVariable_Unpack(argument).is_cpu()) return nullptr;
+  return store->find(argument);
+}
+
 // A new reference to the cast of one argument (to itself, where it is not ours to cast), or null with an exception.
-PyObject* cast(const Binding* binding, PyObject* argument) {
+PyObject* cast(const Binding* binding, PyObject* argument, Held& held) {
   HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(argument);
   if (binding->kind == Kind::Lower) {
@@ -149,17 +171,17 @@ PyObject* cast(const Binding* binding, PyObject* argument) {
       }
       if (!bypassed && !tensor.is_inference() && !in_forward_mode()) {
         at::Tensor found = binding->store->find_recent(tensor);
-        if (found.defined()) return THPVariable_Wrap(another_use_of(tensor, found));
+        if (found.defined()) return THPVariable_Wrap(held.emplace_back(another_use_of(tensor, found)));
         if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
         const uint32_t version = version_of(tensor);
         at::Tensor made = convert(tensor, binding->target);
         binding->store->keep_recent(tensor, made, version);
-        return THPVariable_Wrap(std::move(made));
+        return THPVariable_Wrap(held.emplace_back(std::move(made)));
       }
     }
   }
   if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
-  return THPVariable_Wrap(convert(tensor, binding->target));
+  return THPVariable_Wrap(held.emplace_back(convert(tensor, binding->target)));
   END_HANDLE_TH_ERRORS
 }
 
@@ -168,6 +190,7 @@ struct Arguments {
   PyObject* values[kMaxArguments + 1];
   PyObject* owned[kMaxArguments];
   Py_ssize_t count = 0;
+  Held held;
 
   ~Arguments() {
     for (Py_ssize_t i = 0; i < count; ++i) Py_DECREF(owned[i]);
@@ -242,6 +265,8 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
   }
   if (verdict == Verdict::Slow) return PyObject_Vectorcall(binding->slow, args, static_cast<size_t>(nargs), kwnames);
   if (verdict == Verdict::Through) {
+    Held held;
+    hold(binding, args, nargs, held);
     const PastAutocast past_autocast(binding, thread);
     return PyObject_Vectorcall(use.original, args, static_cast<size_t>(nargs), kwnames);
   }
@@ -249,11 +274,13 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
   std::memcpy(arguments.values + 1, args, static_cast<size_t>(total) * sizeof(PyObject*));
   for (Py_ssize_t i = 0; i < total; ++i) {
     if ((to_cast >> i & 1u) == 0) continue;
-    PyObject* value = cast(binding, args[i]);
+    PyObject* found = find_on_cpu(binding, args[i]);
+    PyObject* value = found != nullptr ? Py_NewRef(found) : cast(binding, args[i], arguments.held);
     if (value == nullptr) return nullptr;
     arguments.owned[arguments.count++] = value;
     arguments.values[i + 1] = value;
   }
+  hold(binding, arguments.values + 1, nargs, arguments.held);
   const PastAutocast past_autocast(binding, thread);
   return PyObject_Vectorcall(
       use.original, arguments.values + 1, static_cast<size_t>(nargs) | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames);

@@ -8,6 +8,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <new>
+
 #include "cast_store.h"
 #include "switch.h"
 
@@ -18,6 +20,13 @@ enum class Kind { Lower, Fp32, Promote, MatchFirst, Reject, Banned, Native };
 
 // What an engine gives a Call. Counted, since whatever runs during a call may have the engine closed.
 struct Binding {
+  // In Python's arenas: a thousand of them on the C heap, between the tensors, make torch's own allocations slower.
+  static void* operator new(size_t size) {
+    if (void* memory = PyMem_Malloc(size)) return memory;
+    throw std::bad_alloc();
+  }
+  static void operator delete(void* memory) { PyMem_Free(memory); }
+
   long references = 1;
   Kind kind;
   bool follows_regions;  // the target is the lower precision, which a region of torch.autocast may choose

@@ -86,7 +86,7 @@ PyObject* CastStore::find(PyObject* weight) {
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   const bool holds = PyWeakref_GET_OBJECT(entry.weight) == weight && version_of(tensor) == entry.stamp.version &&
       data_of(tensor) == entry.stamp.data && tensor.requires_grad() == entry.stamp.requires_grad &&
-      stream_of(tensor) == entry.stream && version_of(THPVariable_Unpack(entry.cast)) == entry.cast_version;
+      stream_of(tensor) == entry.stream && version_of(entry.held) == entry.cast_version;
   if (!holds) return nullptr;
   entry.used = true;
   return entry.cast;
@@ -107,7 +107,8 @@ bool CastStore::keep(PyObject* weight, PyObject* cast, const Stamp& made_of, boo
   PyObject* reference = PyWeakref_NewRef(weight, on_death);
   if (reference == nullptr) return false;
   // From here to the swap nothing lets other threads run.
-  WeightCast entry{reference, Py_NewRef(cast), used, version_of(THPVariable_Unpack(cast)), stream_of(tensor), made_of, std::move(storage)};
+  const at::Tensor& held = THPVariable_Unpack(cast);
+  WeightCast entry{reference, Py_NewRef(cast), held, used, version_of(held), stream_of(tensor), made_of, std::move(storage)};
   if (stamp(tensor) == made_of) std::swap(of_this_mode()[weight], entry);
   release(entry);
   return true;

@@ -24,6 +24,9 @@ struct Stamp {
 struct WeightCast {
   PyObject* weight = nullptr;  // a weak reference, whose callback discards the entry
   PyObject* cast = nullptr;
+  // A second reference to the cast, in C++: a tensor that only its Python object holds needs the GIL wherever a function in C++
+  // keeps it (autograd saves it for the backward pass) and lets it go.
+  at::Tensor held;
   bool used = false;  // not only cast ahead
   uint32_t cast_version = 0;
   c10::StreamId stream = 0;
