@@ -228,7 +228,7 @@ FAULTS = [
     Mutant(
         "cpp store: an edited cast is handed out",
         "csrc/casting/cast_store.cpp",
-        "version_of(THPVariable_Unpack(entry.cast)) == entry.cast_version",
+        "version_of(entry.held) == entry.cast_version",
         "true",
         breaks="a cast that was written to is made anew",
         tests=("o1/test_cast_cache.py::test_cast_that_was_written_to_is_made_anew",),
