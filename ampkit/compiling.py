@@ -53,9 +53,8 @@ class CompiledModels:
     """
 
     def __init__(self) -> None:
-        self._before_forward: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # A list and no WeakKeyDictionary: it is walked on every call, and holds a model or two.
+        self._before_forward: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], None]]] = []
         self._before_calls: list[Callable[[], None]] = []
         self._patches = PatchSet()
 
@@ -73,20 +72,28 @@ class CompiledModels:
     def note(self, model: nn.Module, before_forward: Callable[[nn.Module], None]) -> None:
         """A trace goes through the forward of ``model``: do what precedes a forward, now and before each compiled call."""
         before_forward(model)
-        self._before_forward[model] = before_forward
+        self._take_out(model)
+        self._before_forward.append((weakref.ref(model, self._discard), before_forward))
         self._watch_calls()
 
     def forget(self, model: nn.Module) -> None:
         """``model`` is not initialized any more."""
-        self._before_forward.pop(model, None)
+        self._take_out(model)
         self._stop_watching()
 
     def before_call(self) -> None:
         """What precedes a forward, for every model whose forward is in compiled code."""
-        for model, before_forward in list(self._before_forward.items()):
-            before_forward(model)
+        for ref, before_forward in tuple(self._before_forward):
+            if (model := ref()) is not None:
+                before_forward(model)
         for action in self._before_calls:
             action()
+
+    def _take_out(self, model: nn.Module) -> None:
+        self._before_forward = [pair for pair in self._before_forward if pair[0]() is not model]
+
+    def _discard(self, dead: weakref.ref[nn.Module]) -> None:
+        self._before_forward = [pair for pair in self._before_forward if pair[0] is not dead]
 
     def _stop_watching(self) -> None:
         if not self._before_forward and not self._before_calls:

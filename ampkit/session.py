@@ -458,7 +458,9 @@ class Session:
 
     def _cast_where_it_is(self, model: nn.Module) -> None:
         """The model may have moved since: ask one of its parameters."""
-        first = next(model.parameters(), None)
+        first = _some_parameter(model)
+        if first is not None and first.device.type in self.casting.device_types:
+            return
         here = device_types([model]) if first is None else {first.device.type}
         if not here <= self.casting.device_types:
             self.casting.cast_on(self.casting.device_types | here)
@@ -521,6 +523,20 @@ def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -
 
 def _lower_precision_in(model: nn.Module) -> torch.dtype:
     return next(param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION)
+
+
+def _some_parameter(model: nn.Module) -> nn.Parameter | None:
+    """One of the model's parameters; ``next(model.parameters())`` costs as much as a small layer, in every iteration."""
+    modules, seen = [model], {model}
+    for module in modules:
+        for param in module._parameters.values():
+            if param is not None:
+                return param
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return None
 
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:
