@@ -45,6 +45,7 @@ class Plan:
     policy: Policy = field(default_factory=Policy)
     on_floor: str = "raise"
     scope: str = "process"
+    model_grads: str = "unscaled"
     lower_precision_weights: str = "float32"
 
     @property
@@ -151,6 +152,11 @@ def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> P
     checked = {name: _CHECKS[name](value, opt_level) for name, value in given.items()}
     plan = replace(plan, **checked)
     plan = replace(plan, policy=plan.policy.settled(device_type))
+    if plan.model_grads == "scaled" and not plan.master_weights:
+        raise ConfigurationError(
+            f"model_grads='scaled' is about weights with masters, and {opt_level} makes none: gradients of others are unscaled "
+            "where they are. Choose O2, or leave it out."
+        )
     if plan.max_loss_scale < plan.min_loss_scale:
         raise ConfigurationError(
             f"min_loss_scale={plan.min_loss_scale:g} is above max_loss_scale={plan.max_loss_scale:g}. Lower the one or raise "
@@ -354,6 +360,16 @@ def _check_lower_precision_weights(value: Any, level: str) -> str:
     return value
 
 
+def _check_model_grads(value: Any, level: str) -> str:
+    if value not in ("unscaled", "scaled"):
+        raise _refuse(
+            "model_grads",
+            value,
+            "'unscaled' (after scale_loss, param.grad is the gradient) or 'scaled' (it stays at the loss scale, as Apex left it)",
+        )
+    return value
+
+
 def _check_scope(value: Any, level: str) -> str:
     if value not in ("process", "forward"):
         raise ConfigurationError(
@@ -383,5 +399,6 @@ _CHECKS = {
     "policy": lambda value, level: Policy.of(value),
     "on_floor": _check_on_floor,
     "scope": _check_scope,
+    "model_grads": _check_model_grads,
     "lower_precision_weights": _check_lower_precision_weights,
 }

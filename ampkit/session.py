@@ -276,7 +276,8 @@ class Session:
         slots = Slots()
         for optimizer in optimizers:
             self._undo.callback(_when_alive(_detach_optimizer), weakref.ref(optimizer))
-            OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
+            wrapper = OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
+            wrapper.gradients.leaves_scaled = self.plan.model_grads == "scaled"
             if self.plan.casts_weights and not self.plan.master_weights:
                 self._undo.callback(_when_alive(model_casts.hand_out_own_state), weakref.ref(optimizer))
                 model_casts.hand_out_plain_state(optimizer, values)

@@ -10,6 +10,7 @@ master's, which then is what the step uses. All of this is done by multi-tensor 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,12 +18,79 @@ import torch
 from .. import kernels
 from ..errors import ConfigurationError
 from ..models.weights import move_like
-from ..optimizers.scales import Scale, inverse, is_one, on, ratio
+from ..optimizers.scales import Scale, inverse, is_one, on, on_device_of, ratio
 from ..sharding import by_placement, is_sharded, local, process_groups, total_over
 from .found_inf import Check, Verdict
 from .master_weights import Exact, Seen, Slot
+from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
 
-LISTS_OF_A_COLLECTION = 3  #: how many lists `Gradients.collect` checks at most
+LISTS_OF_A_COLLECTION = 6  #: how many lists `Gradients.collect` checks at most, but for rare mixtures
+
+
+@dataclass
+class Group:
+    """Gradients of which equally much is known, so that one kernel can handle them.
+
+    ``values`` are the gradients themselves where nothing more is known, else what stands in `Slot.exact`, at the scale ``scale``.
+    ``chooses`` says that what was written to the gradients since counts, and ``zeros_count`` that zeros in them were written.
+    """
+
+    scale: Scale
+    chooses: bool
+    zeros_count: bool
+    slots: list[Slot] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    def write(self, outputs: list[torch.Tensor], factor: Scale = 1.0) -> None:
+        """outputs = factor * the gradients, unscaled."""
+        inv = inverse(self.scale)
+        if self.chooses:
+            kernels.multi_tensor_restore(
+                self.gradients, self.values, outputs, inv, factor=factor, zeros_count=self.zeros_count
+            )
+        elif not (is_one(inv) and is_one(factor) and self.values[0] is outputs[0]):
+            kernels.multi_tensor_scale(self.values, outputs, factor * on_device_of(inv, factor))
+
+    def norm(self) -> torch.Tensor:
+        """Their Euclidean norm."""
+        inv = inverse(self.scale)
+        if self.chooses:
+            return kernels.multi_tensor_restore_l2norm(self.gradients, self.values, inv, self.zeros_count)[0]
+        return kernels.multi_tensor_unscale_l2norm(self.values, None, inv)[0]
+
+    def accumulate(
+        self, fresh: list[torch.Tensor], totals: list[torch.Tensor], inv: Scale, check: Check | None
+    ) -> None:
+        """totals = fresh * inv + the gradients, unscaled; the gradients too, unless they are kept at a scale."""
+        places = _places(check, [slot.param for slot in self.slots])
+        if self.chooses or (is_one(self.scale) and self.values[0] is self.gradients[0]):
+            kernels.multi_tensor_accumulate(
+                fresh, self.gradients, self.values, totals, inv, inverse(self.scale), self.zeros_count, *places
+            )
+        else:
+            kernels.multi_tensor_axpby(fresh, self.values, totals, inv, inverse(self.scale), places[0], 0, places[1])
+
+
+def grouped(gradients: Iterable[tuple[Slot, torch.Tensor]]) -> list[Group]:
+    """These gradients of slots, in as many groups as it takes."""
+    groups: dict[tuple, Group] = {}
+    for slot, gradient in gradients:
+        exact = slot.exact
+        if exact is None or not (exact.is_scaled or exact.serves(gradient)):
+            key, values, scale = None, gradient, 1.0
+        else:
+            values, scale = exact.values.to(gradient.device), exact.scale
+            name = id(scale) if isinstance(scale, torch.Tensor) else scale
+            key = (name, exact.is_scaled, exact.rounded.is_still(gradient))
+        group = groups.get(key)
+        if group is None:
+            chooses = key is not None and not exact.is_scaled
+            group = groups[key] = Group(scale, chooses, chooses and not key[2])
+        group.slots.append(slot)
+        group.gradients.append(gradient)
+        group.values.append(values)
+    return list(groups.values())
 
 
 class Gradients:
@@ -32,7 +100,8 @@ class Gradients:
     gradients wait in ``param.grad`` (``delay_unscale=True``), else None. ``local`` says that they come from a backward pass
     under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either holds, gradients stay there during the
     next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed. ``clip`` is what the step has yet to
-    multiply the gradients of masters by.
+    multiply the gradients of masters by. ``leaves_scaled`` (``model_grads="scaled"``) leaves those of weights with masters at
+    their scale after the block, in ``param.grad``.
     """
 
     def __init__(self) -> None:
@@ -40,6 +109,7 @@ class Gradients:
         self.mastered: list[Slot] = []  # those that have a master
         self.by_master: dict[int, Slot] = {}  # by the master's id
         self.reads_lower = False
+        self.leaves_scaled = False
         self.is_open = False
         self.is_bystander = False  # open in a block that did not name the optimizer
         self.is_stepping = False
@@ -51,7 +121,10 @@ class Gradients:
         self.used_by: list[Verdict] = []
         # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
         self.in_buckets = False
+        # What the gradients of masters were clipped by in all, and they as they were then; whether a step has used that.
+        self._clipped_by: torch.Tensor | None = None
         self._clipped: list[tuple[Slot, Seen]] = []
+        self._is_clip_used = False
         self._groups: tuple[int, list[Any]] | None = None  # of so many slots
 
     def add(self, slots: Iterable[Slot]) -> None:
@@ -97,9 +170,10 @@ class Gradients:
 
         `refuse_unseen_writes` comes before: of several optimizers none is opened where one has to be refused.
         """
-        self._unconvert()
         if self.clip is not None:
-            self._clip_in_place()
+            self.convert()
+        self._unconvert()
+        self._forget_clip()
         self.is_open, self.is_bystander = True, is_bystander
         if self.stays:
             self._rescale(scale)
@@ -107,9 +181,11 @@ class Gradients:
         for slot in self.slots:
             gradient = slot.param.grad
             if gradient is not None:
-                # The next backward pass overwrites DDP's buckets.
-                slot.stash = gradient.clone() if self.in_buckets else gradient
-                slot.param.grad = None
+                slot.stash, slot.param.grad = gradient, None
+                if self.in_buckets:  # which the next backward pass overwrites
+                    slot.stash = gradient.clone()
+                    if slot.exact is not None and slot.exact.rounded.is_still(gradient):
+                        slot.exact = slot.exact.moved(slot.stash)
             elif slot.exact is not None:
                 slot.exact = None
 
@@ -134,10 +210,21 @@ class Gradients:
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
+        stashed = [(slot, slot.stash) for slot in self.slots if slot.stash is not None]
+        self._multiply(stashed, scale)
+        fresh, added = [], []
+        for slot, stash in stashed:
+            gradient = slot.param.grad
+            if gradient is None:
+                slot.param.grad = stash
+            elif gradient.layout is stash.layout is torch.strided:
+                fresh.append(gradient)
+                added.append(stash)
+            else:
+                gradient.add_(stash)
+        kernels.multi_tensor_axpby(fresh, added, fresh, 1.0, 1.0)
         for slot in self.slots:
-            slot.exact = None
-            if slot.stash is not None:
-                _join(slot, scale)
+            slot.stash = slot.exact = None
         self.is_open = False
         self.delayed_scale = scale
 
@@ -175,7 +262,7 @@ class Gradients:
         if fresh:
             self._unscale(fresh, scale, inv, check, exact_in_place)
         if sums:
-            self._add(sums, inv, check)
+            self._add(sums, scale, inv, check)
         if check is not None:
             for slot, _ in (*fresh, *sums):
                 if slot.owners > 1:
@@ -187,117 +274,68 @@ class Gradients:
 
     def _unscale(self, fresh: list, scale: Scale, inv: Scale, check: Check | None, exact_in_place: bool) -> None:
         """Unscale gradients where they are. What is rounded on the way is kept as it was beside them."""
+        for slot, _ in fresh:
+            slot.exact = None
         if is_one(inv) and check is None:
-            for slot, _ in fresh:
-                slot.exact = None
             return
-        params, inputs, outputs = [], [], []
+        params, inputs, outputs, kept, left = [], [], [], [], []
         for slot, gradient in fresh:
-            if gradient.layout is not torch.strided:
-                self._unscale_sparse(slot, gradient, inv, check)
+            output = gradient
+            if is_sparse(gradient):
+                unscale_sparse(slot, gradient, inv, check)
                 continue
-            output, slot.exact = gradient, None
-            if slot.master is not None and not (is_one(inv) or (exact_in_place and gradient.dtype is torch.bfloat16)):
-                if self.in_buckets or gradient._is_view():  # others see it there
-                    kept = gradient.clone()
-                else:
-                    kept, output = gradient, torch.empty_like(gradient)
-                    slot.param.grad = output
-                slot.exact = Exact(kept, scale, Seen.now(output))
+            if slot.master is not None and not is_one(inv):
+                if self.leaves_scaled:
+                    left.append((slot, gradient))
+                    continue
+                if not (exact_in_place and gradient.dtype is torch.bfloat16):
+                    if self.in_buckets or gradient._is_view():  # others see it there
+                        kept.append((slot, gradient, gradient.clone()))
+                    else:
+                        output = slot.param.grad = torch.empty_like(gradient)
+                        kept.append((slot, output, gradient))
             params.append(slot.param)
             inputs.append(gradient)
             outputs.append(output)
-        found_inf, first_bad = _places(check, params)
-        kernels.multi_tensor_scale(inputs, outputs, inv, found_inf, first_bad)
-        self._note_versions(fresh)
+        kernels.multi_tensor_scale(inputs, outputs, inv, *_places(check, params))
+        for slot, output, values in kept:
+            slot.exact = Exact(values, scale, Seen.now(output))
+        if left and check is not None:
+            found_inf, first_bad = _places(check, [slot.param for slot, _ in left])
+            kernels.multi_tensor_unscale_l2norm(
+                [gradient for _, gradient in left], None, None, found_inf, first_bad=first_bad
+            )
+        for slot, gradient in left:
+            slot.exact = Exact(gradient, scale, Seen.now(gradient), is_scaled=True)
 
-    def _add(self, sums: list[tuple[Slot, torch.Tensor]], inv: Scale, check: Check | None) -> None:
+    def _add(self, sums: list[tuple[Slot, torch.Tensor]], scale: Scale, inv: Scale, check: Check | None) -> None:
         """Add fresh gradients to stashed ones: in float32, where the parameter is in lower precision."""
         own, mastered = [], []
+        fresh: dict[Slot, torch.Tensor] = {}
         for slot, gradient in sums:
             if slot.owners > 1 and slot.found_inf is not None:
                 _drop_if(slot, slot.found_inf)
-            if gradient.layout is not torch.strided or slot.stash.layout is not torch.strided:
-                self._add_sparse(slot, gradient, inv, check)
-            else:
-                (own if slot.master is None else mastered).append((slot, gradient))
+            if is_sparse(gradient) or is_sparse(slot.stash):
+                add_sparse(slot, gradient, inv, check)
+                continue
+            fresh[slot] = gradient
+            (own if slot.master is None else mastered).append((slot, slot.stash))
         if own:
-            stashes = [slot.stash for slot, _ in own]
-            found_inf, first_bad = _places(check, [slot.param for slot, _ in own])
-            gradients = [gradient for _, gradient in own]
-            kernels.multi_tensor_axpby(gradients, stashes, stashes, inv, 1.0, found_inf, first_bad=first_bad)
-        if mastered:
-            totals = self.in_float32_of([(slot, slot.stash) for slot, _ in mastered])
-            found_inf, first_bad = _places(check, [slot.param for slot, _ in mastered])
-            gradients = [gradient for _, gradient in mastered]
-            kernels.multi_tensor_axpby(gradients, totals, totals, inv, 1.0, found_inf, first_bad=first_bad)
-            kernels.multi_tensor_scale(totals, [slot.stash for slot, _ in mastered], 1.0)
-            for (slot, _), total in zip(mastered, totals):
-                slot.exact = Exact(total, 1.0, Seen.now(slot.stash))
-        for slot, _ in sums:
-            if slot.stash is not None:
-                slot.param.grad, slot.stash = slot.stash, None
-
-    def in_float32_of(
-        self, gradients: list[tuple[Slot, torch.Tensor]], into: Callable | None = None
-    ) -> list[torch.Tensor]:
-        """These gradients of slots with masters as exactly as they are known, in tensors that nobody else holds.
-
-        ``into`` gives the tensor for a slot; else it is that of the exact value where that is float32.
-        """
-        outputs, rounded, restored = [], [], {}
-        for slot, gradient in gradients:
-            exact = slot.exact
-            if exact is not None and not exact.serves(gradient):
-                exact = None
-            if into is not None:
-                output = into(slot)
-            elif exact is not None and exact.values.dtype is torch.float32:
-                output = exact.values
-            else:
-                output = torch.empty_like(gradient, dtype=torch.float32)
-            outputs.append(output)
-            if exact is None:
-                rounded.append((gradient, output))
-            else:
-                key = (id(exact.scale), exact.rounded.is_still(gradient))
-                restored.setdefault(key, (exact.scale, []))[1].append((gradient, exact.values, output))
-        if rounded:
-            kernels.multi_tensor_scale(*map(list, zip(*rounded)), 1.0)
-        for (_, untouched), (scale, lists) in restored.items():
-            kernels.multi_tensor_restore(*map(list, zip(*lists)), inverse(scale), zeros_count=not untouched)
-        return outputs
-
-    @staticmethod
-    def _unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, check: Check | None) -> None:
-        # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
-        total = gradient.to(slot.target.dtype).coalesce() * on(inv, gradient.device)
-        if check is not None:
-            finite = torch.isfinite(total._values()).all()
-            check.found_inf.copy_(
-                torch.maximum(check.found_inf, on((~finite).to(torch.float32), check.found_inf.device))
+            places = _places(check, [slot.param for slot, _ in own])
+            stashes = [stash for _, stash in own]
+            kernels.multi_tensor_axpby(
+                [fresh[slot] for slot, _ in own], stashes, stashes, inv, 1.0, places[0], 0, places[1]
             )
-        slot.param.grad = visible = total.to(slot.param.dtype)
-        slot.exact = None if slot.master is None else Exact(total, 1.0, Seen.now(visible))
-
-    def _add_sparse(self, slot: Slot, gradient: torch.Tensor, inv: Scale, check: Check | None) -> None:
-        """Add where one or both are sparse; the sum is sparse where both are."""
-        stash, slot.stash, before = slot.stash, None, slot.exact
-        if before is not None and before.rounded.is_still(stash):
-            stash = before.values * on(inverse(before.scale), before.values.device)
-        slot.param.grad = gradient.to_sparse() if gradient.layout is torch.strided else gradient
-        self._unscale_sparse(slot, slot.param.grad, inv, check)
-        fresh = slot.param.grad if slot.exact is None else slot.exact.values
-        both = stash.layout is not torch.strided and gradient.layout is not torch.strided
-        total = fresh + stash if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype))
-        slot.param.grad = visible = total.to(slot.param.dtype)
-        slot.exact = None if slot.master is None else Exact(total, 1.0, Seen.now(visible))
-
-    @staticmethod
-    def _note_versions(fresh: list[tuple[Slot, torch.Tensor]]) -> None:
-        for slot, _ in fresh:
-            if slot.exact is not None:
-                slot.exact = slot.exact._replace(rounded=Seen.now(slot.exact.rounded.gradient))
+        leaves_scaled = self.leaves_scaled and not is_one(scale)
+        for group in grouped(mastered):
+            totals = [values if values.dtype is torch.float32 else _float32_like(values) for values in group.values]
+            group.accumulate([fresh[slot] for slot in group.slots], totals, inv, check)
+            if leaves_scaled:
+                kernels.multi_tensor_scale(totals, group.gradients, scale)
+            for slot, total, gradient in zip(group.slots, totals, group.gradients):
+                slot.exact = Exact(total, 1.0, Seen.now(gradient), leaves_scaled)
+        for slot in fresh:
+            slot.param.grad, slot.stash = slot.stash, None
 
     def _rescale(self, scale: Scale) -> None:
         """Bring the gradients that stay in ``param.grad`` to this scale."""
@@ -306,28 +344,23 @@ class Gradients:
             self.delayed_scale = scale
         if is_one(factor):
             return
-        plain = []
+        self._multiply([(slot, slot.param.grad) for slot in self.slots if slot.param.grad is not None], factor)
         for slot in self.slots:
-            gradient, exact = slot.param.grad, slot.exact
             slot.exact = None
-            if gradient is None:
-                continue
-            if exact is None or gradient.layout is not torch.strided:
-                plain.append(_values(gradient))
-            else:
-                zeros_count = not exact.rounded.is_still(gradient)
-                inv = inverse(exact.scale)
-                kernels.multi_tensor_restore(
-                    [gradient], [exact.values], [gradient], inv, factor=factor, zeros_count=zeros_count
-                )
-        if plain:
-            kernels.multi_tensor_scale(plain, plain, factor)
+
+    @staticmethod
+    def _multiply(gradients: list[tuple[Slot, torch.Tensor]], factor: Scale) -> None:
+        """Multiply these gradients of slots, as exactly as they are known, where they are."""
+        sparse = [values_of(gradient) for _, gradient in gradients if is_sparse(gradient)]
+        kernels.multi_tensor_scale(sparse, sparse, factor)
+        for group in grouped((slot, gradient) for slot, gradient in gradients if not is_sparse(gradient)):
+            group.write(group.gradients, factor)
 
     # The step
 
     def convert(self) -> None:
         """Bring everything, unscaled and clipped, to where ``master_params`` and ordinary optimizers look for it."""
-        clip, self.clip, self._clipped = self.clip, None, []
+        clip, self.clip = self.clip, None
         fresh = []
         for slot in self.mastered:
             if slot.converted is not None:
@@ -337,17 +370,18 @@ class Gradients:
                 slot.master.raw_grad = slot.exact = None
                 continue
             slot.converted = Seen.now(gradient)
-            if gradient.layout is not torch.strided:
+            if is_sparse(gradient):
                 is_exact = exact is not None and exact.rounded.is_still(gradient)
                 slot.master.raw_grad = exact.values if is_exact else gradient.to(slot.master.dtype)
             else:
                 fresh.append((slot, gradient))
-        if fresh:
-            self.in_float32_of(fresh, into=_gradient_of_master)
-            for slot, _ in fresh:
+        for group in grouped(fresh):
+            group.write([_gradient_of_master(slot) for slot in group.slots])
+            for slot in group.slots:
                 slot.exact = None
         if clip is not None:
-            _multiply(self._in_use(self.mastered), clip)
+            in_use = [values_of(slot.master.raw_grad) for slot in self.mastered if slot.master.raw_grad is not None]
+            kernels.multi_tensor_scale(in_use, in_use, clip)
 
     def convert_for_reader(self) -> None:
         """Somebody looks at a master's gradient.
@@ -360,78 +394,90 @@ class Gradients:
     def refuse_unseen_writes(self) -> None:
         """Raise where the step would have to choose between what was written to a master's gradient and to the model's."""
         for slot in self.mastered:
-            converted = slot.converted
-            if converted is None:
-                continue
+            seen, exact = slot.converted, slot.exact
+            if seen is None and exact is not None and exact.is_scaled:
+                seen = exact.rounded
             gradient = slot.param.grad
-            if converted.is_still(gradient):
+            if seen is None or seen.is_still(gradient):
                 continue
-            if gradient is None or not _values(gradient).any():  # clearing the model's gradient clears the master's
+            if gradient is None or not values_of(gradient).any():  # clearing the model's gradient clears the master's
                 slot.master.raw_grad = slot.converted = slot.exact = None
+            elif slot.converted is None:
+                raise ConfigurationError(
+                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after scale_loss, which leaves "
+                    "it multiplied by the loss scale (model_grads='scaled'): the step cannot tell what was meant. Write to the "
+                    "gradients of ampkit.master_params(optimizer), clip with ampkit.clip_grad_norm_, or leave out model_grads."
+                )
             else:
                 raise ConfigurationError(
                     f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after the gradients of the "
                     "masters had been looked at (ampkit.master_params, or the parameters of the optimizer's groups), and the "
                     "step can use one of them only. Write to the model's gradients first, or to the masters' alone."
                 )
-        for slot, before in self._clipped:
-            if slot.param.grad is not None and not before.is_still(slot.param.grad):
+        for slot, before in () if self._is_clip_used else self._clipped:
+            gradient = slot.param.grad
+            if slot.converted is None and gradient is not None and not before.is_still(gradient):
                 raise ConfigurationError(
                     f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
                     "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
                 )
 
     def end_step(self) -> None:
-        """After a step the model's gradients count again, unclipped: the next backward pass adds to them."""
-        self.clip, self._clipped = None, []
+        """After a step the model's gradients count again; `drop_cleared` says whether they are to be clipped again."""
+        self.clip, self._is_clip_used = None, True
         for slot in self.mastered:
             slot.converted = None
 
     def in_float32(self, slots: list[Slot]) -> list[torch.Tensor]:
         """The gradients of these slots as exactly as they are known."""
-        return self.in_float32_of([(slot, slot.param.grad) for slot in slots])
-
-    def _convert_exact(self) -> None:
-        """Convert the gradients of which more is known than the model's gradient holds."""
-        exact = [(slot, slot.param.grad) for slot in self.mastered if slot.exact is not None and slot.converted is None]
-        exact = [(slot, gradient) for slot, gradient in exact if gradient is not None]
-        self.in_float32_of(exact, into=_gradient_of_master)
-        for slot, gradient in exact:
-            slot.converted = Seen.now(gradient)
+        found: dict[Slot, torch.Tensor] = {}
+        for group in grouped((slot, slot.param.grad) for slot in slots):
+            outputs = [values if values.dtype is torch.float32 else _float32_like(values) for values in group.values]
+            group.write(outputs)
+            found.update(zip(group.slots, outputs))
+        return [found[slot] for slot in slots]
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Have every gradient multiplied by this: those of masters by the step, where it reads the model's as they are."""
         own = [slot.param.grad for slot in self.slots if slot.master is None and slot.param.grad is not None]
-        _multiply(own, coefficient)
+        own = [values_of(gradient) for gradient in own]
+        kernels.multi_tensor_scale(own, own, coefficient)
         if not self.mastered:
             return
         self.clip = coefficient if self.clip is None else self.clip * coefficient
-        if self.reads_lower and not any(slot.owners > 1 for slot in self.mastered):
-            self._clipped = [(slot, Seen.now(slot.param.grad)) for slot in self.mastered if slot.converted is None]
-        else:
+        before = None if self._is_clip_used else self._clipped_by
+        self._clipped_by = coefficient if before is None else before * coefficient
+        self._is_clip_used = False
+        if not self.reads_lower or any(slot.owners > 1 for slot in self.mastered):
             self.convert()
+        self._clipped = [(slot, Seen.now(slot.param.grad)) for slot in self.mastered]
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
-        if any(slot.exact is not None for slot in self.mastered):
-            self._convert_exact()
-        if self.clip is None:
-            return _norm(self._in_use(self.slots))
-        clipped = _norm(self._in_use(self.mastered))
-        own = _norm(self._in_use([slot for slot in self.slots if slot.master is None]))
-        if clipped is not None:
-            clipped = clipped * on(self.clip, clipped.device)
-        return own if clipped is None else clipped if own is None else _norm([own, on(clipped, own.device)])
-
-    @staticmethod
-    def _in_use(slots: list[Slot]) -> list[torch.Tensor]:
-        """The gradients that a step would use, where they are now."""
-        found = []
-        for slot in slots:
-            gradient = slot.master.raw_grad if slot.converted is not None else slot.param.grad
-            if gradient is not None:
-                found.append(gradient)
-        return found
+        own, as_they_are, known = [], [], []
+        for slot in self.slots:
+            gradient, exact = slot.param.grad, slot.exact
+            if slot.converted is not None:
+                gradient, exact = slot.master.raw_grad, None
+            if gradient is None:
+                continue
+            if exact is not None and not is_sparse(gradient):
+                known.append((slot, gradient))
+            elif slot.master is None and self.clip is not None:
+                own.append(values_of(gradient))
+            else:
+                is_exact = exact is not None and exact.rounded.is_still(gradient)
+                as_they_are.append(values_of(exact.values if is_exact else gradient))
+        if any(is_sharded(gradient) for _, gradient in known):
+            as_they_are += self.in_float32([slot for slot, _ in known])
+            known = []
+        norms = [_norm(as_they_are), *(group.norm() for group in grouped(known))]
+        if self.clip is not None:
+            norms = [norm if norm is None else norm * on(self.clip, norm.device) for norm in norms]
+        norms = [norm for norm in (*norms, _norm(own)) if norm is not None]
+        if len(norms) > 1:
+            return kernels.multi_tensor_l2norm([on(norm, norms[0].device) for norm in norms])[0]
+        return norms[0] if norms else None
 
     def _unconvert(self) -> None:
         """Before another backward pass: the masters' gradients, whatever was done to them, are the model's again."""
@@ -443,7 +489,7 @@ class Gradients:
             slot.master.raw_grad = slot.converted = None
             if total is None:
                 slot.param.grad = slot.exact = None
-            elif gradient is None or total.layout is not torch.strided:
+            elif gradient is None or is_sparse(total):
                 slot.param.grad = gradient = total.to(slot.param.dtype)
                 slot.exact = Exact(total, 1.0, Seen.now(gradient))
             else:
@@ -453,19 +499,19 @@ class Gradients:
             for slot, total, gradient in again:
                 slot.exact = Exact(total, 1.0, Seen.now(gradient))
 
-    def _clip_in_place(self) -> None:
-        """Clip now what no step has clipped."""
-        self.convert()
-        self._unconvert()
-
     # Clearing
 
     def drop_cleared(self) -> bool:
-        """What was found about gradients goes with them. Returns whether there are none."""
+        """What was found about gradients goes with them, as does a clipping. Returns whether there are none."""
         is_empty = self._is_empty()
         if is_empty:
             self.delayed_scale, self.local = None, False
             self._forget_findings()
+        elif self._is_clip_used:
+            if self._clipped_by is not None and all(before.is_still(slot.param.grad) for slot, before in self._clipped):
+                self.clip, self._is_clip_used = self._clipped_by, False  # another step with the same gradients
+            else:
+                self._forget_clip()
         return is_empty
 
     def clear_all(self) -> None:
@@ -517,7 +563,7 @@ class Gradients:
             gradient = slot.param.grad
             if gradient is None:
                 continue
-            if gradient.layout is torch.strided:
+            if not is_sparse(gradient):
                 gradient.detach().zero_()  # where it is: it may be part of a script's flat buffer
             else:
                 slot.param.grad = torch.zeros_like(gradient)
@@ -532,13 +578,17 @@ class Gradients:
         """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""
         for slot in self.slots:
             gradient = slot.param.grad
-            if gradient is not None and not torch.isfinite(local(_values(gradient))).all():
+            if gradient is not None and not torch.isfinite(local(values_of(gradient))).all():
                 return slot.param
         return None
 
     def _forget_findings(self) -> None:
-        self.clip = self.used_flag = None
-        self.used_by, self._clipped = [], []
+        self.used_flag, self.used_by = None, []
+        self._forget_clip()
+
+    def _forget_clip(self) -> None:
+        self.clip = self._clipped_by = None
+        self._clipped, self._is_clip_used = [], False
 
     def _not_in(self, done: set[Slot] | None) -> list[Slot]:
         """The slots that no other optimizer has handled; from now on nobody else does."""
@@ -561,55 +611,37 @@ def _places(check: Check | None, params: list[torch.Tensor]) -> tuple[torch.Tens
 
 
 def _gradient_of_master(slot: Slot) -> torch.Tensor:
-    """The tensor for a master's gradient, made where there is none yet."""
+    """The tensor for a master's gradient: the one that is there, that of the exact value, or a new one."""
     move_like(slot.master, slot.param)
-    gradient = slot.master.raw_grad
-    if gradient is None or gradient.layout is not torch.strided:
-        gradient = slot.master.raw_grad = torch.empty_like(slot.master)
+    gradient, exact = slot.master.raw_grad, slot.exact
+    if gradient is None or is_sparse(gradient):
+        fits = exact is not None and exact.values.dtype is torch.float32 and exact.values.device == slot.master.device
+        gradient = slot.master.raw_grad = exact.values if fits else torch.empty_like(slot.master)
     return gradient
 
 
-def _join(slot: Slot, scale: Scale) -> None:
-    """Add what was stashed, times ``scale``, to the fresh gradient."""
-    stash, slot.stash = slot.stash, None
-    gradient = slot.param.grad
-    if gradient is None:
-        slot.param.grad = stash * on(scale, stash.device)
-    elif isinstance(scale, torch.Tensor) and gradient.layout is stash.layout is torch.strided:
-        kernels.multi_tensor_axpby([gradient], [stash], [gradient], 1.0, scale)  # add_(alpha=tensor) would read it
-    else:
-        gradient.add_(stash * on(scale, stash.device))
+def _float32_like(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values, dtype=torch.float32)
 
 
 def _drop_if(slot: Slot, found_inf: torch.Tensor) -> None:
     """A contribution that was not finite is no part of the sum."""
-    slot.stash = torch.where(on(found_inf, slot.stash.device) != 0, torch.zeros_like(slot.stash), slot.stash)
-    slot.exact = None
 
+    def without(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(on(found_inf, values.device) != 0, torch.zeros_like(values), values)
 
-def _multiply(gradients: list[torch.Tensor], factor: Scale) -> None:
-    if gradients:
-        values = [_values(gradient) for gradient in gradients]
-        kernels.multi_tensor_scale(values, values, factor)
+    exact, slot.exact, slot.stash = slot.exact, None, without(slot.stash)
+    if exact is not None and exact.is_scaled:
+        slot.exact = exact._replace(values=without(exact.values)).moved(slot.stash)
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor | None:
     """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none."""
     if not gradients:
         return None
-    values = [_values(gradient) for gradient in gradients]
-    if not any(map(is_sharded, values)):
-        return kernels.multi_tensor_l2norm(values)[0]
+    if not any(map(is_sharded, gradients)):
+        return kernels.multi_tensor_l2norm(gradients)[0]
     squares = 0.0
-    for parts, groups in by_placement(values):
+    for parts, groups in by_placement(gradients):
         squares = squares + total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())
     return squares.sqrt().float()
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient stores: all of it, or the values of a sparse one."""
-    return gradient if gradient.layout is torch.strided else gradient._values()

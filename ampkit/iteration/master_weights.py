@@ -105,12 +105,19 @@ _FEW = 8
 class Exact(NamedTuple):
     """A gradient more exactly than ``param.grad`` can hold it: ``values`` / ``scale``, and what it was rounded to.
 
-    ``values`` is the float16 gradient as the backward pass left it, or the float32 sum of several blocks.
+    ``values`` is the float16 gradient as the backward pass left it, or the float32 sum of several blocks. With ``is_scaled``
+    ``param.grad`` has been left at a loss scale, and may be ``values`` itself: nobody may write to it.
     """
 
     values: torch.Tensor
     scale: Scale
     rounded: Seen
+    is_scaled: bool = False
+
+    def moved(self, gradient: torch.Tensor) -> Exact:
+        """The same, where ``gradient`` is a copy that takes the place of ``param.grad``."""
+        values = gradient if self.values is self.rounded.gradient else self.values
+        return self._replace(values=values, rounded=Seen.now(gradient))
 
     def serves(self, gradient: torch.Tensor) -> bool:
         """Whether elements of ``gradient`` may still be what this was rounded to.
@@ -124,10 +131,14 @@ class Exact(NamedTuple):
 class Slot:
     """One parameter: ``param`` is what the model computes with, ``target`` what optimizers update.
 
-    Its gradient, unscaled, is ``param.grad``; or what was ``converted`` into the master's, from then on. While a backward pass
-    runs, the gradient of earlier ones is in ``stash``. ``exact`` is the gradient before it was rounded, if it was.
-    ``owners`` counts the optimizers that update it. Where there are several, ``found_inf`` is the flag of the block that the
-    gradient came from.
+    Where its gradient is, between a block and the step:
+
+    - unscaled in ``param.grad``, where nothing else is set;
+    - there, and more exactly in ``exact`` (`Exact`), or at its scale with ``exact.is_scaled``;
+    - in the master's gradient, where a reader or a step had it ``converted``; then `Seen` is ``param.grad`` as it was.
+
+    In a block the gradient of earlier ones is in ``stash``. ``owners`` counts the optimizers that update the parameter. Where there
+    are several, ``found_inf`` is the flag of the block that the gradient came from.
     """
 
     __slots__ = ("__weakref__", "converted", "entry", "exact", "found_inf", "master", "owners", "param", "stash")

@@ -3,9 +3,11 @@ there are some (routing.py)."""
 
 from ampkit.kernels.backend import Implementation, implementation
 from ampkit.kernels.reference import (
+    multi_tensor_accumulate,
     multi_tensor_axpby,
     multi_tensor_l2norm,
     multi_tensor_restore,
+    multi_tensor_restore_l2norm,
     multi_tensor_scale,
     multi_tensor_unscale_l2norm,
     update_scale,
@@ -31,6 +33,7 @@ __all__ = [
     "gradient_norms",
     "implementation",
     "lars_trust",
+    "multi_tensor_accumulate",
     "multi_tensor_adagrad",
     "multi_tensor_adam",
     "multi_tensor_axpby",
@@ -38,6 +41,7 @@ __all__ = [
     "multi_tensor_lamb",
     "multi_tensor_novograd",
     "multi_tensor_restore",
+    "multi_tensor_restore_l2norm",
     "multi_tensor_scale",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",

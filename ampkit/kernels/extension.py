@@ -15,9 +15,10 @@ import torch
 _C = importlib.import_module("ampkit._C")
 
 built_with: str = _C.torch_version
+_NORMS = ("l2norm", "unscale_l2norm", "restore_l2norm")
 _STEPS = ("sgd", "adam", "adagrad", "lamb", "novograd")
 _OPERATORS = (
-    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "restore", "l2norm", "unscale_l2norm", *_STEPS)),
+    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "restore", "accumulate", *_NORMS, *_STEPS)),
     "update_scale",
     "cpu_capability",
 )
@@ -121,13 +122,14 @@ for _name, _op in ops.items():
         torch.library.register_fake(f"ampkit::{_name}", lambda *args: None)
 
 
-@torch.library.register_fake("ampkit::multi_tensor_l2norm")
-def _(tensors, per_tensor):
-    norms = tensors[0].new_empty(len(tensors) if per_tensor else 0, dtype=torch.float32)
-    return tensors[0].new_empty(1, dtype=torch.float32), norms
+def _fake_norms(where):
+    def norms(tensors, *rest):
+        each = tensors[0].new_empty(len(tensors) if rest[where] else 0, dtype=torch.float32)
+        return tensors[0].new_empty(1, dtype=torch.float32), each
+
+    return norms
 
 
-@torch.library.register_fake("ampkit::multi_tensor_unscale_l2norm")
-def _(inputs, outputs, inv_scale, inv_scale_tensor, found_inf, per_tensor, first_bad):
-    norms = inputs[0].new_empty(len(inputs) if per_tensor else 0, dtype=torch.float32)
-    return inputs[0].new_empty(1, dtype=torch.float32), norms
+for _name in _NORMS:
+    _arguments = [one.name for one in ops[f"multi_tensor_{_name}"]._schema.arguments]
+    torch.library.register_fake(f"ampkit::multi_tensor_{_name}", _fake_norms(_arguments.index("per_tensor") - 1))

@@ -104,13 +104,17 @@ def multi_tensor_restore(
     """
     check_lists("multi_tensor_restore", grads=grads, exacts=exacts, outputs=outputs)
     for grad, exact, out in zip(grads, exacts, outputs):
-        dtype = compute_dtype(grad, exact)
-        unscaled = exact.to(dtype) * _factor(inv_scale)
-        changed = unscaled.to(grad.dtype) != grad
-        stays = ~(changed | _in_written_runs(changed, grad, exact, out))
-        if zeros_count:
-            stays &= grad != 0
-        out.copy_(torch.where(stays, unscaled, grad.to(dtype)) * _factor(factor))
+        out.copy_(_restored(grad, exact, inv_scale, zeros_count, out) * _factor(factor))
+
+
+def _restored(grad, exact, inv_scale, zeros_count, *beside):
+    dtype = compute_dtype(grad, exact)
+    unscaled = exact.to(dtype) * _factor(inv_scale)
+    changed = unscaled.to(grad.dtype) != grad
+    stays = ~(changed | _in_written_runs(changed, grad, exact, *beside))
+    if zeros_count:
+        stays &= grad != 0
+    return torch.where(stays, unscaled, grad.to(dtype))
 
 
 def _in_written_runs(changed: Tensor, *beside: Tensor) -> Tensor:
@@ -123,6 +127,33 @@ def _in_written_runs(changed: Tensor, *beside: Tensor) -> Tensor:
     runs = functional.pad(stored.flatten(), (0, -changed.numel() % 8)).view(-1, 8)
     written = (runs.sum(dim=1, keepdim=True) > 1).expand_as(runs).flatten()[: changed.numel()].view(stored.shape)
     return written.permute([order.index(dim) for dim in range(changed.dim())])
+
+
+@operator
+def multi_tensor_accumulate(
+    fresh: Tensors,
+    grads: Tensors,
+    exacts: Tensors,
+    totals: Tensors,
+    inv_scale: Number,
+    exact_inv_scale: Number = 1.0,
+    zeros_count: bool = False,
+    found_inf: Flag | None = None,
+    first_bad: Flag | None = None,
+) -> None:
+    """totals[i] = fresh[i] * inv_scale + what multi_tensor_restore gives of grads[i] and exacts[i]; grads[i] is that, rounded.
+
+    One block's gradients added to those before, in float32. ``exacts`` may be ``grads``, of which nothing more is known, and
+    ``totals`` may be ``exacts``. Fresh gradients are checked, and nothing else.
+    """
+    check_lists("multi_tensor_accumulate", fresh=fresh, grads=grads, exacts=exacts, totals=totals)
+    report_non_finite(fresh, found_inf, first_bad)
+    for new, grad, exact, total in zip(fresh, grads, exacts, totals):
+        restored = _restored(grad, exact, exact_inv_scale, zeros_count, new, total)
+        dtype = compute_dtype(new, restored)
+        sums = (new.to(dtype) * _factor(inv_scale)).add_(restored.to(dtype))
+        grad.copy_(sums)
+        total.copy_(sums)
 
 
 def _joined_norms(given: dict[str, Any], parts: list) -> tuple[Tensor, Tensor]:
@@ -170,6 +201,16 @@ def multi_tensor_unscale_l2norm(
     if outputs is not None:
         _scale(inputs, outputs, 1.0 if inv_scale is None else inv_scale)
     return norms
+
+
+@operator(after=_joined_norms)
+def multi_tensor_restore_l2norm(
+    grads: Tensors, exacts: Tensors, inv_scale: Number, zeros_count: bool = False, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The norms of what multi_tensor_restore gives, which is not kept."""
+    check_lists("multi_tensor_restore_l2norm", grads=grads, exacts=exacts)
+    restored = [_restored(grad, exact, inv_scale, zeros_count) for grad, exact in zip(grads, exacts)]
+    return _l2norm(restored, per_tensor, None)
 
 
 @operator_without_lists

@@ -19,7 +19,7 @@ import torch
 
 from .. import kernels
 from ..dtypes import CASTABLE, LOWER_PRECISION
-from .scales import Scale, on
+from .scales import Scale, inverse, on
 
 _SETTINGS = (bool, int, float, str, torch.dtype)
 # Elements whose gradients are restored in one go: on the CPU, few enough to stay in its caches until the step reads them.
@@ -192,23 +192,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         batches: dict[Any, Batch] = {}
         batch = last = None
         for param in group["params"]:
-            slot = slot_of(id(param))
+            slot, scale = slot_of(id(param)), None
             if slot is None:
                 gradient, kind = param.grad, 0
-            elif slot.converted is None:
-                gradient, kind = slot.param.grad, 1 if slot.exact is None else 2
-            else:
+            elif slot.converted is not None:
                 gradient, kind = param.raw_grad, 1
+            elif slot.exact is None:
+                gradient, kind = slot.param.grad, 1
+            elif slot.exact.is_scaled:
+                gradient, kind, scale = slot.exact.values, 1, slot.exact.scale
+            else:
+                gradient, kind = slot.param.grad, 2
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:
                 raise self.sparse_error(param)
-            key = (kind, param.device)
+            key = (kind, param.device, None if scale is None else id(scale))
             if key != last:
                 last, batch = key, batches.get(key)
                 if batch is None:
+                    inv_scale = inputs.inv_scale if scale is None else inverse(scale)
                     batch = batches[key] = Batch(
-                        [], [], [] if kind else None, inputs.inv_scale, inputs.clip if kind else None, inputs.found_inf
+                        [], [], [] if kind else None, inv_scale, inputs.clip if kind else None, inputs.found_inf
                     )
                     batch.targets = batch.params
                     if kind == 2:

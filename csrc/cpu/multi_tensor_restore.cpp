@@ -1,43 +1,27 @@
 // multi_tensor_restore on the CPU. Memory traffic: both inputs read once, each output written once.
 #ifdef AMPKIT_CAPABILITY
+#include "cpu/rows.h"
 
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-// For each element, how many of its run (see Note [runs]) differ. Blocks and tiles begin where runs do.
-static const int32_t* changes_in_runs(const float* grad, const float* rounded, int64_t n, int32_t* changes) {
-  int32_t any = 0;
-  for (int64_t i = 0; i < n; ++i) any |= changes[i] = grad[i] != rounded[i];
-  if (!any) return changes;  // as nearly always
-  for (int64_t i = n; i % kRestoreRun != 0; ++i) changes[i] = 0;
-  for (int64_t start = 0; start < n; start += kRestoreRun) {
-    int32_t sum = 0;
-    for (int k = 0; k < kRestoreRun; ++k) sum += changes[start + k];
-    for (int k = 0; k < kRestoreRun; ++k) changes[start + k] = sum;
-  }
-  return changes;
+template <bool kStreams>
+static void restore_run(const Block<3>& block, RestoreFunctor functor) {
+  const FlatTensor<3>& tensor = *block.tensor;
+  const Any grads{tensor.data[0], tensor.dtype[0]}, exacts{tensor.data[1], tensor.dtype[1]}, outputs{tensor.data[2], tensor.dtype[2]};
+  visit_pair(grads, exacts, outputs.dtype == DType::kFloat, [&](auto grad, auto exact) {
+    const auto out = floats_beside(grad, outputs);
+    for_each_row(block.offset, block.size, [&](int64_t i, int64_t count) AMPKIT_LAMBDA_INLINE {
+      put_row<kStreams>(out, i, restored(functor, grad, exact, i, count), count);
+    });
+  });
+  finish_streams(kStreams);
 }
 
 static void restore_block(const Block<3>& block, RestoreFunctor functor, bool streams) {
   const FlatTensor<3>& tensor = *block.tensor;
-  streams = streams && tensor.data[2] != tensor.data[0] && tensor.data[2] != tensor.data[1];
-  TileBuffer grad_buffer, exact_buffer, out_buffer, unscaled, rounded_buffer, narrow;
-  alignas(64) int32_t changes_buffer[kTile];
-  for (int64_t start = 0; start < block.size; start += kTile) {
-    const int64_t offset = block.offset + start;
-    const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    const float* grad = load(tensor.data[0], tensor.dtype[0], offset, n, grad_buffer);
-    const float* exact = load(tensor.data[1], tensor.dtype[1], offset, n, exact_buffer);
-    float* out = target(tensor.data[2], tensor.dtype[2], offset, out_buffer, streams);
-    for (int64_t i = 0; i < n; ++i) unscaled.values[i] = functor.unscaled(exact[i]);
-    store(unscaled.values, narrow.values, tensor.dtype[0], 0, n);
-    const float* rounded = load(narrow.values, tensor.dtype[0], 0, n, rounded_buffer);
-    const int32_t* changes = changes_in_runs(grad, rounded, n, changes_buffer);
-#pragma GCC ivdep  // out may be an input itself, element for element
-    for (int64_t i = 0; i < n; ++i) out[i] = functor(grad[i], exact[i], rounded[i], changes[i]);
-    store(out, tensor.data[2], tensor.dtype[2], offset, n, streams);
-  }
-  finish_streams(streams);
+  streams = streams && can_stream(tensor.data[2], tensor.dtype[2], tensor.data[0]) && tensor.data[2] != tensor.data[1];
+  streams ? restore_run<true>(block, functor) : restore_run<false>(block, functor);
 }
 
 }  // namespace AMPKIT_CAPABILITY

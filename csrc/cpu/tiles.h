@@ -58,6 +58,7 @@ static inline void narrow(float x, BFloat16& to) { to.bits = bfloat16_from_float
 // Vector: as many floats as a register holds, or one. Words are its bits; a comparison gives all ones where it holds.
 #if defined(__GNUC__)
 #define AMPKIT_VECTOR_INLINE static inline __attribute__((always_inline))
+#define AMPKIT_LAMBDA_INLINE __attribute__((always_inline))
 constexpr int kLanes = AMPKIT_LANES;
 typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
@@ -106,6 +107,7 @@ AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
 #endif
 #else
 #define AMPKIT_VECTOR_INLINE static inline
+#define AMPKIT_LAMBDA_INLINE
 constexpr int kLanes = 1;
 typedef float Vector;
 typedef uint32_t Words;
@@ -117,6 +119,39 @@ static inline void store_words(uint16_t* to, Words x) { *to = static_cast<uint16
 #endif
 
 AMPKIT_VECTOR_INLINE Words either(Words condition, Words yes, Words no) { return (condition & yes) | (~condition & no); }
+AMPKIT_VECTOR_INLINE Vector if_equal(Vector x, Vector y, Vector yes, Vector no) { return x == y ? yes : no; }
+// Bit k tells about lane k.
+AMPKIT_VECTOR_INLINE uint32_t differing(Vector x, Vector y) {
+#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
+  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y), _CMP_NEQ_UQ);
+#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
+  return _mm256_movemask_ps(_mm256_cmp_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y), _CMP_NEQ_UQ));
+#elif AMPKIT_X86_VARIANTS
+  return _mm_movemask_ps(_mm_cmpneq_ps(reinterpret_cast<__m128>(x), reinterpret_cast<__m128>(y)));
+#else
+  float xs[kLanes], ys[kLanes];
+  __builtin_memcpy(xs, &x, sizeof(xs));
+  __builtin_memcpy(ys, &y, sizeof(ys));
+  uint32_t mask = 0;
+  for (int k = 0; k < kLanes; ++k) mask |= static_cast<uint32_t>(xs[k] != ys[k]) << k;
+  return mask;
+#endif
+}
+AMPKIT_VECTOR_INLINE Vector select(uint32_t mask, Vector yes, Vector no) {
+#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
+  return reinterpret_cast<Vector>(
+      _mm512_mask_blend_ps(static_cast<__mmask16>(mask), reinterpret_cast<__m512>(no), reinterpret_cast<__m512>(yes)));
+#else
+  float lanes[kLanes], others[kLanes];
+  __builtin_memcpy(lanes, &yes, sizeof(lanes));
+  __builtin_memcpy(others, &no, sizeof(others));
+  for (int k = 0; k < kLanes; ++k)
+    if ((mask >> k & 1) == 0) lanes[k] = others[k];
+  Vector chosen;
+  __builtin_memcpy(&chosen, lanes, sizeof(lanes));
+  return chosen;
+#endif
+}
 
 #if AMPKIT_LANES == 16
 AMPKIT_VECTOR_INLINE Vector vector_from_halves(const uint16_t* x) {
@@ -159,11 +194,12 @@ AMPKIT_VECTOR_INLINE Vector load_vector(const BFloat16* x) { return vector_of(lo
 AMPKIT_VECTOR_INLINE void store_vector(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
 AMPKIT_VECTOR_INLINE void store_vector(Half* to, Vector x) { store_halves(&to->bits, x); }
 // As bfloat16_from_float.
-AMPKIT_VECTOR_INLINE void store_vector(BFloat16* to, Vector x) {
+AMPKIT_VECTOR_INLINE Words bfloat16_bits(Vector x) {
   const Words bits = words_of(x);
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  store_words(&to->bits, either(is_above(bits & 0x7fffffff, 0x7f800000), Words{} + 0x7fc0, rounded));
+  return x == x ? rounded : Words{} + 0x7fc0;
 }
+AMPKIT_VECTOR_INLINE void store_vector(BFloat16* to, Vector x) { store_words(&to->bits, bfloat16_bits(x)); }
 
 // The first n of a vector; the rest is 0, and not written.
 template <class T>

@@ -141,6 +141,13 @@ struct Chunk {
   static __device__ uint32_t half_word(const Raw& raw, int k) { return raw.words[k / 2] >> (k % 2 * 16) & 0xffff; }
 };
 
+// As a tensor of this dtype would hold it.
+__device__ inline float rounded(float value, DType dtype) {
+  if (dtype == DType::kBFloat16) return __bfloat162float(__float2bfloat16_rn(value));
+  if (dtype == DType::kHalf) return __half2float(__float2half_rn(value));
+  return value;
+}
+
 __host__ __device__ inline int64_t bytes_per_element(DType dtype) { return dtype == DType::kFloat ? 4 : 2; }
 
 template <int kDepth, class Kernel>

@@ -1,23 +1,14 @@
 // multi_tensor_restore on CUDA. Memory traffic: both inputs read once, each output written once.
-#include "cuda/multi_tensor_apply.cuh"
-#include "functors/multi_tensor_restore.h"
+#include "cuda/restore_run.cuh"
 #include "ops.h"
 
 namespace ampkit {
 namespace {
 
-static_assert(kWidth == kRestoreRun, "a thread sees one run at a time");
-
 struct RestoreKernel {
   Number inv_scale;
   Number factor;
   bool zeros_count;
-
-  __device__ static float rounded(float value, DType dtype) {
-    if (dtype == DType::kBFloat16) return __bfloat162float(__float2bfloat16_rn(value));
-    if (dtype == DType::kHalf) return __half2float(__float2half_rn(value));
-    return value;
-  }
 
   __device__ void operator()(const Chunk<3>& chunk) const {
     const RestoreFunctor functor(inv_scale, factor, zeros_count);
@@ -26,15 +17,7 @@ struct RestoreKernel {
       float grad[kWidth], exact[kWidth], out[kWidth];
       chunk.unpack(0, raw_grad, grad);
       chunk.unpack(1, raw_exact, exact);
-      float as_rounded[kWidth];
-      int changes = 0;  // a thread has a run (see Note [runs]); beyond the end all three are zero
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        as_rounded[k] = rounded(functor.unscaled(exact[k]), chunk.dtype[0]);
-        changes += grad[k] != as_rounded[k];
-      }
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) out[k] = functor(grad[k], exact[k], as_rounded[k], changes);
+      restore_run(functor, grad, exact, chunk.dtype[0], out);
       chunk.store(2, i, out);
     }
   }

@@ -6,6 +6,8 @@
 // one of eight elements in a row was changed, all eight were written.
 #pragma once
 
+#include <cstdint>
+
 #include "functors/number.h"
 
 namespace ampkit {
@@ -20,12 +22,19 @@ struct RestoreFunctor {
   AMPKIT_INLINE RestoreFunctor(Number inv_scale, Number factor, bool zeros_count)
       : inv_scale(static_cast<float>(inv_scale.get())), factor(static_cast<float>(factor.get())), zeros_count(zeros_count) {}
 
-  AMPKIT_INLINE float unscaled(float exact) const { return exact * inv_scale; }
+  template <class Floats>  // one, or a vector of them
+  AMPKIT_INLINE Floats unscaled(Floats exact) const {
+    return exact * inv_scale;
+  }
 
-  // rounded: unscaled(exact), as the gradient's dtype holds it. changes: in how many elements of its run they differ.
-  AMPKIT_INLINE float operator()(float grad, float exact, float rounded, int changes) const {
-    const bool stays = (grad == rounded) & (changes < 2) & !(zeros_count & (grad == 0.0f));
-    return (stays ? unscaled(exact) : grad) * factor;
+  // Which elements of a run were written to, bit k for element k, where changed are those that differ from what was rounded.
+  AMPKIT_INLINE static uint32_t written(uint32_t changed) {
+    const bool several = (changed & (changed - 1)) != 0;
+    return several ? (1u << kRestoreRun) - 1 : changed;
+  }
+
+  AMPKIT_INLINE float operator()(float grad, float exact, bool is_written) const {
+    return (is_written | (zeros_count & (grad == 0.0f)) ? grad : unscaled(exact)) * factor;
   }
 };
 

@@ -113,6 +113,81 @@ def test_restore_counts_elements_in_a_row_as_they_lie_in_memory(ops, device):
     assert by_rows[2, 0] == 3.0 and by_rows[3, 0] == exact[3, 0], "tensors that lie differently are taken by rows"
 
 
+def rounded_and_written_to(exacts, inv_scale, dtype):
+    """What ``exacts`` are unscaled, and rounded to; of the latter every ninth element was written to, and some are zeros."""
+    unscaled = [(exact.double() * inv_scale).to(F32) for exact in exacts]
+    grads = [x.to(dtype) for x in unscaled]
+    for grad in grads:
+        grad.view(-1)[::9] += 0.25
+        grad.view(-1)[::63] = 0.0
+    return unscaled, grads
+
+
+@pytest.mark.parametrize("zeros_count", [False, True])
+@pytest.mark.parametrize("dtypes", list(itertools.product(KERNEL_DTYPES, repeat=3)))
+def test_accumulate_adds_to_what_is_known_and_rounds_once(ops, device, dtypes, zeros_count):
+    grad_dtype, exact_dtype, total_dtype = dtypes
+    exacts = [random(size, exact_dtype, device) * 2.0**-14 for size in SIZES[:6]]
+    unscaled, grads = rounded_and_written_to(exacts, 0.125, grad_dtype)
+    fresh = [random(size, grad_dtype, device) for size in SIZES[:6]]
+    totals = [torch.full_like(x, 7.0, dtype=total_dtype) for x in exacts]
+    third = torch.tensor(1 / 3, dtype=F32, device=device).double()
+    expected = [
+        ((x.double() * third).to(F32).double() + restored(grad, known, zeros_count)).to(F32)
+        for x, grad, known in zip(fresh, grads, unscaled)
+    ]
+    found_inf = torch.zeros(1, device=device)
+    ops.multi_tensor_accumulate(fresh, grads, exacts, totals, 1 / 3, 0.125, zeros_count, found_inf)
+    for grad, total, value in zip(grads, totals, expected):
+        assert_same(grad, value.to(grad_dtype))
+        assert_same(total, value.to(total_dtype))
+    assert found_inf.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", (F16, BF16))
+def test_accumulate_in_place_and_where_nothing_more_is_known(ops, device, dtype):
+    fresh, grads = ([random(size, dtype, device) for size in SIZES] for _ in range(2))
+    first = [a.float() + b.float() for a, b in zip(fresh, grads)]
+    totals = [torch.empty_like(x, dtype=F32) for x in grads]
+    ops.multi_tensor_accumulate(fresh, grads, grads, totals, 1.0)
+    ops.multi_tensor_accumulate(fresh, grads, totals, totals, torch.full((1,), 0.5, device=device))
+    for a, grad, total, sum_of_two in zip(fresh, grads, totals, first):
+        assert_same(total, a.float() * 0.5 + sum_of_two)
+        assert_same(grad, total.to(dtype))
+
+
+def test_accumulate_checks_fresh_gradients_only(ops, device):
+    clean, bad = torch.ones(20, device=device), torch.ones(20, device=device)
+    bad[19] = float("inf")
+    for fresh, grad, expected in [(bad, clean, 1.0), (clean, bad, 0.0)]:
+        found_inf, first_bad = torch.zeros(1, device=device), torch.full((1,), kernels.NO_BAD, device=device)
+        grads = [clean.clone(), grad.clone()]
+        ops.multi_tensor_accumulate(
+            [clean, fresh],
+            grads,
+            grads,
+            [torch.empty(20, device=device) for _ in grads],
+            1.0,
+            1.0,
+            False,
+            found_inf,
+            first_bad,
+        )
+        assert found_inf.item() == expected
+        assert first_bad.item() == (1 if expected else kernels.NO_BAD)
+
+
+@pytest.mark.parametrize("zeros_count", [False, True])
+@pytest.mark.parametrize("dtypes", list(itertools.product(KERNEL_DTYPES, repeat=2)))
+def test_restore_l2norm_is_the_norm_of_what_restore_gives(ops, device, dtypes, zeros_count):
+    exacts = [random(size, dtypes[1], device) for size in SIZES[:7]]
+    unscaled, grads = rounded_and_written_to(exacts, 2.0**-20, dtypes[0])
+    norm, norms = ops.multi_tensor_restore_l2norm(grads, exacts, 2.0**-20, zeros_count, True)
+    expected = torch.stack([restored(grad, known, zeros_count).norm() for grad, known in zip(grads, unscaled)])
+    torch.testing.assert_close(norms, expected.to(F32), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm, expected.norm().reshape(1).to(F32), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("per_tensor", [False, True])
 def test_l2norm_of_mixed_dtypes(ops, device, per_tensor):
     tensors = [random(size, dtype, device) for size, dtype in zip(SIZES, itertools.cycle(KERNEL_DTYPES))]
@@ -395,8 +470,12 @@ def test_opcheck(device):
     for flag, first, tensor in ((found_inf, first_bad, number), (None, None, None)):
         torch.library.opcheck(ops.multi_tensor_scale.default, (x, out, 0.5, tensor, flag, first))
         torch.library.opcheck(ops.multi_tensor_axpby.default, (x, y, out, 0.5, tensor, 2.0, tensor, flag, -1, first))
+        torch.library.opcheck(ops.multi_tensor_restore.default, (x, y, out, 0.5, tensor, 2.0, tensor, False))
+        totals, arguments = [torch.empty_like(t) for t in y], (0.5, tensor, 2.0, tensor, False, flag, first)
+        torch.library.opcheck(ops.multi_tensor_accumulate.default, (x, out, y, totals, *arguments))
     for per_tensor in (False, True):
         torch.library.opcheck(ops.multi_tensor_l2norm.default, (x, per_tensor))
+        torch.library.opcheck(ops.multi_tensor_restore_l2norm.default, (x, y, 0.5, number, True, per_tensor))
         for outputs in (out, []):
             arguments = (x, outputs, 0.5, number, found_inf, per_tensor, first_bad)
             torch.library.opcheck(ops.multi_tensor_unscale_l2norm.default, arguments)
@@ -445,6 +524,19 @@ for x in sources:
             expected = (x.float() * torch.tensor(scale)).to(dtype)
             assert torch.equal(out.isnan(), expected.isnan())
             assert torch.equal(out[~out.isnan()], expected[~out.isnan()]), (x.dtype, dtype, scale)
+for exact in sources:
+    for dtype in (torch.float16, torch.bfloat16):
+        grad = (exact.float() * 0.3).to(dtype)
+        grad[::5] = 1.0
+        results = []
+        for accumulate in (kernels.multi_tensor_accumulate, kernels.multi_tensor_accumulate.__wrapped__):
+            fresh = bits.view(dtype).repeat(2)[: grad.numel()]
+            lists = [fresh], [grad.clone()], [exact], [torch.empty_like(grad, dtype=torch.float32)]
+            accumulate(*lists, 0.7, 0.3)
+            results += [lists[1][0], lists[3][0]]
+        for found, expected in zip(results[:2], results[2:]):
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert torch.equal(found[~found.isnan()], expected[~found.isnan()]), (exact.dtype, dtype)
 clean = [x[x.isfinite()] for x in sources]
 print(kernels.multi_tensor_l2norm(clean)[0].item().hex())
 """

@@ -463,3 +463,52 @@ def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
     models[1].weight.grad = None
     backward_of(models[0], optimizers[0], 0.25)  # neither is still open
     assert models[0].weight.grad.item() == 0.5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+def test_a_second_step_with_the_same_gradients_is_clipped_too(make_optimizer, level):
+    model, optimizer = one_weight(0.0, make_optimizer, opt_level=level)
+    backward_of(model, optimizer, 128.0)
+    ampkit.clip_grad_norm_(optimizer, 1.0)
+    for _ in range(2):
+        optimizer.step()
+    assert abs(next(ampkit.master_params(optimizer)).item() + 2.0) < 1e-5
+    backward_of(model, optimizer, 2.0)  # is added to what was clipped, as in torch
+    optimizer.step()
+    assert abs(next(ampkit.master_params(optimizer)).item() + 5.0) < 1e-5
+
+
+def test_what_float16_cannot_hold_unscaled_outlives_a_delayed_block_too():
+    model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
+    backward_of(model, optimizer, 2.0**-30)
+    with ampkit.scale_loss(
+        model(torch.ones(1, 1)).float().sum() * 2.0**-30, optimizer, delay_unscale=True
+    ) as scaled_loss:
+        scaled_loss.backward()
+    backward_of(model, optimizer, 2.0**-30)
+    optimizer.step()
+    assert next(ampkit.master_params(optimizer)).item() == -3 * 2.0**-30
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_infinity_of_an_earlier_block_moves_no_scale_of_a_later_one(level):
+    model, optimizer = one_weight(0.0, opt_level=level, num_losses=2)
+    for loss_id, slope in enumerate((float("inf"), 0.25)):
+        with ampkit.scale_loss(
+            model(torch.ones(1, 1)).float().sum() * slope, optimizer, loss_id=loss_id
+        ) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    scales = [ampkit.current_session().scaler(loss_id).loss_scale for loss_id in range(2)]
+    assert scales == [2.0**15, 2.0**16]
+    assert next(ampkit.master_params(optimizer)).item() == 0.0
+
+
+def test_clipping_float16_makes_no_gradients_of_masters():
+    model, optimizer = one_weight(0.0, FusedSGD, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
+    backward_of(model, optimizer, 2.0**-30)
+    assert ampkit.clip_grad_norm_(optimizer, 2.0**-31).item() == 2.0**-30
+    assert next(iter(optimizer.param_groups[0]["params"])).raw_grad is None
+    optimizer.step()
+    assert -(2.0**-30) < next(ampkit.master_params(optimizer)).item() < 0.0

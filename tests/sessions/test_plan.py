@@ -108,6 +108,7 @@ ACCEPTED = (
     ("O2", "keep_fp32", torch.nn.Linear, (torch.nn.Linear,)),
     ("O2", "keep_fp32", ["head", torch.nn.Linear], ("head", torch.nn.Linear)),
     ("O2", "keep_originals", False, False),
+    ("O2 O5", "model_grads", "scaled", "scaled"),
     ("O1", "policy", "apex", Policy("apex")),
     ("O1", "on_floor", "warn", "warn"),
 )
@@ -160,6 +161,8 @@ REFUSED = (
     ("O1", "max_loss_scale", "big", ("'big'", "positive")),
     ("O2", "keep_fp32", 3, ("keep_fp32=3", "modules, module types or name patterns")),
     ("O2", "keep_fp32", [F32], ("torch.float32", "modules, module types or name patterns")),
+    ("O1 O3", "model_grads", "scaled", ("model_grads='scaled'", "masters")),
+    ("O2", "model_grads", True, ("model_grads=True", "'unscaled'")),
     ("O2", "keep_originals", "no", ("'no'", "True or False")),
     ("O1", "policy", "nvidia", ("'nvidia'", "apex", "default")),
     ("O1", "on_floor", "stop", ("'stop'", "'raise' or 'warn'")),

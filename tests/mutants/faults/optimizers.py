@@ -144,8 +144,8 @@ FAULTS = [
     Mutant(
         "fused: own gradients are not unscaled",
         "ampkit/optimizers/fused.py",
-        "inputs.inv_scale, inputs.clip if kind",
-        "None, inputs.clip if kind",
+        "inv_scale = inputs.inv_scale if scale is None else inverse(scale)",
+        "inv_scale = None if scale is None else inverse(scale)",
         breaks="inside GradScaler.step gradients are unscaled once",
         tests=("optimizers/test_fused_optimizers.py::test_optimizers_that_unscale_work_inside_grad_scaler",),
     ),
