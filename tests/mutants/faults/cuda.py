@@ -191,7 +191,7 @@ FAULTS = [
     ),
     fault(
         "restore: float16 is not rounded",
-        "multi_tensor_restore.cu",
+        "multi_tensor_apply.cuh",
         "if (dtype == DType::kHalf) return __half2float(__float2half_rn(value));",
         "",
         "a gradient is told by what the exact value rounds to",
