@@ -63,10 +63,10 @@ def check_bench_step():
 
 def check_bench_optimizer_step():
     printed = run("bench_optimizer_step.py", "--small", "--rounds", "1", "--device", "cpu")
-    rows = [line for line in printed.splitlines() if re.match(r"(autocast|O2|O5) +(yes|no) ", line)]
-    assert len(rows) == 6
+    rows = [line for line in printed.splitlines() if re.match(r"(autocast|O2|O2, scaled|O5) +(yes|no) ", line)]
+    assert len(rows) == 8
     for row in rows:
-        *_, bytes_each, reads = numbers(row.split(maxsplit=2)[2])
+        *_, bytes_each, reads = numbers(re.split(" (?:yes|no) ", row)[1])
         # Float32 parameter, gradient and two moments; at O2 and O5 2 bytes of weight and gradient each and 12 of masters and
         # moments. Neither way hands a value to the host.
         assert (bytes_each, reads) == (16.0, 0)
