@@ -3,11 +3,11 @@
     python benchmarks/bench_optimizer_step.py [--rounds 20] [--device cpu] [--dtype bfloat16] [--small]
 
 First the part after backward alone (exit of `scale_loss`, clipping, step) on the 148 tensors of GPT-2 small, against
-GradScaler, torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW(fused=True) on float32 gradients; "O2, scaled" leaves gradients at the
-loss scale, so that O2 beside it shows what unscaling them costs. Then whole steps of six
-Linear(2048, 2048) with a batch of 8 and four micro-batches, against torch.autocast; "bare" is the floor, forward and backward
-passes of the same layers in lower precision, without an optimizer. All contenders take turns, round after round, and medians are
-printed: what else the machine does hits all alike. Freed memory stays with the process (memory.py).
+GradScaler, torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW(fused=True) on float32 gradients; "O2, scaled" leaves gradients at
+the loss scale, so that O2 beside it shows what unscaling them costs. Then, in bfloat16, whole steps of six Linear(2048, 2048) with
+a batch of 8 and four micro-batches, against torch.autocast; "bare" is the floor, forward and backward passes of the same layers in
+lower precision, without an optimizer. All contenders take turns, round after round, and medians are printed: what else the machine
+does hits all alike. Freed memory stays with the process (memory.py).
 """
 
 import argparse
