@@ -135,6 +135,8 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
     """Refuse what FSDP2 does not gather as the level computes, and optimizers that cannot go with it."""
     known = {param for model in model_list for param in model.parameters()}
     for model in model_list:
+        if plan.casts_weights:
+            _refuse_tensor_parallel(model, plan)
         if not fsdp_modules(model):
             continue
         kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32)
@@ -162,6 +164,17 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
             raise ConfigurationError(
                 f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
                 "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD, FusedAdagrad."
+            )
+
+
+def _refuse_tensor_parallel(model: nn.Module, plan: Plan) -> None:
+    """Refuse parameters that lie on several processes and that nobody gathers: their masters would have to, too."""
+    by_fsdp = {id(one.param) for one in gathered(model)}
+    for name, param in model.named_parameters():
+        if is_sharded(param) and id(param) not in by_fsdp:
+            raise ConfigurationError(
+                f"Parameter {name!r} lies on several processes (a DTensor, as parallelize_module makes it), and {plan.opt_level} "
+                "casts whole weights. Use O1 or O4, which cast calls, or shard with ampkit.parallel.fully_shard."
             )
 
 

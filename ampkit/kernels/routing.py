@@ -136,7 +136,7 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
         if not first or (column is not None and len(column) != len(first)):
             check_lists(plan.name, **dict(zip(plan.lists, columns)))
             return []
-    if is_sharded(first[0]):
+    if is_sharded(first[0]) or is_sharded(first[-1]):  # both, for layers of which only some are parallel
         return _serve(plan, _local(plan, given))
     device = first[0].device
     # A look at every tensor from Python takes longer than the work on small ones. The kernels look anyway, and refuse
@@ -145,7 +145,7 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
         try:
             return [(None, _compute(plan, given, plan.kernel, device, None))]
         except RuntimeError:
-            if _any_sharded(plan, given):  # and the first is not
+            if _any_sharded(plan, given):
                 return _serve(plan, _local(plan, given))
             groups = _groups(plan, given)
             if groups == [(plan.kernel, device, None)]:

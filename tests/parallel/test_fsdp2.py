@@ -202,6 +202,7 @@ def refusal(action):
 
 
 def refusals(rank):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as torchs
 
@@ -245,6 +246,7 @@ def refusals(rank):
         "optimizer before": refusal(optimizer_before),
         "LAMB": refusal(lambda: initialize(sharded(Net(), "O1"), "O1", FusedLAMB)),
         "bfloat16 that has run": refusal(born_and_run),
+        "tensor parallel at O5": refusal(lambda: initialize(parallelized(init_device_mesh("cpu", (2,))), "O5")),
         "mp_policy": refusal(lambda: fully_shard(Net(), opt_level="O5", mp_policy=bfloat16)),
         "single parameter": refusal(lambda: fully_shard(Net(), opt_level="O5", keep_fp32="blocks.0.gate")),
     }
@@ -290,6 +292,31 @@ def written_while_sharded(rank):
     return {"outputs": outputs, "kept": kept}
 
 
+def parallelized(mesh):
+    from torch.distributed.tensor import parallel
+
+    model = Net(width=8)
+    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+    for block in model.blocks:
+        parallel.parallelize_module(block, mesh, plan)
+    return model
+
+
+def tensor_parallel(level, mesh=None):
+    """Layers over two processes, which see the same batches; or without a mesh, one process."""
+    model = Net(width=8) if mesh is None else parallelized(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for x, y in data():
+        optimizer.zero_grad()
+        backward(F.mse_loss(model(x), y), optimizer)
+        ampkit.clip_grad_norm_(optimizer, 0.5)
+        optimizer.step()
+    result = whole(model.state_dict())
+    ampkit.close()
+    return result
+
+
 def others(rank):
     """Batch norm, what keep_fp32 names, activation checkpoints and a mesh of two dimensions: do they run, in which dtypes?"""
     from torch.distributed.device_mesh import init_device_mesh
@@ -331,6 +358,8 @@ def others(rank):
             plain = block.forward
             block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
         found[f"checkpoints {level}"] = trained(level, OPTIMIZERS["AdamW"], rank, model=model)
+    for level in ("O0", "O1", "O4"):
+        found[f"tensor parallel {level}"] = tensor_parallel(level, init_device_mesh("cpu", (2,)))
     for shape in ((2, 1), (1, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         found[f"mesh {shape}"] = trained("O5", OPTIMIZERS["FusedAdam"], rank, 0.5, mesh=mesh)
@@ -380,8 +409,9 @@ def work(rank):
                 for fused in (False, True)
             },
         }
+    if folder.name.startswith("accumulated"):
+        return {str(case): accumulated(rank, *case) for case in ACCUMULATIONS}
     return {
-        "accumulated": {str(case): accumulated(rank, *case) for case in ACCUMULATIONS},
         "resumed": {level: resumed(rank, level, folder / level) for level in ("O1", "O5")},
         "refusals": refusals(rank),
         "born": born_in_bfloat16(rank),
@@ -409,18 +439,23 @@ def cases(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def accumulations(tmp_path_factory):
+    return results_of_two_ranks(__file__, tmp_path_factory.mktemp("accumulated"))
+
+
+@pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     folder = tmp_path_factory.mktemp("everything")
     return (*results_of_two_ranks(__file__, folder), folder)
 
 
-def movement(values):
-    start = Net().state_dict()
+def movement(values, width=7):
+    start = Net(width).state_dict()
     return torch.cat([(values[name].double() - start[name].double()).flatten() for name in start])
 
 
-def assert_moved_alike(found, expected, tolerance=0.02):
-    one, other = movement(found), movement(expected)
+def assert_moved_alike(found, expected, tolerance=0.02, width=7):
+    one, other = movement(found, width), movement(expected, width)
     assert (one - other).norm() <= tolerance * other.norm(), ((one - other).norm(), other.norm())
 
 
@@ -477,8 +512,8 @@ def test_inf_in_one_shard_skips_on_every_rank(cases, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ACCUMULATIONS)
-def test_accumulation_equals_one_process_whether_reduced_each_time_or_at_last(everything, case):
-    ranks = [rank["accumulated"][str(case)] for rank in everything[:2]]
+def test_accumulation_equals_one_process_whether_reduced_each_time_or_at_last(accumulations, case):
+    ranks = [rank[str(case)] for rank in accumulations]
     assert_equal(*ranks)
     level, fused, _, delayed = case
     alone = accumulated(None, level, fused, True, delayed)
@@ -518,6 +553,7 @@ REFUSALS = {
     "optimizer before": ("SGD", "fully_shard, then the optimizer"),
     "LAMB": ("FusedLAMB", "norm of each whole parameter", "AdamW"),
     "bfloat16 that has run": ("before the first forward",),
+    "tensor parallel at O5": ("'blocks.0.up.weight'", "O1 or O4", "fully_shard"),
     "mp_policy": ("mp_policy", "opt_level"),
     "single parameter": ("blocks.0.gate", "whole modules"),
 }
@@ -563,6 +599,9 @@ def test_norms_kept_modules_checkpoints_and_meshes(everything):
     for level in ("O1", "O5"):
         assert_equal(one[f"checkpoints {level}"], other[f"checkpoints {level}"])
         assert_moved_alike(one[f"checkpoints {level}"], trained(level, OPTIMIZERS["AdamW"]))
+    for level in ("O0", "O1", "O4"):
+        assert_equal(one[f"tensor parallel {level}"], other[f"tensor parallel {level}"])
+        assert_moved_alike(one[f"tensor parallel {level}"], tensor_parallel(level), 1e-4 if level == "O0" else 0.02, 8)
     for shape in ((2, 1), (1, 2)):
         assert_equal(one[f"mesh {shape}"], other[f"mesh {shape}"])
         assert_moved_alike(one[f"mesh {shape}"], trained("O5", OPTIMIZERS["FusedAdam"], clip=0.5))
