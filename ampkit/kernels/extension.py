@@ -101,7 +101,10 @@ def _source(inputs, outputs):
 def _beside(found_inf, scale):
     if found_inf.device == scale.device and found_inf.dtype is torch.float32:
         return found_inf
-    return found_inf.to(scale.device, torch.float32, non_blocking=True)
+    # A kernel on the CPU reads at once: what comes from a GPU must have arrived.
+    return found_inf.to(
+        scale.device, torch.float32, non_blocking=scale.device.type == "cuda" and not found_inf.is_pinned()
+    )
 
 
 def _mark_written(*written):

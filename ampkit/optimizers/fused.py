@@ -134,6 +134,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     keeps_float32_state = True  # an wrapper leaves it alone where the parameters train in lower precision
     takes_step_inputs = True  # a session need not read a finding, nor convert a gradient, for it
     counts_steps = True
+    #: Settings of groups that are tensors, which stand on the device of the parameters: a step copies nothing there, so that a
+    #: CUDA graph may hold it.
+    device_settings: dict[str, torch.dtype] = {}  # noqa: RUF012  (nobody writes to it)
     takes_complex = False  # torch.optim squares real and imaginary parts apart
     inputs: StepInputs | None = None  # of the step that runs
 
@@ -144,6 +147,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param.is_complex() and not self.takes_complex:
                 del self.param_groups[-1]
                 raise self.complex_error(param)
+        self._place_settings(self.param_groups[-1])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by None or zeros; by default as the optimizer was constructed (``set_grad_none``)."""
@@ -174,12 +178,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.update_group(group)
 
     def update_group(self, group: dict[str, Any]) -> None:
+        self._place_settings(group)
         batches = self.batches(group)
         if batches:
             restore = (self.inputs or _NOTHING).restore
             for step, batch in self.counted(group, batches):
                 for part in batch.restored(restore):
                     self.update(group, part, step)
+
+    def _place_settings(self, group: dict[str, Any]) -> None:
+        if self.device_settings and group["params"]:
+            device = group["params"][0].device
+            for name, dtype in self.device_settings.items():
+                group[name] = torch.as_tensor(group[name], dtype=dtype, device=device)
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
         """Move the parameters of a batch; ``step`` is the number of this step, None where nobody counts."""
@@ -325,6 +336,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
         self._share_equal_steps()
+        for group in self.param_groups:
+            self._place_settings(group)
 
     def _share_equal_steps(self) -> None:
         shared: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}

@@ -17,9 +17,10 @@ _REMOVED = ("grads", "output_params", "scale", "grad_norms")
 class FusedAdam(FusedOptimizer):
     """AdamW (``adam_w_mode``, the default) or Adam with L2 regularisation, over lists of tensors.
 
-    ``capturable=True`` keeps the learning rate in a tensor and works inside ``torch.amp.GradScaler.step``, which hands
-    its scale and its finding over instead of reading them. ``master_weights=True`` (with it) updates float32 copies of
-    lower-precision parameters; not needed under ``initialize``, which makes masters itself.
+    ``capturable=True`` keeps the learning rate in a tensor beside the parameters and works inside
+    ``torch.amp.GradScaler.step``, which hands its scale and its finding over instead of reading them.
+    ``master_weights=True`` (with it) updates float32 copies of lower-precision parameters; not needed under
+    ``initialize``, which makes masters itself.
     """
 
     def __init__(
@@ -41,23 +42,23 @@ class FusedAdam(FusedOptimizer):
             raise RuntimeError(
                 "FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2."
             )
-        if capturable and not isinstance(lr, torch.Tensor):
-            lr = torch.tensor(lr, dtype=torch.float32)
+        self.capturable = capturable
         super().__init__(
             params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         )
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
-        self.capturable = capturable
         self.master_weights = master_weights
         if master_weights:
             self.takes_step_inputs = False  # it writes the parameters itself
         if capturable:
             self._step_supports_amp_scaling = True
-            for group in self.param_groups:
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
         if master_weights:
             self._make_masters()
+
+    @property
+    def device_settings(self) -> dict[str, torch.dtype]:
+        return {"lr": torch.float32} if self.capturable else {}
 
     @property
     def param_groups_master(self) -> list[dict[str, Any]]:

@@ -71,6 +71,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
     _step_supports_amp_scaling = True
     takes_step_inputs = False  # it writes the parameters itself
+    device_settings = {"lr": torch.float32, "step": torch.int32}  # noqa: RUF012
 
     def __init__(
         self,
@@ -92,8 +93,8 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         super().__init__(
             params,
             dict(
-                lr=torch.as_tensor(lr, dtype=torch.float32),
-                step=torch.as_tensor(step, dtype=torch.int),
+                lr=lr,
+                step=step,
                 bias_correction=bias_correction,
                 betas=betas,
                 eps=eps,
@@ -103,8 +104,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             ),
         )
         for group in self.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
-            group["step"] = torch.as_tensor(group["step"], dtype=torch.int).clone()
+            group["lr"], group["step"] = group["lr"].clone(), group["step"].clone()  # each group its own
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         self.reduced_precision_dtype = reduced_precision_dtype

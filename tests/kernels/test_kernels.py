@@ -681,6 +681,29 @@ def test_update_scale_keeps_a_scale_set_above_the_maximum_and_never_reaches_infi
         ops.update_scale(scale, scale, counters[0], scale)
 
 
+@pytest.mark.compiled("kernels")
+def test_kernels_on_the_cpu_wait_for_what_they_read():
+    """A copy from a GPU that nobody waits for has not arrived when the kernel reads it. What is on meta stands for a GPU's."""
+    waited_for = []
+
+    class Copies(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.to and args[0].device.type == "meta":
+                waited_for.append(not (kwargs or {}).get("non_blocking", False))
+                return torch.ones(1)
+            return func(*args, **(kwargs or {}))
+
+    far = torch.ones(1, device="meta")
+    counters = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
+    with Copies():
+        scale = kernels.update_scale(torch.full((1,), 8.0), *counters, far)
+        kernels.multi_tensor_scale([torch.ones(2)], [torch.ones(2)], far)
+        lists = [[torch.ones(2)] for _ in range(4)]
+        rule = dict(betas=(0.9, 0.99), eps=1e-8, decoupled=True)
+        kernels.multi_tensor_adam(*lists, lr=far, step=far, inv_scale=far, found_inf=far, **rule)
+    assert scale.item() == 4.0 and waited_for == [True] * 6
+
+
 def test_clip_coefficient_is_torchs():
     for max_norm in (0.5, 100.0):
         parameter = torch.nn.Parameter(torch.ones(4))

@@ -316,6 +316,34 @@ def test_new_groups_are_trained():
     assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    "make, names",
+    [
+        (lambda groups: optimizers.FusedAdam(groups, capturable=True), ["lr"]),
+        (lambda groups: optimizers.FusedMixedPrecisionLamb(groups), ["lr", "step"]),
+    ],
+    ids=["capturable", "mixed_lamb"],
+)
+def test_settings_that_are_tensors_stand_beside_the_parameters(make, names):
+    """A step that copies them from the host cannot be captured in a graph. No GPU is needed to see where they are."""
+
+    def on_meta():
+        return torch.nn.Parameter(torch.empty(3, device="meta"))
+
+    optimizer = make([{"params": [on_meta()]}, {"params": [on_meta()], "lr": 0.5}])
+    optimizer.add_param_group({"params": [on_meta()], "lr": torch.tensor(0.25)})
+    elsewhere = make([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(3)])
+    assert [group["lr"].device.type for group in elsewhere.param_groups] == ["cpu"] * 3
+    optimizer.load_state_dict(elsewhere.state_dict())
+    for group in optimizer.param_groups:
+        assert all(group[name].device.type == "meta" for name in names)
+    elsewhere.param_groups[0]["lr"] = 0.125  # as a script may
+    elsewhere.param_groups[0]["params"][0].grad = torch.ones(3)
+    elsewhere.step()
+    assert elsewhere.param_groups[0]["lr"].item() == 0.125
+    assert len({id(group[name]) for group in elsewhere.param_groups for name in names}) == 3 * len(names)
+
+
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize(
