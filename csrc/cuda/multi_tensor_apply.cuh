@@ -25,8 +25,9 @@ namespace ampkit {
 
 constexpr int kThreads = 512;
 constexpr int kWidth = 8;  // elements a thread handles at a time: one 16-byte load of a 16-bit dtype, two of float32
-constexpr int64_t kStride = kThreads * kWidth;
-constexpr int64_t kChunkSize = 64 * 1024;
+constexpr int kStride = kThreads * kWidth;
+constexpr int kChunkSize = 64 * 1024;  // indices inside a chunk are 32 bits: 64 cost registers, and so blocks at a time
+constexpr int kBlocksAtATime = 2;  // of a multiprocessor: 64 registers a thread
 constexpr int kMaxTensors = 192;
 constexpr int kMaxBlocks = 1024;
 constexpr size_t kMaxArguments = 32764;  // bytes, from CUDA 12.1 and the Volta generation on
@@ -52,13 +53,13 @@ template <int kDepth>
 struct Chunk {
   void* data[kDepth];
   DType dtype[kDepth];
-  int64_t size;
+  int size;
   int64_t block;  // index among the blocks of all launches
   int32_t tensor;  // index into the lists
   bool aligned;
 
   // Elements i to i + kWidth; zeros beyond the end.
-  __device__ Raw fetch(int list, int64_t i) const {
+  __device__ Raw fetch(int list, int i) const {
     Raw raw;
     if (dtype[list] == DType::kFloat) {
       const uint32_t* from = static_cast<const uint32_t*>(data[list]) + i;
@@ -101,9 +102,9 @@ struct Chunk {
     }
   }
 
-  __device__ void load(int list, int64_t i, float (&values)[kWidth]) const { unpack(list, fetch(list, i), values); }
+  __device__ void load(int list, int i, float (&values)[kWidth]) const { unpack(list, fetch(list, i), values); }
 
-  __device__ void store(int list, int64_t i, const float (&values)[kWidth]) const {
+  __device__ void store(int list, int i, const float (&values)[kWidth]) const {
     uint32_t words[kWidth];
     if (dtype[list] == DType::kFloat) {
       uint32_t* to = static_cast<uint32_t*>(data[list]) + i;
@@ -151,13 +152,13 @@ __device__ inline float rounded(float value, DType dtype) {
 __host__ __device__ inline int64_t bytes_per_element(DType dtype) { return dtype == DType::kFloat ? 4 : 2; }
 
 template <int kDepth, class Kernel>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtATime)
     multi_tensor_apply_kernel(const __grid_constant__ TensorTable<kDepth> table, const __grid_constant__ Kernel kernel) {
   const int slot = table.slot_of_block[blockIdx.x];
-  const int64_t offset = table.chunk_of_block[blockIdx.x] * kChunkSize;
+  const int64_t offset = static_cast<int64_t>(table.chunk_of_block[blockIdx.x]) * kChunkSize;
   const int64_t left = table.numel[slot] - offset;
   Chunk<kDepth> chunk;
-  chunk.size = left < kChunkSize ? left : kChunkSize;
+  chunk.size = left < kChunkSize ? static_cast<int>(left) : kChunkSize;
   chunk.block = table.first_block + blockIdx.x;
   chunk.tensor = table.tensor[slot];
   chunk.aligned = true;

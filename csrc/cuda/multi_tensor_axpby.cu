@@ -16,7 +16,7 @@ struct AxpbyKernel {
   __device__ void operator()(const Chunk<3>& chunk) const {
     const AxpbyFunctor functor(a, b);
     int32_t highest = 0;
-    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
+    for (int i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
       const Raw raw_x = chunk.fetch(0, i), raw_y = chunk.fetch(1, i);
       float x[kWidth], y[kWidth], out[kWidth];
       chunk.unpack(0, raw_x, x);

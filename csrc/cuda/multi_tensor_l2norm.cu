@@ -1,6 +1,5 @@
 // multi_tensor_l2norm on CUDA. Memory traffic: each tensor read once; one float64 per block besides.
 #include "cuda/norms.cuh"
-#include "functors/multi_tensor_l2norm.h"
 #include "ops.h"
 
 namespace ampkit {
@@ -11,9 +10,8 @@ struct SumOfSquaresKernel {
 
   __device__ void operator()(const Chunk<1>& chunk) const {
     constexpr int kBatch = 2;
-    const SquareFunctor square;
     double sum = 0;
-    for (int64_t start = threadIdx.x * kWidth; start < chunk.size; start += kBatch * kStride) {
+    for (int start = threadIdx.x * kWidth; start < chunk.size; start += kBatch * kStride) {
       Raw raw[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) raw[b] = chunk.fetch(0, start + b * kStride);
@@ -21,8 +19,7 @@ struct SumOfSquaresKernel {
       for (int b = 0; b < kBatch; ++b) {
         float x[kWidth];
         chunk.unpack(0, raw[b], x);
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) sum += square(x[k]);
+        sum += sum_of_squares(x);
       }
     }
     sum = block_sum(sum);

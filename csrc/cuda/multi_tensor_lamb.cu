@@ -1,7 +1,6 @@
 // multi_tensor_lamb on CUDA. Memory traffic as on the CPU (cpu/multi_tensor_lamb.cpp), in three steps: moments, and sums of
 // squares of each block; the ratio of each tensor; the move.
 #include "cuda/norms.cuh"
-#include "functors/multi_tensor_l2norm.h"
 #include "functors/multi_tensor_lamb.h"
 #include "ops.h"
 #include "step_lists.h"
@@ -20,10 +19,9 @@ struct LambMomentsKernel {
     __shared__ AdamFunctor shared;
     if (threadIdx.x == 0) shared = AdamFunctor(settings);
     __syncthreads();
-    const AdamFunctor functor = shared;
-    const SquareFunctor square;
+    const AdamFunctor& functor = shared;  // not copied: registers are short
     double of_params = 0, of_directions = 0;
-    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
+    for (int i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
       Raw raw[4];
 #pragma unroll
       for (int list = 0; list < 4; ++list) raw[list] = chunk.fetch(list, i);
@@ -43,9 +41,9 @@ struct LambMomentsKernel {
       for (int k = 0; k < kWidth; ++k) {
         // Beyond the end everything is 0, and 0 / (0 + eps) may be 0 / 0.
         u[k] = i + k < chunk.size ? functor.direction(p[k], m[k], v[k]) : 0.0f;
-        of_params += square(p[k]);
-        of_directions += square(u[k]);
       }
+      of_params += sum_of_squares(p);
+      of_directions += sum_of_squares(u);
       if (writes_directions) chunk.store(5, i, u);
     }
     of_params = block_sum(of_params);
@@ -78,21 +76,27 @@ struct LambMoveKernel {
 
   __device__ void operator()(const Chunk<6>& chunk) const {
     if (settings.common.skips()) return;
+    Raw raw[3];
+    int i = threadIdx.x * kWidth;
+#pragma unroll
+    for (int list = 0; list < 3; ++list) raw[list] = chunk.fetch(list + 1, i);
     __shared__ AdamFunctor shared;
     if (threadIdx.x == 0) shared = AdamFunctor(settings);
     __syncthreads();
     const AdamFunctor functor = shared;
     const float ratio = ratios == nullptr ? 1.0f : ratios[chunk.tensor];
-    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
-      const Raw raw_p = chunk.fetch(1, i), raw_m = chunk.fetch(2, i), raw_v = chunk.fetch(3, i);
+    while (i < chunk.size) {
       float p[kWidth], m[kWidth], v[kWidth];
-      chunk.unpack(1, raw_p, p);
-      chunk.unpack(2, raw_m, m);
-      chunk.unpack(3, raw_v, v);
+      chunk.unpack(1, raw[0], p);
+      chunk.unpack(2, raw[1], m);
+      chunk.unpack(3, raw[2], v);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) p[k] = p[k] - functor.lr * (functor.direction(p[k], m[k], v[k]) * ratio);
       chunk.store(1, i, p);
       if (writes_lower) chunk.store(4, i, p);
+      i += kStride;
+#pragma unroll
+      for (int list = 0; list < 3; ++list) raw[list] = chunk.fetch(list + 1, i);
     }
   }
 };

@@ -12,7 +12,7 @@ struct RestoreKernel {
 
   __device__ void operator()(const Chunk<3>& chunk) const {
     const RestoreFunctor functor(inv_scale, factor, zeros_count);
-    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
+    for (int i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
       const Raw raw_grad = chunk.fetch(0, i), raw_exact = chunk.fetch(1, i);
       float grad[kWidth], exact[kWidth], out[kWidth];
       chunk.unpack(0, raw_grad, grad);

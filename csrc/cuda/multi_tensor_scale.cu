@@ -14,7 +14,7 @@ struct ScaleKernel {
     constexpr int kBatch = 2;
     const ScaleFunctor functor(scale);
     int32_t highest = 0;
-    for (int64_t start = threadIdx.x * kWidth; start < chunk.size; start += kBatch * kStride) {
+    for (int start = threadIdx.x * kWidth; start < chunk.size; start += kBatch * kStride) {
       Raw raw[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) raw[b] = chunk.fetch(0, start + b * kStride);

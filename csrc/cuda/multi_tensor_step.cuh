@@ -16,16 +16,18 @@ struct StepKernel {
   __device__ void operator()(const Chunk<Functor::kStates + 3>& chunk) const {
     constexpr int kStates = Functor::kStates, kLower = kStates + 2;
     if (settings.common.skips()) return;
-    // Made once a block: it may take powers in float64, and reads what lies on the device.
+    // The first elements are on their way while one thread makes the functor for its block: it may take powers in float64, and
+    // reads what lies on the device.
+    Raw raw[kStates + 2];
+    int i = threadIdx.x * kWidth;
+#pragma unroll
+    for (int list = 0; list < kStates + 2; ++list) raw[list] = chunk.fetch(list, i);
     __shared__ Functor shared;
     if (threadIdx.x == 0) shared = Functor(settings);
     __syncthreads();
     const Functor functor = shared;
     const float of_tensor = functor.each(each == nullptr ? 1.0f : each[chunk.tensor]);
-    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
-      Raw raw[kStates + 2];
-#pragma unroll
-      for (int list = 0; list < kStates + 2; ++list) raw[list] = chunk.fetch(list, i);
+    while (i < chunk.size) {
       float values[kStates + 2][kWidth];
 #pragma unroll
       for (int list = 0; list < kStates + 2; ++list) chunk.unpack(list, raw[list], values[list]);
@@ -41,6 +43,9 @@ struct StepKernel {
 #pragma unroll
       for (int list = 1; list < kStates + 2; ++list) chunk.store(list, i, values[list]);
       if (writes_lower) chunk.store(kLower, i, values[1]);
+      i += kStride;
+#pragma unroll
+      for (int list = 0; list < kStates + 2; ++list) raw[list] = chunk.fetch(list, i);  // nothing beyond the end
     }
   }
 };

@@ -1,7 +1,6 @@
 // multi_tensor_unscale_l2norm on CUDA. Memory traffic: each input read once, each output, if any, written once; one float64
 // per block besides.
 #include "cuda/norms.cuh"
-#include "functors/multi_tensor_l2norm.h"
 #include "functors/multi_tensor_scale.h"
 #include "ops.h"
 
@@ -17,10 +16,9 @@ struct UnscaleKernel {
   __device__ void operator()(const Chunk<2>& chunk) const {
     constexpr int kBatch = 2;
     const ScaleFunctor functor(inv_scale);
-    const SquareFunctor square;
     double sum = 0;
     int32_t highest = 0;
-    for (int64_t start = threadIdx.x * kWidth; start < chunk.size; start += kBatch * kStride) {
+    for (int start = threadIdx.x * kWidth; start < chunk.size; start += kBatch * kStride) {
       Raw raw[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) raw[b] = chunk.fetch(0, start + b * kStride);
@@ -29,11 +27,9 @@ struct UnscaleKernel {
         float x[kWidth], out[kWidth];
         chunk.unpack(0, raw[b], x);
         highest = max(highest, highest_magnitude(x));
+        sum += sum_of_squares(x);
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          sum += square(x[k]);
-          out[k] = functor(x[k]);
-        }
+        for (int k = 0; k < kWidth; ++k) out[k] = functor(x[k]);
         if (writes) chunk.store(1, start + b * kStride, out);
       }
     }

@@ -6,9 +6,24 @@
 #include <tuple>
 
 #include "cuda/multi_tensor_apply.cuh"
+#include "functors/multi_tensor_l2norm.h"
 #include "functors/number.h"
 
 namespace ampkit {
+
+// The squares of what a thread takes at once: in float32 where that keeps their digits, for many cards have few units for
+// float64. Sums of these are float64.
+__device__ inline double sum_of_squares(const float (&values)[kWidth]) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) sum += values[k] * values[k];
+  if (is_safe(sum) || highest_magnitude(values) == 0) return sum;
+  const SquareFunctor square;
+  double wide = 0;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) wide += square(values[k]);
+  return wide;
+}
 
 // The sum over all threads of a block, for thread 0. Every thread must come here.
 __device__ inline double block_sum(double value) {
