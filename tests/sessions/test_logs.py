@@ -83,6 +83,7 @@ CHANGES = [
     ("O1", {"policy": "apex"}, "policy=Policy('apex')"),
     ("O1", {"on_floor": "warn"}, "on_floor='warn'"),
     ("O1", {"scope": "forward"}, "scope='forward'"),
+    ("O2", {"model_grads": "scaled"}, "model_grads='scaled'"),
     ("O2", {"lower_precision_weights": "refuse"}, "lower_precision_weights='refuse'"),
 ]
 
