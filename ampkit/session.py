@@ -369,7 +369,7 @@ class Session:
 
     def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, Check]], scaler: LossScaler) -> None:
         """The scale moves as these checks of optimizers have found; one that has overflowed is reported."""
-        verdict = self._scaling.end_iteration([check for _, check in found], scaler)
+        verdict = self._scaling.end_iteration(found, scaler)
         skipped = next((wrapper for wrapper, _ in found if wrapper.skipped), None)
         if skipped is not None:
             self.report_skip(skipped, verdict)

@@ -7,6 +7,7 @@ at their next step. What nobody has read is reported at a later `scale_loss`, wh
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from .master_weights import Slot
 from .optimizer_wrapper import OptimizerWrapper
 
 SKIPS_BEFORE_DIAGNOSIS = 25
+_CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 
 
 class Settings(Protocol):
@@ -193,12 +195,17 @@ class LossScaling:
         return check
 
     @staticmethod
-    def end_iteration(checks: Sequence[Check], scaler: LossScaler) -> Verdict:
-        """The scale moves as any of these checks has found."""
-        if len(checks) == 1:
-            return scaler.judge(checks[0])
-        found_inf = torch.stack([on(check.found_inf, checks[0].found_inf.device) for check in checks]).amax(0)
-        return scaler.judge(found_inf)
+    def end_iteration(found: Sequence[tuple[OptimizerWrapper, Check]], scaler: LossScaler) -> Verdict:
+        """The scale moves as any of these optimizers' checks has found."""
+        first = found[0][1]
+        if len(found) == 1:
+            verdict = scaler.judge(first)
+        else:
+            flags = [on(check.found_inf, first.found_inf.device) for _, check in found]
+            verdict = scaler.judge(torch.stack(flags).amax(0))
+        if _CHECKS_RANKS:
+            _check_ranks(scaler, [wrapper for wrapper, _ in found])
+        return verdict
 
     def report_skip(self, verdict: Verdict, culprit: Callable[[Verdict], str]) -> None:
         """Log a skipped step once, name the ``culprit`` when there were many, give up when it is hopeless."""
@@ -315,6 +322,8 @@ class LossScaling:
                 wrapper.unchecked.append((scaler, check))
             return
         verdict = scaler.judge(check, moves_scale=not local)
+        if _CHECKS_RANKS:
+            _check_ranks(scaler, wrappers)
         for wrapper in wrappers:
             wrapper.verdicts.append(verdict)
 
@@ -348,6 +357,22 @@ def _still_open(bystanders: Sequence[OptimizerWrapper]) -> list[OptimizerWrapper
 def _combine(check: Check, wrappers: Sequence[OptimizerWrapper]) -> None:
     """What any process has found is found by all of them: they step together or not at all."""
     highest(check.found_inf, dict.fromkeys(group for wrapper in wrappers for group in wrapper.process_groups()))
+
+
+def _check_ranks(scaler: LossScaler, wrappers: Sequence[OptimizerWrapper]) -> None:
+    """Raise where the processes do not agree on the loss scale: they would train apart from here on."""
+    groups = dict.fromkeys(group for wrapper in wrappers for group in wrapper.process_groups())
+    if not groups and torch.distributed.is_available() and torch.distributed.is_initialized():
+        groups = {torch.distributed.group.WORLD: None}  # DDP's
+    scale = scaler.loss_scale
+    bounds = torch.tensor([scale, -scale], device=_home(wrappers))
+    highest(bounds, groups)
+    if bounds.sum() != 0.0:
+        raise LossScaleError(
+            f"The loss scales of the processes differ: {-bounds[1].item():g} to {bounds[0].item():g}, {scale:g} here. "
+            "One of them has met an overflow that the others do not know of. Where gradients are averaged by hand, pass "
+            "process_group= to initialize()."
+        )
 
 
 class _Reached:
