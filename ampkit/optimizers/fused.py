@@ -22,8 +22,8 @@ from ..dtypes import CASTABLE, LOWER_PRECISION
 from .scales import Scale, inverse, on
 
 _SETTINGS = (bool, int, float, str, torch.dtype)
-# Elements whose gradients are restored in one go: on the CPU, few enough to stay in its caches until the step reads them.
-_RESTORED_AT_ONCE = {"cpu": 2**18, "others": 2**24}
+# Elements whose gradients are restored in one go: few enough to stay in the caches until the step reads them.
+_RESTORED_AT_ONCE = {"cpu": 2**18, "others": 2**22}
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
 
