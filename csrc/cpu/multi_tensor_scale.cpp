@@ -4,13 +4,27 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
+template <bool kStreams, class In, class Out>
+AMPKIT_VECTOR_INLINE void put_product(const In*, Out* to, Vector x, int64_t count) {
+  put<kStreams>(to, x, count);
+}
+
+// Loss scales are powers of two: but for subnormals, nothing is rounded.
+template <bool kStreams>
+AMPKIT_VECTOR_INLINE void put_product(const BFloat16*, BFloat16* to, Vector x, int64_t count) {
+  if (count == kLanes && are_bfloat16(x))
+    store_words(&to->bits, words_of(x) >> 16);
+  else
+    put<kStreams>(to, x, count);
+}
+
 // Returns whether all inputs are finite, if asked to look. out may be x itself, element for element.
 template <bool kChecks, bool kStreams, class In, class Out>
 static bool scale_run(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
   Words distances = {};
   for_each_vector(x, n, [&](int64_t i, Vector v, int64_t count) {
     if (kChecks) distances |= distance_to_itself(v);
-    put<kStreams>(out + i, functor(v), count);
+    put_product<kStreams>(x, out + i, functor(v), count);
   });
   return are_zero(distances);
 }

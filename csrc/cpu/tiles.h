@@ -201,6 +201,19 @@ AMPKIT_VECTOR_INLINE Words bfloat16_bits(Vector x) {
 }
 AMPKIT_VECTOR_INLINE void store_vector(BFloat16* to, Vector x) { store_words(&to->bits, bfloat16_bits(x)); }
 
+// Whether bfloat16 holds these as they are: rounding takes longer than to ask.
+AMPKIT_VECTOR_INLINE bool are_bfloat16(Vector x) {
+#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(x), _mm512_set1_epi32(0xffff)) == 0;
+#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
+  return _mm256_testz_si256(reinterpret_cast<__m256i>(x), _mm256_set1_epi32(0xffff)) != 0;
+#elif AMPKIT_X86_VARIANTS
+  return _mm_testz_si128(reinterpret_cast<__m128i>(x), _mm_set1_epi32(0xffff)) != 0;
+#else
+  return false;
+#endif
+}
+
 // The first n of a vector; the rest is 0, and not written.
 template <class T>
 AMPKIT_VECTOR_INLINE Vector load_part(const T* x, int64_t n) {

@@ -518,7 +518,7 @@ wide = torch.randn(65537) * torch.exp2(torch.randn(65537) * 12)
 sources = [bits.view(torch.float16), bits.view(torch.bfloat16), wide]
 for x in sources:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for scale in (1.0, 0.3):
+        for scale in (1.0, 0.3, 2.0**-16):
             out = torch.empty_like(x, dtype=dtype)
             kernels.multi_tensor_scale([x], [out], scale)
             expected = (x.float() * torch.tensor(scale)).to(dtype)

@@ -22,6 +22,14 @@ FAULTS = [
         ),
     ),
     Mutant(
+        "cpp scale: bfloat16 is truncated",
+        "csrc/cpu/multi_tensor_scale.cpp",
+        "count == kLanes && are_bfloat16(x)",
+        "count == kLanes",
+        breaks="a product is rounded where bfloat16 cannot hold it",
+        tests=("kernels/test_kernels.py::test_scale_rounds_the_float32_product",),
+    ),
+    Mutant(
         "cpp sgd: the first run is no first run",
         "csrc/functors/multi_tensor_sgd.h",
         "first_run ? d : later",
