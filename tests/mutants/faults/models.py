@@ -4,6 +4,22 @@ from ..mutant import Mutant
 
 FAULTS = [
     Mutant(
+        "incoming: a second initialize rounds what was learned",
+        "ampkit/models/incoming.py",
+        "if key in params:",
+        "if False:",
+        breaks="a model that came in bfloat16 keeps its float32 values from session to session",
+        tests=("models/test_incoming.py::test_a_second_initialize_does_not_round_what_was_learned",),
+    ),
+    Mutant(
+        "incoming: the optimizer's state stays in lower precision",
+        "ampkit/models/incoming.py",
+        "_cast_state(state, torch.float32)",
+        "pass",
+        breaks="state that an optimizer has for bfloat16 weights goes over to the float32 ones",
+        tests=("models/test_incoming.py::test_trains_as_the_same_model_made_float32_by_hand",),
+    ),
+    Mutant(
         "weights: a write rounds its neighbours",
         "ampkit/models/weights.py",
         "torch.where(same, local, lower.float())",
