@@ -1,7 +1,6 @@
 // multi_tensor_restore_l2norm on CUDA. Memory traffic: both inputs read once; one float64 per block besides.
 #include "cuda/norms.cuh"
 #include "cuda/restore_run.cuh"
-#include "functors/multi_tensor_l2norm.h"
 #include "ops.h"
 
 namespace ampkit {
@@ -14,7 +13,6 @@ struct RestoredSquaresKernel {
 
   __device__ void operator()(const Chunk<2>& chunk) const {
     const RestoreFunctor functor(inv_scale, {1.0, nullptr}, zeros_count);
-    const SquareFunctor square;
     double sum = 0;
     for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
       const Raw raw_grad = chunk.fetch(0, i), raw_exact = chunk.fetch(1, i);
@@ -22,8 +20,7 @@ struct RestoredSquaresKernel {
       chunk.unpack(0, raw_grad, grad);
       chunk.unpack(1, raw_exact, exact);
       restore_run(functor, grad, exact, chunk.dtype[0], grad);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) sum += square(grad[k]);
+      sum += sum_of_squares(grad);
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) sum_of_block[chunk.block] = sum;
