@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ConfigurationError, NotInitializedError
-from .iteration.found_inf import Check
+from .iteration.found_inf import FoundInf
 from .iteration.loss_scale import DynamicScaler, LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .registry import current_session, not_initialized, session_of
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, enabled=False)  # torch's own scale is never used, and never allocated
         self._session = None if session is None else weakref.ref(session)
         self._loss_id = loss_id
-        self._checks: dict[int, tuple[OptimizerWrapper, Check | None]] = {}  # of optimizers that are unscaled, by id
+        self._found: dict[int, tuple[OptimizerWrapper, FoundInf | None]] = {}  # in optimizers that are unscaled, by id
         self._stepped: set[int] = set()
 
     def scale(self, outputs: Any) -> Any:
@@ -54,12 +54,12 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients of this optimizer, and look whether they are finite. Once before each ``step``."""
         if id(optimizer) in self._stepped:
             raise RuntimeError("unscale_() is being called after step().")
-        if id(optimizer) in self._checks:
+        if id(optimizer) in self._found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         wrapper = wrapper_of(optimizer)
         if wrapper is None:
             raise not_initialized(optimizer)
-        self._checks[id(optimizer)] = (wrapper, session_of(optimizer).unscale(wrapper, self._scaler))
+        self._found[id(optimizer)] = (wrapper, session_of(optimizer).unscale(wrapper, self._scaler))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` where its gradients are finite; else it is not called, and the result is None."""
@@ -67,22 +67,22 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called since the last update().")
-        if id(optimizer) not in self._checks:
+        if id(optimizer) not in self._found:
             self.unscale_(optimizer)
-        wrapper, check = self._checks[id(optimizer)]
+        wrapper, found = self._found[id(optimizer)]
         self._stepped.add(id(optimizer))
-        if check is not None and bool(check.found_inf.item()):
-            wrapper.skip(check.found_inf)
+        if found is not None and bool(found.flag.item()):
+            wrapper.skip(found)
             return None
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """End the iteration: the scale backs off where an optimizer has met an overflow, and grows after enough that have not."""
-        checks, self._checks, self._stepped = list(self._checks.values()), {}, set()
+        unscaled, self._found, self._stepped = list(self._found.values()), {}, set()
         if new_scale is not None:
             self._scaler.loss_scale = float(new_scale)
             return
-        found = [(wrapper, check) for wrapper, check in checks if check is not None]
+        found = [(wrapper, one) for wrapper, one in unscaled if one is not None]
         if found:
             self._owner().end_iteration(found, self._scaler)
 

@@ -25,12 +25,12 @@ from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
-from .iteration.found_inf import Check, Verdict
+from .iteration.found_inf import FoundInf
 from .iteration.loss_scale import LossScaler
 from .iteration.master_weights import Slots
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
-from .iteration.scale_loss import LossScaling
+from .iteration.scale_loss import Block, LossScaling
 from .kernels.backend import implementation
 from .logs import logger, stdout_lines
 from .models import Float32Value, ForwardCasts, Incoming, Kept
@@ -357,26 +357,30 @@ class Session:
             self._refuse_sharded_since()
             self._knows_sharding = True
         self._statistics.enter_block(wrappers)
-        everybody = (wrapper_of(one) for session in live_sessions for one in session.optimizers)
-        others = [wrapper for wrapper in everybody if wrapper is not None and wrapper not in wrappers]
-        return self._scaling.scale_loss(
-            loss, wrappers, scaler, delay_unscale, delay_overflow_check, others, self._is_unreduced
+        unnamed = []
+        for session in live_sessions:
+            for ref in session._optimizers:
+                wrapper = wrapper_of(ref())
+                if wrapper is not None and wrapper not in wrappers:
+                    unnamed.append(wrapper)
+        return Block(
+            self._scaling, loss, wrappers, unnamed, scaler, delay_unscale, delay_overflow_check, self._is_unreduced
         )
 
-    def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> Check | None:
+    def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale and check gradients that wait at their scale; the iteration goes on. None where nothing is checked."""
         return self._scaling.unscale(wrapper, scaler)
 
-    def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, Check]], scaler: LossScaler) -> None:
-        """The scale moves as these checks of optimizers have found; one that has overflowed is reported."""
-        verdict = self._scaling.end_iteration(found, scaler)
+    def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
+        """The scale moves by what was found in the gradients of these optimizers; an overflow is reported."""
+        ended = self._scaling.end_iteration(found, scaler)
         skipped = next((wrapper for wrapper, _ in found if wrapper.skipped), None)
         if skipped is not None:
-            self.report_skip(skipped, verdict)
+            self.report_skip(skipped, ended)
 
     def _is_unreduced(self) -> bool:
         """Whether FSDP2 has kept the gradients of the last backward pass to itself."""
-        return any(is_unreduced(model) for model in self.models)
+        return bool(self._sharded_at_first) and any(is_unreduced(model) for model in self.models)
 
     def _refuse_sharded_since(self) -> None:
         """FSDP2 puts Parameters of its own in the places of those that masters and optimizer belong to."""
@@ -395,20 +399,20 @@ class Session:
         """Unscale gradients that still wait after ``delay_unscale=True``."""
         self._scaling.finish_delayed(wrapper)
 
-    def report_skip(self, wrapper: OptimizerWrapper, verdict: Verdict) -> None:
-        """Log a skipped step; raises `LossScaleError` when it is hopeless."""
-        self._scaling.report_skip(verdict, self._culprit_of(wrapper))
+    def report_skip(self, wrapper: OptimizerWrapper, found: FoundInf) -> None:
+        """Log a skipped step; raises `LossScaleError` where no scale will ever be small enough."""
+        self._scaling.report_skip(weakref.ref(wrapper), found)
 
-    def report_late(self, wrapper: OptimizerWrapper, verdicts: list[Verdict]) -> None:
+    def report_late(self, wrapper: OptimizerWrapper, found: list[FoundInf]) -> None:
         """Log it if a step was skipped on the device, as soon as that is known."""
-        self._scaling.report_late(verdicts, self._culprit_of(wrapper))
+        self._scaling.report_late(weakref.ref(wrapper), found)
 
     @property
     def has_dynamic_loss_scale(self) -> bool:
         return self.plan.has_dynamic_loss_scale
 
     def synchronize_reports(self) -> None:
-        """Wait for every finding that the host has not heard of, and log skipped steps."""
+        """Wait for every iteration that the host has not learned of, and log skipped steps."""
         self._scaling.synchronize()
 
     def float32_values(self) -> dict[torch.Tensor, Float32Value]:
@@ -417,21 +421,8 @@ class Session:
             return {}
         return {tensor: entry for model in self.models for tensor, entry in model_casts.lower_entries(model)}
 
-    def _culprit_of(self, wrapper: OptimizerWrapper) -> Callable[[Verdict], str]:
-        """Tells the name of the first parameter, in the optimizer's order, whose gradient was not finite."""
-        ref = weakref.ref(wrapper)
-
-        def name(verdict: Verdict) -> str:
-            wrapper = ref()
-            if wrapper is None:
-                return "not found (its optimizer is gone)"
-            found = set(verdict.outcome.culprits)
-            first = next((slot.param for slot in wrapper.gradients.slots if slot.param in found), None)
-            return self._name_of(wrapper.gradients.first_non_finite() if first is None else first)
-
-        return name
-
-    def _name_of(self, param: torch.Tensor | None) -> str:
+    def name_of(self, param: torch.Tensor | None) -> str:
+        """The parameter's name in its model, for the log."""
         if param is None:
             return "not found (the gradients were cleared or changed since)"
         models = self.models

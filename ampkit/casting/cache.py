@@ -182,7 +182,7 @@ class CastCaches:
     def drop(self, before_backward: bool = False) -> None:
         """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
         for cache in self._all():
-            cache.drop(before_backward)
+            cache.store.drop(before_backward=before_backward)
 
     def pairs(self) -> dict[Tensor, Tensor]:
         """The casts of weights that are kept now, by weight."""

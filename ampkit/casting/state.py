@@ -104,6 +104,15 @@ class CastingState:
             return torch.autocast(self.device_types[0], dtype, enabled, cache_enabled=False)
         return _traced_regions(self.device_types, enabled, dtype)
 
+    def switch_back_on(self, device_types: Sequence[str]) -> None:
+        """Undo a mere switching off, likewise."""
+        before = self.before.get(threading.get_ident()) if self.closed else None
+        if before is not None:
+            restore(before)
+            return
+        for one in device_types:
+            torch.set_autocast_enabled(one, True)
+
     def restore(self, saved: Saved) -> None:
         """Bring back what `save` found, unless the engine was closed since: a session may end anywhere, by the collector."""
         restore(self.before.get(threading.get_ident(), saved) if self.closed else saved)

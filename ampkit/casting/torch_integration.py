@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.data._utils import fetch
 
 from ..patching import PatchSet
-from .state import IN_BACKWARD, CastingState, number_of_regions, save
+from .state import IN_BACKWARD, CastingState, number_of_regions
 
 _AUTOCAST_KEY = "_ampkit_autocast"
 
@@ -68,12 +68,12 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
     def run_uncast(*args: Any, **kwargs: Any) -> Any:
         if not state.installed:
             return run_backward(*args, **kwargs)
-        hooks_are_cast = state.is_on()
-        before, in_backward = save(state.device_types), torch.is_autocast_enabled(IN_BACKWARD)
+        on = [one for one in state.device_types if torch.is_autocast_enabled(one)]
+        hooks_are_cast, in_backward = bool(on) or state.is_on(), torch.is_autocast_enabled(IN_BACKWARD)
         regions = number_of_regions() if hooks_are_cast else 0
         for _ in range(regions):  # those that were entered before do not speak for the hooks
             torch.autocast_decrement_nesting()
-        for one in state.device_types:
+        for one in on:
             torch.set_autocast_enabled(one, False)
         torch.set_autocast_enabled(IN_BACKWARD, hooks_are_cast)
         try:
@@ -82,7 +82,7 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
             for _ in range(regions):
                 torch.autocast_increment_nesting()
             torch.set_autocast_enabled(IN_BACKWARD, in_backward)
-            state.restore(before)
+            state.switch_back_on(on)
 
     def note_state(function: Any) -> None:
         setattr(function, _AUTOCAST_KEY, (state.is_on(), state.other_precision()))

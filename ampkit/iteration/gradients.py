@@ -20,11 +20,14 @@ from ..errors import ConfigurationError
 from ..models.weights import move_like
 from ..optimizers.scales import Scale, inverse, is_one, on, on_device_of, ratio
 from ..sharding import by_placement, is_sharded, local, process_groups, total_over
-from .found_inf import Check, Verdict
+from .found_inf import FoundInf
 from .master_weights import Exact, Seen, Slot
 from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
 
 LISTS_OF_A_COLLECTION = 6  #: how many lists `Gradients.collect` checks at most, but for rare mixtures
+
+
+WasReached = Callable[[torch.Tensor], bool]
 
 
 @dataclass
@@ -60,10 +63,10 @@ class Group:
         return kernels.multi_tensor_unscale_l2norm(self.values, None, inv)[0]
 
     def accumulate(
-        self, fresh: list[torch.Tensor], totals: list[torch.Tensor], inv: Scale, check: Check | None
+        self, fresh: list[torch.Tensor], totals: list[torch.Tensor], inv: Scale, found: FoundInf | None
     ) -> None:
         """totals = fresh * inv + the gradients, unscaled; the gradients too, unless they are kept at a scale."""
-        places = _places(check, [slot.param for slot in self.slots])
+        places = _places(found, [slot.param for slot in self.slots])
         if self.chooses or (is_one(self.scale) and self.values[0] is self.gradients[0]):
             kernels.multi_tensor_accumulate(
                 fresh, self.gradients, self.values, totals, inv, inverse(self.scale), self.zeros_count, *places
@@ -111,14 +114,14 @@ class Gradients:
         self.reads_lower = False
         self.leaves_scaled = False
         self.is_open = False
-        self.is_bystander = False  # open in a block that did not name the optimizer
+        self.is_named = True  # by the block that it is open in
         self.is_stepping = False
         self.delayed_scale: Scale | None = None
         self.local = False
         self.clip: torch.Tensor | None = None
-        # The finding on gradients that a step has used already; and what was found at steps since they were cleared.
+        # The flag of the last step, while its gradients are there; and what was found before each step since they were cleared.
         self.used_flag: torch.Tensor | None = None
-        self.used_by: list[Verdict] = []
+        self.used: list[FoundInf] = []
         # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
         self.in_buckets = False
         # What the gradients of masters were clipped by in all, and they as they were then; whether a step has used that.
@@ -165,7 +168,7 @@ class Gradients:
         """Whether gradients stay in ``param.grad`` while the next backward pass adds to them."""
         return self.delayed_scale is not None or self.local
 
-    def open(self, scale: Scale, is_bystander: bool = False) -> None:
+    def open(self, scale: Scale, is_named: bool = True) -> None:
         """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
 
         `refuse_unseen_writes` comes before: of several optimizers none is opened where one has to be refused.
@@ -174,7 +177,7 @@ class Gradients:
             self.convert()
         self._unconvert()
         self._forget_clip()
-        self.is_open, self.is_bystander = True, is_bystander
+        self.is_open, self.is_named = True, is_named
         if self.stays:
             self._rescale(scale)
             return
@@ -192,12 +195,16 @@ class Gradients:
     @property
     def has_fresh(self) -> bool:
         """Whether the backward pass that just ran left gradients here."""
-        return any(slot.param.grad is not None for slot in self.slots)
+        for slot in self.slots:
+            if slot.param.grad is not None:
+                return True
+        return False
 
-    def put_back(self, scale: Scale, done: set[Slot] | None = None) -> None:
-        """After a backward pass at ``scale`` that failed: the gradients as they were before it.
+    def put_back(self, scale: Scale, done: set[Slot] | None = None, was_reached: WasReached | None = None) -> None:
+        """After a backward pass at ``scale`` that failed, or did not come here: the gradients as they were before it.
 
-        Where gradients stayed in ``param.grad``, what the pass had added to them stays too, unscaled.
+        Where gradients stayed in ``param.grad``, what the pass had added to them stays too, unscaled. For ``done`` and
+        ``was_reached`` see `collect`.
         """
         self.is_open = False
         if self.delayed_scale is not None:
@@ -207,6 +214,9 @@ class Gradients:
         else:
             for slot in self._not_in(done):
                 slot.param.grad, slot.stash = slot.stash, None
+                if slot.param.grad is not None and was_reached is not None and was_reached(slot.param):
+                    slot.param.grad = None
+                    slot.clear()
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
@@ -231,12 +241,11 @@ class Gradients:
     def collect(
         self,
         scale: Scale,
-        check: Check | None,
-        *,
+        found: FoundInf | None,
         local: bool = False,
         exact_in_place: bool = False,
         done: set[Slot] | None = None,
-        was_reached: Callable[[torch.Tensor], bool] | None = None,
+        was_reached: WasReached | None = None,
     ) -> None:
         """After a backward pass at ``scale``: unscale fresh gradients, add them to those before, and check them on the way.
 
@@ -260,29 +269,29 @@ class Gradients:
                     slot.param.grad = stash
         inv = inverse(scale)
         if fresh:
-            self._unscale(fresh, scale, inv, check, exact_in_place)
+            self._unscale(fresh, scale, inv, found, exact_in_place)
         if sums:
-            self._add(sums, scale, inv, check)
-        if check is not None:
+            self._add(sums, scale, inv, found)
+        if found is not None:
             for slot, _ in (*fresh, *sums):
                 if slot.owners > 1:
-                    slot.found_inf = check.found_inf
+                    slot.found_inf = found
         self.is_open = False
         self.delayed_scale = None
         self.local = local
         self.used_flag = None
 
-    def _unscale(self, fresh: list, scale: Scale, inv: Scale, check: Check | None, exact_in_place: bool) -> None:
+    def _unscale(self, fresh: list, scale: Scale, inv: Scale, found: FoundInf | None, exact_in_place: bool) -> None:
         """Unscale gradients where they are. What is rounded on the way is kept as it was beside them."""
         for slot, _ in fresh:
             slot.exact = None
-        if is_one(inv) and check is None:
+        if is_one(inv) and found is None:
             return
         params, inputs, outputs, kept, left = [], [], [], [], []
         for slot, gradient in fresh:
             output = gradient
             if is_sparse(gradient):
-                unscale_sparse(slot, gradient, inv, check)
+                unscale_sparse(slot, gradient, inv, found)
                 continue
             if slot.master is not None and not is_one(inv):
                 if self.leaves_scaled:
@@ -297,31 +306,31 @@ class Gradients:
             params.append(slot.param)
             inputs.append(gradient)
             outputs.append(output)
-        kernels.multi_tensor_scale(inputs, outputs, inv, *_places(check, params))
+        kernels.multi_tensor_scale(inputs, outputs if kept else inputs, inv, *_places(found, params))
         for slot, output, values in kept:
             slot.exact = Exact(values, scale, Seen.now(output))
-        if left and check is not None:
-            found_inf, first_bad = _places(check, [slot.param for slot, _ in left])
+        if left and found is not None:
+            flag, first_bad = _places(found, [slot.param for slot, _ in left])
             kernels.multi_tensor_unscale_l2norm(
-                [gradient for _, gradient in left], None, None, found_inf, first_bad=first_bad
+                [gradient for _, gradient in left], None, None, flag, first_bad=first_bad
             )
         for slot, gradient in left:
             slot.exact = Exact(gradient, scale, Seen.now(gradient), is_scaled=True)
 
-    def _add(self, sums: list[tuple[Slot, torch.Tensor]], scale: Scale, inv: Scale, check: Check | None) -> None:
+    def _add(self, sums: list[tuple[Slot, torch.Tensor]], scale: Scale, inv: Scale, found: FoundInf | None) -> None:
         """Add fresh gradients to stashed ones: in float32, where the parameter is in lower precision."""
         own, mastered = [], []
         fresh: dict[Slot, torch.Tensor] = {}
         for slot, gradient in sums:
             if slot.owners > 1 and slot.found_inf is not None:
-                _drop_if(slot, slot.found_inf)
+                _drop_if(slot, slot.found_inf.flag)
             if is_sparse(gradient) or is_sparse(slot.stash):
-                add_sparse(slot, gradient, inv, check)
+                add_sparse(slot, gradient, inv, found)
                 continue
             fresh[slot] = gradient
             (own if slot.master is None else mastered).append((slot, slot.stash))
         if own:
-            places = _places(check, [slot.param for slot, _ in own])
+            places = _places(found, [slot.param for slot, _ in own])
             stashes = [stash for _, stash in own]
             kernels.multi_tensor_axpby(
                 [fresh[slot] for slot, _ in own], stashes, stashes, inv, 1.0, places[0], 0, places[1]
@@ -329,7 +338,7 @@ class Gradients:
         leaves_scaled = self.leaves_scaled and not is_one(scale)
         for group in grouped(mastered):
             totals = [values if values.dtype is torch.float32 else _float32_like(values) for values in group.values]
-            group.accumulate([fresh[slot] for slot in group.slots], totals, inv, check)
+            group.accumulate([fresh[slot] for slot in group.slots], totals, inv, found)
             if leaves_scaled:
                 kernels.multi_tensor_scale(totals, group.gradients, scale)
             for slot, total, gradient in zip(group.slots, totals, group.gradients):
@@ -506,7 +515,7 @@ class Gradients:
         is_empty = self._is_empty()
         if is_empty:
             self.delayed_scale, self.local = None, False
-            self._forget_findings()
+            self._forget_found()
         elif self._is_clip_used:
             if self._clipped_by is not None and all(before.is_still(slot.param.grad) for slot, before in self._clipped):
                 self.clip, self._is_clip_used = self._clipped_by, False  # another step with the same gradients
@@ -517,7 +526,7 @@ class Gradients:
     def clear_all(self) -> None:
         """``zero_grad()`` of the optimizer."""
         self.delayed_scale, self.local = None, False
-        self._forget_findings()
+        self._forget_found()
         for slot in self.slots:
             slot.param.grad = None
             slot.clear()
@@ -525,13 +534,13 @@ class Gradients:
             slot.master.raw_grad = None
 
     def clear_params(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None) -> None:
-        """The part of ``zero_grad`` that nobody else sees: gradients set aside, and those on the far side of a master.
+        """What ``zero_grad`` of torch does not see: stashed and exact gradients, and of parameters with masters one of the two.
 
         ``only`` names the parameters of a model whose own ``zero_grad`` was called; None means all of the optimizer's.
         """
         if only is None:
             self.delayed_scale, self.local = None, False
-            self._forget_findings()
+            self._forget_found()
         for slot in self.slots:
             if only is not None and slot.param not in only:
                 continue
@@ -545,17 +554,17 @@ class Gradients:
                 else:
                     slot.param.grad.detach_().zero_()
         if only is not None and self._is_empty():
-            self._forget_findings()
+            self._forget_found()
 
-    def drop_overflowed(self, flags: Iterable[torch.Tensor] = ()) -> None:
+    def drop_overflowed(self, found: Iterable[FoundInf] = ()) -> None:
         """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step.
 
         What several optimizers share stays where its last contribution was not one of those found not to be finite.
         """
-        self._forget_findings()
-        flags = list(flags)
+        self._forget_found()
+        found = list(found)
         for slot in self.slots:
-            if slot.owners > 1 and slot.found_inf is not None and not any(flag is slot.found_inf for flag in flags):
+            if slot.owners > 1 and slot.found_inf is not None and slot.found_inf not in found:
                 continue
             slot.clear()
             if slot.master is not None:
@@ -570,9 +579,9 @@ class Gradients:
 
     def drop_known_overflow(self) -> None:
         """Drop gradients that nobody has cleared since a step that turned out, without waiting, to have been skipped."""
-        known = [verdict for verdict in self.used_by if verdict.is_known and verdict.overflowed]
+        known = [found for found in self.used if found.is_known and found.overflowed]
         if known:
-            self.drop_overflowed([verdict.found_inf for verdict in known])
+            self.drop_overflowed(known)
 
     def first_non_finite(self) -> torch.Tensor | None:
         """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""
@@ -582,8 +591,8 @@ class Gradients:
                 return slot.param
         return None
 
-    def _forget_findings(self) -> None:
-        self.used_flag, self.used_by = None, []
+    def _forget_found(self) -> None:
+        self.used_flag, self.used = None, []
         self._forget_clip()
 
     def _forget_clip(self) -> None:
@@ -606,8 +615,8 @@ class Gradients:
         return True
 
 
-def _places(check: Check | None, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if check is None else (check.found_inf, check.watch(params))
+def _places(found: FoundInf | None, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if found is None else (found.flag, found.index_for(params))
 
 
 def _gradient_of_master(slot: Slot) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The loss scale: the number that the loss is multiplied by, and the rule by which it moves.
 
-`StaticScaler` and `DynamicScaler` have the same verbs, so that nobody asks which one they hold. The state of a dynamic
-scale lives where the gradients are: `LossScaler.judge` moves it by a launch, as a `findings.Check` says, and nothing waits.
-The host learns of it from a `findings.Verdict`.
+`StaticScaler` and `DynamicScaler` have the same methods, so that nobody asks which one they hold. The state of a dynamic scale
+lives on the device of the gradients: `LossScaler.update` moves it there, by what a `FoundInf` says, and nothing waits. The host
+learns of it from the same `FoundInf`, later.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ import torch
 from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import logger
-from .found_inf import Check, Outcome, Verdict
+from .found_inf import FoundInf, HostCopy
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
@@ -80,16 +82,20 @@ class LossScaler(ABC):
     """
 
     dynamic: bool
-    unmoved_line = "Gradient overflow under no_sync(): this step is skipped; the loss scale moves at the next sync."
+    floor = 0.0
 
     def __init__(self, loss_scale: float) -> None:
         self.loss_id = 0
-        self.carried: Check | None = None
-        self._loss_scale = float(loss_scale)  # this and the following: as the host last knew
+        #: What blocks with ``delay_overflow_check=True`` found: part of the iteration that the next block ends.
+        self.delayed_check: FoundInf | None = None
+        # What the host has learned so far; the device may be ahead by the iterations that are pending.
+        self._loss_scale = float(loss_scale)
         self._unskipped = 0
         self._skips_in_a_row = 0
         self._skips_at_floor = 0
-        self._pending: list[Verdict] = []
+        self._pending: deque[FoundInf] = deque()
+        self._was_captured = False  # so that replays of a CUDA graph move the scale, and the host does not know
+        self._spare: dict[Any, list[HostCopy]] = {}
 
     @property
     def loss_scale(self) -> float:
@@ -128,39 +134,53 @@ class LossScaler(ABC):
     @property
     def is_power_of_two(self) -> bool:
         """Whether the scale, wherever it moves, is one: bfloat16 can then be divided by it without rounding."""
-        return _is_power_of_two(self._loss_scale)
+        return _are_powers_of_two(self._loss_scale)
 
     def current(self, device: torch.device) -> float | torch.Tensor:
-        """The scale of an iteration that begins now: a number, or a copy of the one on ``device``, which will be its home.
+        """The scale of an iteration that begins now: a number, where the host knows it, or a copy of the one on ``device``.
 
         While no iteration has ended, it is the same object.
         """
         return self._loss_scale
 
-    def judge(self, check: Check | torch.Tensor, *, moves_scale: bool = True) -> Verdict:
-        """End an iteration: the scale moves, on its device, as was found in ``check``, or by a flag of shape [1].
+    def found_inf(self, device: torch.device, lists: int) -> FoundInf:
+        """For the gradients of one block: nothing found yet."""
+        return FoundInf(device, lists, self._spare)
+
+    def update(self, found: FoundInf | torch.Tensor, *, moves_scale: bool = True) -> FoundInf:
+        """End an iteration: the scale moves, on its device, by what was ``found``, or by a flag of shape [1].
 
         With ``moves_scale=False`` the iteration counts as clean here whatever was found: used for gradients that other
         ranks have not seen yet, where a scale that moved on one rank alone would part them.
         """
-        if isinstance(check, torch.Tensor):
-            check = Check.of(check)
-        check.end(self._advance(check.found_inf, moves_scale))
-        verdict = check.verdict = Verdict(self, check, moves_scale=moves_scale)
-        if not verdict.is_captured:  # it stands for as many iterations as the graph is replayed
-            self._pending.append(verdict)
-        return verdict
+        if isinstance(found, torch.Tensor):
+            found = FoundInf.of(found)
+        found.scaler, found.moves_scale = self, moves_scale
+        found.send(self._advance(found.flag, moves_scale))
+        if found.is_captured:  # it stands for as many iterations as the graph is replayed
+            self._was_captured = True
+        else:
+            self._pending.append(found)
+        return found
 
     def synchronize(self) -> None:
         """Learn of everything that has happened; waits for the device."""
-        if self._pending:
-            self.learn_up_to(self._pending[-1])
+        while self._pending:
+            self._pending.popleft().learn()
         self._read_state()
 
     def learn_known(self) -> None:
         """Learn of what can be learned without waiting."""
         while self._pending and self._pending[0].is_known:
-            self._pending.pop(0).learn()
+            self._pending.popleft().learn()
+
+    def learn_up_to(self, found: FoundInf) -> None:
+        """Learn of what happened up to this iteration, in order: the numbers of skips in a row build on each other."""
+        if found in self._pending:
+            while self._pending.popleft().learn() is not found:
+                pass
+        else:
+            found.learn()
 
     def state_dict(self) -> dict[str, float | int]:
         """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints."""
@@ -207,19 +227,19 @@ class LossScaler(ABC):
         """Move from now on as that GradScaler did."""
 
     @abstractmethod
-    def overflow_line(self, outcome: Outcome | None = None) -> str:
-        """The line that reports a skipped step."""
+    def overflow_line(self, found: FoundInf | None = None) -> str:
+        """The line that reports a skipped step: that of an iteration, or the newest."""
 
     @abstractmethod
-    def raise_if_hopeless(self, on_floor: str, outcome: Outcome | None = None) -> None:
+    def give_up_at_floor(self, on_floor: str, found: FoundInf | None = None) -> None:
         """Raise `LossScaleError` (or warn, with ``on_floor="warn"``) when no scale will ever be small enough."""
 
     @abstractmethod
     def _load_scale(self, value: float) -> None:
         """Take over a scale from a checkpoint."""
 
-    def _advance(self, found_inf: torch.Tensor, moves_scale: bool) -> torch.Tensor | None:
-        """Move the state on the device; returns its words, if there are any."""
+    def _advance(self, flag: torch.Tensor, moves_scale: bool) -> torch.Tensor | bytes | None:
+        """Move the state on the device; returns its words, if there are any, and on the CPU a copy of them."""
         return None
 
     def _write_state(self) -> None:  # noqa: B027  (a static scale has no state on the device)
@@ -228,17 +248,20 @@ class LossScaler(ABC):
     def _read_state(self) -> None:  # noqa: B027
         """Bring what the host knows to the state on the device."""
 
-    def learn_up_to(self, verdict: Verdict) -> None:
-        """Learn of what happened up to this verdict, in order: counters of skips in a row count on each other."""
-        while not verdict.is_learned:
-            (self._pending.pop(0) if verdict in self._pending else verdict).learn()
+    def count(self, found: FoundInf, *state: float) -> None:
+        """Count an iteration on the host; ``state`` is that on the device after it, if there is one.
 
-    def count(self, state: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
-        """Count an iteration on the host, from the words of the state after it."""
-        counts = overflowed and moves_scale
-        self._unskipped = 0 if counts else self._unskipped + 1
+        ``found`` gets the numbers that logs tell of it: ``loss_scale``, ``skips_in_a_row`` and ``skips_at_floor``.
+        """
+        counts = found.overflowed and found.moves_scale
+        at_floor = self._loss_scale <= self.floor
         self._skips_in_a_row = self._skips_in_a_row + 1 if counts else 0
-        return Outcome(overflowed, self._loss_scale, self._skips_in_a_row, self._skips_at_floor, culprits)
+        self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0
+        self._unskipped = 0 if counts else self._unskipped + 1
+        if self.dynamic:
+            self._loss_scale, self._unskipped, self._overflows_left = state
+        found.loss_scale = self._loss_scale
+        found.skips_in_a_row, found.skips_at_floor = self._skips_in_a_row, self._skips_at_floor
 
 
 class StaticScaler(LossScaler):
@@ -246,7 +269,7 @@ class StaticScaler(LossScaler):
 
     dynamic = False
 
-    def overflow_line(self, outcome: Outcome | None = None) -> str:
+    def overflow_line(self, found: FoundInf | None = None) -> str:
         return (
             f"Gradient overflow at the static loss scale {self._loss_scale:g} (loss scaler {self.loss_id}): this step is "
             f"skipped and the scale stays. A lower loss_scale=, or 'dynamic', avoids it."
@@ -268,7 +291,7 @@ class StaticScaler(LossScaler):
                 self._loss_scale,
             )
 
-    def raise_if_hopeless(self, on_floor: str, outcome: Outcome | None = None) -> None:
+    def give_up_at_floor(self, on_floor: str, found: FoundInf | None = None) -> None:
         """A static scale has no floor to sit at."""
 
 
@@ -305,27 +328,30 @@ class DynamicScaler(LossScaler):
     @property
     def is_power_of_two(self) -> bool:
         rule = self.rule
-        numbers = (self._loss_scale, self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor)
-        return all(map(_is_power_of_two, numbers))
+        return _are_powers_of_two(
+            self._loss_scale, self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor
+        )
 
-    def current(self, device: torch.device) -> torch.Tensor:
+    def current(self, device: torch.device) -> float | torch.Tensor:
         self._live_on(device)
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # What a CUDA graph replays must come from the state, not from a copy that was made before it.
         if self._snapshot is None or self._snapshot.device != device or captured != self._snapshot_captured:
+            if not (self._pending or self._was_captured or captured):
+                return self._loss_scale
             self._snapshot, self._snapshot_captured = self._scalar.clone(), captured
         return self._snapshot
 
-    def overflow_line(self, outcome: Outcome | None = None) -> str:
+    def overflow_line(self, found: FoundInf | None = None) -> str:
         # Scripts search their logs for the start of this line, Apex's two spaces included.
-        scale = self.loss_scale if outcome is None else outcome.loss_scale
+        scale = self.loss_scale if found is None else found.loss_scale
         return f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {scale}"
 
-    def raise_if_hopeless(self, on_floor: str, outcome: Outcome | None = None) -> None:
+    def give_up_at_floor(self, on_floor: str, found: FoundInf | None = None) -> None:
         """Stop after 50 skips in a row at the floor: nothing is being learned and nothing will change by itself."""
-        if outcome is None:
+        if found is None:
             self.synchronize()
-        skips = self._skips_at_floor if outcome is None else outcome.skips_at_floor
+        skips = self._skips_at_floor if found is None else found.skips_at_floor
         if skips < SKIPS_AT_FLOOR_BEFORE_GIVING_UP or skips % SKIPS_AT_FLOOR_BEFORE_GIVING_UP:
             return
         message = (
@@ -355,13 +381,13 @@ class DynamicScaler(LossScaler):
         self._loss_scale = max(value, self.min_loss_scale)
         self._set_by_hand = math.inf
 
-    def _advance(self, found_inf: torch.Tensor, moves_scale: bool) -> torch.Tensor:
-        self._live_on(found_inf.device)
+    def _advance(self, flag: torch.Tensor, moves_scale: bool) -> torch.Tensor | bytes:
+        self._live_on(flag.device)
         kernels.update_scale(
             self._scale,
             self._growth_tracker,
             self._hysteresis_tracker,
-            found_inf if moves_scale else torch.zeros_like(found_inf),
+            flag if moves_scale else torch.zeros_like(flag),
             growth_factor=self.rule.growth_factor,
             backoff_factor=self.rule.backoff_factor,
             growth_interval=self.rule.growth_interval,
@@ -370,18 +396,25 @@ class DynamicScaler(LossScaler):
             max_scale=self.max_loss_scale,
         )
         self._snapshot = None
-        return self._state
+        return self._state if self._words is None else bytes(self._words)
 
     def _live_on(self, device: torch.device) -> None:
         if self._state is None:
-            self._place(torch.zeros(3, dtype=torch.int32, device=device))
+            self._place(device)
             self._write_state()
         elif self._state.device != device:
-            self._place(self._state.to(device))
+            before = self._state
+            self._place(device)
+            self._state.copy_(before)
             self._snapshot = None
 
-    def _place(self, state: torch.Tensor) -> None:
-        self._state = state
+    def _place(self, device: torch.device) -> None:
+        self._words = None
+        if device.type == "cpu":
+            self._words = bytearray(12)  # so that the host can copy it without a call of torch
+            self._state = state = torch.frombuffer(self._words, dtype=torch.int32)
+        else:
+            self._state = state = torch.zeros(3, dtype=torch.int32, device=device)
         self._scale = state[:1].view(torch.float32)
         self._scalar = self._scale[0]  # the same, 0-dim
         self._growth_tracker, self._hysteresis_tracker = state[1:2], state[2:3]
@@ -395,23 +428,13 @@ class DynamicScaler(LossScaler):
 
     def _read_state(self) -> None:
         if self._state is not None:
-            self._loss_scale, self._unskipped, self._overflows_left = _unpacked(self._state.cpu().numpy().tobytes())
-
-    def count(self, state: bytes, overflowed: bool, moves_scale: bool, culprits: tuple[Any, ...]) -> Outcome:
-        counts = overflowed and moves_scale
-        self._skips_in_a_row = self._skips_in_a_row + 1 if counts else 0
-        at_floor = self._loss_scale <= self.floor
-        self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0
-        self._loss_scale, self._unskipped, self._overflows_left = _unpacked(state)
-        return Outcome(overflowed, self._loss_scale, self._skips_in_a_row, self._skips_at_floor, culprits)
+            state = self._state.cpu().numpy().tobytes()
+            self._loss_scale, self._unskipped, self._overflows_left = struct.unpack("fii", state)
 
 
-def _is_power_of_two(number: float) -> bool:
-    return math.frexp(number)[0] == 0.5
-
-
-def _unpacked(state: bytes) -> tuple[float, int, int]:
-    return struct.unpack("fii", state)
+@lru_cache
+def _are_powers_of_two(*numbers: float) -> bool:
+    return all(math.frexp(number)[0] == 0.5 for number in numbers)
 
 
 def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..models.weights import Float32Value
 from ..optimizers.scales import Scale
+from .found_inf import FoundInf
 
 _grad = torch.Tensor.grad  # torch's own, which does not look whether there is anything to convert
 
@@ -138,7 +139,7 @@ class Slot:
     - in the master's gradient, where a reader or a step had it ``converted``; then `Seen` is ``param.grad`` as it was.
 
     In a block the gradient of earlier ones is in ``stash``. ``owners`` counts the optimizers that update the parameter. Where there
-    are several, ``found_inf`` is the flag of the block that the gradient came from.
+    are several, ``found_inf`` is what the block found that the gradient came from.
     """
 
     __slots__ = ("__weakref__", "converted", "entry", "exact", "found_inf", "master", "owners", "param", "stash")
@@ -155,7 +156,7 @@ class Slot:
         self.stash: torch.Tensor | None = None
         self.exact: Exact | None = None
         self.converted: Seen | None = None
-        self.found_inf: torch.Tensor | None = None
+        self.found_inf: FoundInf | None = None
 
     @property
     def target(self) -> torch.Tensor:

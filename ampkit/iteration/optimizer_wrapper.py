@@ -26,8 +26,8 @@ from ..models.weights import Float32Value, write_lower
 from ..optimizers.fused import FusedOptimizer, StepInputs
 from ..optimizers.scales import on
 from ..patching import PatchSet
-from ..sharding import is_sharded
-from .found_inf import Bystander, Check, Verdict
+from ..sharding import highest, is_sharded
+from .found_inf import FoundInf
 from .gradients import Gradients
 from .held_parameters import FirstSteps, HeldParameters
 from .loss_scale import LossScaler
@@ -38,7 +38,7 @@ WRAPPER_KEY = "_ampkit"
 
 
 class Owner(Protocol):
-    """What an wrapper asks of its session."""
+    """What a wrapper asks of its session."""
 
     def float32_values(self) -> Mapping[torch.Tensor, Float32Value]:
         """The float32 value of every lower-precision tensor of the session's models."""
@@ -46,13 +46,16 @@ class Owner(Protocol):
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """Unscale gradients that still wait after ``delay_unscale=True``."""
 
-    def report_skip(self, wrapper: OptimizerWrapper, verdict: Verdict) -> None:
-        """Log a skipped step; raises `LossScaleError` when it is hopeless."""
+    def report_skip(self, wrapper: OptimizerWrapper, found: FoundInf) -> None:
+        """Log a skipped step; raises `LossScaleError` where no scale will ever be small enough."""
 
     @property
     def has_dynamic_loss_scale(self) -> bool: ...
 
-    def report_late(self, wrapper: OptimizerWrapper, verdicts: list[Verdict]) -> None:
+    def name_of(self, param: torch.Tensor | None) -> str:
+        """The parameter's name in its model, for the log."""
+
+    def report_late(self, wrapper: OptimizerWrapper, found: list[FoundInf]) -> None:
         """Log it if a step was skipped on the device, as soon as that is known."""
 
 
@@ -61,19 +64,19 @@ class _SkippedInClosure(Exception):
 
 
 class OptimizerWrapper:
-    """One optimizer of a session: its slots, its gradients, its verdicts, and the methods that replace its own."""
+    """One optimizer of a session: its slots, its gradients, what was found in them, and the methods that replace its own."""
 
     def __init__(self, optimizer: Any, owner: Owner, slots: Slots, values: Mapping[torch.Tensor, Float32Value]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.owner = owner
         self._slots = slots
         self._patches = PatchSet()
-        self.verdicts: list[Verdict] = []
-        self.unchecked: list[tuple[LossScaler, Check]] = []
+        self.found: list[FoundInf] = []  # since the last step
+        self.delayed_checks: list[tuple[LossScaler, FoundInf]] = []  # of blocks with delay_overflow_check=True
         self.delayed_with: LossScaler | None = None
         self._skipped: bool | torch.Tensor = False
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
-        self._used_flags: list[torch.Tensor] = []
+        self._used: list[FoundInf] = []  # by the last step
         self.active = True
         self.gradients = Gradients()
         self._takes_step_inputs = _takes_step_inputs(optimizer)
@@ -100,7 +103,7 @@ class OptimizerWrapper:
         if isinstance(self._skipped, torch.Tensor):
             self._skipped = bool(self._skipped.item())
             if self._skipped and self.gradients.used_flag is not None:
-                self.gradients.drop_overflowed(self._used_flags)
+                self.gradients.drop_overflowed(self._used)
         return self._skipped
 
     def process_groups(self) -> list[Any]:
@@ -244,13 +247,13 @@ class OptimizerWrapper:
             if version != entry.value_version:  # the step has written both
                 entry.value_version, entry.lower_version = version, slot.param._version
         gradients.end_step()
-        _drop_casts()
+        drop_casts()
         return result
 
     def _step_with_found_inf(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """A step of torch's own fused optimizers, which take a finding as GradScaler hands it over."""
+        """A step of torch's own fused optimizers, which take the flag as GradScaler hands it over."""
         found_inf, optimizer = self._found_inf(), self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = None, None if found_inf is None else found_inf.reshape(())
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf
         self._first_steps.begin(self.gradients.slots)
         try:
             with _casting_disabled():
@@ -262,9 +265,9 @@ class OptimizerWrapper:
         self._end_step()
         return result
 
-    def skip(self, found_inf: torch.Tensor) -> None:
-        """In the place of a step, for gradients that this flag has found not to be finite."""
-        self._used_flags, self._skipped = [found_inf], True
+    def skip(self, found: FoundInf) -> None:
+        """In the place of a step, for gradients that are not finite."""
+        self._used, self._skipped = [found], True
         self._skip()
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
@@ -274,7 +277,7 @@ class OptimizerWrapper:
         norm = gradients.total_norm()
         if norm is not None:
             coefficient = kernels.clip_coefficient(norm, max_norm)
-            # Where the norm is not finite the finding decides: inf times 0 would make NaN of it.
+            # Where the norm is not finite the flag decides: inf times 0 would make NaN of it.
             coefficient = torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient))
             gradients.clip_by(coefficient)
         return norm
@@ -339,7 +342,7 @@ class OptimizerWrapper:
     def _end_step(self) -> None:
         self.write_masters_to_model()
         self.gradients.end_step()
-        _drop_casts()
+        drop_casts()
         after_step(self.snapshots, False)
 
     def synchronize_gradients(self, for_fused_step: bool = False) -> None:
@@ -369,58 +372,70 @@ class OptimizerWrapper:
         stale = [slot for slot in self.gradients.mastered if slot.master._version != slot.entry.value_version]
         _round_into_model(stale)
 
-    def _take_verdicts(self) -> list[Verdict]:
-        """The verdicts since the last step; carried findings are judged now at the latest."""
-        unchecked, self.unchecked = self.unchecked, []
-        for scaler, check in unchecked:
-            if scaler.carried is check:
-                scaler.carried = None
-                scaler.judge(check)
+    def _take_found(self) -> list[FoundInf]:
+        """What was found since the last step. Delayed checks end their iteration now at the latest."""
+        delayed_checks, self.delayed_checks = self.delayed_checks, []
+        for scaler, found in delayed_checks:
+            if scaler.delayed_check is found:
+                scaler.delayed_check = None
+                scaler.update(found)
             # The block that ended the iteration may have been another optimizer's.
-            if check.verdict not in (None, *self.verdicts):
-                self.verdicts.append(check.verdict)
-        verdicts, self.verdicts = self.verdicts, []
-        self._used_flags = [verdict.found_inf for verdict in verdicts]
-        return verdicts
+            if found.scaler is not None and found not in self.found:
+                self.found.append(found)
+        self._used, self.found = self.found, []
+        return self._used
 
     def _must_skip(self) -> bool:
-        overflows = [verdict for verdict in self._take_verdicts() if verdict.overflowed]
+        overflows = [found for found in self._take_found() if found.overflowed]
         self._skipped = bool(overflows)
         if overflows:
             self.owner.report_skip(self, overflows[-1])
         return self._skipped
 
     def _found_inf(self) -> torch.Tensor | None:
-        """The finding on all gradients of this step, on the device; the host hears of it later."""
-        verdicts = self._take_verdicts()
-        if verdicts:
-            found_inf = verdicts[0].found_inf
-            for verdict in verdicts[1:]:
-                found_inf = torch.maximum(found_inf, on(verdict.found_inf, found_inf.device))
-            self.owner.report_late(self, verdicts)
-            self.gradients.used_flag = found_inf
-            self.gradients.used_by += verdicts
-        self._skipped = False if self.gradients.used_flag is None else self.gradients.used_flag
-        return self.gradients.used_flag
+        """The flag for all gradients of this step, on the device; the host hears of it later."""
+        found, gradients = self._take_found(), self.gradients
+        if found:
+            flag = found[0].flag
+            for one in found[1:]:
+                flag = torch.maximum(flag, on(one.flag, flag.device))
+            self.owner.report_late(self, found)
+            gradients.used_flag = flag
+            gradients.used += found
+        elif gradients.used_flag is not None:
+            # The step before has used it. Since then a script may have put other gradients there.
+            gradients.used_flag = self._check_norm()
+        self._skipped = False if gradients.used_flag is None else gradients.used_flag
+        return gradients.used_flag
+
+    def _check_norm(self) -> torch.Tensor | None:
+        """A flag that says whether the gradients of now are finite; None where there are none."""
+        norm = self.gradients.total_norm()
+        flag = None if norm is None else norm.isfinite().logical_not().float().reshape(())
+        if flag is not None:
+            highest(flag, self.process_groups())
+        return flag
 
     def drop_cleared(self) -> None:
         """What was found about gradients goes with them."""
         if self.gradients.drop_cleared():
-            self._drop_bystanders_verdicts()
+            self._forget_unnamed()
 
-    def _drop_bystanders_verdicts(self) -> None:
-        self.verdicts = [verdict for verdict in self.verdicts if not isinstance(verdict.scaler, Bystander)]
+    def _forget_unnamed(self) -> None:
+        """What blocks found that did not name this optimizer goes with the gradients: no loss scaler counts it."""
+        if self.found:
+            self.found = [found for found in self.found if found.scaler is not None]
 
     def _skip(self) -> None:
         after_step(self.snapshots, True)
-        self.gradients.drop_overflowed(self._used_flags)
-        _drop_casts()
+        self.gradients.drop_overflowed(self._used)
+        drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
             self.optimizer._opt_called = True
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._drop_bystanders_verdicts()
+        self._forget_unnamed()
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         if self._clears_as_torch and set_to_none and getattr(self.optimizer, "set_grad_none", True):
             self.gradients.clear_all()
@@ -510,10 +525,11 @@ def _takes_found_inf(optimizer: Any) -> bool:
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
-def _drop_casts() -> None:
+def drop_casts(before_backward: bool = False) -> None:
+    """Forget O1's casts of weights; ``before_backward`` tells that no forward pass follows."""
     casting = active_casting()
     if casting is not None:
-        casting.drop_cache()
+        casting.drop_cache(before_backward)
 
 
 def _casting_disabled() -> Any:

@@ -39,16 +39,21 @@ class Snapshot:
     def __init__(self, places: list[Place]) -> None:
         self._places = places
         self._tensors = [buffers[name] for buffers, name in places]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         alike: dict[Any, list[torch.Tensor]] = {}
         for tensor in self._tensors:
-            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+            # As bytes, means and counters are chosen by the same operators.
+            own = tensor.detach().view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
+            alike.setdefault((own.device, own.dtype), []).append(own)
         self._copies = [_Copies(tensors) for tensors in alike.values()]
         self.is_taken = False
 
     def is_of_others(self) -> bool:
         """Whether other buffers stand in the places of these by now: some layers replace them, and models are moved."""
         now = [buffers.get(name) for buffers, name in self._places]
-        return any(map(operator.is_not, now, self._tensors))
+        if any(map(operator.is_not, now, self._tensors)):
+            return True
+        return [tensor.data_ptr() for tensor in self._tensors] != self._addresses
 
     def take(self) -> None:
         """Copy the buffers as they are now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..optimizers.scales import Scale, inverse, on
-from .found_inf import Check
+from .found_inf import FoundInf
 from .master_weights import Exact, Seen, Slot
 
 
@@ -21,23 +21,23 @@ def values_of(gradient: torch.Tensor) -> torch.Tensor:
     return gradient._values() if is_sparse(gradient) else gradient
 
 
-def unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, check: Check | None) -> None:
+def unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
     """``gradient`` * ``inv`` becomes the slot's."""
     # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
     total = gradient.to(slot.target.dtype).coalesce() * on(inv, gradient.device)
-    if check is not None:
+    if found is not None:
         finite = torch.isfinite(total._values()).all()
-        check.found_inf.copy_(torch.maximum(check.found_inf, on((~finite).to(torch.float32), check.found_inf.device)))
+        found.flag.copy_(torch.maximum(found.flag, on((~finite).to(torch.float32), found.flag.device)))
     _show(slot, total)
 
 
-def add_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, check: Check | None) -> None:
+def add_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
     """``gradient`` * ``inv`` is added to the slot's stash. The sum is sparse where both are."""
     stash, slot.stash, before = slot.stash, None, slot.exact
     if before is not None and before.rounded.is_still(stash):
         stash = before.values * on(inverse(before.scale), before.values.device)
     both = is_sparse(stash) and is_sparse(gradient)
-    unscale_sparse(slot, gradient if is_sparse(gradient) else gradient.to_sparse(), inv, check)
+    unscale_sparse(slot, gradient if is_sparse(gradient) else gradient.to_sparse(), inv, found)
     fresh = slot.param.grad if slot.exact is None else slot.exact.values
     _show(slot, fresh + stash if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype)))
 

@@ -7,6 +7,7 @@ and bfloat16 only; routing.py sees to that.
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable
 
 import torch
@@ -48,7 +49,10 @@ def kernel(function: Callable) -> Callable:
     arguments = [special.get(one.name) or _expression(one, parameters, numbers) for one in schema]
     written = [one.name for one in schema if one.alias_info is not None and one.alias_info.is_write]
     call = f"ops[{function.__name__!r}]({', '.join(arguments)})"
-    return eval(f"lambda {', '.join(parameters)}: ({call}, _mark_written({', '.join(written)}))[0]", globals())
+    # Keywords follow one another in any order; `operator` gives all of them.
+    bare = [f"{one.name}={None if one.default is one.empty else one.default}" for one in parameters.values()]
+    lambda_ = f"lambda {', '.join(bare)}: ({call}, _mark_written({', '.join(written)}))[0]"
+    return eval(lambda_, {**globals(), "inf": math.inf})
 
 
 def _expression(one: torch.Argument, parameters: dict[str, inspect.Parameter], numbers: set[str]) -> str:
@@ -116,7 +120,7 @@ def _mark_written(*written):
                 tensors.append(one)
             elif one is not None:
                 tensors += one
-        torch.autograd.graph.increment_version(tensors)
+        torch._C._increment_version(tensors)
 
 
 # What torch.compile and fake tensors need to know: operators that only write have nothing to say about results.

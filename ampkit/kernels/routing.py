@@ -60,6 +60,11 @@ def operator(
         torch._C._set_grad_enabled(False)
         try:
             given = bind(*args, **kwargs)
+            if before is None and after is None and _is_plain(given[plan.lists[0]]):
+                try:
+                    return plan.kernel(*given.values())
+                except RuntimeError:
+                    pass  # below it is found out why
             if before is not None:
                 before(given)
             results = _serve(plan, given)
@@ -70,6 +75,13 @@ def operator(
     return call
 
 
+def _is_plain(tensors: Tensors) -> bool:
+    """Whether a list begins with a tensor on a device with kernels: they check the rest, and refuse before they write."""
+    if not tensors or is_sharded(tensors[0]) or torch.compiler.is_compiling():
+        return False
+    return tensors[0].device.type in backend.kernel_devices
+
+
 def operator_without_lists(function: Function) -> Function:
     """The same for a function that writes to its first argument, and is computed where that is."""
     kernel = backend.kernel_of(function)
@@ -77,7 +89,7 @@ def operator_without_lists(function: Function) -> Function:
     @functools.wraps(function)
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if first.device.type in backend.kernel_devices:
-            kernel(first, *args, **{**function.__kwdefaults__, **kwargs})
+            kernel(first, *args, **kwargs)
         else:
             with torch.no_grad():
                 function(first, *args, **kwargs)
@@ -127,13 +139,11 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
     """One call if that can serve everything, otherwise one for each device and, on a device with kernels, apart for the
     tensors that these cannot take. Raises before anything is written if the lists do not fit.
     """
-    for name in plan.flags:
-        if given[name] is not None:
-            check_flag(plan.name, name, given[name], _FLAG_DTYPES[name])
     columns = [given[name] for name in plan.lists]
     first = columns[0]
     for column in columns:
         if not first or (column is not None and len(column) != len(first)):
+            _check_flags(plan, given)
             check_lists(plan.name, **dict(zip(plan.lists, columns)))
             return []
     if is_sharded(first[0]) or is_sharded(first[-1]):  # both, for layers of which only some are parallel
@@ -147,14 +157,21 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
         except RuntimeError:
             if _any_sharded(plan, given):
                 return _serve(plan, _local(plan, given))
+            _check_flags(plan, given)
             groups = _groups(plan, given)
             if groups == [(plan.kernel, device, None)]:
                 raise
     elif _any_sharded(plan, given):
         return _serve(plan, _local(plan, given))
     else:
+        _check_flags(plan, given)
         groups = _groups(plan, given)
     return [(indices, _compute(plan, given, compute, device, indices)) for compute, device, indices in groups]
+
+
+def _check_flags(plan: _Plan, given: dict[str, Any]) -> None:
+    for name in plan.flags:
+        check_flag(plan.name, name, given[name], _FLAG_DTYPES[name])
 
 
 def _any_sharded(plan: _Plan, given: dict[str, Any]) -> bool:
@@ -224,8 +241,8 @@ def _compute(
 
 def _bring_home(name: str, flag: Tensor, home: Tensor, indices: list[int] | None) -> None:
     if name == "found_inf":
-        home.copy_(torch.maximum(home, flag.to(home.device)))
+        home.copy_(torch.maximum(home, flag.to(home.device).reshape(home.shape)))
         return
     if indices is not None:
         flag = torch.tensor([*indices, NO_BAD], device=flag.device)[flag.clamp(max=len(indices))]
-    home.copy_(torch.minimum(home, flag.to(home.device)))
+    home.copy_(torch.minimum(home, flag.to(home.device).reshape(home.shape)))

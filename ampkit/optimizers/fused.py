@@ -111,7 +111,7 @@ class Batch:
 
     def one_more(self) -> Scale:
         """What a step count goes up by: 1, or 0 where the step is skipped."""
-        return 1.0 if self.found_inf is None else 1.0 - on(self.found_inf, self.device).reshape(())
+        return 1.0 if self.found_inf is None else on(self.found_inf, self.device).reshape(()).logical_not()
 
     def gradient_norms(self, norm_type: int = 2) -> torch.Tensor:
         """The norm of each gradient, as it will be used."""

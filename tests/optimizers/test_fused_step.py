@@ -1,6 +1,7 @@
 """Fused optimizers at O2 and O5: one pass from the model's gradients to masters and weights, judged by torch.optim in float64."""
 
 import copy
+import functools
 import gc
 import math
 
@@ -367,6 +368,25 @@ def test_a_second_step_takes_the_same_gradients_again_but_none_that_overflowed()
     F.mse_loss(model(random_batch(1)[0]).float(), random_batch(1)[1]).backward()
     optimizer.step()
     assert not torch.equal(before[0], masters(optimizer)[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [FusedSGD, functools.partial(torch.optim.SGD, fused=True)], ids=["ours", "torch"])
+def test_good_gradients_that_a_script_puts_after_an_overflow_are_taken(make, level):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = make(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with ampkit.scale_loss(model(torch.ones(1, 1)).float().sum() * math.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.step()
+    assert model.weight.item() == 1.0 and ampkit.step_was_skipped(optimizer)
+    model.weight.grad = torch.full_like(model.weight, 0.25)
+    optimizer.step()
+    assert model.weight.item() == 0.75 and not ampkit.step_was_skipped(optimizer)
+    optimizer.step()
+    assert model.weight.item() == 0.5
 
 
 def test_overflow_that_nobody_clears_does_not_stop_the_training():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit.optimizers import FusedAdam, FusedLAMB, FusedSGD
@@ -271,6 +272,38 @@ def test_an_overflow_in_what_the_block_did_not_name_skips_that_step_and_moves_no
     assert [ampkit.step_was_skipped(optimizer) for optimizer in optimizers] == [False, True]
     assert models[0].weight.item() != before[0] and models[1].weight.item() == before[1]
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**16, "unskipped": 1}
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operators that run inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_the_backward_pass_did_not_reach_costs_no_operator(level, make_optimizer):
+    """The discriminator's, in the generator's block: two models that are trained in turns."""
+    counts = []
+    for number in (1, 2):
+        models = [nn.Linear(1, 1, bias=False) for _ in range(number)]
+        optimizers = [make_optimizer(model.parameters(), lr=1.0) for model in models]
+        ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
+        for optimizer, model in zip(optimizers, models):
+            backward_of(model, optimizer, 0.25)
+        gradients = [model.weight.grad for model in models]
+        loss = models[0](torch.ones(1, 1)).float().sum()
+        with Operations() as operations, ampkit.scale_loss(loss, optimizers[0]) as scaled_loss:
+            scaled_loss.backward()
+        counts.append(operations.count)
+        assert [model.weight.grad.item() for model in models] == [1.25, 0.25][:number]
+        assert models[-1].weight.grad is gradients[-1] or number == 1
+        ampkit.close()
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])

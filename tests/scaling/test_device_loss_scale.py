@@ -366,10 +366,10 @@ def test_the_device_rule_is_the_rule(seed):
         if index == 30:
             scaler.loss_scale = paper.scale = 1024.0  # by hand, above the ceiling
         bad = draw(True, False, False)
-        verdict = scaler.judge(torch.tensor([float(bad)]))
+        found = scaler.update(torch.tensor([float(bad)]))
         paper.after(bad)
         if draw(True, False):
-            assert verdict.overflowed is bad
+            assert found.overflowed is bad
         if draw(True, False):
             assert scaler.state_dict() == {"loss_scale": paper.scale, "unskipped": paper.clean}
         assert float(scaler.current(torch.device("cpu"))) == paper.scale
@@ -380,7 +380,7 @@ def test_a_scale_of_the_moment_stays_what_it_was():
     cpu = torch.device("cpu")
     entered = scaler.current(cpu)
     assert scaler.current(cpu) is entered
-    scaler.judge(torch.ones(1))
+    scaler.update(torch.ones(1))
     assert float(entered) == 65536.0 and float(scaler.current(cpu)) == 32768.0
 
 

@@ -13,8 +13,8 @@ def iterate(scaler, *overflows):
     """One iteration for each finding; returns the scale after each."""
     scales = []
     for overflow in overflows:
-        verdict = scaler.judge(torch.tensor([float(overflow)]))
-        assert verdict.overflowed is bool(overflow)
+        found = scaler.update(torch.tensor([float(overflow)]))
+        assert found.overflowed is bool(overflow)
         scales.append(scaler.loss_scale)
     return scales
 
@@ -80,40 +80,40 @@ def test_static_scale_stays_whatever_happens():
     assert scaler.unskipped == 1
 
 
-def test_verdict_is_read_late_and_once():
+def test_what_was_found_is_read_late_and_once():
     scaler = DynamicScaler()
-    found_inf = torch.ones(1)
-    verdict = scaler.judge(found_inf)
+    flag = torch.ones(1)
+    found = scaler.update(flag)
     # The scale has moved on the device, in the order of launches: what is written to the flag afterwards is too late.
-    found_inf.zero_()
-    assert float(scaler.current(found_inf.device)) == 32768.0
-    assert verdict.overflowed and verdict.found_inf.item() == 1.0
+    flag.zero_()
+    assert float(scaler.current(flag.device)) == 32768.0
+    assert found.overflowed and found.flag.item() == 1.0
     assert scaler.loss_scale == 32768.0
-    verdict.found_inf.zero_()
-    assert verdict.overflowed and scaler.skips_in_a_row == 1
+    found.flag.zero_()
+    assert found.overflowed and scaler.skips_in_a_row == 1
 
 
-def test_verdict_that_does_not_move_the_scale_still_tells_the_overflow():
+def test_an_update_that_does_not_move_the_scale_still_tells_the_overflow():
     scaler = DynamicScaler()
-    verdict = scaler.judge(torch.ones(1), moves_scale=False)
-    assert verdict.overflowed
+    found = scaler.update(torch.ones(1), moves_scale=False)
+    assert found.overflowed
     assert (scaler.loss_scale, scaler.unskipped) == (65536.0, 1)
 
 
 def test_fifty_skips_at_the_floor_raise():
     scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=0.5)
     iterate(scaler, *[1] * 50)  # the first halves, 49 happen at the floor
-    scaler.raise_if_hopeless("raise")
+    scaler.give_up_at_floor("raise")
     iterate(scaler, 1)
     with pytest.raises(LossScaleError, match=r"50 steps in a row.*floor of 0\.5") as caught:
-        scaler.raise_if_hopeless("raise")
+        scaler.give_up_at_floor("raise")
     assert isinstance(caught.value, FloatingPointError)
 
 
 def test_fifty_skips_at_the_floor_warn_when_asked_to(caplog):
     scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
     iterate(scaler, *[1] * 50)
-    scaler.raise_if_hopeless("warn")
+    scaler.give_up_at_floor("warn")
     assert "50 steps in a row" in caplog.text
 
 
@@ -131,13 +131,13 @@ def test_fifty_skips_below_the_floor_raise_too():
     scaler.loss_scale = 0.25
     iterate(scaler, *[1] * 50)
     with pytest.raises(LossScaleError, match=r"floor of 0\.25"):
-        scaler.raise_if_hopeless("raise")
+        scaler.give_up_at_floor("raise")
 
 
 def test_one_clean_iteration_ends_a_row_at_the_floor():
     scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
     iterate(scaler, *[1] * 49, 0, 1)
-    scaler.raise_if_hopeless("raise")
+    scaler.give_up_at_floor("raise")
 
 
 def test_state_dict_has_apex_keys_and_plain_numbers():

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from helpers import backward, initialize_quietly
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
+from ampkit.iteration.running_statistics import Snapshot
 from ampkit.optimizers import FusedSGD
 from ampkit.parallel import convert_syncbn_model
 
@@ -181,6 +183,34 @@ def test_two_optimizers_of_one_model_have_each_a_copy_of_their_own():
     backward(loss_of(model, x) * math.inf, second, loss_id=1)
     second.step()  # back to before both forwards; the first optimizer's norm keeps what they did
     assert [int(norm.num_batches_tracked) for norm in model] == [2, 0]
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_choosing_on_the_device_takes_four_operators_however_many_layers(layers):
+    """Means, variances and counters, which are of another dtype."""
+    norms = [nn.BatchNorm1d(4) for _ in range(layers)]
+    snapshot = Snapshot([(norm._buffers, name) for norm in norms for name in norm._buffers])
+    for skipped in (torch.zeros(()), torch.ones(())):
+        snapshot.take()
+        for norm in norms:
+            norm(torch.ones(2, 4))
+        with Operators() as operators:
+            snapshot.put_back(skipped)
+        assert len(operators.names) == 4
+        assert {int(norm.num_batches_tracked) for norm in norms} == {1}
+        assert all(torch.allclose(norm.running_mean, torch.full((4,), 0.1)) for norm in norms)
 
 
 def test_what_no_optimizer_owns_belongs_to_the_one_of_the_block():

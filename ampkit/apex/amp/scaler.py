@@ -118,8 +118,8 @@ class LossScaler:
     def _has_overflow(self) -> bool:
         if self._runs_by_hand:
             return any(bool(flag.any()) for flag in (self._flag, self._noop_buffer) if flag is not None)
-        if self.core.carried is not None:  # delay_overflow_check=True left it to be judged
-            return bool(self.core.carried.found_inf.any())
+        if self.core.delayed_check is not None:  # delay_overflow_check=True left it to be judged
+            return bool(self.core.delayed_check.flag.any())
         self.core.synchronize()
         return self.core.skips_in_a_row > 0
 
@@ -224,10 +224,10 @@ class LossScaler:
         After ``amp.scale_loss``, which has ended the iteration itself, it only says what was found; not so after
         ``delay_overflow_check=True``, which leaves it to the caller here to judge and to skip.
         """
-        overflowed, has_ended = self._has_overflow, not self._runs_by_hand and self.core.carried is None
+        overflowed, has_ended = self._has_overflow, not self._runs_by_hand and self.core.delayed_check is None
         self._end_by_hand()
-        self.core.carried = None  # judged here: no later block, and no step, does it again
-        return overflowed if has_ended else self.core.judge(torch.tensor([float(overflowed)])).overflowed
+        self.core.delayed_check = None  # judged here: no later block, and no step, does it again
+        return overflowed if has_ended else self.core.update(torch.tensor([float(overflowed)])).overflowed
 
     def flag_on(self, device: torch.device) -> torch.Tensor:
         """The flag that kernels write, made on ``device`` if there is none yet in this iteration."""

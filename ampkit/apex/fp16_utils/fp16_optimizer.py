@@ -132,11 +132,11 @@ class FP16_Optimizer:
             targets.append(master.grad)
         own = [] if self._own_are_unscaled else _gradients(self.all_fp32_from_fp32_params)
         sources, targets = sources + own, targets + own
-        found_inf = torch.zeros(1, device=sources[0].device if sources else "cpu")
-        kernels.multi_tensor_scale(sources, targets, 1.0 / scale, found_inf)
+        flag = torch.zeros(1, device=sources[0].device if sources else "cpu")
+        kernels.multi_tensor_scale(sources, targets, 1.0 / scale, flag)
         self._own_are_unscaled = True
-        verdict = self.loss_scaler.core.judge(found_inf)
-        self.overflow = verdict.overflowed and (self.loss_scaler.dynamic or self.loss_scale != 1.0)
+        found = self.loss_scaler.core.update(flag)
+        self.overflow = found.overflowed and (self.loss_scaler.dynamic or self.loss_scale != 1.0)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the masters' gradients by their joint norm, which is returned; -1 after an overflow."""
@@ -269,7 +269,7 @@ class FP16_Optimizer:
                 while self.overflow:
                     if not self.loss_scaler.dynamic:
                         raise LossScaleError(self.loss_scaler.core.overflow_line())
-                    self.loss_scaler.core.raise_if_hopeless("raise")
+                    self.loss_scaler.core.give_up_at_floor("raise")
                     self._say(f"OVERFLOW within closure! Skipping step, reducing loss scale to {self.loss_scale}")
                     loss = closure()
             return loss

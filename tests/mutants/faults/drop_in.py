@@ -126,7 +126,7 @@ FAULTS = [
     Mutant(
         "scaler: what the script judged is found again",
         "ampkit/apex/amp/scaler.py",
-        "self.core.carried = None  # judged here: no later block, and no step, does it again",
+        "self.core.delayed_check = None  # judged here: no later block, and no step, does it again",
         "pass",
         breaks="after update_scale() a finding passed on by delay_overflow_check skips no later step",
         tests=("apex/test_state.py::test_the_overflow_check_of_bert",),
@@ -134,7 +134,7 @@ FAULTS = [
     Mutant(
         "scaler: a finding passed on is not judged",
         "ampkit/apex/amp/scaler.py",
-        "return bool(self.core.carried.found_inf.any())",
+        "return bool(self.core.delayed_check.flag.any())",
         "return False",
         breaks="update_scale() judges what delay_overflow_check passed on",
         tests=("apex/test_state.py::test_the_overflow_check_of_bert",),

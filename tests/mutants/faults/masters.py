@@ -30,7 +30,7 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: casts outlive an ordinary step",
         "ampkit/iteration/optimizer_wrapper.py",
-        "self.gradients.end_step()\n        _drop_casts()\n        after",
+        "self.gradients.end_step()\n        drop_casts()\n        after",
         "self.gradients.end_step()\n        after",
         breaks="a cast lives to the optimizer step at the longest",
         tests=("o1/test_cast_cache.py::test_step_drops_casts_that_a_later_micro_batch_made",),
@@ -38,7 +38,7 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: casts outlive a fused step",
         "ampkit/iteration/optimizer_wrapper.py",
-        "\n        gradients.end_step()\n        _drop_casts()",
+        "\n        gradients.end_step()\n        drop_casts()",
         "\n        gradients.end_step()",
         breaks="a cast lives to the optimizer step at the longest, fused or not",
         tests=("o1/test_cast_cache.py::test_step_drops_casts_that_a_later_micro_batch_made",),
@@ -46,8 +46,8 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: casts outlive a skipped step",
         "ampkit/iteration/optimizer_wrapper.py",
-        "drop_overflowed(self._used_flags)\n        _drop_casts()",
-        "drop_overflowed(self._used_flags)",
+        "drop_overflowed(self._used)\n        drop_casts()",
+        "drop_overflowed(self._used)",
         breaks="a cast lives to the optimizer step at the longest, skipped or not",
         tests=("o1/test_cast_cache.py::test_step_drops_casts_that_a_later_micro_batch_made",),
     ),
@@ -70,15 +70,15 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: a later overflow is overlooked",
         "ampkit/iteration/optimizer_wrapper.py",
-        "for verdict in verdicts[1:]:",
-        "for verdict in verdicts[2:]:",
+        "for one in found[1:]:",
+        "for one in found[2:]:",
         breaks="an overflow in any loss skips the step",
         tests=("scaling/test_scale_loss.py::test_overflow_in_the_last_micro_batch_skips_the_step",),
     ),
     Mutant(
         "optimizer wrapper: an overflow that was passed on is forgotten",
         "ampkit/iteration/optimizer_wrapper.py",
-        "self.verdicts.append(check.verdict)",
+        "self.found.append(found)",
         "pass",
         breaks="an overflow skips the step of the optimizer it was found in, whoever ended the iteration",
         tests=(
@@ -88,7 +88,7 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: a second step takes what overflowed",
         "ampkit/iteration/optimizer_wrapper.py",
-        "self.gradients.used_flag = found_inf\n",
+        "gradients.used_flag = flag\n",
         "pass\n",
         breaks="a second step does not take what the first refused",
         tests=(
@@ -272,10 +272,10 @@ FAULTS = [
         tests=("optimizers/test_gradients_as_in_torch.py::test_zeros_count_even_where_float16_had_rounded_to_zero",),
     ),
     Mutant(
-        "gradients: bystanders keep the loss scale in their gradients",
+        "gradients: those of unnamed optimizers keep the loss scale",
         "ampkit/iteration/scale_loss.py",
-        "self._collect_for_bystanders(bystanders,",
-        "self._collect_for_bystanders((),",
+        "for wrapper in unnamed:\n        gradients",
+        "for wrapper in ():\n        gradients",
         breaks="an optimizer that a block did not name finds its gradients unscaled",
         tests=(
             "optimizers/test_gradients_as_in_torch.py::test_an_optimizer_that_the_block_did_not_name_steps_all_the_same",
@@ -284,7 +284,7 @@ FAULTS = [
     Mutant(
         "gradients: a contribution that was not finite stays in the sum",
         "ampkit/iteration/gradients.py",
-        "_drop_if(slot, slot.found_inf)",
+        "_drop_if(slot, slot.found_inf.flag)",
         "pass",
         breaks="a later block's optimizers step with what it made",
         tests=("optimizers/test_gradients_as_in_torch.py::test_a_block_judges_what_its_own_backward_pass_made",),

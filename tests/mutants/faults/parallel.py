@@ -4,9 +4,9 @@ from ..mutant import Mutant
 
 FAULTS = [
     Mutant(
-        "fsdp2: each rank judges its own shard",
+        "fsdp2: each rank checks its own shard",
         "ampkit/iteration/scale_loss.py",
-        "highest(check.found_inf, dict.fromkeys(group for wrapper in wrappers for group in wrapper.process_groups()))",
+        "highest(found.flag, dict.fromkeys(groups))",
         "pass",
         breaks="an inf in one shard skips on every rank",
         tests=(
