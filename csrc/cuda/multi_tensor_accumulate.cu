@@ -15,7 +15,7 @@ struct AccumulateKernel {
   __device__ void operator()(const Chunk<4>& chunk) const {
     const AccumulateFunctor functor(inv_scale, exact_inv_scale, zeros_count);
     int32_t highest = 0;
-    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
+    for (int i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
       const Raw raw_fresh = chunk.fetch(0, i), raw_grad = chunk.fetch(1, i), raw_exact = chunk.fetch(2, i);
       float fresh[kWidth], grad[kWidth], exact[kWidth], total[kWidth];
       chunk.unpack(0, raw_fresh, fresh);

@@ -14,7 +14,7 @@ struct RestoredSquaresKernel {
   __device__ void operator()(const Chunk<2>& chunk) const {
     const RestoreFunctor functor(inv_scale, {1.0, nullptr}, zeros_count);
     double sum = 0;
-    for (int64_t i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
+    for (int i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
       const Raw raw_grad = chunk.fetch(0, i), raw_exact = chunk.fetch(1, i);
       float grad[kWidth], exact[kWidth];
       chunk.unpack(0, raw_grad, grad);
