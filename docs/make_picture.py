@@ -3,7 +3,8 @@
 $ python docs/make_picture.py            # writes docs/losses.svg and prints the table of the README
 
 Each contender has a process of its own, and one thread. A step is timed by the CPU time that it took, which what else runs
-on the machine disturbs least, and memory by the most that the process held above what it held before the first step.
+on the machine disturbs least. Memory is the most that another process, whose heap gives back what is freed, held in a few steps above
+what it held before the model was built: weights, gradients, optimizer state and activations.
 """
 
 import argparse
@@ -19,12 +20,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
 CONTENDERS = {"O0": "float32 (O0)", "autocast": "torch.autocast", "O1": "ampkit O1", "O2": "ampkit O2"}
-SIZE = 32  # pixels of a side
+SIZE = 64  # pixels of a side
 WARM_UP = 5  # steps that pay for first-time work
+STEPS_FOR_MEMORY = 3
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+GIVES_BACK = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def contend(level: str) -> None:
-    """In a process of its own: a step for each line on standard input, answered by 'loss seconds bytes'."""
+    """In a process of its own: a step for each line on standard input, answered by 'loss seconds'."""
     import convergence
     import torch
     from memory import keep_freed_memory
@@ -33,22 +37,33 @@ def contend(level: str) -> None:
     keep_freed_memory()
     learn, _ = convergence.load(SIZE)
     run = convergence.Run(level, learn, seed=0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in sys.stdin:
         start = time.process_time()
         (loss,) = run.train(1)
-        seconds = time.process_time() - start
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        print(loss, seconds, held * 1024, flush=True)
+        print(loss, time.process_time() - start, flush=True)
 
 
-def take_turns(steps: int) -> dict[str, list[tuple[float, float, float]]]:
-    """(loss, seconds, bytes) of each step, by contender."""
-    command = [sys.executable, str(HERE / "make_picture.py"), "--contend"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    processes = {level: subprocess.Popen([*command, level], **pipes) for level in CONTENDERS}
-    rows: dict[str, list[tuple[float, float, float]]] = {level: [] for level in CONTENDERS}
+def hold(level: str) -> None:
+    """In a process of its own: print the bytes that training holds at most."""
+    import convergence
+    import torch
+
+    torch.set_num_threads(1)
+    learn, _ = convergence.load(SIZE)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    convergence.Run(level, learn, seed=0).train(STEPS_FOR_MEMORY)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+
+
+def command(option: str, level: str) -> list[str]:
+    return [sys.executable, str(HERE / "make_picture.py"), option, level]
+
+
+def take_turns(steps: int) -> dict[str, list[tuple[float, float]]]:
+    """(loss, seconds) of each step, by contender."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
+    processes = {level: subprocess.Popen(command("--contend", level), **pipes) for level in CONTENDERS}
+    rows: dict[str, list[tuple[float, float]]] = {level: [] for level in CONTENDERS}
     for _ in range(steps):
         for level, process in processes.items():
             process.stdin.write("step\n")
@@ -59,19 +74,24 @@ def take_turns(steps: int) -> dict[str, list[tuple[float, float, float]]]:
     return rows
 
 
-def table(rows: dict[str, list[tuple[float, float, float]]]) -> str:
+def peaks() -> dict[str, int]:
+    """The bytes that each contender holds at most."""
+    return {level: int(subprocess.check_output(command("--hold", level), env=GIVES_BACK)) for level in CONTENDERS}
+
+
+def table(rows: dict[str, list[tuple[float, float]]], held: dict[str, int]) -> str:
     seconds = {level: statistics.median(row[1] for row in steps[WARM_UP:]) for level, steps in rows.items()}
     lines = ["| | CPU time a step | speed-up | peak memory | last 10 losses |", "|---|---|---|---|---|"]
     for level, steps in rows.items():
         loss = statistics.mean(row[0] for row in steps[-10:])
-        peak = max(row[2] for row in steps) / 2**20
+        peak = held[level] / 2**20
         speed_up = seconds["O0"] / seconds[level]
         name = CONTENDERS[level]
         lines.append(f"| {name} | {seconds[level] * 1000:.0f} ms | {speed_up:.2f}x | {peak:.0f} MiB | {loss:.4f} |")
     return "\n".join(lines)
 
 
-def draw(rows: dict[str, list[tuple[float, float, float]]], path: Path) -> None:
+def draw(rows: dict[str, list[tuple[float, float]]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -95,13 +115,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--out", type=Path, default=HERE / "losses.svg", help="default: docs/losses.svg")
-    parser.add_argument("--contend", choices=CONTENDERS, help=argparse.SUPPRESS)
+    for option in ("--contend", "--hold"):
+        parser.add_argument(option, choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contend:
         return contend(args.contend)
+    if args.hold:
+        return hold(args.hold)
     rows = take_turns(args.steps)
     draw(rows, args.out)
-    print(table(rows))
+    print(table(rows, peaks()))
 
 
 if __name__ == "__main__":
