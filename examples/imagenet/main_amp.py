@@ -21,7 +21,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import checkpoint
@@ -68,6 +70,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--warmup-epochs", default=5.0, type=float, metavar="N", help="lr rises in a line for so long (default: 5)")
     add("--momentum", default=0.9, type=float)
     add("--weight-decay", default=1e-4, type=float)
+    add("--clip", type=float, metavar="NORM", help="clip the norm of the gradients")
+    add("--accumulate", default=1, type=at_least(1), metavar="N", help="cut each batch in N, to save memory")
     add("--seed", default=0, type=at_least(0))
     add("--deterministic", action="store_true", help="the same losses, bit for bit, in every run")
 
@@ -95,25 +99,119 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@dataclass
+class Run:
+    """What training works on, and how far it has come."""
+
+    args: argparse.Namespace
+    device: torch.device
+    rank: int
+    world_size: int
+    memory_format: torch.memory_format
+    order: data.TrainOrder
+    model: nn.Module
+    parallel_model: nn.Module  # the same, in DistributedDataParallel where there are several processes
+    optimizer: torch.optim.Optimizer
+    rows: metrics.MetricsFile
+    iteration: int = 0
+    skipped: int = 0
+    best_top1: float = 0.0
+
+    def state(self) -> dict[str, float]:
+        return {
+            "epoch": (self.iteration - 1) // self.order.batches_per_epoch if self.iteration else 0,
+            "iteration": self.iteration,
+            "loss_scale": ampkit.state_dict()["loss_scaler0"]["loss_scale"],
+            "skipped": self.skipped,
+            "peak_memory_bytes": metrics.peak_memory_bytes(self.device),
+        }
+
+    def report(self, line: str) -> None:
+        if self.rank == 0:
+            print(line, flush=True)
+
+
+def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step on one batch, in ``--accumulate`` parts; (logits, loss) of the batch."""
+    parts = list(zip(images.chunk(run.args.accumulate), target.chunk(run.args.accumulate)))
+    logits, losses = [], []
+    run.optimizer.zero_grad()
+    for number, (part, its_target) in enumerate(parts, 1):
+        # Gradients travel from process to process once, in the backward pass of the last part.
+        waits = run.world_size > 1 and number < len(parts)
+        with run.parallel_model.no_sync() if waits else nullcontext():
+            output, loss = forward(run.parallel_model, part, its_target)
+            loss = loss * (len(part) / len(images))
+            with ampkit.scale_loss(loss, run.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        logits.append(output.detach())
+        losses.append(loss.detach())
+    if run.args.clip is not None:
+        ampkit.clip_grad_norm_(run.optimizer, run.args.clip)
+    run.optimizer.step()
+    return torch.cat(logits), torch.stack(losses).sum()
+
+
+def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, mark_iteration: Callable) -> int:
+    """Train to the end of the epoch, or to iteration ``last``; returns the epoch."""
+    args, order = run.args, run.order
+    steps = order.batches_per_epoch
+    epoch, first = divmod(run.iteration, steps)
+    order.begin(epoch, first, stop=min(steps, last - epoch * steps))
+    run.parallel_model.train()
+    clock, done = time.perf_counter(), 0
+    bar = tqdm(total=steps, initial=first, desc=f"epoch {epoch}", unit="batch", disable=run.rank != 0)
+    for images, target in data.prefetch(loader, run.device, run.memory_format):
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(args, order.global_batch, run.iteration / steps)
+        logits, loss = train_step(run, images, target)
+        run.skipped += int(ampkit.step_was_skipped(run.optimizer))  # torch's SGD has waited to know it already
+        run.iteration, done = run.iteration + 1, done + 1
+        mark_iteration()
+        bar.update()
+
+        # Reading a number waits for the device, so without a metrics file it is done now and then only.
+        if args.metrics or done % args.print_freq == 0:
+            found = metrics.averages_over_ranks(metrics.batch_sums(loss, logits, target))
+            now = time.perf_counter()
+            images_per_s, clock = order.global_batch * done / (now - clock), now
+            state, done = run.state(), 0
+            run.rows.write(phase="train", images_per_s=images_per_s, **found._asdict(), **state)
+            numbers = f"{describe(found)}, {images_per_s:.0f} images/s, scale {state['loss_scale']:g}"
+            bar.set_postfix_str(numbers, refresh=False)
+    bar.close()
+    return epoch
+
+
+@torch.no_grad()
+def validate(run: Run, loader: torch.utils.data.DataLoader) -> metrics.Averages:
+    """Averages over the samples of all ranks, each counted once; a row of the metrics.
+
+    Takes the model without DDP around it: ranks may have different numbers of batches. Running statistics are each rank's own
+    while training; rank 0's are those that a checkpoint holds.
+    """
+    if run.world_size > 1:
+        for buffer in run.model.buffers():
+            dist.broadcast(buffer, src=0)
+    run.model.eval()
+    start, sums = time.perf_counter(), torch.zeros(4, dtype=torch.float64, device=run.device)
+    for images, target in data.prefetch(loader, run.device, run.memory_format):
+        logits, loss = forward(run.model, images, target)
+        sums += metrics.batch_sums(loss, logits, target)
+    found = metrics.averages_over_ranks(sums)
+    images_per_s = len(loader.dataset) / (time.perf_counter() - start)
+    run.rows.write(phase="val", images_per_s=images_per_s, **found._asdict(), **run.state())
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-
-    # A process per GPU; where the GPUs of this machine do not suffice, all its processes work on the CPU, because
-    # float16 gradients of one cannot be averaged with bfloat16 gradients of the other.
-    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    on_cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device = torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        torch.cuda.set_device(device)
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)  # names an operation that has no such algorithm
-    torch.backends.cudnn.benchmark = not args.deterministic
+    device, rank, world_size = choose_device(args)
 
     # Whatever the user may have to correct is looked at before anything slow or shared begins.
     train_set, val_set = data.open_folder(args.data, args.augment, args.image_size, args.seed)
     order = data.TrainOrder(len(train_set), args.batch_size, rank, world_size, args.seed)
-    run = {
+    described = {
         "arch": args.arch,
         "classes": len(train_set.classes),
         "images": len(train_set),
@@ -122,16 +220,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     saved = checkpoint.load(args.resume) if args.resume else None
     if saved:
-        same = ["arch", "classes"] if args.evaluate else run
-        checkpoint.check_same_run(saved["run"], {name: run[name] for name in same}, args.resume)
+        same = ["arch", "classes"] if args.evaluate else described
+        checkpoint.check_same_run(saved["run"], {name: described[name] for name in same}, args.resume)
     if world_size > 1:
-        dist.init_process_group("nccl" if on_cuda else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     # The order matters: layers are replaced before the optimizer sees them, and DDP wraps what ampkit has prepared.
     torch.manual_seed(args.seed)
-    model = build_model(args.arch, len(train_set.classes), args.pretrained).to(device)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    model = model.to(memory_format=memory_format)
+    model = build_model(args.arch, len(train_set.classes), args.pretrained).to(device).to(memory_format=memory_format)
     if args.sync_bn:
         model = convert_syncbn_model(model)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
@@ -145,93 +242,49 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parallel_model = model
     if world_size > 1:
-        parallel_model = DistributedDataParallel(model, device_ids=[args.local_rank] if on_cuda else None)
+        devices = [args.local_rank] if device.type == "cuda" else None
+        parallel_model = DistributedDataParallel(model, device_ids=devices)
 
     torch.manual_seed(args.seed + rank)  # dropout differs from rank to rank
+    rows = metrics.MetricsFile(args.metrics if rank == 0 else None, append=saved is not None)
+    run = Run(args, device, rank, world_size, memory_format, order, model, parallel_model, optimizer, rows)
     steps = order.batches_per_epoch
-    iteration, skipped, best_top1 = args.start_epoch * steps, 0, 0.0
+    run.iteration = args.start_epoch * steps
     if saved:
         model.load_state_dict(saved["model"])
         if not args.evaluate:
             optimizer.load_state_dict(saved["optimizer"])
             ampkit.load_state_dict(saved["amp"])
             checkpoint.restore_rng_state(saved["rng"], rank, device)
-        iteration, skipped, best_top1 = saved["iteration"], saved["skipped"], saved["best_top1"]
+        run.iteration, run.skipped, run.best_top1 = (saved[name] for name in ("iteration", "skipped", "best_top1"))
 
     pin_memory = device.type == "cuda"
     batches = data.val_order(len(val_set), args.batch_size, rank, world_size)
     val_loader = data.make_loader(val_set, batches, args.workers, pin_memory)
-    rows = metrics.MetricsFile(args.metrics if rank == 0 else None, append=saved is not None)
-
-    def state_of_run() -> dict[str, float]:
-        return {
-            "epoch": (iteration - 1) // steps if iteration else 0,
-            "iteration": iteration,
-            "loss_scale": ampkit.state_dict()["loss_scaler0"]["loss_scale"],
-            "skipped": skipped,
-            "peak_memory_bytes": metrics.peak_memory_bytes(device),
-        }
-
-    def validate() -> metrics.Averages:
-        found, images_per_s = evaluate(model, val_loader, device, memory_format)
-        rows.write(phase="val", images_per_s=images_per_s, **found._asdict(), **state_of_run())
-        return found
+    train_loader = data.make_loader(train_set, order, args.workers, pin_memory)
 
     if args.evaluate:
-        report(rank, f"val {describe(validate())}")
-        last = iteration
+        run.report(f"val {describe(validate(run, val_loader))}")
+        last = run.iteration
     else:
         last = min(args.epochs * steps, args.max_iters or math.inf)
-        if iteration >= last:
-            report(rank, f"nothing to train: {iteration} iterations are done, --epochs or --max-iters ask for {last}")
+        if run.iteration >= last:
+            run.report(f"nothing to train: {run.iteration} iterations are done, --epochs or --max-iters ask for {last}")
 
-    train_loader = data.make_loader(train_set, order, args.workers, pin_memory)
     with metrics.trace_iterations(args.prof if rank == 0 else 0, args.checkpoint_dir / "trace.json") as mark_iteration:
-        while iteration < last:
-            epoch, first = divmod(iteration, steps)
-            order.begin(epoch, first, stop=min(steps, last - epoch * steps))
-            parallel_model.train()
-            clock, done = time.perf_counter(), 0
-            bar = tqdm(total=steps, initial=first, desc=f"epoch {epoch}", unit="batch", disable=rank != 0)
-            for images, target in data.prefetch(train_loader, device, memory_format):
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(args, order.global_batch, iteration / steps)
-                logits, loss = forward(parallel_model, images, target)
-                optimizer.zero_grad()
-                with ampkit.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-                skipped += int(ampkit.step_was_skipped(optimizer))
-                iteration, done = iteration + 1, done + 1
-                mark_iteration()
-                bar.update()
-
-                # Reading a number waits for the device, so without a metrics file it is done now and then only.
-                if args.metrics or done % args.print_freq == 0:
-                    found = metrics.averages_over_ranks(metrics.batch_sums(loss, logits, target))
-                    now = time.perf_counter()
-                    images_per_s, clock = order.global_batch * done / (now - clock), now
-                    state, done = state_of_run(), 0
-                    rows.write(phase="train", images_per_s=images_per_s, **found._asdict(), **state)
-                    bar.set_postfix_str(
-                        f"{describe(found)}, {images_per_s:.0f} images/s, scale {state['loss_scale']:g}", refresh=False
-                    )
-            bar.close()
-
-            if world_size > 1:  # running statistics are each rank's own; the checkpoint holds those of rank 0
-                for buffer in model.buffers():
-                    dist.broadcast(buffer, src=0)
-            found = validate()
-            is_best = found.top1 > best_top1
-            best_top1 = max(best_top1, found.top1)
-            report(rank, f"epoch {epoch} val {describe(found)}, best top-1 {best_top1:.2f}")
+        while run.iteration < last:
+            epoch = train_one_epoch(run, train_loader, last, mark_iteration)
+            found = validate(run, val_loader)
+            is_best = found.top1 > run.best_top1
+            run.best_top1 = max(run.best_top1, found.top1)
+            run.report(f"epoch {epoch} val {describe(found)}, best top-1 {run.best_top1:.2f}")
             rng = checkpoint.collect_rng_states(device)
             if rank == 0:
                 state = {
-                    "run": run,
-                    "iteration": iteration,
-                    "skipped": skipped,
-                    "best_top1": best_top1,
+                    "run": described,
+                    "iteration": run.iteration,
+                    "skipped": run.skipped,
+                    "best_top1": run.best_top1,
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "amp": ampkit.state_dict(),
@@ -243,6 +296,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if world_size > 1:
         dist.barrier()  # gloo may abort when a process leaves while another still talks
         dist.destroy_process_group()
+
+
+def choose_device(args: argparse.Namespace) -> tuple[torch.device, int, int]:
+    """(device, rank, number of processes), with torch set up for them.
+
+    A process per GPU; where the GPUs of this machine do not suffice, all its processes work on the CPU, because float16
+    gradients of one cannot be averaged with bfloat16 gradients of the other.
+    """
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    on_cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device = torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)  # names an operation that has no such algorithm
+    torch.backends.cudnn.benchmark = not args.deterministic
+    return device, rank, world_size
 
 
 def build_model(arch: str, classes: int, pretrained: bool) -> nn.Module:
@@ -275,30 +346,8 @@ def forward(model: nn.Module, images: torch.Tensor, target: torch.Tensor) -> tup
     return logits, F.cross_entropy(logits, target) + 0.3 * sum(F.cross_entropy(other, target) for other in extra)
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, loader: torch.utils.data.DataLoader, device: torch.device, memory_format: torch.memory_format
-) -> tuple[metrics.Averages, float]:
-    """Averages over the samples of all ranks, each counted once, and images per second.
-
-    Takes the model without DDP around it: ranks may have different numbers of batches.
-    """
-    model.eval()
-    start, sums = time.perf_counter(), torch.zeros(4, dtype=torch.float64, device=device)
-    for images, target in data.prefetch(loader, device, memory_format):
-        logits, loss = forward(model, images, target)
-        sums += metrics.batch_sums(loss, logits, target)
-    found = metrics.averages_over_ranks(sums)
-    return found, len(loader.dataset) / (time.perf_counter() - start)
-
-
 def describe(found: metrics.Averages) -> str:
     return f"loss {found.loss:.4f}, top-1 {found.top1:.2f}, top-5 {found.top5:.2f}"
-
-
-def report(rank: int, line: str) -> None:
-    if rank == 0:
-        print(line, flush=True)
 
 
 def at_least(smallest: int):

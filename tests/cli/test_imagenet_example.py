@@ -1,5 +1,7 @@
 """The ImageNet example on a handful of digits: its command lines, metrics, checkpoints and complaints."""
 
+import argparse
+import copy
 import itertools
 import json
 import os
@@ -233,6 +235,33 @@ def test_deterministic_runs_have_the_same_losses(train):
         train("-a squeezenet1_1 --opt-level O2 --max-iters 2 --deterministic --seed 5", name) for name in ("a", "b")
     ]
     assert [row["loss"] for row in runs[0]] == [row["loss"] for row in runs[1]]
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_step_in_parts_is_the_step_of_the_batch(example, parts, clip):
+    """Ten images, of which three parts have 4, 4 and 2, against float64 over all ten."""
+    generator = torch.Generator().manual_seed(0)
+    images, target = torch.randn(10, 3, 2, 2, generator=generator), torch.arange(10) % 4
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4))
+    plain = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
+    args = argparse.Namespace(accumulate=parts, clip=clip)
+    run = example["main_amp"].Run(
+        args, torch.device("cpu"), 0, 1, torch.contiguous_format, None, model, model, optimizer, None
+    )
+    logits, loss = example["main_amp"].train_step(run, images, target)
+
+    expected = torch.nn.functional.cross_entropy(plain(images.double()), target)
+    expected.backward()
+    gradients = [p.grad for p in plain.parameters()]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    factor = 1.0 if clip is None else clip / norm
+    assert logits.shape == (10, 4) and abs(loss.item() - expected.item()) < 1e-6
+    for p, before, gradient in zip(model.parameters(), plain.parameters(), gradients):
+        torch.testing.assert_close(p.double(), before - 0.1 * factor * gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_evaluate_repeats_the_validation_of_the_checkpoint(train, tmp_path):
