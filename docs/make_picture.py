@@ -3,8 +3,8 @@
 $ python docs/make_picture.py            # writes docs/losses.svg and prints the table of the README
 
 Each contender has a process of its own, and one thread. A step is timed by the CPU time that it took, which what else runs
-on the machine disturbs least. Memory is the most that another process, whose heap gives back what is freed, held in a few steps above
-what it held before the model was built: weights, gradients, optimizer state and activations.
+on the machine disturbs least. Memory is the most that another process, whose heap gives back what is freed, held in a few
+steps above what it held before the model was built: weights, gradients, optimizer state and activations.
 """
 
 import argparse
