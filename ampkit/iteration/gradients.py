@@ -315,7 +315,7 @@ class Gradients:
                 [gradient for _, gradient in left], None, None, flag, first_bad=first_bad
             )
         for slot, gradient in left:
-            slot.exact = Exact(gradient, scale, Seen.now(gradient), is_scaled=True)
+            slot.exact = Exact(gradient, scale, Seen.now(gradient), is_scaled=True, left_at=scale)
 
     def _add(self, sums: list[tuple[Slot, torch.Tensor]], scale: Scale, inv: Scale, found: FoundInf | None) -> None:
         """Add fresh gradients to stashed ones: in float32, where the parameter is in lower precision."""
@@ -342,7 +342,7 @@ class Gradients:
             if leaves_scaled:
                 kernels.multi_tensor_scale(totals, group.gradients, scale)
             for slot, total, gradient in zip(group.slots, totals, group.gradients):
-                slot.exact = Exact(total, 1.0, Seen.now(gradient), leaves_scaled)
+                slot.exact = Exact(total, 1.0, Seen.now(gradient), leaves_scaled, scale)
         for slot in fresh:
             slot.param.grad, slot.stash = slot.stash, None
 
@@ -387,7 +387,7 @@ class Gradients:
         for group in grouped(fresh):
             group.write([_gradient_of_master(slot) for slot in group.slots])
             for slot in group.slots:
-                slot.exact = None
+                slot.exact = slot.exact and slot.exact.as_left()
         if clip is not None:
             in_use = [values_of(slot.master.raw_grad) for slot in self.mastered if slot.master.raw_grad is not None]
             kernels.multi_tensor_scale(in_use, in_use, clip)

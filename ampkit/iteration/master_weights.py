@@ -107,13 +107,18 @@ class Exact(NamedTuple):
     """A gradient more exactly than ``param.grad`` can hold it: ``values`` / ``scale``, and what it was rounded to.
 
     ``values`` is the float16 gradient as the backward pass left it, or the float32 sum of several blocks. With ``is_scaled``
-    ``param.grad`` has been left at a loss scale, and may be ``values`` itself: nobody may write to it.
+    ``param.grad`` has been left at a loss scale, ``left_at``, and may be ``values`` itself: nobody may write to it.
     """
 
     values: torch.Tensor
     scale: Scale
     rounded: Seen
     is_scaled: bool = False
+    left_at: Scale = 1.0
+
+    def as_left(self) -> Exact | None:
+        """What is known once ``values`` are used: the scale of ``param.grad``, where it was left at one."""
+        return self._replace(values=self.rounded.gradient, scale=self.left_at) if self.is_scaled else None
 
     def moved(self, gradient: torch.Tensor) -> Exact:
         """The same, where ``gradient`` is a copy that takes the place of ``param.grad``."""

@@ -147,6 +147,22 @@ def test_several_blocks_add_up_in_float32(make_optimizer):
     assert master_of(optimizer) == -(1.0 + 2.0**-8)
 
 
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+def test_gradients_that_stay_after_a_step_are_unscaled_for_the_next(make_optimizer, blocks, look):
+    model, optimizer = one_weight(0.0, make_optimizer)
+    for _ in range(blocks):
+        backward_of(model, optimizer, 1.0)
+    for step in range(1, 3):
+        assert not look or next(ampkit.master_params(optimizer)).grad.item() == blocks
+        optimizer.step()
+        assert master_of(optimizer) == -step * blocks
+    backward_of(model, optimizer, 1.0)
+    optimizer.step()
+    assert master_of(optimizer) == -3 * blocks - 1
+
+
 def test_a_delayed_block_before_and_after_a_plain_one():
     model, optimizer = one_weight()
     for delay in (True, False, True, False):

@@ -248,6 +248,14 @@ FAULTS = [
         tests=("kernels/test_kernels.py::test_restore_keeps_what_was_written",),
     ),
     Mutant(
+        "gradients: the scale of one that stays is forgotten with the step",
+        "ampkit/iteration/gradients.py",
+        "slot.exact = slot.exact and slot.exact.as_left()",
+        "slot.exact = None",
+        breaks="with model_grads='scaled' a second step takes the gradients unscaled too",
+        tests=("optimizers/test_model_grads.py::test_gradients_that_stay_after_a_step_are_unscaled_for_the_next",),
+    ),
+    Mutant(
         "gradients: a script's write to a scaled gradient is lost",
         "ampkit/iteration/gradients.py",
         "if seen is None and exact is not None and exact.is_scaled:",
