@@ -60,7 +60,7 @@ def operator(
         torch._C._set_grad_enabled(False)
         try:
             given = bind(*args, **kwargs)
-            if before is None and after is None and _is_plain(given[plan.lists[0]]):
+            if before is None and after is None and _is_plain(plan, given):
                 try:
                     return plan.kernel(*given.values())
                 except RuntimeError:
@@ -75,11 +75,19 @@ def operator(
     return call
 
 
-def _is_plain(tensors: Tensors) -> bool:
-    """Whether a list begins with a tensor on a device with kernels: they check the rest, and refuse before they write."""
+def _is_plain(plan: _Plan, given: dict[str, Any]) -> bool:
+    """Whether the lists begin on a device with kernels, where all single tensors lie: they check the rest, and refuse in time."""
+    tensors = given[plan.lists[0]]
     if not tensors or is_sharded(tensors[0]) or torch.compiler.is_compiling():
         return False
-    return tensors[0].device.type in backend.kernel_devices
+    device = tensors[0].device
+    if device.type not in backend.kernel_devices:
+        return False
+    for name in plan.singles:
+        one = given[name]
+        if isinstance(one, Tensor) and one.device != device:
+            return False
+    return True
 
 
 def operator_without_lists(function: Function) -> Function:
