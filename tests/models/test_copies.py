@@ -248,6 +248,15 @@ def test_model_and_optimizer_copied_together_train_together(copied, level, order
     assert_same_values(model.state_dict(), original)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_copied_before_their_model_are_those_of_its_copy(level):
+    model, _ = trained_a_little(level)
+    expected = in_float32(model).state_dict()
+    params, twin = copy.deepcopy((list(model.parameters()), model))
+    assert all(one is other for one, other in zip(params, twin.parameters()))
+    assert_same_values(twin.state_dict(), expected)
+
+
 OPTIMIZERS = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.05),
     "FusedLAMB": lambda params: FusedLAMB(params, lr=0.05),

@@ -535,6 +535,17 @@ def test_each_scale_loss_casts_a_weight_once():
     assert counts == [4, 8, 12]
 
 
+def test_casts_made_inside_of_a_block_end_with_it():
+    model, x = nn.Linear(3, 3), torch.rand(2, 3)
+    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
+    cache = ampkit.current_session().casting.cache(torch.bfloat16)
+    with ampkit.scale_loss(model(x).sum(), optimizer) as scaled:
+        scaled.backward()
+        kept = model(x)
+        assert len(cache) == 2 and kept.requires_grad
+    assert len(cache) == 0
+
+
 def test_delayed_micro_batches_cast_a_weight_once_per_step():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3)
     model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)

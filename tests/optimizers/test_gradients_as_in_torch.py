@@ -231,12 +231,21 @@ def test_untouched_float16_gradients_keep_what_they_cannot_hold_unscaled(dtype):
     assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
 
 
-def test_zeros_count_even_where_float16_had_rounded_to_zero():
-    model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
-    backward_of(model, optimizer, 2.0**-30)
-    model.weight.grad.zero_()
-    optimizer.step()
-    assert next(ampkit.master_params(optimizer)).item() == 0.0
+@pytest.mark.parametrize("size", [1, 16])  # less than eight elements, of which none can tell, and more
+def test_zeros_count_even_where_float16_had_rounded_to_zero(size):
+    model = nn.Linear(size, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16, verbosity=0)
+    for zeroes, expected in ((False, -(2.0**-30)), (True, -(2.0**-30))):  # the second step adds nothing
+        optimizer.zero_grad()
+        with ampkit.scale_loss(model(torch.ones(1, size)).float().sum() * 2.0**-30, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert not model.weight.grad.any(), "float16 holds nothing below 2**-24"
+        if zeroes:
+            model.weight.grad.zero_()
+        optimizer.step()
+        assert next(ampkit.master_params(optimizer)).tolist() == [[expected] * size]
 
 
 @pytest.mark.parametrize("delay", [False, True])

@@ -141,6 +141,13 @@ def test_optimizers_of_two_sessions_share_a_loss(levels):
         optimizer.step()
         assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(model.weight, weight) for model, weight in zip(models, before))
+    # What is found in the gradients of the other session's optimizer alone is counted by the loss scaler that scaled.
+    for finite, unskipped in ((True, 1), (False, 0)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x = torch.full((2, 4), 1.0 if finite else float("inf"))
+        backward(models[1](x).float().mean(), optimizers)
+        assert [entry["unskipped"] for entry in ampkit.state_dict().values()] == [unskipped, 0]
 
 
 def test_a_loss_is_not_shared_with_a_disabled_session():

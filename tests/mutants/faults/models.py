@@ -244,12 +244,12 @@ FAULTS = [
         tests=("models/test_copies.py::test_model_and_optimizer_copied_together_train_together",),
     ),
     Mutant(
-        "copies: an optimizer without masters, copied first, trains nothing",
+        "copies: parameters copied before their model are not its copy's",
         "ampkit/models/copies.py",
         "elif id(value) not in memo:",
         "elif False:",
-        breaks="at O3 an optimizer that is copied before its model trains the copy",
-        tests=("models/test_copies.py::test_model_and_optimizer_copied_together_train_together",),
+        breaks="at O3 parameters that are copied before their model are those of the copy",
+        tests=("models/test_copies.py::test_parameters_copied_before_their_model_are_those_of_its_copy",),
     ),
     Mutant(
         "copies: tied weights are torn",
