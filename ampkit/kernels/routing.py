@@ -81,8 +81,11 @@ def _is_plain(plan: _Plan, given: dict[str, Any]) -> bool:
     if not tensors or is_sharded(tensors[0]) or torch.compiler.is_compiling():
         return False
     device = tensors[0].device
-    if device.type not in backend.kernel_devices:
-        return False
+    return device.type in backend.kernel_devices and _singles_lie_on(device, plan, given)
+
+
+def _singles_lie_on(device: torch.device, plan: _Plan, given: dict[str, Any]) -> bool:
+    """Whether nothing but the lists has to be brought to ``device``."""
     for name in plan.singles:
         one = given[name]
         if isinstance(one, Tensor) and one.device != device:
@@ -219,13 +222,8 @@ def _groups(plan: _Plan, given: dict[str, Any]) -> list[tuple[Callable, torch.de
 def _compute(
     plan: _Plan, given: dict[str, Any], compute: Callable, device: torch.device, indices: list[int] | None
 ) -> Any:
-    if indices is None:
-        for name in plan.singles:
-            one = given[name]
-            if isinstance(one, Tensor) and one.device != device:
-                break
-        else:
-            return compute(*given.values())
+    if indices is None and _singles_lie_on(device, plan, given):
+        return compute(*given.values())
     here = dict(given)
     for name in plan.read:
         here[name] = on(given[name], device)

@@ -131,7 +131,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step runs over lists of tensors."""
 
     set_grad_none = True
-    keeps_float32_state = True  # an wrapper leaves it alone where the parameters train in lower precision
+    keeps_float32_state = True  # the session leaves it alone where the parameters train in lower precision
     takes_step_inputs = True  # a session need not read a finding, nor convert a gradient, for it
     counts_steps = True
     #: Settings of groups that are tensors, which stand on the device of the parameters: a step copies nothing there, so that a
