@@ -10,7 +10,6 @@ master's, which then is what the step uses. All of this is done by multi-tensor 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ import torch
 from .. import kernels
 from ..errors import ConfigurationError
 from ..models.weights import move_like
-from ..optimizers.scales import Scale, inverse, is_one, on, on_device_of, ratio
+from ..optimizers.scales import Scale, inverse, is_one, on, ratio
 from ..sharding import by_placement, is_sharded, local, process_groups, total_over
-from .found_inf import FoundInf
+from .found_inf import FoundInf, places_for
+from .gradient_groups import grouped
 from .master_weights import Exact, Seen, Slot
 from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
 
@@ -28,72 +28,6 @@ LISTS_OF_A_COLLECTION = 6  #: how many lists `Gradients.collect` checks at most,
 
 
 WasReached = Callable[[torch.Tensor], bool]
-
-
-@dataclass
-class Group:
-    """Gradients of which equally much is known, so that one kernel can handle them.
-
-    ``values`` are the gradients themselves where nothing more is known, else what stands in `Slot.exact`, at the scale ``scale``.
-    ``chooses`` says that what was written to the gradients since counts, and ``zeros_count`` that zeros in them were written.
-    """
-
-    scale: Scale
-    chooses: bool
-    zeros_count: bool
-    slots: list[Slot] = field(default_factory=list)
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
-
-    def write(self, outputs: list[torch.Tensor], factor: Scale = 1.0) -> None:
-        """outputs = factor * the gradients, unscaled."""
-        inv = inverse(self.scale)
-        if self.chooses:
-            kernels.multi_tensor_restore(
-                self.gradients, self.values, outputs, inv, factor=factor, zeros_count=self.zeros_count
-            )
-        elif not (is_one(inv) and is_one(factor) and self.values[0] is outputs[0]):
-            kernels.multi_tensor_scale(self.values, outputs, factor * on_device_of(inv, factor))
-
-    def norm(self) -> torch.Tensor:
-        """Their Euclidean norm."""
-        inv = inverse(self.scale)
-        if self.chooses:
-            return kernels.multi_tensor_restore_l2norm(self.gradients, self.values, inv, self.zeros_count)[0]
-        return kernels.multi_tensor_unscale_l2norm(self.values, None, inv)[0]
-
-    def accumulate(
-        self, fresh: list[torch.Tensor], totals: list[torch.Tensor], inv: Scale, found: FoundInf | None
-    ) -> None:
-        """totals = fresh * inv + the gradients, unscaled; the gradients too, unless they are kept at a scale."""
-        places = _places(found, [slot.param for slot in self.slots])
-        if self.chooses or (is_one(self.scale) and self.values[0] is self.gradients[0]):
-            kernels.multi_tensor_accumulate(
-                fresh, self.gradients, self.values, totals, inv, inverse(self.scale), self.zeros_count, *places
-            )
-        else:
-            kernels.multi_tensor_axpby(fresh, self.values, totals, inv, inverse(self.scale), places[0], 0, places[1])
-
-
-def grouped(gradients: Iterable[tuple[Slot, torch.Tensor]]) -> list[Group]:
-    """These gradients of slots, in as many groups as it takes."""
-    groups: dict[tuple, Group] = {}
-    for slot, gradient in gradients:
-        exact = slot.exact
-        if exact is None or not (exact.is_scaled or exact.serves(gradient)):
-            key, values, scale = None, gradient, 1.0
-        else:
-            values, scale = exact.values.to(gradient.device), exact.scale
-            name = id(scale) if isinstance(scale, torch.Tensor) else scale
-            key = (name, exact.is_scaled, exact.rounded.is_still(gradient))
-        group = groups.get(key)
-        if group is None:
-            chooses = key is not None and not exact.is_scaled
-            group = groups[key] = Group(scale, chooses, chooses and not key[2])
-        group.slots.append(slot)
-        group.gradients.append(gradient)
-        group.values.append(values)
-    return list(groups.values())
 
 
 class Gradients:
@@ -306,11 +240,11 @@ class Gradients:
             params.append(slot.param)
             inputs.append(gradient)
             outputs.append(output)
-        kernels.multi_tensor_scale(inputs, outputs if kept else inputs, inv, *_places(found, params))
+        kernels.multi_tensor_scale(inputs, outputs if kept else inputs, inv, *places_for(found, params))
         for slot, output, values in kept:
             slot.exact = Exact(values, scale, Seen.now(output))
         if left and found is not None:
-            flag, first_bad = _places(found, [slot.param for slot, _ in left])
+            flag, first_bad = places_for(found, [slot.param for slot, _ in left])
             kernels.multi_tensor_unscale_l2norm(
                 [gradient for _, gradient in left], None, None, flag, first_bad=first_bad
             )
@@ -330,7 +264,7 @@ class Gradients:
             fresh[slot] = gradient
             (own if slot.master is None else mastered).append((slot, slot.stash))
         if own:
-            places = _places(found, [slot.param for slot, _ in own])
+            places = places_for(found, [slot.param for slot, _ in own])
             stashes = [stash for _, stash in own]
             kernels.multi_tensor_axpby(
                 [fresh[slot] for slot, _ in own], stashes, stashes, inv, 1.0, places[0], 0, places[1]
@@ -613,10 +547,6 @@ class Gradients:
             if slot.param.grad is not None or slot.stash is not None:
                 return False
         return True
-
-
-def _places(found: FoundInf | None, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if found is None else (found.flag, found.index_for(params))
 
 
 def _gradient_of_master(slot: Slot) -> torch.Tensor:

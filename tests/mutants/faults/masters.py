@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Mutant(
         "gradients: a second fused micro-batch is not checked",
-        "ampkit/iteration/gradients.py",
+        "ampkit/iteration/gradient_groups.py",
         "inverse(self.scale), self.zeros_count, *places",
         "inverse(self.scale), self.zeros_count",
         breaks="an overflow in the second of several micro-batches skips a fused step",
@@ -273,7 +273,7 @@ FAULTS = [
     ),
     Mutant(
         "gradients: a zero that a script wrote is undone",
-        "ampkit/iteration/gradients.py",
+        "ampkit/iteration/gradient_groups.py",
         "chooses and not key[2]",
         "False",
         breaks="zeros written to a gradient count, where what it was rounded from is not zero",
