@@ -15,7 +15,7 @@ import torch
 
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.found_inf import FoundInf
-from .iteration.loss_scale import DynamicScaler, LossScaler
+from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .registry import current_session, not_initialized, session_of
 from .session import Session
@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         wrapper = wrapper_of(optimizer)
         if wrapper is None:
             raise not_initialized(optimizer)
-        self._found[id(optimizer)] = (wrapper, session_of(optimizer).unscale(wrapper, self._scaler))
+        self._found[id(optimizer)] = (wrapper, session_of(optimizer).scaling.unscale(wrapper, self._scaler))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` where its gradients are finite; else it is not called, and the result is None."""
@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         found = [(wrapper, one) for wrapper, one in unscaled if one is not None]
         if found:
-            self._owner().end_iteration(found, self._scaler)
+            self._owner().scaling.end_iteration(found, self._scaler)
 
     def get_scale(self) -> float:
         """The loss scale as it is now. Waits for the device."""
@@ -123,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _change_rule(self, **changes: Any) -> None:
         scaler = self._scaler
-        if not isinstance(scaler, DynamicScaler):
+        if not scaler.dynamic:
             raise ConfigurationError(
                 "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
             )

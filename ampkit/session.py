@@ -25,7 +25,6 @@ from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
-from .iteration.found_inf import FoundInf
 from .iteration.loss_scale import LossScaler
 from .iteration.master_weights import Slots
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
@@ -63,7 +62,7 @@ class Session:
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self._widens = widens
-        self._scaling = LossScaling(plan)
+        self.scaling = LossScaling(plan)
         self._statistics = RunningStatistics()
         self.casting: Casting | None = None
         self._undo = ExitStack()
@@ -75,7 +74,7 @@ class Session:
 
     @property
     def scalers(self) -> list[LossScaler]:
-        return self._scaling.scalers
+        return self.scaling.scalers
 
     @property
     def models(self) -> list[nn.Module]:
@@ -159,7 +158,7 @@ class Session:
         Parameters keep what they have learned, in float32, or in the dtype that they came in. Closing twice does nothing
         the second time.
         """
-        self._scaling.synchronize()
+        self.scaling.synchronize()
         self._undo.close()
         self._models.clear()
         self._optimizers.clear()
@@ -335,7 +334,7 @@ class Session:
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
-        return self._scaling.scaler(loss_id)
+        return self.scaling.scaler(loss_id)
 
     def scale_loss(
         self,
@@ -364,19 +363,8 @@ class Session:
                 if wrapper is not None and wrapper not in wrappers:
                     unnamed.append(wrapper)
         return Block(
-            self._scaling, loss, wrappers, unnamed, scaler, delay_unscale, delay_overflow_check, self._is_unreduced
+            self.scaling, loss, wrappers, unnamed, scaler, delay_unscale, delay_overflow_check, self._is_unreduced
         )
-
-    def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
-        """Unscale and check gradients that wait at their scale; the iteration goes on. None where nothing is checked."""
-        return self._scaling.unscale(wrapper, scaler)
-
-    def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
-        """The scale moves by what was found in the gradients of these optimizers; an overflow is reported."""
-        ended = self._scaling.end_iteration(found, scaler)
-        skipped = next((wrapper for wrapper, _ in found if wrapper.skipped), None)
-        if skipped is not None:
-            self.report_skip(skipped, ended)
 
     def _is_unreduced(self) -> bool:
         """Whether FSDP2 has kept the gradients of the last backward pass to itself."""
@@ -395,25 +383,9 @@ class Session:
 
     # What wrappers and models ask of their session
 
-    def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
-        """Unscale gradients that still wait after ``delay_unscale=True``."""
-        self._scaling.finish_delayed(wrapper)
-
-    def report_skip(self, wrapper: OptimizerWrapper, found: FoundInf) -> None:
-        """Log a skipped step; raises `LossScaleError` where no scale will ever be small enough."""
-        self._scaling.report_skip(weakref.ref(wrapper), found)
-
-    def report_late(self, wrapper: OptimizerWrapper, found: list[FoundInf]) -> None:
-        """Log it if a step was skipped on the device, as soon as that is known."""
-        self._scaling.report_late(weakref.ref(wrapper), found)
-
-    @property
-    def has_dynamic_loss_scale(self) -> bool:
-        return self.plan.has_dynamic_loss_scale
-
     def synchronize_reports(self) -> None:
         """Wait for every iteration that the host has not learned of, and log skipped steps."""
-        self._scaling.synchronize()
+        self.scaling.synchronize()
 
     def float32_values(self) -> dict[torch.Tensor, Float32Value]:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
@@ -444,9 +416,9 @@ class Session:
             self._cast_where_it_is(model)
             if self.casting.is_behind:
                 self.casting.catch_up()
-        if self._scaling.can_skip:
+        if self.scaling.can_skip:
             self._statistics.before_forward(model, [wrapper_of(optimizer) for optimizer in self.optimizers])
-        self._scaling.note_forward()
+        self.scaling.note_forward()
 
     def _cast_where_it_is(self, model: nn.Module) -> None:
         """The model may have moved since: ask one of its parameters."""

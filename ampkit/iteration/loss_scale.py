@@ -1,15 +1,13 @@
 """The loss scale: the number that the loss is multiplied by, and the rule by which it moves.
 
-`StaticScaler` and `DynamicScaler` have the same methods, so that nobody asks which one they hold. The state of a dynamic scale
-lives on the device of the gradients: `LossScaler.update` moves it there, by what a `FoundInf` says, and nothing waits. The host
-learns of it from the same `FoundInf`, later.
+The state of a dynamic scale lives on the device of the gradients: `LossScaler.update` moves it there, by what a `FoundInf` says,
+and nothing waits. The host learns of it from the same `FoundInf`, later.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,28 +72,46 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-class LossScaler(ABC):
-    """What static and dynamic loss scales share: the scale, the counters, their two saved keys.
+class LossScaler:
+    """The loss scale of one loss: a number that stays, or one that moves by a `DynamicLossScale` between two bounds.
 
     ``loss_scale`` may be assigned at any time and is used from the next iteration on. ``unskipped`` counts iterations
-    (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device.
+    (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device. A static scale other than 1.0
+    checks too, and an overflow skips the step.
+
+    From the first iteration on the state of a dynamic scale is three words on the device of the gradients: the scale (float32),
+    ``unskipped``, and how many overflows are left before it backs off.
     """
 
-    dynamic: bool
-    floor = 0.0
-
-    def __init__(self, loss_scale: float) -> None:
-        self.loss_id = 0
+    def __init__(
+        self,
+        loss_scale: float | DynamicLossScale | None = None,
+        min_loss_scale: float = DEFAULT_MIN_LOSS_SCALE,
+        max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
+        loss_id: int = 0,
+    ) -> None:
+        rule = DynamicLossScale() if loss_scale is None else loss_scale
+        self.dynamic = isinstance(rule, DynamicLossScale)
+        self.rule = rule if self.dynamic else DynamicLossScale()
+        self.min_loss_scale, self.max_loss_scale = float(min_loss_scale), float(max_loss_scale)
+        self.loss_id = loss_id
         #: What blocks with ``delay_overflow_check=True`` found: part of the iteration that the next block ends.
         self.delayed_check: FoundInf | None = None
         # What the host has learned so far; the device may be ahead by the iterations that are pending.
-        self._loss_scale = float(loss_scale)
+        self._loss_scale = float(rule.init_scale if self.dynamic else rule)
+        if self.dynamic:
+            self._loss_scale = max(self.min_loss_scale, min(self.max_loss_scale, self._loss_scale))
         self._unskipped = 0
+        self._overflows_left = self.rule.hysteresis
         self._skips_in_a_row = 0
         self._skips_at_floor = 0
+        self._set_by_hand = math.inf
         self._pending: deque[FoundInf] = deque()
         self._was_captured = False  # so that replays of a CUDA graph move the scale, and the host does not know
         self._spare: dict[Any, list[HostCopy]] = {}
+        self._state: torch.Tensor | None = None
+        self._snapshot: torch.Tensor | None = None
+        self._snapshot_captured = False
 
     @property
     def loss_scale(self) -> float:
@@ -132,16 +148,37 @@ class LossScaler(ABC):
         return not self.dynamic and self._loss_scale == 1.0
 
     @property
+    def floor(self) -> float:
+        """What no overflow brings the scale below: ``min_loss_scale``, or a lower scale that was set by hand."""
+        return min(self.min_loss_scale, self._set_by_hand) if self.dynamic else 0.0
+
+    @property
     def is_power_of_two(self) -> bool:
         """Whether the scale, wherever it moves, is one: bfloat16 can then be divided by it without rounding."""
-        return _are_powers_of_two(self._loss_scale)
+        if not self.dynamic:
+            return _are_powers_of_two(self._loss_scale)
+        rule = self.rule
+        return _are_powers_of_two(
+            self._loss_scale, self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor
+        )
+
+    # The iteration
 
     def current(self, device: torch.device) -> float | torch.Tensor:
         """The scale of an iteration that begins now: a number, where the host knows it, or a copy of the one on ``device``.
 
         While no iteration has ended, it is the same object.
         """
-        return self._loss_scale
+        if not self.dynamic:
+            return self._loss_scale
+        self._live_on(device)
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # What a CUDA graph replays must come from the state, not from a copy that was made before it.
+        if self._snapshot is None or self._snapshot.device != device or captured != self._snapshot_captured:
+            if not (self._pending or self._was_captured or captured):
+                return self._loss_scale
+            self._snapshot, self._snapshot_captured = self._scalar.clone(), captured
+        return self._snapshot
 
     def found_inf(self, device: torch.device, lists: int) -> FoundInf:
         """For the gradients of one block: nothing found yet."""
@@ -156,12 +193,62 @@ class LossScaler(ABC):
         if isinstance(found, torch.Tensor):
             found = FoundInf.of(found)
         found.scaler, found.moves_scale = self, moves_scale
-        found.send(self._advance(found.flag, moves_scale))
+        found.send(self._advance(found.flag, moves_scale) if self.dynamic else None)
         if found.is_captured:  # it stands for as many iterations as the graph is replayed
             self._was_captured = True
         else:
             self._pending.append(found)
         return found
+
+    def _advance(self, flag: torch.Tensor, moves_scale: bool) -> torch.Tensor | bytes:
+        """Move the state on the device; returns its words, on the CPU a copy of them."""
+        self._live_on(flag.device)
+        kernels.update_scale(
+            self._scale,
+            self._growth_tracker,
+            self._hysteresis_tracker,
+            flag if moves_scale else torch.zeros_like(flag),
+            growth_factor=self.rule.growth_factor,
+            backoff_factor=self.rule.backoff_factor,
+            growth_interval=self.rule.growth_interval,
+            hysteresis=self.rule.hysteresis,
+            min_scale=self.floor,
+            max_scale=self.max_loss_scale,
+        )
+        self._snapshot = None
+        return self._state if self._words is None else bytes(self._words)
+
+    def _live_on(self, device: torch.device) -> None:
+        """Have the state on this device."""
+        if self._state is not None and self._state.device == device:
+            return
+        self._read_state()
+        self._words = None
+        if device.type == "cpu":
+            self._words = bytearray(12)  # so that the host can copy it without a call of torch
+            self._state = state = torch.frombuffer(self._words, dtype=torch.int32)
+        else:
+            self._state = state = torch.zeros(3, dtype=torch.int32, device=device)
+        self._scale = state[:1].view(torch.float32)
+        self._scalar = self._scale[0]  # the same, 0-dim
+        self._growth_tracker, self._hysteresis_tracker = state[1:2], state[2:3]
+        self._write_state()
+
+    def _write_state(self) -> None:
+        """Bring the state on the device to what the host knows."""
+        self._snapshot = None
+        if self._state is not None:
+            self._scale.fill_(self._loss_scale)
+            self._growth_tracker.fill_(self._unskipped)
+            self._hysteresis_tracker.fill_(self._overflows_left)
+
+    def _read_state(self) -> None:
+        """Bring what the host knows to the state on the device."""
+        if self._state is not None:
+            state = self._state.cpu().numpy().tobytes()
+            self._loss_scale, self._unskipped, self._overflows_left = struct.unpack("fii", state)
+
+    # What the host learns
 
     def synchronize(self) -> None:
         """Learn of everything that has happened; waits for the device."""
@@ -182,72 +269,6 @@ class LossScaler(ABC):
         else:
             found.learn()
 
-    def state_dict(self) -> dict[str, float | int]:
-        """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints."""
-        return {"loss_scale": self.loss_scale, "unskipped": self._unskipped}
-
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
-        validate_scaler_state(state)
-        self.synchronize()
-        self._load_scale(float(state["loss_scale"]))
-        self._unskipped = int(state["unskipped"])
-        self._skips_in_a_row = 0
-        self._write_state()
-
-    def grad_scaler_state(self) -> dict[str, float | int]:
-        """This loss scale as ``torch.amp.GradScaler.load_state_dict`` takes it."""
-        scale, rule = self.loss_scale, self._rule_for_grad_scaler()
-        return {
-            "scale": scale,
-            "growth_factor": rule.growth_factor,
-            "backoff_factor": rule.backoff_factor,
-            "growth_interval": rule.growth_interval,
-            "_growth_tracker": self._unskipped,
-        }
-
-    def load_grad_scaler_state(self, state: Mapping[str, float | int]) -> None:
-        """Take over what ``torch.amp.GradScaler.state_dict`` returned: scale, counter, and the rule by which it moves."""
-        missing = [name for name in _GRAD_SCALER_KEYS if name not in state]
-        if missing:
-            raise CheckpointError(
-                f"A GradScaler's state must have {', '.join(map(repr, _GRAD_SCALER_KEYS))}; {', '.join(map(repr, missing))} is "
-                "missing. Pass what torch.amp.GradScaler.state_dict() returned."
-            )
-        entry = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
-        validate_scaler_state(entry)
-        self._take_grad_scaler_rule(state)
-        self.load_state_dict(entry)
-
-    @abstractmethod
-    def _rule_for_grad_scaler(self) -> DynamicLossScale:
-        """The rule by which a GradScaler would move as this loss scale does."""
-
-    @abstractmethod
-    def _take_grad_scaler_rule(self, state: Mapping[str, float | int]) -> None:
-        """Move from now on as that GradScaler did."""
-
-    @abstractmethod
-    def overflow_line(self, found: FoundInf | None = None) -> str:
-        """The line that reports a skipped step: that of an iteration, or the newest."""
-
-    @abstractmethod
-    def give_up_at_floor(self, on_floor: str, found: FoundInf | None = None) -> None:
-        """Raise `LossScaleError` (or warn, with ``on_floor="warn"``) when no scale will ever be small enough."""
-
-    @abstractmethod
-    def _load_scale(self, value: float) -> None:
-        """Take over a scale from a checkpoint."""
-
-    def _advance(self, flag: torch.Tensor, moves_scale: bool) -> torch.Tensor | bytes | None:
-        """Move the state on the device; returns its words, if there are any, and on the CPU a copy of them."""
-        return None
-
-    def _write_state(self) -> None:  # noqa: B027  (a static scale has no state on the device)
-        """Bring the state on the device to what the host knows."""
-
-    def _read_state(self) -> None:  # noqa: B027
-        """Bring what the host knows to the state on the device."""
-
     def count(self, found: FoundInf, *state: float) -> None:
         """Count an iteration on the host; ``state`` is that on the device after it, if there is one.
 
@@ -263,92 +284,22 @@ class LossScaler(ABC):
         found.loss_scale = self._loss_scale
         found.skips_in_a_row, found.skips_at_floor = self._skips_in_a_row, self._skips_at_floor
 
-
-class StaticScaler(LossScaler):
-    """A loss scale that stays. Any other than 1.0 still checks, and an overflow still skips the step."""
-
-    dynamic = False
-
     def overflow_line(self, found: FoundInf | None = None) -> str:
-        return (
-            f"Gradient overflow at the static loss scale {self._loss_scale:g} (loss scaler {self.loss_id}): this step is "
-            f"skipped and the scale stays. A lower loss_scale=, or 'dynamic', avoids it."
-        )
-
-    def _rule_for_grad_scaler(self) -> DynamicLossScale:
-        return DynamicLossScale(
-            init_scale=self._loss_scale, growth_interval=2**31 - 1
-        )  # GradScaler knows no static scale
-
-    def _take_grad_scaler_rule(self, state: Mapping[str, float | int]) -> None:
-        """A static scale has no rule."""
-
-    def _load_scale(self, value: float) -> None:
-        if value != self._loss_scale:
-            logger.warning(
-                "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.",
-                value,
-                self._loss_scale,
+        """The line that reports a skipped step: that of an iteration, or the newest."""
+        if not self.dynamic:
+            return (
+                f"Gradient overflow at the static loss scale {self._loss_scale:g} (loss scaler {self.loss_id}): this step is "
+                f"skipped and the scale stays. A lower loss_scale=, or 'dynamic', avoids it."
             )
-
-    def give_up_at_floor(self, on_floor: str, found: FoundInf | None = None) -> None:
-        """A static scale has no floor to sit at."""
-
-
-class DynamicScaler(LossScaler):
-    """A loss scale that follows a `DynamicLossScale` between two bounds, neither of which is 0.
-
-    From the first iteration on its state is three words on the device of the gradients: the scale (float32), ``unskipped``,
-    and how many overflows are left before it backs off.
-    """
-
-    dynamic = True
-
-    def __init__(
-        self,
-        rule: DynamicLossScale | None = None,
-        min_loss_scale: float = DEFAULT_MIN_LOSS_SCALE,
-        max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
-    ) -> None:
-        self.rule = rule or DynamicLossScale()
-        self.min_loss_scale = float(min_loss_scale)
-        self.max_loss_scale = float(max_loss_scale)
-        super().__init__(max(self.min_loss_scale, min(self.max_loss_scale, self.rule.init_scale)))
-        self._set_by_hand = math.inf
-        self._overflows_left = self.rule.hysteresis
-        self._state: torch.Tensor | None = None
-        self._snapshot: torch.Tensor | None = None
-        self._snapshot_captured = False
-
-    @property
-    def floor(self) -> float:
-        """What no overflow brings the scale below: ``min_loss_scale``, or a lower scale that was set by hand."""
-        return min(self.min_loss_scale, self._set_by_hand)
-
-    @property
-    def is_power_of_two(self) -> bool:
-        rule = self.rule
-        return _are_powers_of_two(
-            self._loss_scale, self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor
-        )
-
-    def current(self, device: torch.device) -> float | torch.Tensor:
-        self._live_on(device)
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # What a CUDA graph replays must come from the state, not from a copy that was made before it.
-        if self._snapshot is None or self._snapshot.device != device or captured != self._snapshot_captured:
-            if not (self._pending or self._was_captured or captured):
-                return self._loss_scale
-            self._snapshot, self._snapshot_captured = self._scalar.clone(), captured
-        return self._snapshot
-
-    def overflow_line(self, found: FoundInf | None = None) -> str:
         # Scripts search their logs for the start of this line, Apex's two spaces included.
         scale = self.loss_scale if found is None else found.loss_scale
         return f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {scale}"
 
     def give_up_at_floor(self, on_floor: str, found: FoundInf | None = None) -> None:
-        """Stop after 50 skips in a row at the floor: nothing is being learned and nothing will change by itself."""
+        """After 50 skips in a row at the floor nothing is being learned, and nothing will change by itself.
+
+        Raises `LossScaleError`, or warns with ``on_floor="warn"``.
+        """
         if found is None:
             self.synchronize()
         skips = self._skips_at_floor if found is None else found.skips_at_floor
@@ -364,72 +315,60 @@ class DynamicScaler(LossScaler):
             raise LossScaleError(message)
         logger.warning(message)
 
-    def _rule_for_grad_scaler(self) -> DynamicLossScale:
-        return self.rule
+    # Checkpoints
 
-    def _take_grad_scaler_rule(self, state: Mapping[str, float | int]) -> None:
-        self.rule = replace(
-            self.rule,
-            growth_factor=float(state["growth_factor"]),
-            backoff_factor=float(state["backoff_factor"]),
-            growth_interval=int(state["growth_interval"]),
-        )
-        # A GradScaler has no floor: its scale is taken over exactly, and is the floor then.
-        self.min_loss_scale = min(self.min_loss_scale, float(state["scale"]))
+    def state_dict(self) -> dict[str, float | int]:
+        """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints."""
+        return {"loss_scale": self.loss_scale, "unskipped": self._unskipped}
 
-    def _load_scale(self, value: float) -> None:
-        self._loss_scale = max(value, self.min_loss_scale)
-        self._set_by_hand = math.inf
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        validate_scaler_state(state)
+        self.synchronize()
+        saved = float(state["loss_scale"])
+        if self.dynamic:
+            self._loss_scale = max(saved, self.min_loss_scale)
+            self._set_by_hand = math.inf
+        elif saved != self._loss_scale:
+            logger.warning(
+                "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.",
+                saved,
+                self._loss_scale,
+            )
+        self._unskipped = int(state["unskipped"])
+        self._skips_in_a_row = 0
+        self._write_state()
 
-    def _advance(self, flag: torch.Tensor, moves_scale: bool) -> torch.Tensor | bytes:
-        self._live_on(flag.device)
-        kernels.update_scale(
-            self._scale,
-            self._growth_tracker,
-            self._hysteresis_tracker,
-            flag if moves_scale else torch.zeros_like(flag),
-            growth_factor=self.rule.growth_factor,
-            backoff_factor=self.rule.backoff_factor,
-            growth_interval=self.rule.growth_interval,
-            hysteresis=self.rule.hysteresis,
-            min_scale=self.floor,
-            max_scale=self.max_loss_scale,
-        )
-        self._snapshot = None
-        return self._state if self._words is None else bytes(self._words)
+    def grad_scaler_state(self) -> dict[str, float | int]:
+        """This loss scale as ``torch.amp.GradScaler.load_state_dict`` takes it."""
+        return {
+            "scale": self.loss_scale,
+            "growth_factor": self.rule.growth_factor,
+            "backoff_factor": self.rule.backoff_factor,
+            # It knows no static scale.
+            "growth_interval": self.rule.growth_interval if self.dynamic else 2**31 - 1,
+            "_growth_tracker": self._unskipped,
+        }
 
-    def _live_on(self, device: torch.device) -> None:
-        if self._state is None:
-            self._place(device)
-            self._write_state()
-        elif self._state.device != device:
-            before = self._state
-            self._place(device)
-            self._state.copy_(before)
-            self._snapshot = None
-
-    def _place(self, device: torch.device) -> None:
-        self._words = None
-        if device.type == "cpu":
-            self._words = bytearray(12)  # so that the host can copy it without a call of torch
-            self._state = state = torch.frombuffer(self._words, dtype=torch.int32)
-        else:
-            self._state = state = torch.zeros(3, dtype=torch.int32, device=device)
-        self._scale = state[:1].view(torch.float32)
-        self._scalar = self._scale[0]  # the same, 0-dim
-        self._growth_tracker, self._hysteresis_tracker = state[1:2], state[2:3]
-
-    def _write_state(self) -> None:
-        self._snapshot = None
-        if self._state is not None:
-            self._scale.fill_(self._loss_scale)
-            self._growth_tracker.fill_(self._unskipped)
-            self._hysteresis_tracker.fill_(self._overflows_left)
-
-    def _read_state(self) -> None:
-        if self._state is not None:
-            state = self._state.cpu().numpy().tobytes()
-            self._loss_scale, self._unskipped, self._overflows_left = struct.unpack("fii", state)
+    def load_grad_scaler_state(self, state: Mapping[str, float | int]) -> None:
+        """Take over what ``torch.amp.GradScaler.state_dict`` returned: scale, counter, and the rule by which it moves."""
+        missing = [name for name in _GRAD_SCALER_KEYS if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"A GradScaler's state must have {', '.join(map(repr, _GRAD_SCALER_KEYS))}; {', '.join(map(repr, missing))} is "
+                "missing. Pass what torch.amp.GradScaler.state_dict() returned."
+            )
+        entry = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
+        validate_scaler_state(entry)
+        if self.dynamic:
+            self.rule = replace(
+                self.rule,
+                growth_factor=float(state["growth_factor"]),
+                backoff_factor=float(state["backoff_factor"]),
+                growth_interval=int(state["growth_interval"]),
+            )
+            # A GradScaler has no floor: its scale is taken over exactly, and is the floor then.
+            self.min_loss_scale = min(self.min_loss_scale, float(state["scale"]))
+        self.load_state_dict(entry)
 
 
 @lru_cache

@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,36 +37,14 @@ from .running_statistics import Snapshot, after_step
 WRAPPER_KEY = "_ampkit"
 
 
-class Owner(Protocol):
-    """What a wrapper asks of its session."""
-
-    def float32_values(self) -> Mapping[torch.Tensor, Float32Value]:
-        """The float32 value of every lower-precision tensor of the session's models."""
-
-    def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
-        """Unscale gradients that still wait after ``delay_unscale=True``."""
-
-    def report_skip(self, wrapper: OptimizerWrapper, found: FoundInf) -> None:
-        """Log a skipped step; raises `LossScaleError` where no scale will ever be small enough."""
-
-    @property
-    def has_dynamic_loss_scale(self) -> bool: ...
-
-    def name_of(self, param: torch.Tensor | None) -> str:
-        """The parameter's name in its model, for the log."""
-
-    def report_late(self, wrapper: OptimizerWrapper, found: list[FoundInf]) -> None:
-        """Log it if a step was skipped on the device, as soon as that is known."""
-
-
 class _SkippedInClosure(Exception):
     """Unwinds an optimizer whose closure met an overflow; never leaves `OptimizerWrapper.step`."""
 
 
 class OptimizerWrapper:
-    """One optimizer of a session: its slots, its gradients, what was found in them, and the methods that replace its own."""
+    """One optimizer of a session (``owner``): slots, gradients, what was found in them, and methods in the place of its own."""
 
-    def __init__(self, optimizer: Any, owner: Owner, slots: Slots, values: Mapping[torch.Tensor, Float32Value]) -> None:
+    def __init__(self, optimizer: Any, owner: Any, slots: Slots, values: Mapping[torch.Tensor, Float32Value]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.owner = owner
         self._slots = slots
@@ -208,15 +186,20 @@ class OptimizerWrapper:
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._takes_step_inputs:
             return self._step_on_device(original, args, kwargs)
+        optimizer, found_inf = self.optimizer, None
         self.synchronize_gradients()
-        if self._takes_found_inf:
-            return self._step_with_found_inf(original, args, kwargs)
-        if self._must_skip():
+        if self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
+            optimizer.grad_scale, optimizer.found_inf = None, (found_inf := self._found_inf())
+        elif self._must_skip():
             return self._skip()
         self._first_steps.begin(self.gradients.slots)
-        with _casting_disabled():
-            result = original(*args, **kwargs)
-        self._first_steps.end(self.optimizer)
+        try:
+            with _casting_disabled():
+                result = original(*args, **kwargs)
+                after_step(self.snapshots, found_inf)
+        finally:
+            if self._takes_found_inf:
+                del optimizer.grad_scale, optimizer.found_inf
         self._end_step()
         return result
 
@@ -248,21 +231,6 @@ class OptimizerWrapper:
                 entry.value_version, entry.lower_version = version, slot.param._version
         gradients.end_step()
         drop_casts()
-        return result
-
-    def _step_with_found_inf(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """A step of torch's own fused optimizers, which take the flag as GradScaler hands it over."""
-        found_inf, optimizer = self._found_inf(), self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = None, found_inf
-        self._first_steps.begin(self.gradients.slots)
-        try:
-            with _casting_disabled():
-                result = original(*args, **kwargs)
-                after_step(self.snapshots, found_inf)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-        self._first_steps.end(optimizer)
-        self._end_step()
         return result
 
     def skip(self, found: FoundInf) -> None:
@@ -304,7 +272,7 @@ class OptimizerWrapper:
         def evaluate() -> Any:
             nonlocal loss, evaluations
             evaluations += 1
-            if evaluations > 1 and self.owner.has_dynamic_loss_scale:
+            if evaluations > 1 and self.owner.plan.has_dynamic_loss_scale:
                 raise ClosureError(
                     f"{type(self.optimizer).__name__} evaluated its closure a second time in one step, which a dynamic loss "
                     "scale does not allow: the scale may move between two evaluations. Use a static scale (loss_scale=128.0), "
@@ -335,15 +303,15 @@ class OptimizerWrapper:
                 raise
             self._skip()
             return loss
-        self._first_steps.end(self.optimizer)
+        after_step(self.snapshots, None)
         self._end_step()
         return result
 
     def _end_step(self) -> None:
+        self._first_steps.end(self.optimizer)
         self.write_masters_to_model()
         self.gradients.end_step()
         drop_casts()
-        after_step(self.snapshots, False)
 
     def synchronize_gradients(self, for_fused_step: bool = False) -> None:
         """Bring every gradient, unscaled, to where the optimizer and ``master_params`` look for it.
@@ -363,7 +331,7 @@ class OptimizerWrapper:
                 # Else the step would undo what was written to the model since its forward.
                 entry.synchronize(param)
         if gradients.delayed_scale is not None:
-            self.owner.finish_delayed(self)
+            self.owner.scaling.finish_delayed(self)
         if not for_fused_step:
             gradients.convert()
 
@@ -389,7 +357,7 @@ class OptimizerWrapper:
         overflows = [found for found in self._take_found() if found.overflowed]
         self._skipped = bool(overflows)
         if overflows:
-            self.owner.report_skip(self, overflows[-1])
+            self.owner.scaling.report_skip(self, overflows[-1])
         return self._skipped
 
     def _found_inf(self) -> torch.Tensor | None:
@@ -399,7 +367,7 @@ class OptimizerWrapper:
             flag = found[0].flag
             for one in found[1:]:
                 flag = torch.maximum(flag, on(one.flag, flag.device))
-            self.owner.report_late(self, found)
+            self.owner.scaling.report_late(self, found)
             gradients.used_flag = flag
             gradients.used += found
         elif gradients.used_flag is not None:

@@ -24,7 +24,7 @@ from ..optimizers.scales import on
 from ..sharding import highest
 from .found_inf import FoundInf
 from .gradients import LISTS_OF_A_COLLECTION
-from .loss_scale import DynamicLossScale, DynamicScaler, LossScaler, StaticScaler
+from .loss_scale import DynamicLossScale, LossScaler
 from .master_weights import Slot
 from .optimizer_wrapper import OptimizerWrapper, drop_casts
 
@@ -50,9 +50,9 @@ class LossScaling:
 
     def __init__(self, plan: Settings) -> None:
         self.plan = plan
-        self.scalers: list[LossScaler] = [_make_scaler(plan) for _ in range(plan.num_losses if plan.enabled else 0)]
-        for loss_id, scaler in enumerate(self.scalers):
-            scaler.loss_id = loss_id
+        bounds = (plan.min_loss_scale, plan.max_loss_scale)
+        number = plan.num_losses if plan.enabled else 0
+        self.scalers = [LossScaler(plan.loss_scale, *bounds, loss_id=loss_id) for loss_id in range(number)]
         self.ddp: Callable[[], DistributedDataParallel | None] = lambda: None  # whose forward pass ran last
         self._runs_without_sync = False
         self.held_scale: float | torch.Tensor | None = None  # of gradients that FSDP2 has yet to reduce
@@ -112,20 +112,21 @@ class LossScaling:
             _combine(found, [wrapper])
         return found
 
-    @staticmethod
-    def end_iteration(found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> FoundInf:
-        """The scale moves by what was found in any of these optimizers' gradients."""
+    def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
+        """The scale moves by what was found in any of these optimizers' gradients; an overflow is reported."""
         ended = found[0][1]
         if len(found) > 1:
             ended = FoundInf.of(torch.stack([on(one.flag, ended.flag.device) for _, one in found]).amax(0))
         scaler.update(ended)
         if _CHECKS_RANKS:
             _check_ranks(scaler, [wrapper for wrapper, _ in found])
-        return ended
+        skipped = next((wrapper for wrapper, _ in found if wrapper.skipped), None)
+        if skipped is not None:
+            self.report_skip(skipped, ended)
 
     # What is said of skipped steps
 
-    def report_skip(self, wrapper: weakref.ref[OptimizerWrapper], found: FoundInf) -> None:
+    def report_skip(self, wrapper: OptimizerWrapper | None, found: FoundInf) -> None:
         """Log a skipped step once. After many in a row name the parameter; raise where no scale will ever be small enough."""
         if found.reported or not found.overflowed:
             return
@@ -146,18 +147,18 @@ class LossScaling:
                     "Loss scaler %d: %d steps in a row were skipped; the first parameter whose gradient is not finite is %s.",
                     scaler.loss_id,
                     found.skips_in_a_row,
-                    _first_nonfinite(wrapper(), found),
+                    _first_nonfinite(wrapper, found),
                 )
             else:
                 logger.debug(
-                    "The first parameter whose gradient is not finite is %s.", _first_nonfinite(wrapper(), found)
+                    "The first parameter whose gradient is not finite is %s.", _first_nonfinite(wrapper, found)
                 )
             scaler.give_up_at_floor(self.plan.on_floor, found)
 
-    def report_late(self, wrapper: weakref.ref[OptimizerWrapper], found: list[FoundInf]) -> None:
+    def report_late(self, wrapper: OptimizerWrapper, found: list[FoundInf]) -> None:
         """A step was taken or skipped on the device: log a skip when the host has learned of it."""
         if not any([one.is_captured for one in found]):  # replays of a CUDA graph run without us
-            self._unreported.append((wrapper, found))
+            self._unreported.append((weakref.ref(wrapper), found))
 
     def synchronize(self) -> None:
         """Wait for every iteration, and log the skipped steps among them. Nothing is raised: the next block will."""
@@ -184,7 +185,7 @@ class LossScaling:
     def _report(self, wrapper: weakref.ref[OptimizerWrapper], found: list[FoundInf]) -> None:
         overflows = [one for one in found if one.overflowed]
         if overflows:
-            self.report_skip(wrapper, overflows[-1])
+            self.report_skip(wrapper(), overflows[-1])
 
 
 @dataclass(eq=False)
@@ -412,12 +413,6 @@ def _first_nonfinite(wrapper: OptimizerWrapper | None, found: FoundInf) -> str:
     among = set(found.first_nonfinite)
     first = next((slot.param for slot in wrapper.gradients.slots if slot.param in among), None)
     return wrapper.owner.name_of(wrapper.gradients.first_non_finite() if first is None else first)
-
-
-def _make_scaler(plan: Settings) -> LossScaler:
-    if isinstance(plan.loss_scale, DynamicLossScale):
-        return DynamicScaler(plan.loss_scale, plan.min_loss_scale, plan.max_loss_scale)
-    return StaticScaler(plan.loss_scale)
 
 
 def _home(wrappers: Sequence[OptimizerWrapper]) -> torch.device:

@@ -227,7 +227,7 @@ def update_scale(
     min_scale: float = 0.0,
     max_scale: float = float("inf"),
 ) -> Tensor:
-    """Move a loss scale (float32 [1]) and its two counters (int32 [1]) in place, by the rule of DynamicScaler, without the
+    """Move a loss scale (float32 [1]) and its two counters (int32 [1]) in place, by the rule of DynamicLossScale, without the
     host; returns ``scale``.
 
     An overflow costs one of ``hysteresis`` chances; without any left, the scale backs off, to ``min_scale`` at least. A

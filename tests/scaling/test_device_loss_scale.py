@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.iteration.found_inf import HostCopy
-from ampkit.iteration.loss_scale import DynamicScaler
+from ampkit.iteration.loss_scale import LossScaler
 from ampkit.kernels import reference
 from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 
@@ -360,7 +360,7 @@ def test_the_device_rule_is_the_rule(seed):
 
     rule = DynamicLossScale(draw(4.0, 64.0), draw(2.0, 8.0), draw(0.5, 0.25), draw(1, 2, 3), draw(1, 2, 3))
     floor, ceiling = draw(0.5, 1.0), draw(128.0, 256.0)
-    scaler = DynamicScaler(rule, floor, ceiling)
+    scaler = LossScaler(rule, floor, ceiling)
     paper = ScaleOnPaper(rule, floor, ceiling)
     for index in range(60):
         if index == 30:
@@ -376,7 +376,7 @@ def test_the_device_rule_is_the_rule(seed):
 
 
 def test_a_scale_of_the_moment_stays_what_it_was():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     cpu = torch.device("cpu")
     entered = scaler.current(cpu)
     assert scaler.current(cpu) is entered

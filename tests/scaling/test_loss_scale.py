@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampkit import CheckpointError, ConfigurationError, DynamicLossScale, LossScaleError
-from ampkit.iteration.loss_scale import DynamicScaler, StaticScaler
+from ampkit.iteration.loss_scale import LossScaler
 
 
 def iterate(scaler, *overflows):
@@ -20,16 +20,16 @@ def iterate(scaler, *overflows):
 
 
 def test_dynamic_scale_starts_at_2_to_16():
-    assert DynamicScaler().loss_scale == 65536.0
+    assert LossScaler().loss_scale == 65536.0
 
 
 @pytest.mark.parametrize(("maximum", "first"), [(1024.0, 1024.0), (2.0**24, 65536.0)])
 def test_first_scale_when_the_maximum_is_lower(maximum, first):
-    assert DynamicScaler(max_loss_scale=maximum).loss_scale == first
+    assert LossScaler(max_loss_scale=maximum).loss_scale == first
 
 
 def test_scale_doubles_after_2000_clean_iterations():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     assert iterate(scaler, *[0] * 1999)[-1] == 65536.0
     assert scaler.unskipped == 1999
     assert iterate(scaler, 0) == [131072.0]
@@ -37,7 +37,7 @@ def test_scale_doubles_after_2000_clean_iterations():
 
 
 def test_scale_halves_on_overflow_and_counts_anew():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     iterate(scaler, *[0] * 1500)
     assert iterate(scaler, 1, 1) == [32768.0, 16384.0]
     assert scaler.unskipped == 0
@@ -45,7 +45,7 @@ def test_scale_halves_on_overflow_and_counts_anew():
 
 
 def test_scale_stops_at_its_floor_and_never_reaches_zero():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     scales = iterate(scaler, *[1] * 40)
     # 2^16 halves 30 times down to 2^-14 and stays.
     assert scales[29] == 2.0**-14
@@ -53,35 +53,35 @@ def test_scale_stops_at_its_floor_and_never_reaches_zero():
 
 
 def test_scale_stops_at_its_maximum():
-    scaler = DynamicScaler(DynamicLossScale(growth_interval=1), max_loss_scale=2.0**18)
+    scaler = LossScaler(DynamicLossScale(growth_interval=1), max_loss_scale=2.0**18)
     assert iterate(scaler, 0, 0, 0) == [2.0**17, 2.0**18, 2.0**18]
 
 
 def test_scale_set_by_hand_above_the_maximum_is_not_lowered_by_growth():
-    scaler = DynamicScaler(DynamicLossScale(growth_interval=1), max_loss_scale=2.0**18)
+    scaler = LossScaler(DynamicLossScale(growth_interval=1), max_loss_scale=2.0**18)
     scaler.loss_scale = 2.0**20
     assert iterate(scaler, 0, 1) == [2.0**20, 2.0**19]
 
 
 def test_rule_with_other_factors():
     rule = DynamicLossScale(init_scale=9.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=2)
-    assert iterate(DynamicScaler(rule), 0, 0, 1, 0, 0) == [9.0, 27.0, 6.75, 6.75, 20.25]
+    assert iterate(LossScaler(rule), 0, 0, 1, 0, 0) == [9.0, 27.0, 6.75, 6.75, 20.25]
 
 
 def test_hysteresis_waits_for_that_many_overflows():
-    scaler = DynamicScaler(DynamicLossScale(init_scale=8.0, hysteresis=2))
+    scaler = LossScaler(DynamicLossScale(init_scale=8.0, hysteresis=2))
     # The second overflow halves; a clean iteration gives the patience back.
     assert iterate(scaler, 1, 1, 1, 0, 1, 1) == [8.0, 4.0, 2.0, 2.0, 2.0, 1.0]
 
 
 def test_static_scale_stays_whatever_happens():
-    scaler = StaticScaler(128.0)
+    scaler = LossScaler(128.0)
     assert iterate(scaler, 0, 1, 1, 0) == [128.0] * 4
     assert scaler.unskipped == 1
 
 
 def test_what_was_found_is_read_late_and_once():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     flag = torch.ones(1)
     found = scaler.update(flag)
     # The scale has moved on the device, in the order of launches: what is written to the flag afterwards is too late.
@@ -94,14 +94,14 @@ def test_what_was_found_is_read_late_and_once():
 
 
 def test_an_update_that_does_not_move_the_scale_still_tells_the_overflow():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     found = scaler.update(torch.ones(1), moves_scale=False)
     assert found.overflowed
     assert (scaler.loss_scale, scaler.unskipped) == (65536.0, 1)
 
 
 def test_fifty_skips_at_the_floor_raise():
-    scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=0.5)
+    scaler = LossScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=0.5)
     iterate(scaler, *[1] * 50)  # the first halves, 49 happen at the floor
     scaler.give_up_at_floor("raise")
     iterate(scaler, 1)
@@ -111,14 +111,14 @@ def test_fifty_skips_at_the_floor_raise():
 
 
 def test_fifty_skips_at_the_floor_warn_when_asked_to(caplog):
-    scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
+    scaler = LossScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
     iterate(scaler, *[1] * 50)
     scaler.give_up_at_floor("warn")
     assert "50 steps in a row" in caplog.text
 
 
 def test_scale_set_by_hand_below_the_floor_does_not_rise_on_overflow():
-    scaler = DynamicScaler(DynamicLossScale(init_scale=4.0, growth_interval=2), min_loss_scale=1.0)
+    scaler = LossScaler(DynamicLossScale(init_scale=4.0, growth_interval=2), min_loss_scale=1.0)
     iterate(scaler, 0)
     scaler.loss_scale = 0.25
     assert iterate(scaler, 1, 1, 0, 0, 1, 1) == [0.25, 0.25, 0.25, 0.5, 0.25, 0.25]
@@ -127,7 +127,7 @@ def test_scale_set_by_hand_below_the_floor_does_not_rise_on_overflow():
 
 
 def test_fifty_skips_below_the_floor_raise_too():
-    scaler = DynamicScaler(DynamicLossScale(init_scale=4.0), min_loss_scale=1.0)
+    scaler = LossScaler(DynamicLossScale(init_scale=4.0), min_loss_scale=1.0)
     scaler.loss_scale = 0.25
     iterate(scaler, *[1] * 50)
     with pytest.raises(LossScaleError, match=r"floor of 0\.25"):
@@ -135,13 +135,13 @@ def test_fifty_skips_below_the_floor_raise_too():
 
 
 def test_one_clean_iteration_ends_a_row_at_the_floor():
-    scaler = DynamicScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
+    scaler = LossScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
     iterate(scaler, *[1] * 49, 0, 1)
     scaler.give_up_at_floor("raise")
 
 
 def test_state_dict_has_apex_keys_and_plain_numbers():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     iterate(scaler, 0, 1, 0, 0)
     state = scaler.state_dict()
     assert state == {"loss_scale": 32768.0, "unskipped": 2}
@@ -149,21 +149,21 @@ def test_state_dict_has_apex_keys_and_plain_numbers():
 
 
 def test_state_dict_round_trip_continues_the_count():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     iterate(scaler, 1, *[0] * 1999)
-    resumed = DynamicScaler()
+    resumed = LossScaler()
     resumed.load_state_dict(scaler.state_dict())
     assert iterate(resumed, 0) == iterate(scaler, 0) == [65536.0]
 
 
 def test_loading_a_scale_below_the_floor_lifts_it():
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     scaler.load_state_dict({"loss_scale": 2.0**-20, "unskipped": 0})
     assert scaler.loss_scale == 2.0**-14
 
 
 def test_loading_into_a_static_scale_keeps_it_and_warns(caplog):
-    scaler = StaticScaler(1.0)
+    scaler = LossScaler(1.0)
     scaler.load_state_dict({"loss_scale": 65536.0, "unskipped": 3})
     assert scaler.loss_scale == 1.0
     assert "65536" in caplog.text
@@ -180,7 +180,7 @@ def test_loading_into_a_static_scale_keeps_it_and_warns(caplog):
     ],
 )
 def test_loading_something_else_changes_nothing(state):
-    scaler = DynamicScaler()
+    scaler = LossScaler()
     iterate(scaler, 1)
     with pytest.raises(CheckpointError):
         scaler.load_state_dict(state)
@@ -190,7 +190,7 @@ def test_loading_something_else_changes_nothing(state):
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, "8", True])
 def test_assigning_a_scale_that_is_no_positive_number_is_refused(value):
     with pytest.raises(ConfigurationError, match="positive"):
-        DynamicScaler().loss_scale = value
+        LossScaler().loss_scale = value
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from ...iteration.loss_scale import (
     DEFAULT_MAX_LOSS_SCALE,
     DEFAULT_MIN_LOSS_SCALE,
     DynamicLossScale,
-    DynamicScaler,
-    StaticScaler,
 )
 from ...iteration.loss_scale import LossScaler as CoreScaler
 
@@ -51,9 +49,9 @@ class LossScaler:
                 backoff_factor=1.0 / scale_factor,
                 growth_interval=scale_window,
             )
-            self._reset(DynamicScaler(rule, min_loss_scale or DEFAULT_MIN_LOSS_SCALE, max_loss_scale))
+            self._reset(CoreScaler(rule, min_loss_scale or DEFAULT_MIN_LOSS_SCALE, max_loss_scale))
         else:
-            self._reset(StaticScaler(float(loss_scale)))
+            self._reset(CoreScaler(float(loss_scale)))
 
     @classmethod
     def of(cls, scaler: CoreScaler) -> LossScaler:
@@ -106,13 +104,10 @@ class LossScaler:
 
     @dynamic.setter
     def dynamic(self, value: bool) -> None:
-        if bool(value) == self.core.dynamic:
-            return
-        scale, unskipped = self._loss_scale, self._unskipped
-        rule, low, high = self._rule(), self._min_loss_scale, self._max_loss_scale
-        loss_id, self.core = self.core.loss_id, DynamicScaler() if value else StaticScaler(scale)
-        self.core.rule, self._min_loss_scale, self._max_loss_scale = rule, low, high
-        self.core.loss_id, self._loss_scale, self._unskipped = loss_id, scale, unskipped
+        if bool(value) != self.core.dynamic:
+            self.core.synchronize()
+            self.core.dynamic = bool(value)
+            self._loss_scale = self._loss_scale  # as one that was set by hand
 
     @property
     def _has_overflow(self) -> bool:
@@ -153,15 +148,15 @@ class LossScaler:
 
     @property
     def _max_loss_scale(self) -> float:
-        return getattr(self.core, "max_loss_scale", DEFAULT_MAX_LOSS_SCALE)
+        return self.core.max_loss_scale
 
     @_max_loss_scale.setter
     def _max_loss_scale(self, value: float) -> None:
         self.core.max_loss_scale = float(value)
 
     @property
-    def _min_loss_scale(self) -> float | None:
-        return getattr(self.core, "min_loss_scale", None)
+    def _min_loss_scale(self) -> float:
+        return self.core.min_loss_scale
 
     @_min_loss_scale.setter
     def _min_loss_scale(self, value: float | None) -> None:
@@ -169,11 +164,11 @@ class LossScaler:
 
     @property
     def _scale_seq_len(self) -> int:
-        return self._rule().growth_interval
+        return self.core.rule.growth_interval
 
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:
-        self.core.rule = replace(self._rule(), growth_interval=int(value))
+        self.core.rule = replace(self.core.rule, growth_interval=int(value))
 
     # What those call who write their own scale_loss
 
@@ -235,9 +230,6 @@ class LossScaler:
         if self._flag is None:
             self._flag = torch.zeros(1, dtype=torch.float32, device=device)
         return self._flag
-
-    def _rule(self) -> DynamicLossScale:
-        return getattr(self.core, "rule", None) or DynamicLossScale()
 
     # Checkpoints that hold the object itself, as those of FP16_Optimizer do
 

@@ -150,8 +150,8 @@ FAULTS = [
     Mutant(
         "scaler: dynamic from now on by the default rule",
         "ampkit/apex/amp/scaler.py",
-        "self.core.rule, self._min_loss_scale, self._max_loss_scale = rule, low, high",
-        "pass",
+        "self.core.dynamic = bool(value)",
+        "self.core.dynamic, self.core.rule = bool(value), DynamicLossScale()",
         breaks="a loss scale that becomes dynamic, or static, keeps its rule and its bounds",
         tests=("apex/test_state.py::test_every_attribute_of_a_loss_scaler_can_be_set",),
     ),

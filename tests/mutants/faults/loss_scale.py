@@ -14,8 +14,8 @@ FAULTS = [
     Mutant(
         "loss scale: loaded below the floor",
         "ampkit/iteration/loss_scale.py",
-        "self._loss_scale = max(value, self.min_loss_scale)",
-        "self._loss_scale = value",
+        "self._loss_scale = max(saved, self.min_loss_scale)",
+        "self._loss_scale = saved",
         breaks="a loaded scale is lifted to the floor",
         tests=("scaling/test_loss_scale.py::test_loading_a_scale_below_the_floor_lifts_it",),
     ),
@@ -62,8 +62,8 @@ FAULTS = [
     Mutant(
         "loss scale: the maximum is no start",
         "ampkit/iteration/loss_scale.py",
-        "max(self.min_loss_scale, min(self.max_loss_scale, self.rule.init_scale))",
-        "max(self.min_loss_scale, self.rule.init_scale)",
+        "max(self.min_loss_scale, min(self.max_loss_scale, self._loss_scale))",
+        "max(self.min_loss_scale, self._loss_scale)",
         breaks="the first scale is not above the maximum",
         tests=("scaling/test_loss_scale.py::test_first_scale_when_the_maximum_is_lower",),
     ),
