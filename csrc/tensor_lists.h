@@ -39,16 +39,18 @@ struct FlatTensor {
   int64_t numel;
 };
 
-inline std::string describe_shape(TensorView tensor) {
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline std::string describe(Sizes sizes) {
   std::ostringstream text;
   const char* comma = "";
   text << "[";
-  for (int64_t size : tensor.sizes()) text << std::exchange(comma, ", ") << size;
+  for (int64_t size : sizes) text << std::exchange(comma, ", ") << size;
   text << "]";
   return text.str();
 }
 
-using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+inline std::string describe_shape(TensorView tensor) { return describe(tensor.sizes()); }
 
 inline bool are_equal(Sizes a, Sizes b) { return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin()); }
 
@@ -66,6 +68,14 @@ inline bool is_dense(TensorView tensor) {
     expected *= size;
   }
   return true;
+}
+
+// Whether several elements lie in one place for certain, as torch asks before it writes.
+inline bool overlaps_itself(TensorView tensor) {
+  const Sizes sizes = tensor.sizes(), strides = tensor.strides();
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] > 1 && strides[d] == 0) return true;
+  return false;
 }
 
 inline bool same_strides(TensorView x, TensorView y) {
@@ -121,7 +131,12 @@ class TensorLists {
       flat.data[k] = tensor.mutable_data_ptr();
       contiguous = contiguous && tensor.is_contiguous();
     }
-    return contiguous || share_layout(i);
+    if (contiguous || share_layout(i)) return true;
+    for (const NamedList& list : lists_)
+      AMPKIT_CHECK(list.role == Role::kRead || flat.numel == 0 || !overlaps_itself(list.tensors[i]), op_, ": several elements of ",
+                   list.name, "[", i, "] lie in one place in memory (shape ", describe(list.tensors[i].sizes()), ", strides ",
+                   describe(list.tensors[i].strides()), "); pass a copy of it");
+    return false;
   }
 
   DType dtype_of(int k, size_t i) const {

@@ -2,9 +2,14 @@
 
 import torch
 
+# Lists that no operator writes to, besides gradients, which one does.
+_ONLY_READ = frozenset(("inputs", "xs", "ys", "exacts", "fresh", "tensors"))
+
 
 def check_lists(op, **lists):
-    """Raises unless the lists (or None) have one length, equal shapes at each index, and dtypes that an operator takes."""
+    """Raises unless the lists (or None) have one length, equal shapes at each index, dtypes that an operator takes, and, where
+    it writes, one place for each element.
+    """
     lists = {name: tensors for name, tensors in lists.items() if tensors is not None}
     (first_name, first), *others = lists.items()
     for name, tensors in others:
@@ -13,6 +18,7 @@ def check_lists(op, **lists):
                 f"{op}: {first_name} has {len(first)} tensors, {name} has {len(tensors)}; pass lists of one length"
             )
     for name, tensors in lists.items():
+        is_written = name not in _ONLY_READ and (name != "grads" or op == "multi_tensor_accumulate")
         for i, (tensor, expected) in enumerate(zip(tensors, first)):
             if tensor.shape != expected.shape:
                 raise RuntimeError(
@@ -21,10 +27,22 @@ def check_lists(op, **lists):
                 )
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 raise RuntimeError(f"{op}: {name}[{i}] is {tensor.dtype}; expected a floating point or complex dtype")
+            if is_written and _overlaps_itself(tensor):
+                raise RuntimeError(
+                    f"{op}: several elements of {name}[{i}] lie in one place in memory (shape {list(tensor.shape)}, "
+                    f"strides {list(tensor.stride())}); pass a copy of it"
+                )
             if name == "outputs" and not tensor.is_complex():
                 for source, sources in lists.items():
                     if sources[i].is_complex():
                         raise RuntimeError(f"{op}: {source}[{i}] is {sources[i].dtype}, outputs[{i}] is {tensor.dtype}")
+
+
+def _overlaps_itself(tensor):
+    """Whether several elements lie in one place for certain, as torch asks before it writes."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def check_flag(op, name, flag, dtype):

@@ -84,7 +84,7 @@ PyObject* CastStore::find(PyObject* weight) {
   if (found == casts.end()) return nullptr;
   WeightCast& entry = found->second;
   const at::Tensor& tensor = THPVariable_Unpack(weight);
-  const bool holds = PyWeakref_GET_OBJECT(entry.weight) == weight && version_of(tensor) == entry.stamp.version &&
+  const bool holds = referent(entry.weight).get() == weight && version_of(tensor) == entry.stamp.version &&
       data_of(tensor) == entry.stamp.data && tensor.requires_grad() == entry.stamp.requires_grad &&
       stream_of(tensor) == entry.stream && version_of(entry.held) == entry.cast_version;
   if (!holds) return nullptr;
@@ -271,8 +271,8 @@ PyObject* store_pairs(PyObject* self, PyObject*) {
   std::vector<std::pair<THPObjectPtr, THPObjectPtr>> held;
   for_each_map(store_of(self), [&](WeightCasts& casts) {
     for (auto& item : casts) {
-      PyObject* weight = PyWeakref_GET_OBJECT(item.second.weight);
-      if (weight != Py_None) held.emplace_back(Py_NewRef(weight), Py_NewRef(item.second.cast));
+      THPObjectPtr weight = referent(item.second.weight);
+      if (weight) held.emplace_back(std::move(weight), Py_NewRef(item.second.cast));
     }
   });
   THPObjectPtr pairs(PyList_New(0));

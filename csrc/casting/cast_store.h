@@ -3,6 +3,7 @@
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <array>
 #include <unordered_map>
@@ -20,6 +21,18 @@ struct Stamp {
 
   bool operator==(const Stamp&) const = default;
 };
+
+// What a weak reference refers to, held while it is used; nothing where that is gone.
+inline THPObjectPtr referent(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* object = nullptr;
+  PyWeakref_GetRef(reference, &object);
+  return THPObjectPtr(object);
+#else
+  PyObject* object = PyWeakref_GET_OBJECT(reference);
+  return THPObjectPtr(object == Py_None ? nullptr : Py_NewRef(object));
+#endif
+}
 
 struct WeightCast {
   PyObject* weight = nullptr;  // a weak reference, whose callback discards the entry

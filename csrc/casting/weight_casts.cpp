@@ -30,14 +30,14 @@ std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   bool contains_first = false;
   std::vector<THPObjectPtr> found;
   for (PyObject* reference : store->last_used) {
-    PyObject* other = PyWeakref_GET_OBJECT(reference);
-    if (other == weight) contains_first = true;
-    if (other == weight || other == Py_None || Py_TYPE(other) != Py_TYPE(weight)) continue;
-    const at::Tensor& tensor = THPVariable_Unpack(other);
+    THPObjectPtr other = referent(reference);
+    if (other.get() == weight) contains_first = true;
+    if (other.get() == weight || !other || Py_TYPE(other.get()) != Py_TYPE(weight)) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(other.get());
     const bool fits = tensor.requires_grad() && tensor.is_leaf() && tensor.scalar_type() == first.scalar_type() &&
         tensor.device() == first.device() && is_plain_weight(tensor) && is_allocated(tensor) &&
         is_worth_casting_ahead(tensor);
-    if (fits && store->with_grad.find(other) == store->with_grad.end()) found.emplace_back(Py_NewRef(other));
+    if (fits && store->with_grad.find(other.get()) == store->with_grad.end()) found.push_back(std::move(other));
   }
   if (!contains_first) found.clear();
   return found;

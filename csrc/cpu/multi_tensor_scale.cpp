@@ -18,9 +18,17 @@ AMPKIT_VECTOR_INLINE void put_product(const BFloat16*, BFloat16* to, Vector x, i
     put<kStreams>(to, x, count);
 }
 
+// A copy multiplies by nothing, as torch's: a product would flush denormals where torch.set_flush_denormal(True) asks for it.
+struct Same {
+  template <class Floats>
+  AMPKIT_INLINE Floats operator()(Floats x) const {
+    return x;
+  }
+};
+
 // Returns whether all inputs are finite, if asked to look. out may be x itself, element for element.
-template <bool kChecks, bool kStreams, class In, class Out>
-static bool scale_run(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
+template <bool kChecks, bool kStreams, class In, class Out, class Functor>
+static bool scale_run(const In* x, Out* out, int64_t n, Functor functor) {
   Words distances = {};
   for_each_vector(x, n, [&](int64_t i, Vector v, int64_t count) {
     if (kChecks) distances |= distance_to_itself(v);
@@ -29,7 +37,8 @@ static bool scale_run(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
   return are_zero(distances);
 }
 
-static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool checks, bool streams) {
+template <class Functor>
+static bool map_block(const Block<2>& block, Functor functor, bool checks, bool streams) {
   const FlatTensor<2>& tensor = *block.tensor;
   const int64_t n = block.size;
   streams = streams && can_stream(tensor.data[1], tensor.dtype[1], tensor.data[0]);
@@ -41,6 +50,10 @@ static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool checks
   });
   finish_streams(streams);
   return finite;
+}
+
+static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool copies, bool checks, bool streams) {
+  return copies ? map_block(block, Same(), checks, streams) : map_block(block, functor, checks, streams);
 }
 
 }  // namespace AMPKIT_CAPABILITY
@@ -67,10 +80,11 @@ void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs,
   const ScaleFunctor functor(number(op, "scale", scale, scale_tensor, sources[0]));
   const auto blocks = blocks_of(lists.flat());
   const bool checks = findings.found_inf != nullptr || findings.first_bad != nullptr, streams = exceeds_caches(blocks);
+  const bool copies = !scale_tensor.has_value() && scale == 1.0;
   const auto scale_block = AMPKIT_VARIANT(scale_block);
   SharedFindings found;
   for_each_block(blocks, [&](int64_t i) {
-    if (!scale_block(blocks[i], functor, checks, streams)) found.report(blocks[i].tensor - lists.flat().data());
+    if (!scale_block(blocks[i], functor, copies, checks, streams)) found.report(blocks[i].tensor - lists.flat().data());
   });
   lists.finish();
   found.write(findings);

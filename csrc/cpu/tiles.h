@@ -168,12 +168,14 @@ AMPKIT_VECTOR_INLINE void store_halves(uint16_t* to, Vector x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 #else
-// The exponent is moved by multiplying with 2^112, which also normalises subnormals; infinity and NaN come out at 2^16 and
-// above, and get their exponent back.
+// A subnormal counts in units of 2^-24, the last place of 0.5. Not by moving exponents with a product: under
+// torch.set_flush_denormal(True) the processor would take it for 0, as neither torch nor the other instruction sets do. Infinity
+// and NaN get their exponent back.
 AMPKIT_VECTOR_INLINE Vector vector_from_halves(const uint16_t* x) {
-  const Words half = load_words(x);
-  const Words moved = words_of(vector_of((half & 0x7fff) << 13) * 0x1p112f);
-  return vector_of(moved | (is_above(half & 0x7fff, 0x7bff) & 0x7f800000) | (half & 0x8000) << 16);
+  const Words half = load_words(x), magnitude = half & 0x7fff;
+  const Words subnormal = words_of(vector_of(magnitude + 0x3f000000) - 0.5f);
+  const Words normal = ((magnitude << 13) + 0x38000000) | (is_above(magnitude, 0x7bff) & 0x7f800000);
+  return vector_of(either(is_above(magnitude, 0x3ff), normal, subnormal) | (half & 0x8000) << 16);
 }
 
 // Subnormals are rounded by adding 0.5, whose last place is theirs; normal numbers by adding half of theirs.
@@ -389,7 +391,15 @@ static inline void finish(const Sink& sink, void* data, DType dtype, int64_t off
 }
 
 template <class T>
+static bool all_zero(const T* x, int64_t n) {
+  Words any = {};
+  for_each_vector(x, n, [&](int64_t, Vector v, int64_t) { any |= words_of(v); });
+  return are_zero(any << 1);  // without the signs
+}
+
+template <class T>
 static SumOfSquares wide_sum_of_squares(const T* x, int64_t n) {
+  if (all_zero(x, n)) return {0, true};  // as gradients of what was not used are
   constexpr int kSums = 16;
   const SquareFunctor square;
   double sums[kSums] = {};

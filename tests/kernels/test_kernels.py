@@ -429,6 +429,31 @@ def test_wrong_lists_are_refused_with_index_and_values(ops, device, case):
     assert all(torch.equal(out, copy) for out, copy in zip(outputs, before))
 
 
+OVERLAPPING = {
+    "a row repeated": lambda device: torch.ones(5, device=device).expand(4, 5),
+    "a number repeated": lambda device: torch.ones(1, device=device).expand(7),
+    "beside a hole": lambda device: torch.ones(10, device=device)[::2].expand(4, 5),
+}
+
+
+@pytest.mark.parametrize("layout", OVERLAPPING)
+def test_an_output_whose_elements_share_a_place_is_refused_before_anything_is_written(ops, device, layout):
+    overlapping = OVERLAPPING[layout](device)
+    inputs = [torch.ones(3, device=device), torch.ones_like(overlapping), torch.ones(2, device=device)]
+    outputs = [torch.full((3,), 7.0, device=device), overlapping, torch.full((2,), 7.0, device=device)]
+    found_inf = torch.zeros(1, device=device)
+    expected = r"several elements of outputs\[1\] lie in one place in memory \(shape .*, strides \[0.*\]\)"
+    with pytest.raises(RuntimeError, match=expected):
+        ops.multi_tensor_scale(inputs, outputs, 5.0, found_inf)
+    with pytest.raises(RuntimeError, match=expected):
+        ops.multi_tensor_axpby(inputs, inputs, outputs, 5.0, 1.0, found_inf)
+    totals = r"several elements of totals\[1\] lie in one place in memory"
+    with pytest.raises(RuntimeError, match=totals):
+        ops.multi_tensor_accumulate(inputs, [x.clone() for x in inputs], inputs, outputs, 5.0)
+    assert outputs[0].tolist() == [7.0] * 3 and outputs[2].tolist() == [7.0] * 2 and bool((overlapping == 1.0).all())
+    ops.multi_tensor_scale([overlapping], [torch.empty_like(inputs[1])], 5.0)  # read, it is as good as any
+
+
 def test_wrong_found_inf_and_arg_to_check_are_refused(ops, device):
     x = [torch.ones(2, device=device)]
     with pytest.raises(RuntimeError, match=r"found_inf is .* of shape \[2\]"):
@@ -548,6 +573,44 @@ print(kernels.multi_tensor_l2norm(clean)[0].item().hex())
     sources = [bits.view(F16), bits.view(BF16), torch.randn(65537) * torch.exp2(torch.randn(65537) * 12)]
     here, _ = kernels.multi_tensor_l2norm([x[x.isfinite()] for x in sources])
     assert result.stdout.strip() == here.item().hex()
+
+
+@pytest.mark.cpu_kernels
+@pytest.mark.compiled("kernels")
+@pytest.mark.parametrize("capability", others_slow("baseline", of=["baseline", "avx2", "avx512"]))
+def test_denormals_are_flushed_where_torch_flushes_them(capability):
+    """torch keeps float16's subnormals, which are normal in float32, and what it only copies."""
+    script = """
+import torch
+from ampkit import kernels
+assert kernels.implementation().name == "extension", kernels.implementation().why
+torch.set_num_threads(1)
+bits = torch.arange(-32768, 32768, dtype=torch.int16)
+tiny = torch.arange(-(2**22), 2**22, 127, dtype=torch.int32).view(torch.float32)
+sources = [bits.view(torch.float16), bits.view(torch.bfloat16), torch.cat((tiny, torch.randn(9) * 1e-30))]
+integers = {4: torch.int32, 2: torch.int16}
+assert torch.set_flush_denormal(True)
+flushed = torch.tensor([1e-40]) * 1.0
+assert flushed.view(torch.int32).item() == 0
+for x in sources:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for scale in (1.0, 0.3, 2.0**-16, torch.ones(1)):
+            out = torch.empty_like(x, dtype=dtype)
+            kernels.multi_tensor_scale([x], [out], scale)
+            wide = x.float() if isinstance(scale, float) and scale == 1.0 else x.float() * scale
+            found, expected = (one.view(integers[one.itemsize]) for one in (out, wide.to(dtype)))
+            assert torch.equal(found[~out.isnan()], expected[~out.isnan()]), (x.dtype, dtype, scale)
+            assert torch.equal(out.isnan(), wide.isnan())
+        if x.dtype is not torch.float32:
+            y = torch.ones_like(x)
+            kernels.multi_tensor_axpby([x], [y], [y], 0.5, 0.0)
+            expected = (x.float() * 0.5 + 0.0).to(x.dtype)
+            assert torch.equal(y.nan_to_num(1.0), expected.nan_to_num(1.0))
+assert kernels.multi_tensor_l2norm([bits.view(torch.float16)[:1].abs() * 0 + 2.0**-24])[0].item() == 2.0**-24
+"""
+    environment = {**os.environ, "AMPKIT_CPU_CAPABILITY": capability}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("writes", [False, True])

@@ -297,4 +297,30 @@ FAULTS = [
         breaks="forward-mode gradients go through every use of an activation",
         tests=("o1/test_cast_cache.py::test_forward_mode_gradient_goes_through_every_use",),
     ),
+    Mutant(
+        "cpp lists: an output may overlap itself",
+        "csrc/tensor_lists.h",
+        "sizes[d] > 1 && strides[d] == 0",
+        "false",
+        breaks="an error leaves every tensor as it was",
+        tests=(
+            "kernels/test_kernels.py::test_an_output_whose_elements_share_a_place_is_refused_before_anything_is_written",
+        ),
+    ),
+    Mutant(
+        "cpp scale: a copy is a product",
+        "csrc/cpu/multi_tensor_scale.cpp",
+        "!scale_tensor.has_value() && scale == 1.0",
+        "false",
+        breaks="a copy keeps denormals, as torch's does",
+        tests=("kernels/test_kernels.py::test_denormals_are_flushed_where_torch_flushes_them",),
+    ),
+    Mutant(
+        "cpp norm: whatever is small is zero",
+        "csrc/cpu/tiles.h",
+        "are_zero(any << 1)",
+        "true",
+        breaks="a norm survives squares below float32's range",
+        tests=("kernels/test_kernels.py::test_unscale_l2norm_in_place_of_squares_outside_float32",),
+    ),
 ]

@@ -133,4 +133,14 @@ FAULTS = [
         breaks="the rate of LARS counts the weight decay",
         tests=("optimizers/test_fused_optimizers.py::test_lars_is_the_published_update",),
     ),
+    Mutant(
+        "reference: an output may overlap itself",
+        "ampkit/kernels/checks.py",
+        "size > 1 and stride == 0",
+        "False",
+        breaks="an error leaves every tensor as it was",
+        tests=(
+            "kernels/test_kernels.py::test_an_output_whose_elements_share_a_place_is_refused_before_anything_is_written",
+        ),
+    ),
 ]
