@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 LATEST, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
 KEYS = {"run", "iteration", "skipped", "best_top1", "model", "optimizer", "amp", "rng"}
@@ -28,6 +30,12 @@ def save(state: dict[str, Any], folder: Path, is_best: bool) -> None:
     _write_whole(folder / LATEST, lambda path: torch.save(state, path))
     if is_best:
         _write_whole(folder / BEST, lambda path: shutil.copyfile(folder / LATEST, path))
+
+
+def latest(folder: Path) -> Path | None:
+    """The last checkpoint that was written whole to ``folder``; None where there is none yet."""
+    path = folder / LATEST
+    return path if path.is_file() else None
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -65,6 +73,50 @@ def check_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path) 
         )
 
 
+def check_same_on_all_ranks(state: dict[str, Any] | None) -> None:
+    """Refuse to continue from different iterations, as where ``--resume auto`` finds the folder on some machines only."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, None if state is None else state["iteration"])
+    if len(set(found)) > 1:
+        raise CheckpointError(
+            f"found checkpoints of iterations {found}, by rank; expected the same one on all. Put --checkpoint-dir on a file"
+            " system that all machines share."
+        )
+
+
+def whole(state: Any) -> Any:
+    """The same with every sharded tensor put together, on the CPU. All ranks must call it."""
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    return state.full_tensor().cpu() if isinstance(state, DTensor) else state
+
+
+def load_model(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Whole tensors into a model, sharded or not."""
+    own = model.state_dict()
+    model.load_state_dict({name: _parted_like(own.get(name), value) for name, value in state.items()})
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Whole tensors into an optimizer, of sharded parameters or not."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    param_of = dict(zip(keys, params))
+    states = {
+        key: {name: _parted_like(param_of[key], value) for name, value in values.items()}
+        for key, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": states})
+
+
+def _parted_like(template: torch.Tensor | None, value: Any) -> Any:
+    """This rank's part of ``value``, where ``template`` is sharded and has its shape."""
+    if not isinstance(template, DTensor) or not isinstance(value, torch.Tensor) or value.shape != template.shape:
+        return value
+    mesh = template.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, template.placements, src_data_rank=None)
+
+
 def collect_rng_states(device: torch.device) -> list[dict[str, torch.Tensor]]:
     """The state of each rank's random number generators, by rank. All ranks must call it."""
     mine = {"cpu": torch.get_rng_state()}
@@ -78,6 +130,8 @@ def collect_rng_states(device: torch.device) -> list[dict[str, torch.Tensor]]:
 
 
 def restore_rng_state(states: list[dict[str, torch.Tensor]], rank: int, device: torch.device) -> None:
+    if rank >= len(states):  # there were fewer processes: this one's seed is as good
+        return
     torch.set_rng_state(states[rank]["cpu"])
     if device.type == "cuda" and "cuda" in states[rank]:
         torch.cuda.set_rng_state(states[rank]["cuda"], device)
@@ -85,7 +139,7 @@ def restore_rng_state(states: list[dict[str, torch.Tensor]], rank: int, device: 
 
 def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Call ``write`` with a name beside ``path``; only a finished file, safe on the disk, takes the name ``path``."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.partial")  # one name, which the next run takes over from a killed one
     try:
         write(partial)
         with open(partial, "rb+") as file:

@@ -10,6 +10,9 @@ $ python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O3 --keep-batch
 Two processes, on two GPUs, or on the CPU where there are fewer:
 $ torchrun --nproc_per_node=2 main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 --sync_bn DIR
 
+The same with FSDP2 in the place of DDP, begun anew or continued, whichever there is to do:
+$ torchrun --nproc_per_node=2 main_amp.py -a resnet50 --b 224 --opt-level O2 --fsdp --resume auto --save-freq 500 DIR
+
 A first try on a laptop, then the same run a little longer, continued where it stopped:
 $ python make_digits.py digits
 $ python main_amp.py --b 64 --image-size 64 --augment none --max-iters 10 digits
@@ -21,10 +24,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import checkpoint
 import data
@@ -38,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import ampkit
-from ampkit.parallel import convert_syncbn_model
+from ampkit.parallel import convert_syncbn_model, fully_shard
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -87,16 +91,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     add("--local-rank", "--local_rank", default=local_rank, type=int, help="set by the launcher")
     add("--sync_bn", "--sync-bn", action="store_true", help="batch norm over the batches of all processes")
+    add("--fsdp", action="store_true", help="FSDP2: each process holds its share of weights and momentum")
 
     group = parser.add_argument_group("what it writes and reads")
     add = group.add_argument
     add("--checkpoint-dir", default=Path("."), type=Path, metavar="DIR", help="gets the latest and the best")
-    add("--resume", type=Path, metavar="FILE", help="continue from this checkpoint, bit for bit")
+    add("--save-freq", type=at_least(1), metavar="N", help="a checkpoint every N iterations too, not only after epochs")
+    add(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="continue from this checkpoint, bit for bit; 'auto': from the latest",
+    )
     add("--evaluate", action="store_true", help="validate, and do not train")
     add("--metrics", type=Path, metavar="FILE.jsonl", help="a row per iteration and per validation; --resume appends")
     add("--print-freq", default=10, type=at_least(1), metavar="N", help="iterations between numbers beside the bar")
     add("--prof", default=0, type=at_least(0), metavar="N", help="trace N iterations to CHECKPOINT_DIR/trace.json")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.fsdp and "WORLD_SIZE" not in os.environ:
+        parser.error("--fsdp needs a launcher: torchrun --nproc_per_node=N main_amp.py ...")
+    if args.fsdp and args.channels_last:
+        parser.error("--fsdp shards contiguous weights only: leave out --channels-last")
+    return args
 
 
 @dataclass
@@ -110,12 +126,13 @@ class Run:
     memory_format: torch.memory_format
     order: data.TrainOrder
     model: nn.Module
-    parallel_model: nn.Module  # the same, in DistributedDataParallel where there are several processes
+    parallel_model: nn.Module  # the same, in DistributedDataParallel where there are several processes, but for --fsdp
     optimizer: torch.optim.Optimizer
     rows: metrics.MetricsFile
     iteration: int = 0
     skipped: int = 0
     best_top1: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)  # that a resumed run must share
 
     def state(self) -> dict[str, float]:
         return {
@@ -138,8 +155,7 @@ def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[to
     run.optimizer.zero_grad()
     for number, (part, its_target) in enumerate(parts, 1):
         # Gradients travel from process to process once, in the backward pass of the last part.
-        waits = run.world_size > 1 and number < len(parts)
-        with run.parallel_model.no_sync() if waits else nullcontext():
+        with without_reduction(run) if number < len(parts) else nullcontext():
             output, loss = forward(run.parallel_model, part, its_target)
             loss = loss * (len(part) / len(images))
             with ampkit.scale_loss(loss, run.optimizer) as scaled_loss:
@@ -153,7 +169,7 @@ def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[to
 
 
 def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, mark_iteration: Callable) -> int:
-    """Train to the end of the epoch, or to iteration ``last``; returns the epoch."""
+    """Train to the end of the epoch, or to iteration ``last``; returns the epoch. Saves every ``--save-freq`` iterations."""
     args, order = run.args, run.order
     steps = order.batches_per_epoch
     epoch, first = divmod(run.iteration, steps)
@@ -179,6 +195,8 @@ def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, ma
             run.rows.write(phase="train", images_per_s=images_per_s, **found._asdict(), **state)
             numbers = f"{describe(found)}, {images_per_s:.0f} images/s, scale {state['loss_scale']:g}"
             bar.set_postfix_str(numbers, refresh=False)
+        if args.save_freq and run.iteration % args.save_freq == 0 and run.iteration < min(last, (epoch + 1) * steps):
+            save(run, is_best=False)
     bar.close()
     return epoch
 
@@ -187,21 +205,41 @@ def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, ma
 def validate(run: Run, loader: torch.utils.data.DataLoader) -> metrics.Averages:
     """Averages over the samples of all ranks, each counted once; a row of the metrics.
 
-    Takes the model without DDP around it: ranks may have different numbers of batches. Running statistics are each rank's own
-    while training; rank 0's are those that a checkpoint holds.
+    Takes the model without DDP around it: ranks may have different numbers of batches. Under FSDP2 each forward pass gathers
+    weights from all ranks, so a rank that has run out of batches joins in without one.
     """
-    if run.world_size > 1:
-        for buffer in run.model.buffers():
-            dist.broadcast(buffer, src=0)
+    share_buffers(run)
     run.model.eval()
     start, sums = time.perf_counter(), torch.zeros(4, dtype=torch.float64, device=run.device)
     for images, target in data.prefetch(loader, run.device, run.memory_format):
         logits, loss = forward(run.model, images, target)
         sums += metrics.batch_sums(loss, logits, target)
+    if run.args.fsdp:
+        size = run.args.image_size
+        most = len(data.val_order(len(loader.dataset), run.args.batch_size, 0, run.world_size))
+        for _ in range(most - len(loader)):
+            run.model(torch.zeros(1, 3, size, size, device=run.device))
     found = metrics.averages_over_ranks(sums)
     images_per_s = len(loader.dataset) / (time.perf_counter() - start)
     run.rows.write(phase="val", images_per_s=images_per_s, **found._asdict(), **run.state())
     return found
+
+
+def save(run: Run, is_best: bool) -> None:
+    """A checkpoint by rank 0, with whole float32 tensors: it continues with any number of processes, with FSDP2 or without."""
+    share_buffers(run)
+    state = {
+        "run": run.settings,
+        "iteration": run.iteration,
+        "skipped": run.skipped,
+        "best_top1": run.best_top1,
+        "model": checkpoint.whole(run.model.state_dict()),
+        "optimizer": checkpoint.whole(run.optimizer.state_dict()),
+        "amp": ampkit.state_dict(),
+        "rng": checkpoint.collect_rng_states(run.device),
+    }
+    if run.rank == 0:
+        checkpoint.save(state, run.args.checkpoint_dir, is_best)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -218,19 +256,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         "global_batch": order.global_batch,
         "seed": args.seed,
     }
-    saved = checkpoint.load(args.resume) if args.resume else None
+    resume, is_auto = args.resume, args.resume == Path("auto")
+    if is_auto:
+        resume = checkpoint.latest(args.checkpoint_dir)
+    saved = checkpoint.load(resume) if resume else None
     if saved:
         same = ["arch", "classes"] if args.evaluate else described
-        checkpoint.check_same_run(saved["run"], {name: described[name] for name in same}, args.resume)
-    if world_size > 1:
+        checkpoint.check_same_run(saved["run"], {name: described[name] for name in same}, resume)
+    if world_size > 1 or args.fsdp:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        checkpoint.check_same_on_all_ranks(saved)
 
-    # The order matters: layers are replaced before the optimizer sees them, and DDP wraps what ampkit has prepared.
+    # The order matters: layers are replaced and weights sharded before the optimizer sees them, and DDP wraps what ampkit has
+    # prepared.
     torch.manual_seed(args.seed)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     model = build_model(args.arch, len(train_set.classes), args.pretrained).to(device).to(memory_format=memory_format)
     if args.sync_bn:
         model = convert_syncbn_model(model)
+    if args.fsdp:
+        shard(model, args, device, world_size)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
     model, optimizer = ampkit.initialize(
         model,
@@ -241,19 +286,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         verbosity=int(rank == 0),
     )
     parallel_model = model
-    if world_size > 1:
+    if world_size > 1 and not args.fsdp:
         devices = [args.local_rank] if device.type == "cuda" else None
         parallel_model = DistributedDataParallel(model, device_ids=devices)
 
     torch.manual_seed(args.seed + rank)  # dropout differs from rank to rank
-    rows = metrics.MetricsFile(args.metrics if rank == 0 else None, append=saved is not None)
+    done = saved["iteration"] if saved else 0
+    rows = metrics.MetricsFile(
+        args.metrics if rank == 0 else None, append=saved is not None, drop_after=done if is_auto else None
+    )
     run = Run(args, device, rank, world_size, memory_format, order, model, parallel_model, optimizer, rows)
+    run.settings = described
     steps = order.batches_per_epoch
     run.iteration = args.start_epoch * steps
     if saved:
-        model.load_state_dict(saved["model"])
+        checkpoint.load_model(model, saved["model"])
         if not args.evaluate:
-            optimizer.load_state_dict(saved["optimizer"])
+            checkpoint.load_optimizer(optimizer, saved["optimizer"])
             ampkit.load_state_dict(saved["amp"])
             checkpoint.restore_rng_state(saved["rng"], rank, device)
         run.iteration, run.skipped, run.best_top1 = (saved[name] for name in ("iteration", "skipped", "best_top1"))
@@ -278,22 +327,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             is_best = found.top1 > run.best_top1
             run.best_top1 = max(run.best_top1, found.top1)
             run.report(f"epoch {epoch} val {describe(found)}, best top-1 {run.best_top1:.2f}")
-            rng = checkpoint.collect_rng_states(device)
-            if rank == 0:
-                state = {
-                    "run": described,
-                    "iteration": run.iteration,
-                    "skipped": run.skipped,
-                    "best_top1": run.best_top1,
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "amp": ampkit.state_dict(),
-                    "rng": rng,
-                }
-                checkpoint.save(state, args.checkpoint_dir, is_best)
+            save(run, is_best)
 
     rows.close()
-    if world_size > 1:
+    if dist.is_initialized():
         dist.barrier()  # gloo may abort when a process leaves while another still talks
         dist.destroy_process_group()
 
@@ -324,6 +361,37 @@ def build_model(arch: str, classes: int, pretrained: bool) -> nn.Module:
         fitting = {name: value for name, value in weights.items() if name in own and value.shape == own[name].shape}
         model.load_state_dict(fitting, strict=False)
     return model
+
+
+def shard(model: nn.Module, args: argparse.Namespace, device: torch.device, world_size: int) -> None:
+    """FSDP2 at the opt level, a group for each part of the model: one is gathered while the one before computes."""
+    settings = dict(opt_level=args.opt_level, keep_batchnorm_fp32=args.keep_batchnorm_fp32)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world_size,))
+    for part in model.children():
+        if any(True for _ in part.parameters()) and not isinstance(part, nn.ModuleList | nn.ModuleDict):
+            fully_shard(part, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+
+
+@contextmanager
+def without_reduction(run: Run) -> Iterator[None]:
+    """Gradients of the backward pass inside stay on their process."""
+    if run.world_size == 1:
+        yield
+    elif run.args.fsdp:
+        run.model.set_requires_gradient_sync(False)
+        yield
+        run.model.set_requires_gradient_sync(True)
+    else:
+        with run.parallel_model.no_sync():
+            yield
+
+
+def share_buffers(run: Run) -> None:
+    """Rank 0's running statistics on all ranks: each has its own while training, and FSDP2 never makes them equal."""
+    if run.world_size > 1:
+        for buffer in run.model.buffers():
+            dist.broadcast(buffer, src=0)
 
 
 def learning_rate(args: argparse.Namespace, global_batch: int, epoch: float) -> float:

@@ -49,12 +49,20 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class MetricsFile:
-    """One JSON object per line, each with every key of `ROW`. Without a path, a file that is never written."""
+    """One JSON object per line, each with every key of `ROW`. Without a path, a file that is never written.
 
-    def __init__(self, path: Path | None, append: bool) -> None:
+    ``drop_after`` takes out the rows of later iterations than this one: a run that was killed had got that far, and they will
+    be written again.
+    """
+
+    def __init__(self, path: Path | None, append: bool, drop_after: int | None = None) -> None:
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if append and drop_after is not None and path.exists():
+                lines = path.read_text().splitlines(keepends=True)
+                whole = (line for line in lines if line.endswith("}\n"))
+                path.write_text("".join(line for line in whole if json.loads(line)["iteration"] <= drop_after))
             self._file = open(path, "a" if append else "w", buffering=1)  # a whole line at a time
 
     def write(self, **values: Any) -> None:

@@ -1,13 +1,16 @@
 """The ImageNet example on a handful of digits: its command lines, metrics, checkpoints and complaints."""
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,9 +71,9 @@ def train(example, digits, tmp_path):
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     torch.set_num_threads(1)  # so little work is done sooner without waiting for each other
 
-    def run(options: str, out: str = "out") -> list[dict]:
+    def run(options: str, out: str = "out", data: Path = digits["few"]) -> list[dict]:
         short = f"--b 16 --image-size 32 --workers 0 --warmup-epochs 0 --metrics {tmp_path / out}.jsonl"
-        argv = [*shlex.split(short), "--checkpoint-dir", str(tmp_path / out), *shlex.split(options), str(digits["few"])]
+        argv = [*shlex.split(short), "--checkpoint-dir", str(tmp_path / out), *shlex.split(options), str(data)]
         try:
             example["main_amp"].main(argv)
         finally:
@@ -341,22 +344,129 @@ def test_script_ends_with_one_line_when_the_folder_is_missing(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
-def test_two_processes_train_with_synchronised_batch_norm(example, digits, tmp_path):
-    """torchrun on the CPU; the rows are rank 0's, and each counts the samples of both."""
-    environment = os.environ | {"PYTHONPATH": str(Path(ampkit.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    options = (
-        "-a resnet18 --b 8 --image-size 32 --workers 0 --opt-level O2 --sync_bn --max-iters 2 --metrics rows.jsonl"
-    )
+def torchrun(folder: Path, options: str, data: Path) -> subprocess.Popen:
+    """Start two processes of main_amp in ``folder``, on the CPU."""
+    path = Path(ampkit.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, str(EXAMPLE / "main_amp.py"), *options.split(), str(digits["few"])]
-    for _ in range(2):  # gloo may abort once all is done: the files count, and one retry is allowed
-        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-        if (tmp_path / "checkpoint.pth.tar").exists():
-            break
-    rows = read_rows(tmp_path / "rows.jsonl") if (tmp_path / "rows.jsonl").exists() else []
-    assert [row["phase"] for row in rows] == ["train", "train", "val"], ended.stderr[-3000:]
+    command = [*launcher, str(EXAMPLE / "main_amp.py"), "--workers", "0", *options.split(), str(data)]
+    folder.mkdir(exist_ok=True)
+    with open(folder / "log", "a") as log:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def end(launched: subprocess.Popen, seconds: float = 540) -> int:
+    """Wait for a launcher; whatever happens, nothing that it started goes on."""
+    try:
+        return launched.wait(timeout=seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launched.pid, signal.SIGKILL)
+
+
+def run_until_done(folder: Path, options: str, data: Path, iterations: int) -> list[dict]:
+    """The rows of a run that gets so far. gloo may abort once all is done: the files count, and one retry is allowed."""
+    for _ in range(2):
+        end(torchrun(folder, f"{options} --metrics rows.jsonl", data))
+        if (folder / "checkpoint.pth.tar").exists() and load_checkpoint(folder)["iteration"] == iterations:
+            return read_rows(folder / "rows.jsonl")
+    pytest.fail((folder / "log").read_text()[-3000:])
+
+
+@pytest.mark.slow
+def test_two_processes_train_with_synchronised_batch_norm(digits, tmp_path):
+    """torchrun on the CPU; the rows are rank 0's, and each counts the samples of both."""
+    options = "-a resnet18 --b 8 --image-size 32 --opt-level O2 --sync_bn --max-iters 2"
+    rows = run_until_done(tmp_path, options, digits["few"], 2)
+    assert [row["phase"] for row in rows] == ["train", "train", "val"]
     assert (rows[0]["top1"] * 16 / 100) % 1 == 0  # hits of a batch of 16, 8 on each process
     assert round(rows[-1]["top1"] * 12 / 100, 6) % 1 == 0  # the 12 validation images, each once
     saved = load_checkpoint(tmp_path)
     assert saved["run"]["global_batch"] == 16 and len(saved["rng"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["", "--fsdp"], ids=["ddp", "fsdp"])
+def test_job_whose_worker_was_killed_continues_bit_for_bit(digits, tmp_path, wrapper):
+    """Three iterations make an epoch; one worker dies by SIGKILL after the fifth, behind the checkpoint of the fourth."""
+    options = f"-a resnet18 --b 8 --image-size 32 --opt-level O2 --resume auto --save-freq 2 --max-iters 9 {wrapper}"
+    whole = run_until_done(tmp_path / "whole", options, digits["few"], 9)
+
+    killed, rows = tmp_path / "killed", tmp_path / "killed" / "rows.jsonl"
+    launched = torchrun(killed, f"{options} --metrics rows.jsonl", digits["few"])
+    while launched.poll() is None and not (rows.exists() and len(rows.read_text().splitlines()) >= 6):
+        time.sleep(0.01)  # rows of five iterations, and of the validation after the third
+    workers = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    assert end(launched) != 0
+    assert load_checkpoint(killed)["iteration"] in (4, 6)  # 6 where it got further before the signal came
+    continued = run_until_done(killed, options, digits["few"], 9)
+
+    assert not [path for path in killed.iterdir() if path.name.endswith(".partial")]
+    compared = "phase epoch iteration loss top1 top5 loss_scale skipped".split()
+    assert [[row[key] for key in compared] for row in continued] == [[row[key] for key in compared] for row in whole]
+    assert_same(load_checkpoint(killed), load_checkpoint(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_checkpoint_of_two_shards_continues_in_one_process_and_the_other_way_round(train, digits, tmp_path):
+    """13 validation images in batches of 3 are 3 batches on rank 0 and 2 on rank 1, which joins in without one."""
+    (tmp_path / "data" / "val" / "0").mkdir(parents=True)
+    (tmp_path / "data" / "train").symlink_to(digits["few"] / "train")
+    for label in range(4):
+        (tmp_path / "data" / "val" / str(label)).mkdir(exist_ok=True)
+        for image in sorted((digits["whole"] / "val" / str(label)).iterdir())[: 4 if label == 0 else 3]:
+            (tmp_path / "data" / "val" / str(label) / image.name).symlink_to(image)
+    options = "-a resnet18 --image-size 32 --opt-level O2 --augment none --warmup-epochs 0 --weight-decay 0"
+    run_until_done(tmp_path / "two", f"{options} --fsdp --b 3 --max-iters 2", tmp_path / "data", 2)
+    two = load_checkpoint(tmp_path / "two")
+    resume = f"--b 6 --resume {tmp_path / 'two' / 'checkpoint.pth.tar'}"
+    rows = train(f"{options} --evaluate {resume}", "evaluated", tmp_path / "data")
+    seen = read_rows(tmp_path / "two" / "rows.jsonl")[-1]
+    assert rows[0]["loss"] == pytest.approx(seen["loss"], rel=1e-2) and rows[0]["iteration"] == 2
+    assert round(seen["top1"] * 13 / 100, 6) % 1 == 0  # each once
+    # With gradients clipped to nothing, momentum is what was loaded, times 0.9.
+    train(f"{options} --clip 1e-20 --max-iters 3 {resume}", "one", tmp_path / "data")
+    resume = f"--b 3 --resume {tmp_path / 'one' / 'checkpoint.pth.tar'}"
+    run_until_done(tmp_path / "again", f"{options} --fsdp --clip 1e-20 --max-iters 4 {resume}", tmp_path / "data", 4)
+    saved = [two, load_checkpoint(tmp_path / "one"), load_checkpoint(tmp_path / "again")]
+    for before, after in itertools.pairwise(saved):
+        assert before["model"].keys() == after["model"].keys()
+        assert before["optimizer"]["state"].keys() == after["optimizer"]["state"].keys()
+        for key, state in before["optimizer"]["state"].items():
+            found = after["optimizer"]["state"][key]["momentum_buffer"]
+            torch.testing.assert_close(found, 0.9 * state["momentum_buffer"], rtol=1e-6, atol=1e-15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--opt-level O1", "--opt-level O2", "--opt-level O2 --fsdp"])
+def test_two_processes_learn_the_digits(digits, tmp_path, options):
+    """98.9, 98.4 and 98.9% top-1 were measured, 97% are asked for."""
+    recipe = "--b 32 --image-size 32 --augment none --epochs 6 --warmup-epochs 1 --schedule cosine"
+    rows = run_until_done(tmp_path, f"{recipe} {options}", digits["whole"], 6 * 22)
+    assert rows[-1]["phase"] == "val" and rows[-1]["top1"] >= 97.0
+
+
+def test_resume_auto_takes_the_latest_checkpoint_and_forgets_later_rows(train, tmp_path):
+    options = "-a squeezenet1_1 --opt-level O1 --resume auto"
+    assert [row["iteration"] for row in train(f"{options} --max-iters 2")] == [1, 2, 2]
+    with open(tmp_path / "out.jsonl", "a") as file:  # a run that was killed got further, and was writing
+        file.write(json.dumps({"iteration": 3, "phase": "train"}) + '\n{"iteration": 4, "pha')
+    rows = train(f"{options} --max-iters 3")
+    assert [row["iteration"] for row in rows] == [1, 2, 2, 3, 3] and all(list(row) == ROW for row in rows)
+
+
+def test_checkpoints_come_between_epochs_too_where_asked(train, tmp_path, example, monkeypatch):
+    saved = []
+    monkeypatch.setattr(example["checkpoint"], "save", lambda state, *rest: saved.append(state["iteration"]))
+    train("-a squeezenet1_1 --opt-level O0 --max-iters 4 --save-freq 2")
+    assert saved == [2, 3, 4]
+
+
+@pytest.mark.parametrize("options, reason", [("--fsdp", "torchrun"), ("--fsdp --channels-last", "channels-last")])
+def test_fsdp_that_cannot_be_says_why(example, monkeypatch, capsys, options, reason):
+    if "channels" in options:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        example["main_amp"].parse_args(options.split())
+    assert reason in capsys.readouterr().err
