@@ -4,6 +4,7 @@
 #   make test-all     every test, all three ways, the last under AddressSanitizer
 #   make mutants      plants faults in copies, and tells which of them the tests notice; MUTANTS='*lamb*' for some of them
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
+#   make bench        whole training steps beside torch.amp on the CPU, within 25 minutes, into docs/benchmarks.md; BENCH=--short shows that it runs
 #   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
 #   make docs         builds the site of docs/ into site/; a broken link is an error
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
@@ -28,7 +29,7 @@ EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff
 
-.PHONY: venv clients test test-all mutants cuda-build gpu demo docs lint clean
+.PHONY: venv clients test test-all mutants cuda-build gpu demo bench docs lint clean
 
 venv: $(VENV)/.extension $(VENV)/.emulation
 
@@ -115,6 +116,13 @@ gpu: $(VENV)/.packages
 
 demo: venv
 	$(BIN)/python examples/imagenet/demo.py $(DEMO)
+
+BENCH ?=
+
+# With --short or --only nothing is written, and the page is made anew of the results that there are.
+bench: venv
+	$(BIN)/python benchmarks/bench.py $(BENCH)
+	$(BIN)/python docs/make_benchmarks.py
 
 # The reference is read from the sources, which are not imported.
 docs: $(VENV)/.packages

@@ -14,13 +14,12 @@ import argparse
 import functools
 import statistics
 import time
-import warnings
 
 import torch
 import torch.nn.functional as F
+from host_reads import count_reads
 from memory import keep_freed_memory
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit.optimizers import FusedAdam
@@ -257,33 +256,6 @@ def interleaved(runs, rounds):
             if index >= WARM_UP:
                 times[name].append(seconds)
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-class Reads(TorchDispatchMode):
-    """Counts operations that hand values of a tensor to the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
-        return func(*args, **(kwargs or {}))
-
-
-def count_reads(run, device):
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return sum("synchroniz" in str(warning.message) for warning in caught)
-    with Reads() as reads:
-        run()
-    return reads.count
 
 
 def synchronize(device):

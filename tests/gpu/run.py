@@ -73,7 +73,10 @@ PARTS: dict[str, list[Step]] = {
     "bench": [
         Step("bench_kernels", "python benchmarks/bench_kernels.py --device cuda"),
         Step("bench_optimizer_step", "python benchmarks/bench_optimizer_step.py --device cuda"),
-        Step("bench_step", "python benchmarks/bench_step.py --device cuda --rounds 15"),
+        *(
+            Step(f"bench of {model}", f"python benchmarks/bench.py --device cuda --only {model} --minutes 1.5")
+            for model in ("resnet18", "gpt", "bert", "lstm", "dcgan", "mlp")
+        ),
     ],
 }
 

@@ -1,14 +1,20 @@
 """The scripts in benchmarks/ run, each once and tiny, and print what they promise; their times are not judged here."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import ROOT
 
 FOLDER = ROOT / "benchmarks"
+#: Modules that scripts share.
+SHARED = {"cases.py", "host_reads.py", "memory.py", "ways.py"}
+WAYS = ["float32", "autocast", "O1", "O1, fused", "O2", "O2, fused", "O5", "O5, fused"]
+FEWER = ["float32", "autocast", "O1, fused", "O2, fused", "O5, fused"]
 
 
 def run(script, *arguments):
@@ -53,12 +59,37 @@ def check_bench_kernels():
     assert 0 < share and ratio == pytest.approx(ours / theirs, rel=0.02, abs=0.005)
 
 
-def check_bench_step():
-    printed = run("bench_step.py", "--only", "mlp", "--rounds", "2", "--device", "cpu")
-    theirs, ours, ratio, low, high, bare, their_bytes, our_bytes, _ = numbers(printed.splitlines()[-1])
-    assert min(theirs, ours, bare) > 0 and low <= ratio <= high
-    # Twelve layers: what autograd saves is bfloat16 either way, and O1 keeps no more of it.
-    assert our_bytes <= their_bytes
+def check_bench(folder, *cells):
+    out = folder / "results.json"
+    only = [word for cell in cells for word in ("--only", cell)]
+    printed = run("bench.py", "--short", *only, "--out", str(out))
+    results = json.loads(out.read_text())
+    assert results["short"] and results["torch"] == torch.__version__ and results["threads"] == 1
+    assert len(results["cells"]) == len(cells)
+    for cell in results["cells"]:
+        of = cell["ways"]
+        assert list(of) == (FEWER if cell["compiled"] else WAYS)
+        for way, its in of.items():
+            assert f"  {way} " in printed
+            assert len(its["seconds"]) == 2 and min(its["seconds"]) > 0
+            # Phases follow each other without a gap; each is a median of its own.
+            assert sum(its["phases"].values()) == pytest.approx(sum(its["seconds"]) / 2, rel=0.1)
+            assert its["loss"] == pytest.approx(of["float32"]["loss"], rel=0.02)  # two steps, rounded to bfloat16
+        # O1 saves what torch.autocast saves, or less; of O2's weights in lower precision autograd saves no copies.
+        assert of["O1, fused"]["saved_bytes"] <= of["autocast"]["saved_bytes"]
+        assert of["O2, fused"]["saved_bytes"] < of["autocast"]["saved_bytes"]
+        if not cell["compiled"]:
+            assert all(its["peak_bytes"] > 4 * cell["parameters"] for its in of.values())
+            assert all(of[way]["host_reads"] == 0 for way in WAYS if way.endswith("fused"))
+    return results
+
+
+def check_bench_eager(folder):
+    (cell,) = check_bench(folder, "mlp")["cells"]
+    assert cell["parameters"] == 12 * (64 * 64 + 64)
+    # Eleven inputs of layers, kept for the gradients of weights and by relu alike, the first input and what mse_loss keeps: the
+    # difference of its arguments' storages, of 8 rows.
+    assert cell["ways"]["float32"]["saved_bytes"] >= 12 * 8 * 64 * 4
 
 
 def check_bench_optimizer_step():
@@ -103,7 +134,6 @@ RUNS = {
     "accumulation_error.py": check_accumulation_error,
     "bench_dispatch.py": check_bench_dispatch,
     "bench_kernels.py": check_bench_kernels,
-    "bench_step.py": check_bench_step,
     "bench_optimizer_step.py": check_bench_optimizer_step,
     "bench_iteration.py": check_bench_iteration,
     "bench_running_statistics.py": check_bench_running_statistics,
@@ -119,4 +149,18 @@ def test_script_runs_and_prints_what_it_promises(script):
 
 
 def test_every_script_is_run():
-    assert sorted(RUNS) == sorted(path.name for path in FOLDER.glob("*.py") if path.name != "memory.py")
+    assert sorted([*RUNS, "bench.py"]) == sorted({path.name for path in FOLDER.glob("*.py")} - SHARED)
+
+
+@pytest.mark.slow
+def test_whole_steps_are_measured_in_every_way(tmp_path):
+    check_bench_eager(tmp_path)
+
+
+@pytest.mark.slow
+def test_whole_steps_are_measured_with_several_micro_batches_and_compiled(tmp_path):
+    one, four, compiled = check_bench(tmp_path, "gpt", "gpt,4", "mlp,compiled")["cells"]
+    assert (four["accumulate"], compiled["compiled"]) == (4, True)
+    # The activations of four micro-batches.
+    saved = [cell["ways"]["float32"]["saved_bytes"] for cell in (one, four)]
+    assert saved[1] == pytest.approx(4 * saved[0], rel=0.1)

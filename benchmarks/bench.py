@@ -1,0 +1,395 @@
+"""Whole training steps: float32, torch.autocast with GradScaler, and ampkit's levels, with torch's optimizers and with fused ones.
+
+    make bench                      within 25 minutes, on the CPU; make bench BENCH=--all for every cell, without a limit
+    python benchmarks/bench.py --short --only gpt --only gpt,compiled
+
+A cell is a model, eager or compiled, and a number of micro-batches. In each cell every way of training has a process of its own,
+since O1 patches torch for the whole process, and these take turns in changing order, so that another job on the machine
+disturbs all alike; ratios are of turns of the same round. A turn is one step, or as many as fit into a tenth of a second. All
+keep the memory that they free. Peak memory is that of another process for each, which gives back what it frees. What is found
+goes to benchmarks/results/<date>-<processor>.json, and docs/make_benchmarks.py makes a page of it.
+"""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FEWER = ["float32", "autocast", "O1, fused", "O2, fused", "O5, fused"]  # where cells take long
+WARM_UP = 10  # steps, the loss of whose last is noted
+TURN = 0.1  # seconds
+ROUNDS = 5, 40  # at least, at most
+STEPS_FOR_MEMORY = 3
+# To be set before a process starts: mallopt() keeps no block of more than 32 MB.
+KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
+GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+class Cell:
+    """A model, how many micro-batches make a step, whether it is compiled, and who takes part."""
+
+    def __init__(self, model, accumulate=1, compiled=False, ways=None):
+        self.model, self.accumulate, self.compiled = model, accumulate, compiled
+        self.ways = list(ways or FEWER)
+
+    @classmethod
+    def parse(cls, text):
+        """'gpt', 'gpt,4' or 'gpt,compiled'."""
+        model, *rest = text.split(",")
+        numbers = [int(one) for one in rest if one.isdigit()]
+        return cls(model, *numbers, compiled="compiled" in rest)
+
+    def __str__(self):
+        return ",".join([self.model, *[str(self.accumulate)] * (self.accumulate > 1), *["compiled"] * self.compiled])
+
+
+class Trainer:
+    """One way of training one case: what its process can be asked for."""
+
+    def __init__(self, way, cell, options):
+        import cases
+        import torch
+        import ways
+
+        self.cell, self.device = cell, torch.device(options["device"])
+        if self.device.type == "cpu":
+            torch.set_num_threads(options["threads"])
+        if cell.model == "lstm" and (cell.compiled or not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+            # No graph can hold oneDNN's LSTM, and torch.autocast asks for it in bfloat16 where there is none, and raises.
+            torch.backends.mkldnn.set_flags(False)
+        self.case = cases.make(cell.model, cell.accumulate, options["short"])
+        self.case.to(self.device)
+        self.way = ways.make(way, self.case, getattr(torch, options["dtype"]))
+        if cell.compiled:
+            torch._dynamo.config.allow_rnn = True
+            self.way.compile()
+
+    def about(self):
+        import cases
+
+        parameters = sum(p.numel() for model in self.way.models for p in model.parameters())
+        return {
+            "name": cases.NAMES[self.cell.model],
+            "about": self.case.about,
+            "optimizer": self.case.optimizer,
+            "parameters": parameters,
+        }
+
+    def train(self, steps):
+        """The loss of the last of that many steps."""
+        for _ in range(steps):
+            loss = self.case.step(self.way, lambda phase: None)
+        return float(loss)
+
+    def turn(self, steps):
+        """Seconds of a step, and of each phase of it, over that many steps."""
+        clock = Clock(self.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.case.step(self.way, clock.mark)
+        clock.synchronize()
+        total = time.perf_counter() - start
+        return {phase: seconds / steps for phase, seconds in {"total": total, **clock.phases()}.items()}
+
+    def saved_bytes(self):
+        """The bytes of everything that autograd saves in one step, each storage counted once, parameters left out."""
+        import torch
+
+        parameters = {p.untyped_storage().data_ptr() for model in self.way.models for p in model.parameters()}
+        alive, sizes = [], {}
+
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                alive.append(storage)  # so that no other storage comes to lie at its address
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            self.train(1)
+        return sum(sizes.values())
+
+    def host_reads(self):
+        from host_reads import count_reads
+
+        return count_reads(lambda: self.case.step(self.way, lambda phase: None), self.device)
+
+
+class Clock:
+    """Adds up the time between marks, by name: the host's clock on a CPU, the device's own on a GPU, which nothing waits for."""
+
+    def __init__(self, device):
+        import torch
+
+        self.cuda = torch.cuda if device.type == "cuda" else None
+        self.marks = []
+        self.synchronize()
+        self.mark(None)
+
+    def synchronize(self):
+        if self.cuda is not None:
+            self.cuda.synchronize()
+
+    def mark(self, phase):
+        now = time.perf_counter()
+        if self.cuda is not None:
+            now = self.cuda.Event(enable_timing=True)
+            now.record()
+        self.marks.append((phase, now))
+
+    def phases(self):
+        found = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        for (_, before), (phase, after) in itertools.pairwise(self.marks):
+            found[phase] += after - before if self.cuda is None else before.elapsed_time(after) / 1e3
+        return found
+
+
+def serve(connection, way, cell, options):
+    """Does what it is asked for until told to stop: the body of a process that is timed."""
+    with contextlib.suppress(EOFError):
+        trainer = Trainer(way, cell, options)
+        while (task := connection.recv()) != "stop":
+            name, *arguments = task
+            connection.send(getattr(trainer, name)(*arguments))
+
+
+def hold(connection, way, cell, options):
+    """Tells the bytes that training holds at most: the body of a process that is measured."""
+    import torch
+
+    on_cpu = options["device"] == "cpu"
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() if on_cpu else 0
+    trainer = Trainer(way, cell, options)
+    trainer.train(STEPS_FOR_MEMORY)
+    if on_cpu:
+        (peak,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        connection.send(int(peak) * 1024 - before)
+    else:
+        connection.send(torch.cuda.max_memory_allocated())
+
+
+class Processes:
+    """Started from one that has torch imported already and has computed nothing; ``environment`` is theirs from the start."""
+
+    def __init__(self, environment):
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["torch", "torch._dynamo", "torchvision", "ampkit", "ampkit.optimizers"])
+        os.environ.update(environment)
+
+    def start(self, body, *arguments):
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=body, args=(theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+
+def measure(processes, cell, options, until):
+    """Everything about a cell, its turns going on until that time."""
+    pipes, running = {}, []
+    for way in cell.ways:
+        pipes[way], process = processes.start(serve, way, cell, options)
+        running.append(process)
+
+    def ask(way, *task):
+        pipes[way].send(task)
+        return pipes[way].recv()
+
+    warm_up = 2 if options["short"] else WARM_UP
+    found = {way: {"loss": ask(way, "train", warm_up)} for way in cell.ways}
+    for way, its in found.items():
+        its["saved_bytes"] = ask(way, "saved_bytes")
+        its["host_reads"] = None if cell.compiled else ask(way, "host_reads")
+        its["seconds"], its["phases"] = [], {"forward": [], "backward": [], "step": []}
+    steps = max(1, int(TURN / min(ask(way, "turn", 1)["total"] for way in cell.ways)))
+    least, most = (2, 2) if options["short"] else ROUNDS
+    rounds = 0
+    while rounds < least or (rounds < most and time.monotonic() < until):
+        first = rounds % len(cell.ways)
+        order = cell.ways[first:] + cell.ways[:first]
+        for way in order if rounds % 2 else order[::-1]:
+            turn = ask(way, "turn", 1 if options["short"] else steps)
+            found[way]["seconds"].append(turn.pop("total"))
+            for phase, seconds in turn.items():
+                found[way]["phases"][phase].append(seconds)
+        rounds += 1
+    about = ask(cell.ways[0], "about")
+    for way, process in zip(cell.ways, running, strict=True):
+        pipes[way].send("stop")
+        process.join()
+    for its in found.values():
+        its["seconds"] = [round(seconds, 7) for seconds in its["seconds"]]
+        its["phases"] = {phase: round(statistics.median(values), 7) for phase, values in its["phases"].items()}
+    return {
+        "model": cell.model,
+        "accumulate": cell.accumulate,
+        "compiled": cell.compiled,
+        **about,
+        "warm_up": warm_up,
+        "ways": found,
+    }
+
+
+class Peaks:
+    """Asks another process, since whether freed memory is given back is settled when a process starts."""
+
+    def __init__(self):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self.process = subprocess.Popen([sys.executable, __file__, "--peaks"], env={**os.environ, **GIVE_BACK}, **pipes)
+
+    def of(self, cell, options):
+        """The bytes that each way of training holds at most; compilers hold memory of their own, so eager cells only."""
+        if cell.compiled:
+            return dict.fromkeys(cell.ways)
+        print(json.dumps([str(cell), cell.ways, options]), file=self.process.stdin)
+        return json.loads(self.process.stdout.readline())
+
+
+def answer_with_peaks():
+    processes = Processes(GIVE_BACK)
+    for line in sys.stdin:
+        (name, ways, options), found = json.loads(line), {}
+        for way in ways:
+            pipe, process = processes.start(hold, way, Cell.parse(name), options)
+            found[way] = pipe.recv()
+            process.join()
+        print(json.dumps(found), flush=True)
+
+
+def here(options):
+    """Where and with what this is measured."""
+    import torch
+
+    import ampkit
+
+    device = torch.device(options["device"])
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name()
+    else:
+        names = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        processor = names[0] if names else platform.processor()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": str(datetime.date.today()),
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "bfloat16_instructions": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if device.type == "cpu" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ampkit": ampkit.__version__,
+        "kernels": str(ampkit.kernels.implementation()),
+        "commit": commit.stdout.strip() or "unknown",
+        **options,
+    }
+
+
+def cells_of(args):
+    import cases
+    import ways
+
+    every = list(ways.WAYS)
+    if args.only:
+        named = map(Cell.parse, args.only)
+        return [Cell(one.model, one.accumulate, one.compiled, FEWER if one.compiled else every) for one in named]
+    if args.all:
+        several = [(name, count) for name in cases.NAMES for count in (1, 4, 8) if count == 1 or name != "dcgan"]
+        return [Cell(name, count, compiled, every) for compiled in (False, True) for name, count in several]
+    eager = [Cell(name, ways=every) for name in cases.NAMES]
+    return (
+        eager
+        + [Cell(name, count) for name in ("gpt", "resnet18") for count in (4, 8)]
+        + [Cell(name, compiled=True) for name in ("gpt", "resnet18")]
+    )
+
+
+def described(cell, found):
+    """One line for each way of training."""
+    yield f"{cell}: {found['about']}, {found['optimizer']}, {len(found['ways']['float32']['seconds'])} rounds"
+    theirs = found["ways"]["autocast"]["seconds"]
+    for way, its in found["ways"].items():
+        low, ratio, high = statistics.quantiles(
+            [a / b for a, b in zip(its["seconds"], theirs, strict=True)], n=4, method="inclusive"
+        )
+        milliseconds = statistics.median(its["seconds"]) * 1e3
+        phases = " ".join(f"{seconds * 1e3:9.2f}" for seconds in its["phases"].values())
+        peak = "-" if its["peak_bytes"] is None else f"{its['peak_bytes'] / 2**20:.1f}"
+        reads = "-" if its["host_reads"] is None else its["host_reads"]
+        yield (
+            f"  {way:<10}{milliseconds:9.2f} ms, {ratio:.3f} ({low:.3f}-{high:.3f}) of autocast, phases {phases}, peak {peak} "
+            f"MiB, saved {its['saved_bytes'] / 1e6:.2f} MB, host reads {reads}, loss {its['loss']:.4f}"
+        )
+
+
+def as_text(results):
+    """JSON, with each list of numbers on a line."""
+    return re.sub(r"\[[-\d.e,\s]+\]", lambda match: " ".join(match[0].split()), json.dumps(results, indent=1)) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=22.0, help="for all cells together (default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="every cell, with all rounds, however long it takes")
+    parser.add_argument(
+        "--only", action="append", help="a cell: gpt, gpt,4 or gpt,compiled; may be given several times"
+    )
+    parser.add_argument("--short", action="store_true", help="small models, two rounds: to see that it runs")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--out", type=Path, help="where the JSON goes; nowhere with --only or --short, unless it is named"
+    )
+    parser.add_argument("--peaks", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peaks:
+        return answer_with_peaks()
+    started = time.monotonic()
+    processes, memory = Processes(KEEP_FREED), Peaks()
+    import torch
+
+    options = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "short": args.short,
+        "threads": torch.get_num_threads(),
+    }
+    place = here(options)
+    print(f"{place['processor']}, torch {place['torch']}, {args.dtype}, {options['threads']} threads", flush=True)
+    left = [(cell, 2.0 if cell.compiled else 1.0) for cell in cells_of(args)]
+    name = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)|Processor|CPU", " ", place["processor"]).lower()).strip("-")
+    out = args.out
+    if out is None and not (args.only or args.short):
+        out = ROOT / "benchmarks" / "results" / f"{place['date']}-{name}.json"
+    results = {**place, "minutes": 0.0, "cells": []}
+    while left:
+        cell, weight = left[0]
+        now = time.monotonic()
+        share = (started + 60 * args.minutes - now) * weight / sum(weight for _, weight in left)
+        peak = memory.of(cell, options)
+        found = measure(processes, cell, options, float("inf") if args.all else now + share)
+        for way, its in found["ways"].items():
+            its["peak_bytes"] = peak[way]
+        results["cells"].append(found)
+        print("\n".join(described(cell, found)), flush=True)
+        print(f"  {time.monotonic() - now:.0f} s of {share:.0f}", flush=True)
+        results["minutes"] = round((time.monotonic() - started) / 60, 1)
+        if out is not None:
+            out.write_text(as_text(results))
+        left.pop(0)
+    if out is not None:
+        print(f"{out}: written in {results['minutes']} minutes")
+
+
+if __name__ == "__main__":
+    main()

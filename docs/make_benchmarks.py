@@ -1,0 +1,209 @@
+"""Make docs/benchmarks.md and its drawings of what `make bench` measured.
+
+$ python docs/make_benchmarks.py [benchmarks/results/NAME.json]
+
+The newest results, if none are named. The page is a function of the results alone: a test asks whether it is the one that they
+make. Drawings keep the numbers that they show in their description, by which the test compares them.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "benchmarks" / "results"
+PAGE = HERE / "benchmarks.md"
+OPTIMIZERS = {"sgd": "SGD with momentum", "adam": "Adam", "adamw": "AdamW"}
+DRAWN = ["autocast", "O1, fused", "O2, fused", "O5, fused"]
+
+INTRODUCTION = """# How fast
+
+Whole training steps in float32, with torch.autocast and GradScaler, and at ampkit's levels O1, O2 and O5, each with
+torch's fused optimizer and with ampkit's ("fused"). `make bench` measures them anew on a CPU, within 25 minutes, and
+writes this page; `make bench BENCH=--all` measures every cell. Ratios depend on the processor far more than on
+anything else: measure on yours before you choose.
+"""
+SHORT = """!!! warning "Not a measurement"
+
+    These numbers come from `make bench BENCH=--short`: tiny models, two rounds, on a busy machine. They show what the
+    page looks like, and nothing else.
+"""
+METHOD = """## How it is measured
+
+Every way of training has a process of its own, since O1 patches torch for the whole process. The processes take turns
+in changing order; a turn is one step, or as many as fit into a tenth of a second. A ratio is that of two turns of the
+same round, and stands as the median over the rounds, with quartiles in brackets. All processes keep the memory that
+they free. Peak memory is that of yet another process, which gives it back: the most that it held over what it held
+before the model was made, weights, gradients, optimizer state and activations together, and libraries that torch
+loads when first needed. "Saved" is what autograd keeps for the backward pass, parameters left out. "Host reads" are
+values of tensors handed to the host in a step, each of which would be a wait on a GPU. The loss is that after the
+warm-up. Backward contains the exit of `scale_loss`, and step contains clearing gradients and updating the scale.
+
+With several micro-batches torch.autocast and O1 add gradients in float32, as does each block at O2 and O5 (no
+`delay_unscale`).
+
+## Other benchmarks
+
+| script | what it measures |
+|---|---|
+| `bench_dispatch.py` | the cost of a call at O1 |
+| `bench_kernels.py` | each multi-tensor kernel |
+| `bench_optimizer_step.py` | all that follows the backward pass |
+| `bench_iteration.py` | the host's part of an iteration |
+| `bench_running_statistics.py` | what it costs to restore running statistics |
+
+What they printed, the losses included, is in [benchmarks/results](../benchmarks/results).
+`python docs/make_picture.py` makes the picture and the table of the README: ResNet-18 in float32, under
+torch.autocast, at O1 and at O2.
+"""
+
+
+def newest():
+    """The results of the latest day; of several processors, the last by name."""
+    return max(RESULTS.glob("*.json"))
+
+
+def title(cell):
+    return (
+        cell["name"]
+        + f", {cell['accumulate']} micro-batches" * (cell["accumulate"] > 1)
+        + ", compiled" * cell["compiled"]
+    )
+
+
+def ratios(cell, way, to):
+    """Quartiles of the time of a step, relative to another way's in the same round."""
+    pairs = zip(cell["ways"][way]["seconds"], cell["ways"][to]["seconds"], strict=True)
+    return statistics.quantiles([ours / theirs for ours, theirs in pairs], n=4, method="inclusive")
+
+
+def speed_up(cell, way):
+    return 1 / ratios(cell, way, "float32")[1]
+
+
+def table(head, rows):
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def summary(results):
+    ways = list(results["cells"][0]["ways"])[1:]
+    rows = [
+        [title(cell), *(f"{speed_up(cell, way):.2f}" if way in cell["ways"] else "-" for way in ways)]
+        for cell in results["cells"]
+    ]
+    return table(["speed-up over float32", *ways], rows)
+
+
+def memory(results):
+    eager = [cell for cell in results["cells"] if cell["ways"]["float32"]["peak_bytes"] is not None]
+    ways = list(eager[0]["ways"])
+    held = lambda its: f"{its['peak_bytes'] / 2**20:.0f}"  # noqa: E731
+    rows = [[title(cell), *(held(cell["ways"][way]) if way in cell["ways"] else "-" for way in ways)] for cell in eager]
+    return table(["peak memory, MiB", *ways], rows)
+
+
+def section(cell):
+    head = ["", "ms", "to autocast", "forward", "backward", "step", "peak MiB", "saved MB", "host reads", "loss"]
+    rows = []
+    for way, its in cell["ways"].items():
+        low, ratio, high = ratios(cell, way, "autocast")
+        rows.append(
+            [
+                way,
+                f"{statistics.median(its['seconds']) * 1e3:.2f}",
+                "1" if way == "autocast" else f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+                *(f"{seconds * 1e3:.2f}" for seconds in its["phases"].values()),
+                "-" if its["peak_bytes"] is None else f"{its['peak_bytes'] / 2**20:.0f}",
+                f"{its['saved_bytes'] / 1e6:.1f}",
+                "-" if its["host_reads"] is None else str(its["host_reads"]),
+                f"{its['loss']:.4f}",
+            ]
+        )
+    rounds = len(cell["ways"]["float32"]["seconds"])
+    parameters = cell["parameters"] / 1e6
+    about = (
+        f"{cell['about']}; {parameters:.1f} M parameters, {OPTIMIZERS[cell['optimizer']]}, {rounds} rounds; the loss is "
+        f"that of step {cell['warm_up']}."
+    )
+    return f"### {title(cell)}\n\n{about[0].upper()}{about[1:]}\n\n{table(head, rows)}\n"
+
+
+def page(results, name):
+    bfloat16 = {True: ", with bfloat16 instructions", False: ", without bfloat16 instructions", None: ""}
+    where = (
+        f"{results['processor']}, {results['cores']} cores{bfloat16[results['bfloat16_instructions']]}, {results['threads']} "
+        f"threads; {results['dtype']}; torch {results['torch']}, Python {results['python']}, ampkit {results['ampkit']} at "
+        f"commit {results['commit']}; {results['date']}, in {results['minutes']} minutes. The numbers: [{name}]"
+        f"(../benchmarks/results/{name})."
+    )
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *([SHORT] if results["short"] else []),
+            where,
+            "\n## At a glance\n",
+            "![Speed-up over float32, by model](bench-speed.svg)\n",
+            summary(results),
+            "\n![Peak memory relative to float32, by model](bench-memory.svg)\n",
+            memory(results),
+            "\n## Each model\n",
+            *(section(cell) for cell in results["cells"]),
+            METHOD,
+        ]
+    )
+
+
+def drawings(results):
+    """{file: (what its axis shows, {way: {title of the cell: number}})}."""
+    cells = results["cells"]
+    eager = [cell for cell in cells if cell["ways"]["float32"]["peak_bytes"] is not None]
+
+    def share(cell, way):
+        return cell["ways"][way]["peak_bytes"] / cell["ways"]["float32"]["peak_bytes"]
+
+    return {
+        "bench-speed.svg": (
+            "speed-up over float32",
+            {way: {title(cell): round(speed_up(cell, way), 3) for cell in cells} for way in DRAWN},
+        ),
+        "bench-memory.svg": (
+            "peak memory, of float32's",
+            {way: {title(cell): round(share(cell, way), 3) for cell in eager} for way in DRAWN},
+        ),
+    }
+
+
+def draw(path, label, numbers):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "ampkit"
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, which is smaller
+    from matplotlib import pyplot
+
+    titles = list(next(iter(numbers.values())))
+    figure, axes = pyplot.subplots(figsize=(7.5, 0.42 * len(titles) + 1.2), layout="constrained")
+    height = 0.8 / len(numbers)
+    for index, ((way, values), colour) in enumerate(zip(numbers.items(), ("0.6", "C0", "C1", "C2"), strict=True)):
+        places = [row + (index - (len(numbers) - 1) / 2) * height for row in range(len(titles))]
+        axes.barh(places, list(values.values()), height, color=colour, label=way)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(titles)), titles)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    figure.legend(loc="outside upper center", ncols=len(numbers), frameon=False)
+    figure.savefig(path, metadata={"Date": None, "Description": json.dumps(numbers)})
+    pyplot.close(figure)
+
+
+def write(path):
+    results = json.loads(path.read_text())
+    PAGE.write_text(page(results, path.name))
+    for name, (label, numbers) in drawings(results).items():
+        draw(HERE / name, label, numbers)
+    print(f"{PAGE}: made of {path.name}")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else newest())
