@@ -27,7 +27,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
-PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff
+PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff mypy
 
 .PHONY: venv clients test test-all mutants cuda-build gpu demo bench docs lint clean
 
@@ -132,6 +132,7 @@ docs: $(VENV)/.packages
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf build site *.egg-info ampkit/*.so .venv .venv-torch-*

@@ -14,8 +14,9 @@ from torch import nn
 from . import validation
 from .casting.decorators import casts_of_calls_disabled
 from .casting.engine import switch_off_left_on
-from .casting.tensors import LOWER_PRECISION, cast_floating
+from .casting.tensors import cast_floating
 from .devices import device_type_of
+from .dtypes import LOWER_PRECISION
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
 from .iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from .iteration.optimizer_wrapper import wrapper_of
@@ -23,15 +24,15 @@ from .logs import logger
 from .models import Incoming
 from .plan import Plan, resolve, unknown_setting
 from .policy import Policy
-from .registry import (
-    collect_orphans,
+from .registry import collect_orphans, not_initialized
+from .session import (
+    Session,
     current_session,
     live_sessions,
-    not_initialized,
+    refuse_second_lower_precision,
     session_of,
     sessions_sharing_with,
 )
-from .session import Session, refuse_second_lower_precision
 from .sharding import is_sharded, norm_over_processes
 
 
@@ -122,8 +123,8 @@ def initialize(
 
     model_list, optimizer_list = validation.models(models), validation.optimizers(optimizers)
     earlier = _unique((*map(session_of, (*model_list, *optimizer_list)), *sessions_sharing_with(model_list)))
-    recast = [model for session in earlier if session.plan.casts_weights for model in session.models]
-    recast = {tensor for model in recast for tensor in (*model.parameters(), *model.buffers())}
+    cast_before = [model for session in earlier if session.plan.casts_weights for model in session.models]
+    recast = {tensor for model in cast_before for tensor in (*model.parameters(), *model.buffers())}
     if opt_level == "O3" and cast_model_type is None:
         cast_model_type = _lower_precision_of(model_list, earlier, recast)
     plan = resolve(
@@ -265,12 +266,12 @@ def clip_grad_norm_(
         raise ConfigurationError(
             "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
         )
-    norm = wrapper.clip_grad_norm(float(max_norm))
-    if norm is None:
+    total = wrapper.clip_grad_norm(float(max_norm))
+    if total is None:
         return torch.zeros(())
-    if error_if_nonfinite and not bool(norm.isfinite()):
-        raise _non_finite_norm(norm_type, norm)
-    return norm.reshape(())
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise _non_finite_norm(norm_type, total)
+    return total.reshape(())
 
 
 def _non_finite_norm(norm_type: float, norm: torch.Tensor) -> RuntimeError:
@@ -290,7 +291,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     return wrapper is not None and wrapper.skipped
 
 
-def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | int]]:
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str, float | int]]:
     """The state of every loss scaler, ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
 
     Scalers of all live sessions are numbered in the order of ``initialize``; without any, the dict is empty. With

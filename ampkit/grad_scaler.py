@@ -12,16 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.found_inf import FoundInf
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
-from .registry import current_session, not_initialized, session_of
-from .session import Session
+from .registry import not_initialized
+from .session import Session, current_session, session_of
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(TorchGradScaler):
     """The loss scale of the newest session, or of ``session``, with the methods of ``torch.amp.GradScaler``.
 
     Give it to a framework in the place of its own, after `initialize`. An iteration ends at ``update()``: the scale moves there,
@@ -44,11 +45,11 @@ class GradScaler(torch.amp.GradScaler):
             if not isinstance(outputs, Iterable):
                 raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, found {type(outputs).__name__}")
             scaled = [self.scale(output) for output in outputs]
-            return scaled if not isinstance(outputs, tuple) else tuple(scaled)
+            return tuple(scaled) if isinstance(outputs, tuple) else scaled
         session = self._owner()
         # What the backward pass adds to .grad, after this block, waits there at the scale.
-        with session.scale_loss(outputs, session.optimizers, self._scaler, True, False) as scaled:
-            return scaled
+        with session.scale_loss(outputs, session.optimizers, self._scaler, True, False) as scaled_loss:
+            return scaled_loss
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of this optimizer, and look whether they are finite. Once before each ``step``."""
@@ -56,10 +57,10 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         if id(optimizer) in self._found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        wrapper = wrapper_of(optimizer)
-        if wrapper is None:
+        wrapper, session = wrapper_of(optimizer), session_of(optimizer)
+        if wrapper is None or session is None:
             raise not_initialized(optimizer)
-        self._found[id(optimizer)] = (wrapper, session_of(optimizer).scaling.unscale(wrapper, self._scaler))
+        self._found[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` where its gradients are finite; else it is not called, and the result is None."""
@@ -104,19 +105,19 @@ class GradScaler(torch.amp.GradScaler):
         self._scaler.load_grad_scaler_state(state_dict)
 
     def get_growth_factor(self) -> float:
-        return self.state_dict()["growth_factor"]
+        return float(self.state_dict()["growth_factor"])
 
     def set_growth_factor(self, new_factor: float) -> None:
         self._change_rule(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        return self.state_dict()["backoff_factor"]
+        return float(self.state_dict()["backoff_factor"])
 
     def set_backoff_factor(self, new_factor: float) -> None:
         self._change_rule(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        return self.state_dict()["growth_interval"]
+        return int(self.state_dict()["growth_interval"])
 
     def set_growth_interval(self, new_interval: int) -> None:
         self._change_rule(growth_interval=new_interval)

@@ -7,7 +7,7 @@ Scripts call it on the model before the optimizer is built and before ``initiali
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ def fully_shard(
     )
     resolved = plan.resolve(opt_level, device_type, settings)
     if not resolved.casts_weights:
-        return shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options)
+        return cast(nn.Module, shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options))
     kept = Kept(module, bool(resolved.keep_batchnorm_fp32), resolved.keep_fp32)
     in_kept = {param for one in kept.modules for param in one.parameters()}
     alone = [name for name, param in module.named_parameters() if param in kept.parameters - in_kept]
@@ -79,7 +79,7 @@ def fully_shard(
     lower = MixedPrecisionPolicy(
         param_dtype=resolved.cast_model_type, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    return shard(module, mesh=mesh, mp_policy=in_float32 if kept.covers(module) else lower, **options)
+    return cast(nn.Module, shard(module, mesh=mesh, mp_policy=in_float32 if kept.covers(module) else lower, **options))
 
 
 def convert_syncbn_model(
@@ -165,12 +165,14 @@ class SyncBatchNorm(_BatchNorm):
             stats = (running_mean, running_var) if not self.training or self.track_running_stats else (None, None)
             return F.batch_norm(input, *stats, self.weight, self.bias, use_batch, factor or 0.0, self.eps)
 
-        output, mean, var, count = _JoinedBatchNorm.apply(input, self.weight, self.bias, self.eps, self.process_group)
-        if running_mean is not None and self.track_running_stats:
+        output, mean, var, count = _JoinedBatchNorm.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, self.process_group
+        )
+        if running_mean is not None and running_var is not None and self.track_running_stats:
             unbiased = var * (count / (count - 1.0))
-            running_mean.lerp_(mean.to(running_mean.dtype), factor)
-            running_var.lerp_(unbiased.to(running_var.dtype), factor)
-        return output
+            running_mean.lerp_(mean.to(running_mean.dtype), factor or 0.0)
+            running_var.lerp_(unbiased.to(running_var.dtype), factor or 0.0)
+        return cast(torch.Tensor, output)
 
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
@@ -261,12 +263,12 @@ def _synchronised(
     layer_class: type[SyncBatchNorm] | None,
 ) -> nn.Module:
     """The synchronised twin of one batch norm, sharing its tensors."""
-    if is_lazy(layer.weight) or is_lazy(layer.running_mean):
+    if any(tensor is not None and is_lazy(tensor) for tensor in (layer.weight, layer.running_mean)):
         raise ValueError(
             f"convert_syncbn_model found a {type(layer).__name__} that has not seen a batch; it expects layers of known"
             " size. Pass one batch through the model first."
         )
-    settings = dict(
+    settings: dict[str, Any] = dict(
         eps=layer.eps,
         momentum=layer.momentum,
         affine=False,  # the tensors come from the layer, below
@@ -274,7 +276,7 @@ def _synchronised(
         process_group=process_group,
     )
     if on_cuda and not channel_last:
-        twin: nn.Module = nn.SyncBatchNorm(layer.num_features, **settings)
+        twin: _BatchNorm = nn.SyncBatchNorm(layer.num_features, **settings)
     else:  # torch's class has no channels-last dimension; ours runs on any device
         twin = (layer_class or SyncBatchNorm)(layer.num_features, channel_last=channel_last, **settings)
     twin.affine, twin.track_running_stats = layer.affine, layer.track_running_stats

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -246,7 +246,7 @@ def _check_cast_model_type(value: Any, level: str) -> torch.dtype | None:
     if value is False:
         return None
     accepted = {"O0": (torch.float32,), "O5": (torch.bfloat16,)}.get(level, (*LOWER_PRECISION, torch.float32))
-    if value not in accepted:
+    if not isinstance(value, torch.dtype) or value not in accepted:
         raise _refuse(
             "cast_model_type", value, f"{_any_of(accepted)} at {level}", "O2 and O3 take either lower precision."
         )
@@ -254,39 +254,39 @@ def _check_cast_model_type(value: Any, level: str) -> torch.dtype | None:
 
 
 def _check_patch_torch_functions(value: Any, level: str) -> bool:
-    value = _check_bool("patch_torch_functions", value)
-    if value and level not in ("O1", "O4"):
+    patches = _check_bool("patch_torch_functions", value)
+    if patches and level not in ("O1", "O4"):
         raise _refuse(
             "patch_torch_functions", value, f"False at {level}", "Choose opt_level='O1' (or 'O4') to patch them."
         )
-    return value
+    return patches
 
 
 def _check_patch_torch_functions_type(value: Any, level: str) -> torch.dtype:
     accepted = {"O1": LOWER_PRECISION, "O4": (torch.bfloat16,)}.get(level, ())
-    if value not in accepted:
+    if not isinstance(value, torch.dtype) or value not in accepted:
         advice = "" if accepted else "It belongs to O1; O2 and O3 take cast_model_type=."
         raise _refuse("patch_torch_functions_type", value, f"{_any_of(accepted)} at {level}", advice)
     return value
 
 
 def _check_keep_batchnorm_fp32(value: Any, level: str) -> bool:
-    value = _check_bool(
+    keeps = _check_bool(
         "keep_batchnorm_fp32", {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
     )
     if level in ("O1", "O4"):
         advice = f"At {level} the weights, norms included, are float32 and the tables decide how norms compute."
-        raise _refuse("keep_batchnorm_fp32", value, f"None at {level}", advice)
-    return value
+        raise _refuse("keep_batchnorm_fp32", keeps, f"None at {level}", advice)
+    return keeps
 
 
 def _check_master_weights(value: Any, level: str) -> bool:
-    value = _check_bool("master_weights", value)
+    has_masters = _check_bool("master_weights", value)
     if level in ("O1", "O4"):
         raise _refuse(
             "master_weights", value, f"None at {level}", "The weights are float32 there and are their own masters."
         )
-    return value
+    return has_masters
 
 
 def _check_loss_scale(value: Any, level: str) -> float | DynamicLossScale:
@@ -311,7 +311,7 @@ def _check_cast_model_outputs(value: Any, level: str) -> torch.dtype:
     return value
 
 
-def _check_bound(name: str):
+def _check_bound(name: str) -> Callable[[Any, str], float]:
     def check(value: Any, level: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise _refuse(
@@ -322,7 +322,7 @@ def _check_bound(name: str):
     return check
 
 
-def _check_integer(name: str, least: int):
+def _check_integer(name: str, least: int) -> Callable[[Any, str], int]:
     def check(value: Any, level: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise _refuse(name, value, f"an integer of at least {least}")
@@ -348,30 +348,17 @@ def _check_keep_fp32(value: Any, level: str) -> tuple[Any, ...]:
     return items
 
 
-def _check_on_floor(value: Any, level: str) -> str:
-    if value not in ("raise", "warn"):
-        raise _refuse("on_floor", value, "'raise' or 'warn'")
-    return value
+def _check_word(name: str, words: tuple[str, ...], expected: str) -> Callable[[Any, str], str]:
+    def check(value: Any, level: str) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise _refuse(name, value, expected)
+        return value
 
-
-def _check_lower_precision_weights(value: Any, level: str) -> str:
-    if value not in ("float32", "keep", "refuse"):
-        raise _refuse("lower_precision_weights", value, "'float32', 'keep' or 'refuse'")
-    return value
-
-
-def _check_model_grads(value: Any, level: str) -> str:
-    if value not in ("unscaled", "scaled"):
-        raise _refuse(
-            "model_grads",
-            value,
-            "'unscaled' (after scale_loss, param.grad is the gradient) or 'scaled' (it stays at the loss scale, as Apex left it)",
-        )
-    return value
+    return check
 
 
 def _check_scope(value: Any, level: str) -> str:
-    if value not in ("process", "forward"):
+    if not isinstance(value, str) or value not in ("process", "forward"):
         raise ConfigurationError(
             f"scope={value!r} is not accepted: expected 'process' (every call of torch is cast) or 'forward' (calls inside the "
             "forward of the initialized models are)."
@@ -381,7 +368,7 @@ def _check_scope(value: Any, level: str) -> str:
     return value
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "enabled": lambda value, level: _check_bool("enabled", value),
     "cast_model_type": _check_cast_model_type,
     "patch_torch_functions": _check_patch_torch_functions,
@@ -397,8 +384,14 @@ _CHECKS = {
     "keep_fp32": _check_keep_fp32,
     "keep_originals": lambda value, level: _check_bool("keep_originals", value),
     "policy": lambda value, level: Policy.of(value),
-    "on_floor": _check_on_floor,
+    "on_floor": _check_word("on_floor", ("raise", "warn"), "'raise' or 'warn'"),
     "scope": _check_scope,
-    "model_grads": _check_model_grads,
-    "lower_precision_weights": _check_lower_precision_weights,
+    "model_grads": _check_word(
+        "model_grads",
+        ("unscaled", "scaled"),
+        "'unscaled' (after scale_loss, param.grad is the gradient) or 'scaled' (it stays at the loss scale, as Apex left it)",
+    ),
+    "lower_precision_weights": _check_word(
+        "lower_precision_weights", ("float32", "keep", "refuse"), "'float32', 'keep' or 'refuse'"
+    ),
 }

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
+from typing import cast as as_type
 
 import torch
 from torch import nn
 
 from . import models as model_casts
+from . import registry
 from .casting.decorators import cast_models
 from .casting.engine import Casting, active_casting
 from .compiling import forget_traces
@@ -34,7 +36,7 @@ from .kernels.backend import implementation
 from .logs import logger, stdout_lines
 from .models import Float32Value, ForwardCasts, Incoming, Kept
 from .plan import OPT_LEVELS, Plan, defaults_of
-from .registry import live_sessions, not_initialized
+from .registry import not_initialized
 from .sharding import fsdp_modules, is_unreduced
 
 # Levels at which no gradient is saved from underflow by a loss scale, and what to do.
@@ -463,6 +465,13 @@ def _tell_of_missing_kernels() -> None:
             "The compiled kernels are missing: every feature works, slower. 'pip install --no-build-isolation .' builds them; "
             "'python -m ampkit info' says more."
         )
+
+
+# registry.py's own, with a session's whole type: it knows the part that it asks for.
+live_sessions = as_type(list[Session], registry.live_sessions)
+current_session = as_type("Callable[[], Session | None]", registry.current_session)
+session_of = as_type("Callable[[Any], Session | None]", registry.session_of)
+sessions_sharing_with = as_type("Callable[[Sequence[nn.Module]], list[Session]]", registry.sessions_sharing_with)
 
 
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:

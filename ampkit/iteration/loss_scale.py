@@ -92,7 +92,7 @@ class LossScaler:
     ) -> None:
         rule = DynamicLossScale() if loss_scale is None else loss_scale
         self.dynamic = isinstance(rule, DynamicLossScale)
-        self.rule = rule if self.dynamic else DynamicLossScale()
+        self.rule = rule if isinstance(rule, DynamicLossScale) else DynamicLossScale()
         self.min_loss_scale, self.max_loss_scale = float(min_loss_scale), float(max_loss_scale)
         self.loss_id = loss_id
         #: What blocks with ``delay_overflow_check=True`` found: part of the iteration that the next block ends.

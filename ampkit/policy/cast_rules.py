@@ -105,7 +105,7 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
     Groups of packages that are not loaded are left out.
     """
     rules: dict[tuple[int, str], CastRule] = {}
-    dropped = []
+    dropped: list[str] = []
     for group in tables:
         if not is_loaded(group.package):
             continue

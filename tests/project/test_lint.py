@@ -1,4 +1,4 @@
-"""What `make lint` asks of the code, asked by the tests too, where ruff is installed."""
+"""What `make lint` asks of the code, but for types, asked by the tests too, where ruff is installed."""
 
 import subprocess
 import sys
