@@ -6,6 +6,7 @@
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make bench        whole training steps beside torch.amp on the CPU, within 25 minutes, into docs/benchmarks.md; BENCH=--short shows that it runs
 #   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
+#   make clients      adds the libraries and frameworks that tests/clients run unmodified; without them those tests are skipped
 #   make docs         builds the site of docs/ into site/; a broken link is an error
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
 #   make gpu          on a machine with a GPU: builds for it, tests, checks with compute-sanitizer, measures; PART=build|tests|sanitizer|bench
@@ -56,7 +57,7 @@ $(VENV)/.emulation-asan: $(VENV)/.extension $(EMULATION)
 	touch $@
 
 clients: venv
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate lightning
 
 # Those that the emulation is for. What a kernel says when it ends the process must not be captured; and torch need not warn that
 # the emulated kernels take the place of others.

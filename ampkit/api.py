@@ -212,7 +212,7 @@ def scale_loss(
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
     """
     switch_off_left_on()
-    optimizer_list = validation.flatten(optimizers)
+    optimizer_list = [validation.unwrapped(optimizer) for optimizer in validation.flatten(optimizers)]
     session = _session_for(optimizer_list)
     if session is None or not session.plan.enabled:
         return nullcontext(loss)
@@ -229,7 +229,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
     ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters.
     """
-    wrapper = wrapper_of(optimizer)
+    wrapper = wrapper_of(validation.unwrapped(optimizer))
     if wrapper is not None and not wrapper.gradients.is_open:
         wrapper.synchronize_gradients()
     for group in optimizer.param_groups:
@@ -250,7 +250,7 @@ def clip_grad_norm_(
     there are none. Raises `ConfigurationError` inside of a `scale_loss` block, where gradients are still scaled, and
     RuntimeError for a norm that is not finite with ``error_if_nonfinite=True``.
     """
-    wrapper = wrapper_of(optimizer)
+    wrapper = wrapper_of(validation.unwrapped(optimizer))
     if wrapper is None or norm_type != 2.0:
         params = list(master_params(optimizer))
         grads = [param.grad for param in params if param.grad is not None]
@@ -287,7 +287,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     Waits for the device where that was decided there, as fused optimizers do. False before the first step, and for an
     optimizer that was not initialized.
     """
-    wrapper = wrapper_of(optimizer)
+    wrapper = wrapper_of(validation.unwrapped(optimizer))
     return wrapper is not None and wrapper.skipped
 
 

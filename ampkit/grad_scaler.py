@@ -62,6 +62,10 @@ class GradScaler(TorchGradScaler):
             raise not_initialized(optimizer)
         self._found[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
 
+    def is_unscaled(self, optimizer: Any) -> bool:
+        """Whether `unscale_` has been called on this optimizer since the last ``update()``."""
+        return id(optimizer) in self._found
+
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` where its gradients are finite; else it is not called, and the result is None."""
         if kwargs.get("closure") is not None:

@@ -46,6 +46,21 @@ def uncompiled(model: Any) -> Any:
     return model
 
 
+# What frameworks put around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
+_AROUND_OPTIMIZERS = {
+    "accelerate.optimizer": "optimizer",
+    "lightning.pytorch.core.optimizer": "_optimizer",
+    "pytorch_lightning.core.optimizer": "_optimizer",
+}
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of what Accelerate or Lightning has put around it; any other as it is."""
+    attribute = _AROUND_OPTIMIZERS.get(type(optimizer).__module__)
+    inner = None if attribute is None else vars(optimizer).get(attribute)
+    return optimizer if inner is None else unwrapped(inner)
+
+
 def models(value: Any) -> list[nn.Module]:
     """The models as a list. TypeError or `ConfigurationError` for anything that is not a bare, loaded module, once each."""
     found = [uncompiled(model) for model in flatten(value)]
@@ -78,7 +93,7 @@ def models(value: Any) -> list[nn.Module]:
 
 def optimizers(value: Any) -> list[Any]:
     """The optimizers as a list: anything with ``param_groups``, ``state``, ``step`` and ``zero_grad``, once each."""
-    found = flatten(value)
+    found = list(map(unwrapped, flatten(value)))
     for optimizer in found:
         missing = [name for name in _OPTIMIZER_ATTRIBUTES if not hasattr(optimizer, name)]
         if missing:

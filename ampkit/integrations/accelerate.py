@@ -1,0 +1,81 @@
+"""Accelerate: ``attach(accelerator)`` after `ampkit.initialize`, before or after ``accelerator.prepare``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError, NotInitializedError
+from ..grad_scaler import GradScaler
+from ..iteration.optimizer_wrapper import wrapper_of
+from ..registry import current_session
+from . import clipping
+
+
+def attach(accelerator: Any) -> None:
+    """Have ``backward``, clipping and the prepared optimizers of this ``Accelerator`` go through the newest session.
+
+    ``accelerator.optimizer_step_was_skipped`` and ``save_state`` / ``load_state`` then tell of, and hold, its loss scale. The
+    accelerator must have been made with ``mixed_precision="no"``: it would cast, scale and unscale a second time.
+    """
+    session = current_session()
+    if session is None:
+        raise NotInitializedError("attach(accelerator) was called before ampkit.initialize(model, optimizer).")
+    if accelerator.mixed_precision != "no":
+        raise ConfigurationError(
+            f"The Accelerator was made with mixed_precision={accelerator.mixed_precision!r}, and ampkit casts already. Use "
+            "Accelerator(mixed_precision='no'), also in the file of `accelerate config`."
+        )
+    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ConfigurationError(
+            f"attach(accelerator) is for one process and for DDP; this Accelerator is of distributed_type {kind}. Shard with "
+            "ampkit.parallel.fully_shard instead, or leave ampkit out."
+        )
+    if not session.plan.enabled:
+        return
+    scaler = accelerator.scaler = GradScaler(accelerator.device.type, session=session)
+    for prepared in accelerator._optimizers:
+        if session.owns(prepared.optimizer):
+            prepared.__setstate__({"scaler": scaler})  # looks up the optimizer's step() once more
+    for name, method in (
+        ("unscale_gradients", _unscale_gradients),
+        ("clip_grad_norm_", _clip_grad_norm_),
+        ("clip_grad_value_", _clip_grad_value_),
+    ):
+        setattr(accelerator, name, partial(method, accelerator))
+        session.on_close(vars(accelerator).pop, name, None)
+    session.on_close(_detach, accelerator, scaler)
+
+
+def _detach(accelerator: Any, scaler: GradScaler) -> None:
+    for holder in (accelerator, *accelerator._optimizers):
+        if holder.scaler is scaler:
+            holder.scaler = None
+
+
+def _ours(accelerator: Any) -> list[Any]:
+    inner = [prepared.optimizer for prepared in accelerator._optimizers]
+    return [optimizer for optimizer in inner if wrapper_of(optimizer) is not None]
+
+
+def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
+    chosen = optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]
+    for one in _ours(accelerator) if optimizer is None else [getattr(one, "optimizer", one) for one in chosen]:
+        if not accelerator.scaler.is_unscaled(one):
+            accelerator.scaler.unscale_(one)
+
+
+def _clip_grad_norm_(
+    accelerator: Any, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+) -> torch.Tensor:
+    accelerator.unscale_gradients()
+    return clipping.clip_norm(_ours(accelerator), parameters, max_norm, norm_type)
+
+
+def _clip_grad_value_(accelerator: Any, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    accelerator.unscale_gradients()
+    torch.nn.utils.clip_grad_value_(clipping.updated(_ours(accelerator), parameters), clip_value)

@@ -1,0 +1,100 @@
+"""Lightning: ``Trainer(plugins=AmpkitPrecision("O2"))``.
+
+Works with ``lightning`` and with ``pytorch_lightning``: import the one that you use before this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ..api import clip_grad_norm_, initialize, master_params, scale_loss
+from ..iteration.loss_scale import load_scalers, save_scalers
+from ..models.forward import watchers
+from ..registry import session_of
+from ..session import Session
+from . import framework
+
+Precision = framework("lightning.pytorch", "pytorch_lightning", install="lightning").plugins.Precision
+
+
+class AmpkitPrecision(Precision):
+    """Trains at an opt level; takes the settings of `ampkit.initialize` as keywords.
+
+    The session begins when Lightning has set up model and optimizers, and ends with its ``fit`` (``validate``, ...). Every
+    backward pass is a `scale_loss` block over all optimizers. The Trainer's ``gradient_clip_val``, ``accumulate_grad_batches`` and
+    checkpoints work as ever; a checkpoint holds float32 weights, and the loss scale under the name of this class.
+    """
+
+    def __init__(self, opt_level: str = "O1", **settings: Any) -> None:
+        self._settings = {"opt_level": opt_level, **settings}
+        self._session: Session | None = None
+        self._module: torch.nn.Module | None = None
+        self._state: dict[str, Any] = {}
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        self.teardown()
+        module = self._module = model.module if isinstance(model, DistributedDataParallel) else model
+        initialize(module, optimizers, **self._settings)
+        self._session = session_of(module)
+        if model is not module:
+            self._session.on_close(module.register_forward_pre_hook(_before_forward).remove)
+            if self._session.plan.casts_weights:  # DDP has laid out its buckets for float32
+                strategy = module.trainer.strategy
+                strategy.model = module
+                strategy.configure_ddp()
+                model = strategy.model
+        return model, optimizers, lr_schedulers
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        # A step may call parts of the module, and not its forward.
+        _before_forward(self._module)
+        yield
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        with scale_loss(tensor, self._session.optimizers) as scaled:
+            super().backward(scaled, model, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        if isinstance(optimizer, torch.optim.LBFGS):  # it evaluates the closure more than once
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = self._wrap_closure(model, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    def main_params(self, optimizer: Any) -> Any:
+        return master_params(optimizer)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        clip_grad_norm_(optimizer, clip_val)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._session is not None:
+            self._session.synchronize_reports()
+            self._state = {}
+            save_scalers([self._session.scalers], self._state)
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_scalers([self._session.scalers], state_dict)
+
+    def teardown(self) -> None:
+        if self._session is None:
+            return
+        self.state_dict()  # a checkpoint may be saved after fit
+        device = next((param.device for param in self._module.parameters()), None)
+        self._session.close()
+        self._session = None
+        if device is not None:
+            self._module.to(device)  # Lightning has moved it, and masters were where it had been
+
+
+def _before_forward(module: Any, *_: Any) -> None:
+    watcher = watchers.get(module)
+    if watcher is not None:
+        watcher(module)

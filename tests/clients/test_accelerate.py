@@ -1,0 +1,186 @@
+"""Accelerate's own loop over a session, judged by the same loop written by hand, and by float32."""
+
+import math
+
+import pytest
+import torch
+from helpers import backward, net_with_norm, random_batch
+from torch.nn import functional as F
+
+import ampkit
+from ampkit.integrations.accelerate import attach
+
+accelerate = pytest.importorskip("accelerate", reason="`make clients` installs accelerate")
+
+RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=3)
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "FusedAdam": lambda params: ampkit.optimizers.FusedAdam(params, lr=0.01),
+}
+ORDERS = ("prepare, initialize", "initialize, prepare", "initialize, attach, prepare")
+
+
+@pytest.fixture
+def accelerator():
+    """Makes one that has not seen the settings of another test, which live in classes."""
+
+    def make(**settings):
+        return accelerate.Accelerator(cpu=True, **settings)
+
+    forget_settings()
+    yield make
+    forget_settings()
+
+
+def forget_settings():
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def settings_of(level):
+    return {"opt_level": level, "verbosity": 0, **({"loss_scale": RULE} if level in ("O1", "O2") else {})}
+
+
+def prepared(accelerator, level, order=ORDERS[0], optimizer="AdamW", seed=0):
+    model = net_with_norm(seed=seed)
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    for deed in order.split(", "):
+        if deed == "prepare":
+            model, optimizer = accelerator.prepare(model, optimizer)
+        elif deed == "attach":
+            attach(accelerator)
+        else:
+            model, optimizer = ampkit.initialize(model, optimizer, **settings_of(level))
+    if "attach" not in order:
+        attach(accelerator)
+    return model, optimizer
+
+
+def loss_of(model, step, spoiled=None):
+    x, y = random_batch(seed=step)
+    return F.mse_loss(model(x).float(), y) * (math.inf if step == spoiled else 1.0)
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def trained(accelerator, model, optimizer, steps, spoiled=None, clip=None):
+    """What `accelerate`'s pages write; (weights, whether the step was skipped, state of the loss scale) of each step."""
+    found = []
+    for step in steps:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, step, spoiled))
+            if clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((values(model), accelerator.optimizer_step_was_skipped, ampkit.state_dict()))
+    return found
+
+
+def trained_by_hand(level, optimizer, steps, spoiled=None, accumulate=1, clip=None):
+    model = net_with_norm()
+    model, optimizer = ampkit.initialize(model, OPTIMIZERS[optimizer](model.parameters()), **settings_of(level))
+    found = []
+    for step in steps:
+        last = step % accumulate == accumulate - 1
+        backward(loss_of(model, step, spoiled) / accumulate, optimizer, delay_unscale=not last)
+        if last:
+            if clip is not None:
+                ampkit.clip_grad_norm_(optimizer, clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((values(model), ampkit.step_was_skipped(optimizer), ampkit.state_dict()))
+    ampkit.close()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_accelerates_loop_does_what_a_loop_does(level, optimizer, accelerator):
+    spoiled = 2 if level != "O5" else None
+    expected = trained_by_hand(level, optimizer, range(6), spoiled)
+    for order in ORDERS:
+        one = accelerator()
+        model, wrapped = prepared(one, level, order, optimizer)
+        found = trained(one, model, wrapped, range(6), spoiled)
+        for (weights, *state), (wanted, *wanted_state) in zip(found, expected, strict=True):
+            assert_equal(weights, wanted)
+            assert state == wanted_state
+        assert [skipped for _, skipped, _ in found] == [step == spoiled for step in range(6)]
+        assert ampkit.step_was_skipped(wrapped) is False
+        ampkit.close()
+        assert one.scaler is None and wrapped.scaler is None
+        one.backward(loss_of(model, 0))
+        one.clip_grad_norm_(model.parameters(), 1.0)  # Accelerate's own again
+        wrapped.step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ("O1", "O2"))
+def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, optimizer, accelerator):
+    expected = trained_by_hand(level, optimizer, range(6), spoiled=4, accumulate=3, clip=0.1)
+    one = accelerator(gradient_accumulation_steps=3)
+    model, wrapped = prepared(one, level, optimizer=optimizer)
+    found = trained(one, model, wrapped, range(6), spoiled=4, clip=0.1)
+    for (weights, _, state), (wanted, _, wanted_state) in zip(found, expected, strict=True):
+        assert_equal(weights, wanted)
+        assert state == wanted_state
+    assert [skipped for _, skipped, _ in found] == [False] * 5 + [True]
+    assert found[-1][2]["loss_scaler0"]["loss_scale"] == 128.0
+
+
+@pytest.mark.parametrize("by", ("norm", "value"))
+@pytest.mark.parametrize("level", ("O0", "O1", "O2"))
+def test_gradients_are_clipped_as_in_float32(level, by, accelerator):
+    twin = net_with_norm()
+    loss_of(twin, 0).backward()
+    one = accelerator()
+    model, optimizer = prepared(one, level)
+    one.backward(loss_of(model, 0))
+    if by == "norm":
+        wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.02)
+        norm = one.clip_grad_norm_(model.parameters(), 0.02)
+        assert norm.item() == pytest.approx(wanted.item(), rel=1e-6 if level == "O0" else 0.02)
+    else:
+        torch.nn.utils.clip_grad_value_(twin.parameters(), 0.02)
+        one.clip_grad_value_(model.parameters(), 0.02)
+    tolerance = 1e-6 if level == "O0" else 0.02 * 0.05
+    for master, param in zip(ampkit.master_params(optimizer), twin.parameters(), strict=True):
+        assert (master.grad - param.grad).abs().max() <= tolerance
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_a_resumed_run_goes_on_bit_for_bit(level, accelerator, tmp_path):
+    spoiled = 1 if level != "O5" else None
+    one = accelerator()
+    model, optimizer = prepared(one, level)
+    trained(one, model, optimizer, range(4), spoiled)
+    one.save_state(tmp_path)
+    expected = trained(one, model, optimizer, range(4, 6))
+    ampkit.close()
+    one.free_memory()
+    model, optimizer = prepared(one, level, seed=9)
+    one.load_state(tmp_path)
+    for (weights, *state), (wanted, *wanted_state) in zip(
+        trained(one, model, optimizer, range(4, 6)), expected, strict=True
+    ):
+        assert_equal(weights, wanted)
+        assert state == wanted_state
+
+
+def test_what_cannot_go_together_is_refused(accelerator):
+    with pytest.raises(ampkit.NotInitializedError, match="called before"):
+        attach(accelerator())
+    forget_settings()
+    one = accelerator(mixed_precision="bf16")
+    model = ampkit.initialize(net_with_norm(), opt_level="O1", verbosity=0)
+    with pytest.raises(ampkit.ConfigurationError, match="mixed_precision='bf16'"):
+        attach(one)
+    assert model is not None  # or its session would have ended
