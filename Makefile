@@ -5,7 +5,6 @@
 #   make mutants      plants faults in copies, and tells which of them the tests notice; MUTANTS='*lamb*' for some of them
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make bench        whole training steps beside torch.amp on the CPU, within 25 minutes, into docs/benchmarks.md; BENCH=--short shows that it runs
-#   make clients      adds the libraries that tests/clients run unmodified; without them those tests are skipped
 #   make clients      adds the libraries and frameworks that tests/clients run unmodified; without them those tests are skipped
 #   make docs         builds the site of docs/ into site/; a broken link is an error
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU

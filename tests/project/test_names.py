@@ -1,5 +1,6 @@
 """What ampkit exports is what it means to export, and what its pages name exists."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -69,12 +70,21 @@ def test_version_is_the_one_that_is_packed():
 
 def found(dotted):
     """What ``ampkit.a.b`` names; an AttributeError or ImportError where it names nothing."""
+    if dotted.startswith("ampkit.integrations."):
+        return found_in_adapter(*dotted.split(".")[2:])
     value = ampkit
     for index, name in enumerate(names := dotted.split(".")[1:]):
         if isinstance(value, types.ModuleType) and not hasattr(value, name):
             importlib.import_module(".".join(["ampkit", *names[: index + 1]]))
         value = getattr(value, name)
     return value
+
+
+def found_in_adapter(module, *name):
+    """Read and not imported, since its framework may be missing."""
+    tree = ast.parse((ROOT / "ampkit" / "integrations" / f"{module}.py").read_text())
+    if not set(name) <= {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}:
+        raise AttributeError(f"{module} has no {name}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -91,6 +101,8 @@ def test_a_name_that_does_not_exist_is_noticed():
         found("ampkit.initialise")
     with pytest.raises(AttributeError):
         found("ampkit.Policy.nothing")
+    with pytest.raises(AttributeError):
+        found("ampkit.integrations.lightning.Nothing")
 
 
 # README, Fused optimizers; docs/migrating.md, Apex's neighbours.
