@@ -25,12 +25,22 @@ struct StepLists {
 
   // Where there is no lower, the parameters stand in, and are not touched under that number.
   bool writes_lower() const { return !lower.empty(); }
-  TensorLists<kDepth> flatten() const { return flatten(std::make_index_sequence<kStates>()); }
+  // takes_rests: in the place of lower, see Note [split parameters].
+  TensorLists<kDepth> flatten(bool takes_rests) const {
+    auto lists = flatten(takes_rests ? Role::kWriteOrRest : Role::kWrite, std::make_index_sequence<kStates>());
+    if (takes_rests) {
+      const auto& tensors = lists.flat();
+      for (size_t i = 0; i < tensors.size(); ++i)
+        AMPKIT_CHECK(!is_rest(tensors[i].dtype[kLower]) || tensors[i].dtype[kParams] == DType::kBFloat16, op, ": lower[", i,
+                     "] is the rest of a split parameter, and params[", i, "] is not BFloat16");
+    }
+    return lists;
+  }
 
  private:
   template <size_t... kState>
-  TensorLists<kDepth> flatten(std::index_sequence<kState...>) const {
-    const NamedList last{"lower", writes_lower() ? lower : params, writes_lower() ? Role::kWrite : Role::kRead};
+  TensorLists<kDepth> flatten(Role role, std::index_sequence<kState...>) const {
+    const NamedList last{"lower", writes_lower() ? lower : params, writes_lower() ? role : Role::kRead};
     return {op, {{{"grads", grads, Role::kRead}, {"params", params, Role::kWrite}, states[kState]..., last}}};
   }
 };

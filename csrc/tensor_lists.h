@@ -23,8 +23,11 @@
 
 namespace ampkit {
 
-enum class DType : uint8_t { kFloat, kHalf, kBFloat16 };
-enum class Role { kRead, kWrite };
+enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kInt8 };
+// kWriteOrRest: written, and may hold integers (Note [split parameters]).
+enum class Role { kRead, kWrite, kWriteOrRest };
+
+constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16 || dtype == DType::kInt8; }
 
 struct NamedList {
   const char* name;
@@ -147,6 +150,10 @@ class TensorLists {
     if (code == float_code) return DType::kFloat;
     if (code == half_code) return DType::kHalf;
     if (code == bfloat16_code) return DType::kBFloat16;
+    if (lists_[k].role == Role::kWriteOrRest) {
+      if (code == aoti_torch_dtype_int16()) return DType::kInt16;
+      if (code == aoti_torch_dtype_int8()) return DType::kInt8;
+    }
     fail(op_, ": ", lists_[k].name, "[", i, "] is ", torch::headeronly::toString(tensor.share().scalar_type()),
          "; the kernels take Float, Half and BFloat16");
   }
@@ -162,7 +169,7 @@ class TensorLists {
     // Never the tensor itself: contiguous() may return its argument, and another list may hold the same memory.
     Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
     torch::stable::copy_(copy, tensor);
-    (role == Role::kWrite ? written_ : read_).emplace_back(tensor, copy);
+    (role == Role::kRead ? read_ : written_).emplace_back(tensor, copy);
     return copy.mutable_data_ptr();
   }
 

@@ -24,6 +24,7 @@ from ampkit.kernels.reference_optimizers import (
     multi_tensor_sgd,
 )
 from ampkit.kernels.routing import NO_BAD
+from ampkit.kernels.split import join, split
 
 __all__ = [
     "NO_BAD",
@@ -32,6 +33,7 @@ __all__ = [
     "clip_factor",
     "gradient_norms",
     "implementation",
+    "join",
     "lars_trust",
     "multi_tensor_accumulate",
     "multi_tensor_adagrad",
@@ -45,5 +47,6 @@ __all__ = [
     "multi_tensor_scale",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
+    "split",
     "update_scale",
 ]

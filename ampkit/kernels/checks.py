@@ -2,8 +2,11 @@
 
 import torch
 
+from ampkit.kernels.split import RESTS
+
 # Lists that no operator writes to, besides gradients, which one does.
 _ONLY_READ = frozenset(("inputs", "xs", "ys", "exacts", "fresh", "tensors"))
+_TAKES_RESTS = ("multi_tensor_sgd", "multi_tensor_adam")
 
 
 def check_lists(op, **lists):
@@ -25,7 +28,13 @@ def check_lists(op, **lists):
                     f"{op}: {name}[{i}] has shape {list(tensor.shape)}, "
                     f"{first_name}[{i}] has shape {list(expected.shape)}; they must be equal"
                 )
-            if not (tensor.is_floating_point() or tensor.is_complex()):
+            if name == "lower" and tensor.dtype in RESTS and op in _TAKES_RESTS:
+                if lists["params"][i].dtype is not torch.bfloat16:
+                    raise RuntimeError(
+                        f"{op}: lower[{i}] is the rest of a split parameter ({tensor.dtype}), and params[{i}] is "
+                        f"{lists['params'][i].dtype}; expected torch.bfloat16"
+                    )
+            elif not (tensor.is_floating_point() or tensor.is_complex()):
                 raise RuntimeError(f"{op}: {name}[{i}] is {tensor.dtype}; expected a floating point or complex dtype")
             if is_written and _overlaps_itself(tensor):
                 raise RuntimeError(

@@ -4,6 +4,9 @@ A step updates ``params`` (float32 masters, or the weights themselves) and state
 into ``lower`` if there is one; the kernels do it in one pass. ``grads`` are only read, and multiplied by ``inv_scale`` (1 / loss
 scale) and ``clip`` first. ``step`` is the number of this step, 1 for the first. Where ``found_inf`` is not 0, nothing is written.
 
+Where ``lower`` holds int16 or int8 (SGD's and Adam's), it is the rest of a split parameter (split.py): a bfloat16 one, updated in
+the float32 that the two are together.
+
 Gradients, parameters and states may differ in dtype. Arithmetic is float32, or wider where a parameter is, and each result is
 rounded once on its way back.
 """
@@ -19,6 +22,7 @@ from torch import Tensor
 from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.reference import multi_tensor_l2norm
 from ampkit.kernels.routing import Number, PerTensor, Tensors, operator
+from ampkit.kernels.split import RESTS, join, split
 
 
 def _without_momenta(given: dict[str, Any]) -> None:
@@ -51,7 +55,7 @@ def multi_tensor_sgd(
     momentum. ``trust`` holds a factor of the decayed gradient for each tensor.
     """
     check_lists("multi_tensor_sgd", grads=grads, params=params, momenta=momenta, lower=lower)
-    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
+    p, d = _joined(params, lower, found_inf), _scaled(grads, params, inv_scale, clip)
     if weight_decay and not wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
     if trust is not None:
@@ -69,7 +73,7 @@ def multi_tensor_sgd(
     if weight_decay and wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
     _subtract(p, d, lr)
-    _write(found_inf, *written, (params, p), (lower, p))
+    _write(found_inf, *written, *_parted(params, lower, p))
 
 
 @operator
@@ -94,7 +98,7 @@ def multi_tensor_adam(
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
     lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, lower=lower)
     check_lists("multi_tensor_adam", **lists)
-    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
+    p, d = _joined(params, lower, found_inf), _scaled(grads, params, inv_scale, clip)
     m, v = _working(exp_avgs, params, found_inf), _working(exp_avg_sqs, params, found_inf)
     if weight_decay and not decoupled:
         d = torch._foreach_add(d, p, alpha=weight_decay)
@@ -103,7 +107,7 @@ def multi_tensor_adam(
     if weight_decay and decoupled:
         torch._foreach_add_(update, p, alpha=weight_decay)
     _subtract(p, update, lr)
-    _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), (params, p), (lower, p))
+    _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), *_parted(params, lower, p))
 
 
 @operator
@@ -386,6 +390,23 @@ def _working(tensors: Tensors, params: Tensors, found_inf: Tensor | None = None)
     unless an update may turn out to be skipped."""
     copy = found_inf is not None
     return [t.to(compute_dtype(p), copy=copy) for t, p in zip(tensors, params, strict=True)]
+
+
+def _joined(params: Tensors, lower: Tensors | None, found_inf: Tensor | None) -> list[Tensor]:
+    """`_working` parameters, those that are split in the places of their weights."""
+    p = _working(params, params, found_inf)
+    return [join(params[i], lower[i]) if lower and lower[i].dtype in RESTS else x for i, x in enumerate(p)]
+
+
+def _parted(params: Tensors, lower: Tensors | None, p: list[Tensor]) -> list[tuple[Tensors, list[Tensor]]]:
+    """What to `_write` of these parameters: themselves and lower, or, where they are split, weights and rests."""
+    if not lower:
+        return [(params, p)]
+    weights, rests = list(p), list(p)
+    for i, one in enumerate(lower):
+        if one.dtype in RESTS:
+            weights[i], rests[i] = split(p[i], one.dtype)
+    return [(params, weights), (lower, rests)]
 
 
 def _stored(values: list[Tensor], tensors: Tensors) -> list[Tensor]:

@@ -12,6 +12,7 @@
 #include "cpu/capability.h"
 #include "functors/finite.h"
 #include "functors/multi_tensor_l2norm.h"
+#include "functors/split.h"
 #include "tensor_lists.h"
 
 #if AMPKIT_X86_VARIANTS

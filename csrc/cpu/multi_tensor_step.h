@@ -9,7 +9,7 @@ namespace ampkit {
 template <class Functor, class StepBlock>
 void run_step(const StepLists<Functor::kStates>& step_lists, const typename Functor::Settings& settings, const float* each,
               StepBlock step_block) {
-  auto lists = step_lists.flatten();
+  auto lists = step_lists.flatten(Functor::kTakesRests);
   if (settings.common.skips()) return;
   const Functor functor(settings);
   const auto& tensors = lists.flat();

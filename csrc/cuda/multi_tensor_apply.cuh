@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "functors/finite.h"
+#include "functors/split.h"
 #include "launch_plan.h"
 #include "tensor_lists.h"
 
@@ -71,6 +72,17 @@ struct Chunk {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) raw.words[k] = i + k < size ? from[k] : 0;
       }
+    } else if (dtype[list] == DType::kInt8) {
+      const uint8_t* from = static_cast<const uint8_t*>(data[list]) + i;
+      if (aligned && i + kWidth <= size) {
+        const uint2 all = *reinterpret_cast<const uint2*>(from);
+        raw = {all.x, all.y, 0, 0, 0, 0, 0, 0};
+      } else {
+        raw = {};
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k)
+          if (i + k < size) raw.words[k / 4] |= static_cast<uint32_t>(from[k]) << k % 4 * 8;
+      }
     } else {
       const uint16_t* from = static_cast<const uint16_t*>(data[list]) + i;
       if (aligned && i + kWidth <= size) {
@@ -120,7 +132,6 @@ struct Chunk {
       }
       return;
     }
-    uint16_t* to = static_cast<uint16_t*>(data[list]) + i;
     if (dtype[list] == DType::kBFloat16) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) words[k] = __bfloat16_as_ushort(__float2bfloat16_rn(values[k]));
@@ -128,6 +139,48 @@ struct Chunk {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) words[k] = __half_as_ushort(__float2half_rn(values[k]));
     }
+    store_half_words(list, i, words);
+  }
+
+  // Parameters whose rests are in another list (Note [split parameters]) as float32, and back.
+  __device__ void join_rests(int rests, const Raw& weights, const Raw& raw, float (&values)[kWidth]) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const uint32_t weight = half_word(weights, k);
+      values[k] = dtype[rests] == DType::kInt16 ? join(weight, static_cast<int16_t>(half_word(raw, k)))
+                                                : join(weight, static_cast<int8_t>(raw.words[k / 4] >> k % 4 * 8 & 0xff));
+    }
+  }
+
+  __device__ void store_split(int weights, int rests, int i, const float (&values)[kWidth]) const {
+    uint32_t words[kWidth], rest_words[kWidth];
+    if (dtype[rests] == DType::kInt16) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) split_words<int16_t>(values[k], words[k], rest_words[k]);
+      store_half_words(rests, i, rest_words);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) split_words<int8_t>(values[k], words[k], rest_words[k]);
+      store_bytes(rests, i, rest_words);
+    }
+    store_half_words(weights, i, words);
+  }
+
+ private:
+  static __device__ uint32_t half_word(const Raw& raw, int k) { return raw.words[k / 2] >> (k % 2 * 16) & 0xffff; }
+
+  // The bits of both, without a sign.
+  template <class Rest>
+  static __device__ void split_words(float value, uint32_t& weight, uint32_t& rest) {
+    uint16_t half = 0;
+    Rest left = 0;
+    split(value, half, left);
+    weight = half;
+    rest = static_cast<uint32_t>(left) & (sizeof(Rest) == 1 ? 0xffu : 0xffffu);
+  }
+
+  __device__ void store_half_words(int list, int i, const uint32_t (&words)[kWidth]) const {
+    uint16_t* to = static_cast<uint16_t*>(data[list]) + i;
     if (aligned && i + kWidth <= size) {
       *reinterpret_cast<uint4*>(to) = make_uint4(words[0] | words[1] << 16, words[2] | words[3] << 16,
                                                  words[4] | words[5] << 16, words[6] | words[7] << 16);
@@ -138,8 +191,17 @@ struct Chunk {
     }
   }
 
- private:
-  static __device__ uint32_t half_word(const Raw& raw, int k) { return raw.words[k / 2] >> (k % 2 * 16) & 0xffff; }
+  __device__ void store_bytes(int list, int i, const uint32_t (&words)[kWidth]) const {
+    uint8_t* to = static_cast<uint8_t*>(data[list]) + i;
+    if (aligned && i + kWidth <= size) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(words[0] | words[1] << 8 | words[2] << 16 | words[3] << 24,
+                                                 words[4] | words[5] << 8 | words[6] << 16 | words[7] << 24);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        if (i + k < size) to[k] = static_cast<uint8_t>(words[k]);
+    }
+  }
 };
 
 // As a tensor of this dtype would hold it.
@@ -149,7 +211,9 @@ __device__ inline float rounded(float value, DType dtype) {
   return value;
 }
 
-__host__ __device__ inline int64_t bytes_per_element(DType dtype) { return dtype == DType::kFloat ? 4 : 2; }
+__host__ __device__ inline int64_t bytes_per_element(DType dtype) {
+  return dtype == DType::kFloat ? 4 : dtype == DType::kInt8 ? 1 : 2;
+}
 
 template <int kDepth, class Kernel>
 __global__ void __launch_bounds__(kThreads, kBlocksAtATime)

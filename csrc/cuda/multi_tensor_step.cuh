@@ -1,5 +1,6 @@
 // The CUDA driver of the optimizers' steps, over any functor of functors/multi_tensor_step.h. Memory traffic: gradients read
-// once, parameters and states read and written once, lower written once.
+// once, parameters and states read and written once, lower written once, or, where it holds rests (Note [split parameters]), read
+// and written once.
 #pragma once
 
 #include "cuda/multi_tensor_apply.cuh"
@@ -7,7 +8,8 @@
 
 namespace ampkit {
 
-template <class Functor>
+// kSplits: some parameters may be split. A kernel of its own, for its registers.
+template <class Functor, bool kSplits>
 struct StepKernel {
   typename Functor::Settings settings;
   const float* each;  // a number for each tensor, or nullptr
@@ -18,10 +20,12 @@ struct StepKernel {
     if (settings.common.skips()) return;
     // The first elements are on their way while one thread makes the functor for its block: it may take powers in float64, and
     // reads what lies on the device.
-    Raw raw[kStates + 2];
+    Raw raw[kStates + 2], rests;
+    const bool splits = kSplits && is_rest(chunk.dtype[kLower]);
     int i = threadIdx.x * kWidth;
 #pragma unroll
     for (int list = 0; list < kStates + 2; ++list) raw[list] = chunk.fetch(list, i);
+    if (splits) rests = chunk.fetch(kLower, i);
     __shared__ Functor shared;
     if (threadIdx.x == 0) shared = Functor(settings);
     __syncthreads();
@@ -31,6 +35,7 @@ struct StepKernel {
       float values[kStates + 2][kWidth];
 #pragma unroll
       for (int list = 0; list < kStates + 2; ++list) chunk.unpack(list, raw[list], values[list]);
+      if (splits) chunk.join_rests(kLower, raw[1], rests, values[1]);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         float state = 0, second_state = 0;
@@ -40,12 +45,18 @@ struct StepKernel {
         if constexpr (kStates > 0) values[2][k] = state;
         if constexpr (kStates > 1) values[3][k] = second_state;
       }
+      if (splits) {
+        chunk.store_split(1, kLower, i, values[1]);
+      } else {
+        chunk.store(1, i, values[1]);
+        if (writes_lower) chunk.store(kLower, i, values[1]);
+      }
 #pragma unroll
-      for (int list = 1; list < kStates + 2; ++list) chunk.store(list, i, values[list]);
-      if (writes_lower) chunk.store(kLower, i, values[1]);
+      for (int list = 2; list < kStates + 2; ++list) chunk.store(list, i, values[list]);
       i += kStride;
 #pragma unroll
       for (int list = 0; list < kStates + 2; ++list) raw[list] = chunk.fetch(list, i);  // nothing beyond the end
+      if (splits) rests = chunk.fetch(kLower, i);
     }
   }
 };
@@ -54,9 +65,15 @@ template <class Functor>
 void run_step(const StepLists<Functor::kStates>& step_lists, const typename Functor::Settings& settings, const float* each) {
   const int32_t device = step_lists.grads.front().get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  auto lists = step_lists.flatten();
-  const StepKernel<Functor> kernel{settings, each, step_lists.writes_lower()};
-  multi_tensor_apply(lists.flat(), kernel, current_stream(device));
+  auto lists = step_lists.flatten(Functor::kTakesRests);
+  const auto& tensors = lists.flat();
+  bool splits = false;
+  for (const auto& tensor : tensors) splits = splits || is_rest(tensor.dtype[step_lists.kLower]);
+  const auto launch = [&](const auto& kernel) { multi_tensor_apply(tensors, kernel, current_stream(device)); };
+  if (splits)
+    launch(StepKernel<Functor, Functor::kTakesRests>{settings, each, step_lists.writes_lower()});
+  else
+    launch(StepKernel<Functor, false>{settings, each, step_lists.writes_lower()});
   lists.finish();
 }
 

@@ -16,6 +16,7 @@ struct AdagradSettings {
 struct AdagradFunctor {
   using Settings = AdagradSettings;
   static constexpr int kStates = 1;
+  static constexpr bool kTakesRests = false;
 
   float factor, eps, decay_of_gradient, decay, lr;
 

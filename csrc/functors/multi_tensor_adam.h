@@ -19,6 +19,7 @@ struct AdamSettings {
 struct AdamFunctor {
   using Settings = AdamSettings;
   static constexpr int kStates = 2;
+  static constexpr bool kTakesRests = true;
 
   float factor, beta1, share, beta2, rest2, inverse1, inverse2, eps, decay_of_gradient, decay, lr;
 

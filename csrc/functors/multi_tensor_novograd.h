@@ -19,6 +19,7 @@ struct NovogradSettings {
 struct NovogradFunctor {
   using Settings = NovogradSettings;
   static constexpr int kStates = 1;
+  static constexpr bool kTakesRests = false;
 
   float factor, beta1, share, inverse1, inverse2, eps, decay_inside, decay_outside, lr;
   bool inside_moment;

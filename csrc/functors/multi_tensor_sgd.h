@@ -19,6 +19,7 @@ template <bool kMomentum>
 struct SgdFunctor {
   using Settings = SgdSettings;
   static constexpr int kStates = kMomentum ? 1 : 0;
+  static constexpr bool kTakesRests = true;
 
   float factor, momentum, share, of_gradient, of_momentum, decay_before, decay_after, lr;
   bool first_run;

@@ -3,7 +3,8 @@
 //
 //   void operator()(float gradient, float& param, float& state, float& second_state, float each) const
 //
-// Without fused multiply-adds (see multi_tensor_axpby.h), so the result is the same on every device.
+// kTakesRests says that the op takes split parameters (functors/split.h). Without fused multiply-adds (see
+// multi_tensor_axpby.h), so the result is the same on every device.
 #pragma once
 
 #include <math.h>

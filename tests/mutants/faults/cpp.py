@@ -4,6 +4,14 @@ from ..mutant import Mutant
 
 FAULTS = [
     Mutant(
+        "cpp split: ties to zero",
+        "csrc/functors/split.h",
+        "(bits + 0x8000u) >> 16",
+        "(bits + 0x7fffu) >> 16",
+        breaks="a split weight is the value rounded to nearest, ties away from zero",
+        tests=("kernels/test_split.py::test_every_class_of_values_goes_through_a_step[extension-cpu-rest_dtype0]",),
+    ),
+    Mutant(
         "cpp adam: the root of the correction is missing",
         "csrc/functors/multi_tensor_adam.h",
         "1.0 / sqrt(bias_correction(settings.beta2, step))",

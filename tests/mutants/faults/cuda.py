@@ -21,6 +21,14 @@ WHEREVER = "kernels/test_kernels.py::test_found_inf_wherever_the_value_hides"
 FIRST_BAD = "kernels/test_kernels.py::test_first_bad_is_the_smallest_index_and_only_falls"
 
 FAULTS = [
+    fault(
+        "step: rests of one byte are read out of order",
+        DRIVER,
+        "raw.words[k / 4] >> k % 4 * 8 & 0xff",
+        "raw.words[k / 4] >> k % 2 * 8 & 0xff",
+        "each parameter has its own rest",
+        "kernels/test_split.py::test_a_step_of_split_parameters_is_that_of_their_float32_values",
+    ),
     # Barriers
     fault(
         "step: the functor is used before it is made",

@@ -4,6 +4,38 @@ from ..mutant import Mutant
 
 FAULTS = [
     Mutant(
+        "split: ties to zero",
+        "ampkit/kernels/split.py",
+        "weights = ((bits + 0x8000) >> 16)",
+        "weights = ((bits + 0x7FFF) >> 16)",
+        breaks="a split weight is the value rounded to nearest, ties away from zero",
+        tests=("kernels/test_split.py::test_a_value_is_its_weight_and_rest_bit_for_bit",),
+    ),
+    Mutant(
+        "split: 24 bits by cutting",
+        "ampkit/kernels/split.py",
+        "+ ((1 << left_out) >> 1)",
+        "+ 0",
+        breaks="a value of 24 bits is rounded to nearest",
+        tests=("kernels/test_split.py::test_a_value_is_its_weight_and_rest_bit_for_bit",),
+    ),
+    Mutant(
+        "split: the rest of a zero",
+        "ampkit/kernels/split.py",
+        "magnitudes.clamp_(min=0)",
+        "magnitudes",
+        breaks="a zero written over a weight with a negative rest is a zero, no NaN",
+        tests=("kernels/test_split.py::test_what_is_written_over_a_weight_is_what_both_together_round_to",),
+    ),
+    Mutant(
+        "reference: rests of float32 parameters",
+        "ampkit/kernels/checks.py",
+        'if lists["params"][i].dtype is not torch.bfloat16:',
+        'if lists["params"][i].dtype is torch.float16:',
+        breaks="the rest of a float32 parameter is refused",
+        tests=("kernels/test_split.py::test_the_rest_of_what_is_no_bfloat16_is_refused",),
+    ),
+    Mutant(
         "reference: a clean list clears found_inf",
         "ampkit/kernels/reference.py",
         "found_inf.copy_(torch.maximum(found_inf, bad.any().to(found_inf)))",
