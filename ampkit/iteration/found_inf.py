@@ -72,11 +72,13 @@ class FoundInf:
     `overflowed` waits for the answer, unless it `is_known`; ``first_nonfinite`` has the tensors then.
 
     ``scaler`` is the loss scaler whose iteration it ended; None for the gradients of an optimizer that the block did not name,
-    which move no scale. ``spare`` holds memory that is used again, and gets it back with the end of this object.
+    which move no scale, and for what was found ``at_step``, after the block. ``spare`` holds memory that is used again, and gets
+    it back with the end of this object.
     """
 
     scaler: Any = None
     moves_scale = False
+    at_step = False
     reported = False
     first_nonfinite: Sequence[torch.Tensor] = ()
     _overflowed: bool | None = None

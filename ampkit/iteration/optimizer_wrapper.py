@@ -351,7 +351,19 @@ class OptimizerWrapper:
             if found.scaler is not None and found not in self.found:
                 self.found.append(found)
         self._used, self.found = self.found, []
+        if self._used and self._is_averaged_by_hand():
+            # What an average brings in came after the block had judged.
+            again = FoundInf.of(self._check_norm())
+            again.at_step = True
+            again.send()
+            self._used.insert(0, again)
         return self._used
+
+    def _is_averaged_by_hand(self) -> bool:
+        """Whether a script may average gradients over processes between block and step. torch counts no write of a collective."""
+        if getattr(self.owner, "process_group", None) is not None:
+            return True
+        return self.owner.scaling.is_one_of_several_without_ddp and not self.gradients.process_groups()
 
     def _must_skip(self) -> bool:
         overflows = [found for found in self._take_found() if found.overflowed]
@@ -376,12 +388,13 @@ class OptimizerWrapper:
         self._skipped = False if gradients.used_flag is None else gradients.used_flag
         return gradients.used_flag
 
-    def _check_norm(self) -> torch.Tensor | None:
-        """A flag that says whether the gradients of now are finite; None where there are none."""
+    def _check_norm(self) -> torch.Tensor:
+        """A flag that says whether the gradients of now are finite, on all processes that have to agree."""
         norm = self.gradients.total_norm()
-        flag = None if norm is None else norm.isfinite().logical_not().float().reshape(())
-        if flag is not None:
-            highest(flag, self.process_groups())
+        if norm is None:  # the others may have some
+            norm = torch.zeros(1, device=next((slot.param.device for slot in self.gradients.slots), "cpu"))
+        flag = norm.isfinite().logical_not().float().reshape(())
+        highest(flag, self.process_groups())
         return flag
 
     def drop_cleared(self) -> None:

@@ -77,6 +77,12 @@ class LossScaling:
         """Whether a step of this session may be skipped: not where every scale is a static 1.0, which checks nothing."""
         return not all(scaler.is_one for scaler in self.scalers)
 
+    @property
+    def is_one_of_several_without_ddp(self) -> bool:
+        """Whether this is one of several processes, of which none has been seen to average gradients for the script."""
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return several and torch.distributed.get_world_size() > 1 and self.ddp() is None
+
     def note_forward(self) -> None:
         """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
@@ -132,7 +138,12 @@ class LossScaling:
             return
         found.reported = True
         scaler = found.scaler
-        if scaler is None:
+        if found.at_step:
+            logger.info(
+                "Gradients were finite when the scale_loss block ended and are not at step(): it is skipped, the scale stays. "
+                "Where they are averaged over processes by hand, pass process_group= to initialize()."
+            )
+        elif scaler is None:
             logger.info(
                 "Gradient overflow in a scale_loss block that did not name this optimizer: its step is skipped, the scale stays."
             )

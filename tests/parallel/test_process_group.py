@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import as_one_of_two_ranks, backward, net_with_norm, results_of_two_ranks
+from torch import nn
 from torch.nn import functional as F
 
 import ampkit
@@ -85,9 +86,97 @@ def apart(rank):
     return found
 
 
+#: Who writes what into gradients after the block, whose finding no longer tells; and over whom the gradients are averaged.
+TOUCHED = {
+    "written on one rank": "all",
+    "written on one rank without averaging": "all, not averaged",
+    "overflow elsewhere, process_group= forgotten": None,
+    "written in a group of one": "one",
+}
+
+
+def touched(rank, case, level, fused, through_masters):
+    """Three steps. In the second, gradients of rank 1 stop being finite: behind the block, but for the forgotten group's."""
+    group = {"all": dist.group.WORLD, "one": ALONE[rank] if case == "written in a group of one" else None}
+    over = TOUCHED[case]
+    given = {} if over is None else {"process_group": group[over.split(",")[0]]}
+    model = net_with_norm()
+    optimizer = (FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0, **given)
+    found = []
+    for step in range(3):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        x, y = (part[rank] for part in data(step))
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        spoiled = (step, rank) == (1, 1)
+        backward(loss * math.inf if spoiled and over is None else loss, optimizer)
+        params = list(ampkit.master_params(optimizer)) if through_masters else list(model.parameters())
+        if spoiled and over is not None:
+            params[0].grad[0, 0] = math.nan
+        for param in params if over in ("all", None) else ():
+            dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)  # which torch counts as no write
+        optimizer.step()
+        moved = any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        found.append((ampkit.step_was_skipped(optimizer), moved))
+    finite = all(value.isfinite().all() for value in model.state_dict().values())
+    ampkit.close()
+    return {"found": found, "finite": bool(finite)}
+
+
+def norms_taken(rank, by_hand):
+    """How often the norm of gradients is taken in two steps: by hand, or under DDP, which averages before the block ends."""
+    from ampkit.iteration.gradients import Gradients
+
+    taken, original = [], Gradients.total_norm
+    Gradients.total_norm = lambda self: taken.append(1) or original(self)
+    model = net_with_norm()
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    ampkit.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    parallel = model if by_hand else nn.parallel.DistributedDataParallel(model)
+    for step in range(2):
+        x, y = (part[rank] for part in data(step))
+        optimizer.zero_grad()
+        backward(F.mse_loss(parallel(x), y), optimizer)
+        optimizer.step()
+    Gradients.total_norm = original
+    ampkit.close()
+    return len(taken)
+
+
+def touched_cases():
+    return [
+        (case, level, fused, through_masters)
+        for case in TOUCHED
+        for level in ("O1", "O2", "O5")
+        for fused in (False, True)
+        for through_masters in (False, True)
+    ]
+
+
+def judged_again():
+    """Where ranks may differ in their scales, which this is not about, no ranks are compared."""
+    rank = dist.get_rank()
+    ALONE[:] = [dist.new_group([one]) for one in range(2)]
+    from ampkit.iteration import scale_loss
+
+    scale_loss._CHECKS_RANKS, before = False, scale_loss._CHECKS_RANKS
+    try:
+        return {
+            "touched": {str(case): touched(rank, *case) for case in touched_cases()},
+            "norms": {str(by_hand): norms_taken(rank, by_hand) for by_hand in (False, True)},
+        }
+    finally:
+        scale_loss._CHECKS_RANKS = before
+
+
+ALONE = []
+
+
 def work(rank):
     assert _CHECKS_RANKS  # each of these iterations
     return {
+        **judged_again(),
         "apart": apart(rank),
         "cases": {str(case): train(rank, case) for case in CASES},
         "zero": {level: refusal_of_zero(level) for level in ("O0", "O1", "O2", "O4", "O5")},
@@ -139,6 +228,47 @@ def test_ranks_whose_scales_differ_are_told(results):
         first, second = found["apart"]
         here = 32768 if rank == 1 else 65536
         assert not first and f"32768 to 65536, {here} here" in second and "process_group=" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", touched_cases())
+def test_gradients_that_stop_being_finite_behind_the_block_are_not_stepped_with(results, case):
+    both = case[0] != "written in a group of one"
+    for rank, one in enumerate(found["touched"][str(case)] for found in results):
+        skipped = [False, both or rank == 1, False]
+        assert one == {"found": [(skip, not skip) for skip in skipped], "finite": True}
+
+
+@pytest.mark.slow
+def test_gradients_are_looked_at_again_only_where_a_script_may_have_averaged_them(results):
+    for rank in results:
+        assert rank["norms"] == {"False": 0, "True": 2}
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+@pytest.mark.parametrize("make", (torch.optim.AdamW, FusedAdam))
+def test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one(group_of_one, level, make):
+    model = net_with_norm()
+    optimizer = make(model.parameters(), lr=1e-2)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0, process_group=group_of_one)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for spoiled in (True, False):
+        optimizer.zero_grad()
+        backward(model(torch.ones(2, 6)).square().mean(), optimizer)
+        if spoiled:
+            model[0].weight.grad[0, 0] = math.nan
+        optimizer.step()
+        assert ampkit.step_was_skipped(optimizer) is spoiled
+        same = [torch.equal(value, before[name]) for name, value in model.state_dict().items()]
+        assert all(same) if spoiled else not any(same)
+    ampkit.close()
 
 
 def test_process_group_that_is_none_is_refused():
