@@ -55,8 +55,14 @@ $(VENV)/.emulation-asan: $(VENV)/.extension $(EMULATION)
 	$(BIN)/python tests/emulation/build.py build/emulation-asan --address-sanitizer
 	touch $@
 
+# The newest transformers lies in a folder beside the pinned one: tests/clients/test_transformers_trainer.py.
+NEWEST_TRANSFORMERS := transformers==5.23.0 huggingface_hub==2.4.0 tokenizers==0.23.3
+
 clients: venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate lightning
+	grep -v '^transformers' $(CONSTRAINTS) > $(VENV)/constraints-newest.txt
+	test -d $(VENV)/transformers-newest || $(PIP) install --quiet --constraint $(VENV)/constraints-newest.txt \
+	  --target $(VENV)/transformers-newest $(NEWEST_TRANSFORMERS)
 
 # Those that the emulation is for. What a kernel says when it ends the process must not be captured; and torch need not warn that
 # the emulated kernels take the place of others.

@@ -12,29 +12,20 @@ from ..errors import ConfigurationError, NotInitializedError
 from ..grad_scaler import GradScaler
 from ..iteration.optimizer_wrapper import wrapper_of
 from ..registry import current_session
+from ..session import Session
 from . import clipping
 
 
-def attach(accelerator: Any) -> None:
-    """Have ``backward``, clipping and the prepared optimizers of this ``Accelerator`` go through the newest session.
+def attach(accelerator: Any, session: Session | None = None) -> None:
+    """Have ``backward``, clipping and the prepared optimizers of this ``Accelerator`` go through ``session``, or the newest one.
 
     ``accelerator.optimizer_step_was_skipped`` and ``save_state`` / ``load_state`` then tell of, and hold, its loss scale. The
     accelerator must have been made with ``mixed_precision="no"``: it would cast, scale and unscale a second time.
     """
-    session = current_session()
+    session = session or current_session()
     if session is None:
         raise NotInitializedError("attach(accelerator) was called before ampkit.initialize(model, optimizer).")
-    if accelerator.mixed_precision != "no":
-        raise ConfigurationError(
-            f"The Accelerator was made with mixed_precision={accelerator.mixed_precision!r}, and ampkit casts already. Use "
-            "Accelerator(mixed_precision='no'), also in the file of `accelerate config`."
-        )
-    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise ConfigurationError(
-            f"attach(accelerator) is for one process and for DDP; this Accelerator is of distributed_type {kind}. Shard with "
-            "ampkit.parallel.fully_shard instead, or leave ampkit out."
-        )
+    refuse_unfit(accelerator)
     if not session.plan.enabled:
         return
     scaler = accelerator.scaler = GradScaler(accelerator.device.type, session=session)
@@ -49,6 +40,21 @@ def attach(accelerator: Any) -> None:
         setattr(accelerator, name, partial(method, accelerator))
         session.on_close(vars(accelerator).pop, name, None)
     session.on_close(_detach, accelerator, scaler)
+
+
+def refuse_unfit(accelerator: Any) -> None:
+    """`ConfigurationError` for an accelerator that casts by itself, or that does more than DDP."""
+    if accelerator.mixed_precision != "no":
+        raise ConfigurationError(
+            f"The Accelerator was made with mixed_precision={accelerator.mixed_precision!r}, and ampkit casts already. Use "
+            "Accelerator(mixed_precision='no'), also in the file of `accelerate config`."
+        )
+    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ConfigurationError(
+            f"attach(accelerator) is for one process and for DDP; this Accelerator is of distributed_type {kind}. Shard with "
+            "ampkit.parallel.fully_shard instead, or leave ampkit out."
+        )
 
 
 def _detach(accelerator: Any, scaler: GradScaler) -> None:

@@ -38,7 +38,9 @@ def forget_settings():
 
 
 def settings_of(level):
-    return {"opt_level": level, "verbosity": 0, **({"loss_scale": RULE} if level in ("O1", "O2") else {})}
+    """O2 in float16, which the CPU's default is not."""
+    settings = {"O1": {"loss_scale": RULE}, "O2": {"loss_scale": RULE, "cast_model_type": torch.float16}}
+    return {"opt_level": level, "verbosity": 0, **settings.get(level, {})}
 
 
 def prepared(accelerator, level, order=ORDERS[0], optimizer="AdamW", seed=0):

@@ -20,7 +20,9 @@ def make_optimizer(params):
 
 
 def settings_of(level):
-    return {"loss_scale": RULE} if level in ("O1", "O2") else {}
+    """O2 in float16, which the CPU's default is not."""
+    settings = {"O1": {"loss_scale": RULE}, "O2": {"loss_scale": RULE, "cast_model_type": torch.float16}}
+    return settings.get(level, {})
 
 
 def loss_of(model, step, spoiled=None):

@@ -1,0 +1,178 @@
+"""transformers' Trainer with `AmpkitMixin`, judged by a loop written by hand and by float32; of 4.57, and of the newest."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import backward, net_with_norm, random_batch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit.integrations.transformers import AmpkitMixin
+
+transformers = pytest.importorskip("transformers", reason="`make clients` installs transformers")
+pytest.importorskip("accelerate", reason="`make clients` installs accelerate")
+
+RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=3)
+ROWS, STEPS = 4, 6
+
+
+def settings_of(level):
+    """O2 in float16, which the CPU's default is not."""
+    settings = {"O1": {"loss_scale": RULE}, "O2": {"loss_scale": RULE, "cast_model_type": torch.float16}}
+    return {"opt_level": level, "verbosity": 0, **settings.get(level, {})}
+
+
+class WithLoss(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        self.net = net_with_norm(seed=seed)
+
+    def forward(self, x, labels):
+        return {"loss": F.mse_loss(self.net(x).float(), labels.float())}
+
+
+def rows(spoiled=None):
+    """Of batches of four; a label of the spoiled one is infinite."""
+    found = []
+    for step in range(STEPS):
+        x, y = random_batch(seed=step, rows=ROWS)
+        if step == spoiled:
+            y[0, 0] = math.inf
+        found += [{"x": x[row], "labels": y[row]} for row in range(ROWS)]
+    return found
+
+
+def trainer(folder, level, model=None, spoiled=None, **arguments):
+    class AtLevel(AmpkitMixin, transformers.Trainer):
+        ampkit_settings = settings_of(level)
+
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(self.train_dataset, ROWS, collate_fn=transformers.default_data_collator)
+
+        def training_step(self, *args, **kwargs):
+            self.scales.append(ampkit.state_dict()["loss_scaler0"]["loss_scale"])
+            return super().training_step(*args, **kwargs)
+
+    settings = dict(
+        output_dir=folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=ROWS, report_to=[],
+        lr_scheduler_type="constant", learning_rate=0.01, save_strategy="no", disable_tqdm=True, logging_strategy="no",
+        max_grad_norm=0.1,
+    )  # fmt: skip
+    arguments = transformers.TrainingArguments(**{**settings, **arguments})
+    made = AtLevel(model=model or WithLoss(), args=arguments, train_dataset=rows(spoiled))
+    made.scales = []
+    return made
+
+
+def trained_by_hand(level, twin, spoiled=None, accumulate=1):
+    """With the optimizer that a Trainer makes; (weights, state of the loss scale)."""
+    model, optimizer = ampkit.initialize(twin.model, twin.create_optimizer(), **settings_of(level))
+    data = rows(spoiled)
+    for step in range(STEPS):
+        batch = data[step * ROWS : (step + 1) * ROWS]
+        batch = {name: torch.stack([row[name] for row in batch]) for name in ("x", "labels")}
+        last = step % accumulate == accumulate - 1
+        backward(model(**batch)["loss"] / accumulate, optimizer, delay_unscale=not last)
+        if last:
+            ampkit.clip_grad_norm_(optimizer, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {name: value.clone() for name, value in model.state_dict().items()}, ampkit.state_dict()
+    ampkit.close()
+    return found
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("accumulate", (1, 3))
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_the_trainer_does_what_a_loop_does(level, accumulate, tmp_path):
+    spoiled = 2 if level != "O5" else None
+    plain = transformers.Trainer(WithLoss(), transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01))
+    expected, state = trained_by_hand(level, plain, spoiled, accumulate)
+    one = trainer(tmp_path, level, None, spoiled, gradient_accumulation_steps=accumulate, max_steps=STEPS // accumulate)
+    one.train()
+    assert_equal(one.model.state_dict(), expected)
+    assert ampkit.state_dict() == state
+    if spoiled is not None and accumulate == 1:
+        assert one.scales == [256, 256, 256, 128, 128, 128]
+        assert state["loss_scaler0"]["loss_scale"] == 256.0  # after three clean ones
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_a_resumed_run_goes_on_bit_for_bit(level, tmp_path):
+    spoiled = 1 if level != "O5" else None
+    whole = trainer(tmp_path / "whole", level, None, spoiled, save_strategy="steps", save_steps=4)
+    whole.train()
+    expected, state = whole.model.state_dict(), ampkit.state_dict()
+    expected = {name: value.clone() for name, value in expected.items()}
+    ampkit.close()
+    again = trainer(tmp_path / "again", level, WithLoss(seed=9), spoiled)
+    again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-4")
+    assert len(again.scales) == 2
+    assert_equal(again.model.state_dict(), expected)
+    assert ampkit.state_dict() == state
+
+
+def test_a_second_train_goes_on_with_the_session(tmp_path):
+    one = trainer(tmp_path, "O2", spoiled=2)
+    one.train()
+    session = ampkit.current_session()
+    one.train()
+    assert ampkit.current_session() is session and one.scales[6] == 256.0
+    assert {param.dtype for param in one.model.net[0].parameters()} == {torch.float16}
+
+
+def test_what_is_saved_is_float32(tmp_path):
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    model = transformers.BertForMaskedLM(config)
+    tokens = torch.randint(0, 50, (8, 5), generator=torch.Generator().manual_seed(0))
+    one = trainer(tmp_path, "O2", model, max_steps=2)
+    one.train_dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    one.train()
+    assert model.bert.encoder.layer[0].output.dense.weight.dtype is torch.float16
+    one.save_model(tmp_path / "saved")
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    ampkit.close()
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path / "saved")
+    assert {param.dtype for param in loaded.parameters()} == {torch.float32}  # in 5 that of config.json
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "saved").dtype in (torch.float32, "float32")
+    assert_equal({name: loaded.state_dict()[name] for name in weights}, weights)
+
+
+def test_a_trainer_that_casts_by_itself_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # which the Trainer changes for good
+    one = trainer(tmp_path, "O1", bf16=True)
+    with pytest.raises(ampkit.ConfigurationError, match="mixed_precision='bf16'"):
+        one.train()
+    assert ampkit.current_session() is None
+
+
+# Where `make clients` puts it.
+NEWEST = Path(os.environ.get("AMPKIT_NEWEST_TRANSFORMERS", Path(sys.prefix) / "transformers-newest"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not transformers.__version__.startswith("4."), reason="runs itself with another transformers")
+@pytest.mark.skipif(not NEWEST.is_dir(), reason="`make clients` installs the newest transformers beside the pinned one")
+def test_the_newest_transformers_too():
+    paths = os.pathsep.join(filter(None, [str(NEWEST), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed, 1 skipped in" in done.stdout
