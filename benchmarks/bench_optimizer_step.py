@@ -3,11 +3,11 @@
     python benchmarks/bench_optimizer_step.py [--rounds 20] [--device cpu] [--dtype bfloat16] [--small]
 
 First the part after backward alone (exit of `scale_loss`, clipping, step) on the 148 tensors of GPT-2 small, against
-GradScaler, torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW(fused=True) on float32 gradients; "O2, scaled" leaves gradients at
-the loss scale, so that O2 beside it shows what unscaling them costs. Then, in bfloat16, whole steps of six Linear(2048, 2048) with
-a batch of 8 and four micro-batches, against torch.autocast; "bare" is the floor, forward and backward passes of the same layers in
-lower precision, without an optimizer. All contenders take turns, round after round, and medians are printed: what else the machine
-does hits all alike. Freed memory stays with the process (memory.py).
+GradScaler, torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW(fused=True) on float32 gradients; "O2, scaled" leaves gradients
+at the loss scale, so that O2 beside it shows what unscaling them costs; "O5, int8" keeps moments in 8 bits. Then, in bfloat16,
+whole steps of six Linear(2048, 2048) with a batch of 8 and four micro-batches, against torch.autocast; "bare" is the floor,
+forward and backward passes of the same layers in lower precision, without an optimizer. All contenders take turns, round after
+round, and medians are printed: what else the machine does hits all alike. Freed memory stays with the process (memory.py).
 """
 
 import argparse
@@ -44,6 +44,7 @@ def main():
     contenders["O2, scaled"] = Ours("O2", args.device, dtype, args.small, model_grads="scaled")
     if dtype is torch.bfloat16:
         contenders["O5"] = Ours("O5", args.device, dtype, args.small)
+        contenders["O5, int8"] = Ours("O5", args.device, dtype, args.small, state_dtype="int8")
     first = contenders["autocast"]
     print(f"After backward: {len(first.params)} tensors, {first.elements / 1e6:.1f} M parameters on {args.device}")
     print(f"{'contender':<12}{'clipping':>10}{'ms':>9}{'ratio':>8}{'bytes each':>12}{'host reads':>12}")
@@ -163,9 +164,9 @@ class Autocast(Contender):
 class Ours(Contender):
     """Lower-precision weights and gradients, masters, FusedAdam."""
 
-    def __init__(self, level, device, dtype, small, **settings):
+    def __init__(self, level, device, dtype, small, state_dtype="float32", **settings):
         model = gpt2(device, small)
-        optimizer = FusedAdam(model.parameters(), **SETTINGS)
+        optimizer = FusedAdam(model.parameters(), state_dtype=state_dtype, **SETTINGS)
         settings |= dict(opt_level=level, cast_model_type=dtype, verbosity=0)
         model, optimizer = ampkit.initialize(model, optimizer, **settings)
         self.prepare(model, optimizer, ampkit.current_session().scaler(0).loss_scale)

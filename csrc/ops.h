@@ -76,25 +76,30 @@ std::tuple<Tensor, Tensor> multi_tensor_restore_l2norm_cuda(const TensorList& gr
                                                             const MaybeTensor& inv_scale_tensor, bool zeros_count, bool per_tensor);
 
 // The optimizers' steps: gradients times factor * inv_scale * clip; nothing is written where found_inf is not 0.
+// Steps of SGD and Adam with positions round moments by numbers drawn, and with round_params parameters too: functors/rounding.h.
 void multi_tensor_sgd_cpu(const TensorList& grads, const TensorList& params, const TensorList& momenta, const TensorList& lower,
                           double lr, const MaybeTensor& lr_tensor, double momentum, double dampening, double weight_decay,
                           bool nesterov, bool first_run, bool wd_after_momentum, const MaybeTensor& trust, double factor,
-                          const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf);
+                          const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf, double step,
+                          const MaybeTensor& step_tensor, const MaybeTensor& positions, int64_t seed, bool round_params);
 void multi_tensor_sgd_cuda(const TensorList& grads, const TensorList& params, const TensorList& momenta,
                            const TensorList& lower, double lr, const MaybeTensor& lr_tensor, double momentum, double dampening,
                            double weight_decay, bool nesterov, bool first_run, bool wd_after_momentum, const MaybeTensor& trust,
-                           double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf);
+                           double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf, double step,
+                           const MaybeTensor& step_tensor, const MaybeTensor& positions, int64_t seed, bool round_params);
 
 void multi_tensor_adam_cpu(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
                            const TensorList& exp_avg_sqs, const TensorList& lower, double lr, const MaybeTensor& lr_tensor,
                            double beta1, double beta2, double eps, double step, const MaybeTensor& step_tensor, bool decoupled,
                            bool bias_correction, double weight_decay, double factor, const MaybeTensor& inv_scale,
-                           const MaybeTensor& clip, const MaybeTensor& found_inf);
+                           const MaybeTensor& clip, const MaybeTensor& found_inf, const MaybeTensor& positions,
+                           int64_t seed, bool round_params);
 void multi_tensor_adam_cuda(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
                             const TensorList& exp_avg_sqs, const TensorList& lower, double lr, const MaybeTensor& lr_tensor,
                             double beta1, double beta2, double eps, double step, const MaybeTensor& step_tensor, bool decoupled,
                             bool bias_correction, double weight_decay, double factor, const MaybeTensor& inv_scale,
-                            const MaybeTensor& clip, const MaybeTensor& found_inf);
+                            const MaybeTensor& clip, const MaybeTensor& found_inf, const MaybeTensor& positions,
+                            int64_t seed, bool round_params);
 
 void multi_tensor_adagrad_cpu(const TensorList& grads, const TensorList& params, const TensorList& sums,
                               const TensorList& lower, double lr, const MaybeTensor& lr_tensor, double eps, bool decoupled,

@@ -32,12 +32,13 @@ STABLE_TORCH_LIBRARY(ampkit, m) {
   m.def(
       "multi_tensor_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momenta, Tensor(c!)[] lower, float lr, "
       "Tensor? lr_tensor, float momentum, float dampening, float weight_decay, bool nesterov, bool first_run, "
-      "bool wd_after_momentum, Tensor? trust, float factor, Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()");
+      "bool wd_after_momentum, Tensor? trust, float factor, Tensor? inv_scale, Tensor? clip, Tensor? found_inf, float step, "
+      "Tensor? step_tensor, Tensor? positions, int seed, bool round_params) -> ()");
   m.def(
       "multi_tensor_adam(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
       "Tensor(d!)[] lower, float lr, Tensor? lr_tensor, float beta1, float beta2, float eps, float step, "
       "Tensor? step_tensor, bool decoupled, bool bias_correction, float weight_decay, float factor, Tensor? inv_scale, "
-      "Tensor? clip, Tensor? found_inf) -> ()");
+      "Tensor? clip, Tensor? found_inf, Tensor? positions, int seed, bool round_params) -> ()");
   m.def(
       "multi_tensor_adagrad(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] sums, Tensor(c!)[] lower, float lr, "
       "Tensor? lr_tensor, float eps, bool decoupled, float weight_decay, float factor, Tensor? inv_scale, Tensor? clip, "

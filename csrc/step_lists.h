@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "functors/multi_tensor_step.h"
+#include "functors/rounding.h"
 #include "tensor_lists.h"
 
 namespace ampkit {
@@ -44,6 +45,12 @@ struct StepLists {
     return {op, {{{"grads", grads, Role::kRead}, {"params", params, Role::kWrite}, states[kState]..., last}}};
   }
 };
+
+// How a step rounds what it writes, where positions are given: moments by numbers drawn, and parameters too if that is asked for.
+inline Rounding rounding_of(const char* op, const TensorList& grads, const MaybeTensor& positions, Number step, int64_t seed,
+                            bool round_params) {
+  return {vector_data(op, "positions", positions, grads), step, static_cast<uint64_t>(seed), round_params};
+}
 
 inline StepSettings step_settings(const char* op, const TensorList& grads, double lr, const MaybeTensor& lr_tensor,
                                   double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip,

@@ -18,14 +18,15 @@
 #include <vector>
 
 #include "check.h"
+#include "functors/moments.h"
 #include "functors/number.h"
 #include "ops.h"
 
 namespace ampkit {
 
-enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kInt8 };
-// kWriteOrRest: written, and may hold integers (Note [split parameters]).
-enum class Role { kRead, kWrite, kWriteOrRest };
+enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kInt8, kPacked };  // the last: functors/moments.h
+// kWriteOrRest: written, and may hold integers (Note [split parameters]). kMoment: written, and may be packed.
+enum class Role { kRead, kWrite, kWriteOrRest, kMoment };
 
 constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16 || dtype == DType::kInt8; }
 
@@ -105,10 +106,12 @@ class TensorLists {
     for (size_t i = 0; i < count; ++i)
       if (!flatten(i)) staged.push_back(i);
     for (size_t i : staged)
-      for (int k = 0; k < kDepth; ++k) flat_[i].data[k] = stage(lists[k].tensors[i].share(), lists[k].role);
+      for (int k = 0; k < kDepth; ++k)
+        if (flat_[i].dtype[k] != DType::kPacked) flat_[i].data[k] = stage(lists[k].tensors[i].share(), lists[k].role);
   }
 
   const std::vector<FlatTensor<kDepth>>& flat() const { return flat_; }
+  bool has_packed() const { return has_packed_; }  // of any tensor
 
   // Brings staged results home. Call it once the kernels are done (on CUDA: launched).
   void finish() {
@@ -125,12 +128,17 @@ class TensorLists {
     bool contiguous = true;
     for (int k = 0; k < kDepth; ++k) {
       const TensorView tensor = lists_[k].tensors[i];
-      AMPKIT_CHECK(k == 0 || are_equal(tensor.sizes(), expected), op_, ": ", lists_[k].name, "[", i, "] has shape ",
-                   describe_shape(tensor), ", ", lists_[0].name, "[", i, "] has shape ",
-                   describe_shape(lists_[0].tensors[i]), "; they must be equal");
+      flat.dtype[k] = dtype_of(k, i);
+      if (flat.dtype[k] == DType::kPacked) {
+        check_packed(k, i, flat.numel);
+        has_packed_ = true;
+      } else {
+        AMPKIT_CHECK(k == 0 || are_equal(tensor.sizes(), expected), op_, ": ", lists_[k].name, "[", i, "] has shape ",
+                     describe_shape(tensor), ", ", lists_[0].name, "[", i, "] has shape ",
+                     describe_shape(lists_[0].tensors[i]), "; they must be equal");
+      }
       AMPKIT_CHECK(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), op_, ": ", lists_[k].name, "[",
                    i, "] is on another device than ", lists_[0].name, "[0]; one call serves one device");
-      flat.dtype[k] = dtype_of(k, i);
       flat.data[k] = tensor.mutable_data_ptr();
       contiguous = contiguous && tensor.is_contiguous();
     }
@@ -154,11 +162,24 @@ class TensorLists {
       if (code == aoti_torch_dtype_int16()) return DType::kInt16;
       if (code == aoti_torch_dtype_int8()) return DType::kInt8;
     }
+    if (code == aoti_torch_dtype_uint8() && lists_[k].role == Role::kMoment) return DType::kPacked;
     fail(op_, ": ", lists_[k].name, "[", i, "] is ", torch::headeronly::toString(tensor.share().scalar_type()),
          "; the kernels take Float, Half and BFloat16");
   }
 
+  // Packed moments are in the order of a contiguous tensor, in bytes that are one.
+  void check_packed(int k, size_t i, int64_t numel) const {
+    const TensorView tensor = lists_[k].tensors[i];
+    const int64_t expected = packed_bytes(numel);
+    AMPKIT_CHECK(are_equal(tensor.sizes(), {&expected, 1}) && tensor.is_contiguous() &&
+                     reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) % 4 == 0,
+                 op_, ": ", lists_[k].name, "[", i, "] has shape ", describe_shape(tensor), "; packed moments of ", numel,
+                 " elements are a contiguous tensor of shape [", expected, "] that begins at a multiple of four bytes");
+  }
+
   bool share_layout(size_t i) const {
+    for (DType dtype : flat_[i].dtype)
+      if (dtype == DType::kPacked) return false;
     const TensorView first = lists_[0].tensors[i];
     bool shared = is_dense(first);
     for (int k = 1; k < kDepth && shared; ++k) shared = same_strides(lists_[k].tensors[i], first);
@@ -177,6 +198,7 @@ class TensorLists {
   const std::array<NamedList, kDepth> lists_;
   bool is_cpu_ = true;
   int32_t device_index_ = 0;
+  bool has_packed_ = false;
   std::vector<FlatTensor<kDepth>> flat_;
   std::vector<std::pair<Tensor, Tensor>> read_;  // kept alive until the kernels are done
   std::vector<std::pair<Tensor, Tensor>> written_;

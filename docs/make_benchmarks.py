@@ -52,6 +52,7 @@ With several micro-batches torch.autocast and O1 add gradients in float32, as do
 | `bench_optimizer_step.py` | all that follows the backward pass |
 | `bench_iteration.py` | the host's part of an iteration |
 | `bench_running_statistics.py` | what it costs to restore running statistics |
+| `state_dtypes.py` | the loss of a small GPT with moments in 8 bits and in bfloat16 |
 
 What they printed, the losses included, is in [benchmarks/results](../benchmarks/results).
 `python docs/make_picture.py` makes the picture and the table of the README: ResNet-18 in float32, under

@@ -2,11 +2,14 @@
 
 import torch
 
+from ampkit.kernels.moments import packed_size
 from ampkit.kernels.split import RESTS
 
 # Lists that no operator writes to, besides gradients, which one does.
 _ONLY_READ = frozenset(("inputs", "xs", "ys", "exacts", "fresh", "tensors"))
-_TAKES_RESTS = ("multi_tensor_sgd", "multi_tensor_adam")
+# Who takes rests of split parameters and packed moments, and in which lists the latter are.
+_TAKES_RESTS = _TAKES_PACKED = ("multi_tensor_sgd", "multi_tensor_adam")
+_MOMENTS = ("exp_avgs", "exp_avg_sqs", "momenta")
 
 
 def check_lists(op, **lists):
@@ -23,6 +26,9 @@ def check_lists(op, **lists):
     for name, tensors in lists.items():
         is_written = name not in _ONLY_READ and (name != "grads" or op == "multi_tensor_accumulate")
         for i, (tensor, expected) in enumerate(zip(tensors, first)):
+            if tensor.dtype is torch.uint8 and name in _MOMENTS and op in _TAKES_PACKED:
+                _check_packed(op, f"{name}[{i}]", tensor, expected.numel())
+                continue
             if tensor.shape != expected.shape:
                 raise RuntimeError(
                     f"{op}: {name}[{i}] has shape {list(tensor.shape)}, "
@@ -52,6 +58,14 @@ def _overlaps_itself(tensor):
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+def _check_packed(op, name, tensor, numel):
+    if tensor.shape != (packed_size(numel),) or not tensor.is_contiguous():
+        raise RuntimeError(
+            f"{op}: {name} has shape {list(tensor.shape)}; packed moments of {numel} elements are a contiguous tensor of "
+            f"shape [{packed_size(numel)}]"
+        )
 
 
 def check_flag(op, name, flag, dtype):

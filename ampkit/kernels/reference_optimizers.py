@@ -9,6 +9,10 @@ the float32 that the two are together.
 
 Gradients, parameters and states may differ in dtype. Arithmetic is float32, or wider where a parameter is, and each result is
 rounded once on its way back.
+
+SGD and Adam also take moments that are packed in 8 bits (moments.py). With ``positions``, of each parameter among all of an
+optimizer's, moments in lower precision are rounded by random numbers, a function of ``seed``, ``step``, position and element; with
+``round_params``, so are parameters in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.kernels import moments
 from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.reference import multi_tensor_l2norm
 from ampkit.kernels.routing import Number, PerTensor, Tensors, operator
@@ -48,11 +53,15 @@ def multi_tensor_sgd(
     inv_scale: Number | None = None,
     clip: Number | None = None,
     found_inf: Tensor | None = None,
+    step: Number = 1.0,
+    positions: PerTensor | None = None,
+    seed: int = 0,
+    round_params: bool = False,
 ) -> None:
     """Stochastic gradient descent; ``momenta`` is not looked at where ``momentum`` is 0.
 
     On the ``first_run`` a momentum becomes the gradient itself. ``wd_after_momentum`` keeps the weight decay out of the
-    momentum. ``trust`` holds a factor of the decayed gradient for each tensor.
+    momentum. ``trust`` holds a factor of the decayed gradient for each tensor. ``step`` counts for random numbers alone.
     """
     check_lists("multi_tensor_sgd", grads=grads, params=params, momenta=momenta, lower=lower)
     p, d = _joined(params, lower, found_inf), _scaled(grads, params, inv_scale, clip)
@@ -60,20 +69,20 @@ def multi_tensor_sgd(
         d = torch._foreach_add(d, p, alpha=weight_decay)
     if trust is not None:
         d = torch._foreach_mul(d, [factor.to(x) for factor, x in zip(trust.unbind(), d)])
-    written = []
+    written, rounding = [], _Rounding(positions, seed, step, round_params)
     if momentum:
-        m = _working(momenta, params, found_inf)
+        m = _moments(momenta, params, True, found_inf)
         if first_run:
             torch._foreach_copy_(m, list(d))
         else:
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, d, alpha=1.0 - dampening)
-        written.append((momenta, m))
+        written.append((momenta, rounding.of_moments(momenta, m, moments.FIRST_MOMENT)))
         d = torch._foreach_add(d, m, alpha=momentum) if nesterov else m
     if weight_decay and wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
     _subtract(p, d, lr)
-    _write(found_inf, *written, *_parted(params, lower, p))
+    _write(found_inf, *written, *_parted(params, lower, p, rounding))
 
 
 @operator
@@ -94,12 +103,15 @@ def multi_tensor_adam(
     inv_scale: Number | None = None,
     clip: Number | None = None,
     found_inf: Tensor | None = None,
+    positions: PerTensor | None = None,
+    seed: int = 0,
+    round_params: bool = False,
 ) -> None:
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
     lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, lower=lower)
     check_lists("multi_tensor_adam", **lists)
     p, d = _joined(params, lower, found_inf), _scaled(grads, params, inv_scale, clip)
-    m, v = _working(exp_avgs, params, found_inf), _working(exp_avg_sqs, params, found_inf)
+    m, v = _moments(exp_avgs, params, True, found_inf), _moments(exp_avg_sqs, params, False, found_inf)
     if weight_decay and not decoupled:
         d = torch._foreach_add(d, p, alpha=weight_decay)
     _update_moments(m, v, d, betas, 1.0 - betas[0])
@@ -107,7 +119,10 @@ def multi_tensor_adam(
     if weight_decay and decoupled:
         torch._foreach_add_(update, p, alpha=weight_decay)
     _subtract(p, update, lr)
-    _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), *_parted(params, lower, p))
+    rounding = _Rounding(positions, seed, step, round_params)
+    m = rounding.of_moments(exp_avgs, m, moments.FIRST_MOMENT)
+    v = rounding.of_moments(exp_avg_sqs, v, moments.SECOND_MOMENT)
+    _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), *_parted(params, lower, p, rounding))
 
 
 @operator
@@ -398,15 +413,60 @@ def _joined(params: Tensors, lower: Tensors | None, found_inf: Tensor | None) ->
     return [join(params[i], lower[i]) if lower and lower[i].dtype in RESTS else x for i, x in enumerate(p)]
 
 
-def _parted(params: Tensors, lower: Tensors | None, p: list[Tensor]) -> list[tuple[Tensors, list[Tensor]]]:
+def _parted(
+    params: Tensors, lower: Tensors | None, p: list[Tensor], rounding: _Rounding
+) -> list[tuple[Tensors, list[Tensor]]]:
     """What to `_write` of these parameters: themselves and lower, or, where they are split, weights and rests."""
+    weights, rests = rounding.of_params(params, p), list(p)
     if not lower:
-        return [(params, p)]
-    weights, rests = list(p), list(p)
+        return [(params, weights)]
     for i, one in enumerate(lower):
         if one.dtype in RESTS:
             weights[i], rests[i] = split(p[i], one.dtype)
     return [(params, weights), (lower, rests)]
+
+
+def _moments(tensors: Tensors, params: Tensors, is_signed: bool, found_inf: Tensor | None = None) -> list[Tensor]:
+    """As `_working`, of moments that may be packed."""
+    tensors = [
+        moments.unpack(t, p.shape, is_signed) if t.dtype is torch.uint8 else t
+        for t, p in zip(tensors, params, strict=True)
+    ]
+    return _working(tensors, params, found_inf)
+
+
+class _Rounding:
+    """How a step rounds what it writes to lower precision: to nearest, or with ``positions`` by random numbers."""
+
+    def __init__(self, positions: Tensor | None, seed: int, step: Number, round_params: bool) -> None:
+        self.positions = None if positions is None else positions.unbind()
+        self.seed, self.step, self.round_params = seed, step, round_params
+
+    def of_moments(self, tensors: Tensors, values: list[Tensor], stream: int) -> list[Tensor]:
+        """What to write into ``tensors``; packed, where these are."""
+        is_signed = stream == moments.FIRST_MOMENT
+        return [
+            moments.pack(value, is_signed, self._drawn(i, value, stream))
+            if t.dtype is torch.uint8
+            else self._rounded(i, t, value, stream)
+            for i, (t, value) in enumerate(zip(tensors, values))
+        ]
+
+    def of_params(self, tensors: Tensors, values: list[Tensor]) -> list[Tensor]:
+        if self.positions is None or not self.round_params:
+            return list(values)
+        return [self._rounded(i, t, value, moments.PARAM) for i, (t, value) in enumerate(zip(tensors, values))]
+
+    def _rounded(self, i: int, t: Tensor, value: Tensor, stream: int) -> Tensor:
+        if t.dtype is not torch.bfloat16 or self.positions is None:
+            return value
+        return moments.to_bfloat16(value, self._drawn(i, value, stream))
+
+    def _drawn(self, i: int, value: Tensor, stream: int) -> Tensor | None:
+        if self.positions is None:
+            return None
+        where = dict(position=self.positions[i], step=self.step, stream=stream, device=value.device)
+        return moments.draw(value.numel(), seed=self.seed, **where)
 
 
 def _stored(values: list[Tensor], tensors: Tensors) -> list[Tensor]:

@@ -38,6 +38,9 @@ Flag = Tensor
 #: What ``first_bad`` holds while no tensor was found that is not finite: above every index.
 NO_BAD = 2**62
 
+#: What the kernels take: moments may be packed (moments.py), which other lists they refuse.
+_TAKEN = CASTABLE | {torch.uint8}
+
 _FLAG_DTYPES = {"found_inf": torch.float32, "first_bad": torch.int64}
 
 
@@ -206,14 +209,14 @@ def _groups(plan: _Plan, given: dict[str, Any]) -> list[tuple[Callable, torch.de
     if all({tensor.device for tensor in column} == {device} for column in lists.values()):
         if device.type not in backend.kernel_devices:
             return [(plan.reference, device, None)]
-        if all({tensor.dtype for tensor in column} <= CASTABLE for column in lists.values()):
+        if all({tensor.dtype for tensor in column} <= _TAKEN for column in lists.values()):
             return [(plan.kernel, device, None)]
     # Groups of one call must not be half done when a later one turns out to be wrong.
     check_lists(plan.name, **lists)
     groups: dict[tuple, list[int]] = {}
     for i, row in enumerate(zip(*lists.values())):
         device = row[0].device
-        fits = all(tensor.device == device and tensor.dtype in CASTABLE for tensor in row)
+        fits = all(tensor.device == device and tensor.dtype in _TAKEN for tensor in row)
         compute = plan.kernel if fits and device.type in backend.kernel_devices else plan.reference
         groups.setdefault((compute, device), []).append(i)
     return [(compute, device, indices) for (compute, device), indices in groups.items()]

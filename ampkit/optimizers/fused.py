@@ -19,9 +19,10 @@ import torch
 
 from .. import kernels
 from ..dtypes import CASTABLE, LOWER_PRECISION
+from .rounding import Rounding
 from .scales import Scale, inverse, on
 
-_SETTINGS = (bool, int, float, str, torch.dtype)
+_SETTINGS = (bool, int, float, str, torch.dtype, Rounding)
 # Elements whose gradients are restored in one go: few enough to stay in the caches until the step reads them.
 _RESTORED_AT_ONCE = {"cpu": 2**18, "others": 2**22}
 # How many parameters share a step count, noted on the tensor that holds it.
@@ -138,6 +139,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     #: CUDA graph may hold it.
     device_settings: dict[str, torch.dtype] = {}  # noqa: RUF012  (nobody writes to it)
     takes_complex = False  # torch.optim squares real and imaginary parts apart
+    rounding = Rounding()
     inputs: StepInputs | None = None  # of the step that runs
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -287,10 +289,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param, state in zip(params, self.states_of(params)):
             moment = state.get(name)
             if moment is None:
-                dtype = torch.promote_types(torch.float32, param.dtype)
-                moment = state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                moment = state[name] = self.rounding.zeros(param)
             found.append(moment)
         return found
+
+    def numbers(self, group: dict[str, Any], batch: Batch) -> dict[str, Any]:
+        """The keywords of the kernels that say by which random numbers a batch is rounded; none, where everything is to nearest."""
+        if not self.rounding.draws:
+            return {}
+        cache = self.__dict__.setdefault("_positions", {})
+        found = cache.get(id(batch.params[0]))
+        if found is None or not _are_same(found[0], batch.params) or not _are_same(found[1], self._all_params()):
+            places = {id(param): place for place, param in enumerate(self._all_params())}
+            values = [float(places[id(param)]) for param in batch.params]
+            positions = torch.tensor(values, dtype=torch.float32, device=batch.device)
+            found = cache[id(batch.params[0])] = (list(batch.params), self._all_params(), positions)
+        return dict(positions=found[2], seed=group["seed"], round_params=self.rounding.rounds_params(batch.targets))
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def global_norm(self) -> torch.Tensor | None:
         """The norm of all gradients, as they will be used; None where there are none."""
@@ -309,6 +326,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: every parameter has a step count of its own there, on the host."""
         saved = super().state_dict()
+        if self.rounding.is_narrow:
+            for key, param in self._by_key(saved).items():
+                if key in saved["state"]:
+                    saved["state"][key] = self.rounding.widened(saved["state"][key], param)
         steps: dict[int, torch.Tensor] = {}
         for key, state in saved["state"].items():
             step = state.get("step")
@@ -328,16 +349,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         super().load_state_dict(state_dict)
         # torch rounds state to the parameters' dtype.
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in zip(saved, params):
+        for key, param in self._by_key(state_dict).items():
             if param.dtype in LOWER_PRECISION:
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
+            if self.rounding.is_narrow and param in self.state:
+                self.rounding.narrow(self.state[param], param)
         self._share_equal_steps()
         for group in self.param_groups:
             self._place_settings(group)
+
+    def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+        """The parameters by the keys that a checkpoint has for them."""
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return dict(zip(saved, (param for group in self.param_groups for param in group["params"])))
 
     def _share_equal_steps(self) -> None:
         shared: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}

@@ -10,6 +10,7 @@ import torch
 from .. import kernels
 from ..dtypes import LOWER_PRECISION
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
+from .rounding import Rounding
 
 _REMOVED = ("grads", "output_params", "scale", "grad_norms")
 
@@ -21,6 +22,11 @@ class FusedAdam(FusedOptimizer):
     ``torch.amp.GradScaler.step``, which hands its scale and its finding over instead of reading them.
     ``master_weights=True`` (with it) updates float32 copies of lower-precision parameters; not needed under
     ``initialize``, which makes masters itself.
+
+    ``state_dtype`` ("float32", "bfloat16", "int8") is what moments are stored in: 8, 4 or about 2 bytes for each parameter;
+    checkpoints hold them in float32 all the same. ``rounding="stochastic"`` rounds parameters in bfloat16 up or down at
+    random, in the mean to what they should be, so that steps too small for their precision are not lost: for training
+    without masters. Random numbers are a function of ``seed``, which checkpoints hold, and of the number of steps.
     """
 
     def __init__(
@@ -36,6 +42,9 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        state_dtype: str | torch.dtype = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         refuse_amsgrad(self, amsgrad)
         if master_weights and not capturable:
@@ -43,9 +52,9 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2."
             )
         self.capturable = capturable
-        super().__init__(
-            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
-        )
+        self.rounding = Rounding.of(self, state_dtype, rounding, seed)
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, {**defaults, **self.rounding.defaults(seed)})
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
@@ -107,6 +116,7 @@ class FusedAdam(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             weight_decay=group["weight_decay"],
             **batch.factors,
+            **self.numbers(group, batch),
         )
 
     def _masters_of(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -10,6 +10,7 @@ from torch.optim.optimizer import required
 
 from .. import kernels
 from .fused import Batch, FusedOptimizer
+from .rounding import Rounding
 
 
 class FusedSGD(FusedOptimizer):
@@ -17,7 +18,7 @@ class FusedSGD(FusedOptimizer):
 
     ``wd_after_momentum`` adds the weight decay to the update instead of the gradient, so that it stays out of the
     momentum. ``materialize_master_grads`` is kept for Apex's sake: under `initialize` master gradients come into being when
-    somebody iterates ``master_params``.
+    somebody iterates ``master_params``. ``state_dtype``, ``rounding`` and ``seed`` as in `FusedAdam`.
     """
 
     counts_steps = False
@@ -34,11 +35,16 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
+        state_dtype: str | torch.dtype = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         refuse_negative(lr=0.0 if lr is required else lr, momentum=momentum, weight_decay=weight_decay)
         refuse_odd_nesterov(nesterov, momentum, dampening)
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
-        super().__init__(params, defaults)
+        self.rounding = Rounding.of(self, state_dtype, rounding, seed)
+        self.counts_steps = self.rounding.draws  # random numbers hang on it
+        super().__init__(params, {**defaults, **self.rounding.defaults(seed)})
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
@@ -46,7 +52,7 @@ class FusedSGD(FusedOptimizer):
         self.scale_set_by_backward = False
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
-        step_with_momentum(self, group, batch)
+        step_with_momentum(self, group, batch, step=step)
 
 
 def step_with_momentum(
@@ -54,8 +60,12 @@ def step_with_momentum(
     group: dict[str, Any],
     batch: Batch,
     trust_of: Callable[[dict[str, Any], Batch], torch.Tensor] | None = None,
+    step: torch.Tensor | None = None,
 ) -> None:
-    """SGD on a batch, with rates times ``trust_of(group, part)``, one number for each tensor, where that is given."""
+    """SGD on a batch, with rates times ``trust_of(group, part)``, one number for each tensor, where that is given.
+
+    ``step`` is the number of this step, where random numbers are drawn.
+    """
     for first_run, part in _split_by_buffer(optimizer, group, batch):
         kernels.multi_tensor_sgd(
             part.grads,
@@ -70,7 +80,9 @@ def step_with_momentum(
             first_run=first_run,
             wd_after_momentum=optimizer.wd_after_momentum,
             trust=None if trust_of is None else trust_of(group, part),
+            step=1.0 if step is None else step,
             **part.factors,
+            **optimizer.numbers(group, part),
         )
 
 

@@ -2,6 +2,6 @@
 #include "cpu/multi_tensor_step.h"
 #include "functors/multi_tensor_adam.h"
 
-#define AMPKIT_SOURCE "cpu/step_block.h"
+#define AMPKIT_SOURCE "cpu/rounded_step_block.h"
 #include "cpu/each_capability.h"
 #include "steps/multi_tensor_adam.h"

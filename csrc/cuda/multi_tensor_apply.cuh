@@ -55,6 +55,7 @@ struct Chunk {
   void* data[kDepth];
   DType dtype[kDepth];
   int size;
+  int64_t offset, numel;  // where it begins in its tensor, and that tensor's elements
   int64_t block;  // index among the blocks of all launches
   int32_t tensor;  // index into the lists
   bool aligned;
@@ -212,7 +213,7 @@ __device__ inline float rounded(float value, DType dtype) {
 }
 
 __host__ __device__ inline int64_t bytes_per_element(DType dtype) {
-  return dtype == DType::kFloat ? 4 : dtype == DType::kInt8 ? 1 : 2;
+  return dtype == DType::kFloat ? 4 : dtype == DType::kInt8 || dtype == DType::kPacked ? 1 : 2;
 }
 
 template <int kDepth, class Kernel>
@@ -223,6 +224,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtATime)
   const int64_t left = table.numel[slot] - offset;
   Chunk<kDepth> chunk;
   chunk.size = left < kChunkSize ? static_cast<int>(left) : kChunkSize;
+  chunk.offset = offset;
+  chunk.numel = table.numel[slot];
   chunk.block = table.first_block + blockIdx.x;
   chunk.tensor = table.tensor[slot];
   chunk.aligned = true;

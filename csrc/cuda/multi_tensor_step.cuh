@@ -62,18 +62,22 @@ struct StepKernel {
 };
 
 template <class Functor>
+void launch_step(const std::vector<FlatTensor<Functor::kStates + 3>>& tensors, const StepLists<Functor::kStates>& step_lists,
+                 const typename Functor::Settings& settings, const float* each, cudaStream_t stream) {
+  bool splits = false;
+  for (const auto& tensor : tensors) splits = splits || is_rest(tensor.dtype[step_lists.kLower]);
+  if (splits)
+    multi_tensor_apply(tensors, StepKernel<Functor, Functor::kTakesRests>{settings, each, step_lists.writes_lower()}, stream);
+  else
+    multi_tensor_apply(tensors, StepKernel<Functor, false>{settings, each, step_lists.writes_lower()}, stream);
+}
+
+template <class Functor>
 void run_step(const StepLists<Functor::kStates>& step_lists, const typename Functor::Settings& settings, const float* each) {
   const int32_t device = step_lists.grads.front().get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   auto lists = step_lists.flatten(Functor::kTakesRests);
-  const auto& tensors = lists.flat();
-  bool splits = false;
-  for (const auto& tensor : tensors) splits = splits || is_rest(tensor.dtype[step_lists.kLower]);
-  const auto launch = [&](const auto& kernel) { multi_tensor_apply(tensors, kernel, current_stream(device)); };
-  if (splits)
-    launch(StepKernel<Functor, Functor::kTakesRests>{settings, each, step_lists.writes_lower()});
-  else
-    launch(StepKernel<Functor, false>{settings, each, step_lists.writes_lower()});
+  launch_step<Functor>(lists.flat(), step_lists, settings, each, current_stream(device));
   lists.finish();
 }
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import hypothesis
 import pytest
+import test_moments
 import torch
 from helpers import ROOT, others_slow
 from hypothesis import strategies
@@ -484,4 +485,4 @@ def fingerprint():
         for written in lists.written():
             total = total * 31 + zlib.crc32(written.view(-1).view(torch.uint8).numpy().tobytes())
             total %= 2**61 - 1
-    return str(total)
+    return f"{total} {test_moments.fingerprint()}"

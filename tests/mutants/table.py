@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .faults import casting, cpp, cuda, drop_in, kernels, loss_scale, masters, models, optimizers, parallel, sessions
+from .faults import (
+    casting,
+    cpp,
+    cuda,
+    drop_in,
+    kernels,
+    loss_scale,
+    masters,
+    models,
+    moments,
+    optimizers,
+    parallel,
+    sessions,
+)
 from .mutant import Mutant
 
 MUTANTS: list[Mutant] = [
     *kernels.FAULTS,
     *optimizers.FAULTS,
+    *moments.FAULTS,
     *masters.FAULTS,
     *loss_scale.FAULTS,
     *models.FAULTS,

@@ -94,13 +94,13 @@ def check_bench_eager(folder):
 
 def check_bench_optimizer_step():
     printed = run("bench_optimizer_step.py", "--small", "--rounds", "1", "--device", "cpu")
-    rows = [line for line in printed.splitlines() if re.match(r"(autocast|O2|O2, scaled|O5) +(yes|no) ", line)]
-    assert len(rows) == 8
+    rows = [line for line in printed.splitlines() if re.match(r"(autocast|O2|O2, scaled|O5|O5, int8) +(yes|no) ", line)]
+    assert len(rows) == 10
     for row in rows:
         *_, bytes_each, reads = numbers(re.split(" (?:yes|no) ", row)[1])
         # Float32 parameter, gradient and two moments; at O2 and O5 2 bytes of weight and gradient each and 12 of masters and
-        # moments. Neither way hands a value to the host.
-        assert (bytes_each, reads) == (16.0, 0)
+        # moments, of which those in 8 bits take 2 bytes and 4 in 256. Neither way hands a value to the host.
+        assert (bytes_each, reads) == (10.0 if row.startswith("O5, int8") else 16.0, 0)
     for name in ("autocast", "O5, delay_unscale", "O5, in float32", "bare"):
         assert re.search(rf"^{name} +[\d.]+ +[\d.]+$", printed, re.MULTILINE)
 
@@ -130,6 +130,14 @@ def check_convergence():
     assert printed.endswith("Nothing differs; bounds are for 110 steps.\n")
 
 
+def check_state_dtypes():
+    printed = run("state_dtypes.py", "--seeds", "1", "--steps", "3")
+    (row,) = (line for line in printed.splitlines() if line.startswith("| 0 |"))
+    assert re.fullmatch(r"\| 0 \| (\d\.\d+ \| [+-]\d\.\d+% ?\|? ?){3}", row)
+    # Two moments in 4, 2 and 1 bytes; these with four bytes to 256, and the small tensors' last ones.
+    assert "float32 8.00, bfloat16 4.00, int8 2.0" in printed
+
+
 RUNS = {
     "accumulation_error.py": check_accumulation_error,
     "bench_dispatch.py": check_bench_dispatch,
@@ -138,6 +146,7 @@ RUNS = {
     "bench_iteration.py": check_bench_iteration,
     "bench_running_statistics.py": check_bench_running_statistics,
     "convergence.py": check_convergence,
+    "state_dtypes.py": check_state_dtypes,
 }
 
 

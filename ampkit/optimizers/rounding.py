@@ -1,0 +1,108 @@
+"""What a fused optimizer keeps its moments in, and how it rounds what it writes: `Rounding`, made of three arguments.
+
+Moments in lower precision are always rounded by random numbers: they move by less a step than nearest would notice
+(kernels/moments.py). Checkpoints hold them in float32, and loading one gives the same bits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..dtypes import CASTABLE
+from ..kernels import moments
+from ..sharding import local
+
+STATE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.uint8,  # what bytes are in
+}
+ROUNDINGS = ("nearest", "stochastic")
+#: The moments that can be narrow, and whether they have a sign.
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How moments are stored, and whether parameters in bfloat16 are rounded by random numbers."""
+
+    state_dtype: torch.dtype = torch.float32
+    is_stochastic: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Any, state_dtype: str | torch.dtype, rounding: str, seed: int) -> Rounding:
+        """What the arguments of an optimizer's constructor ask for; ValueError where that does not exist."""
+        name = str(state_dtype).removeprefix("torch.")
+        kind = type(optimizer).__name__
+        if name not in STATE_DTYPES:
+            raise ValueError(
+                f"{kind}: state_dtype is {state_dtype!r}; expected one of {', '.join(map(repr, STATE_DTYPES))}."
+            )
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"{kind}: rounding is {rounding!r}; expected one of {', '.join(map(repr, ROUNDINGS))}.")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"{kind}: seed is {seed!r}; expected a whole number from 0 to 2**63 - 1.")
+        return cls(STATE_DTYPES[name], rounding == "stochastic")
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether moments are stored in lower precision."""
+        return self.state_dtype is not torch.float32
+
+    @property
+    def draws(self) -> bool:
+        return self.is_narrow or self.is_stochastic
+
+    def defaults(self, seed: int) -> dict[str, int]:
+        """What stands in the parameter groups, and so in checkpoints."""
+        return {"seed": seed} if self.draws else {}
+
+    def rounds_params(self, params: Sequence[torch.Tensor]) -> bool:
+        if not self.is_stochastic:
+            return False
+        for param in params:
+            if param.dtype is torch.float16:
+                raise RuntimeError(
+                    f"rounding='stochastic' is for parameters in bfloat16; one of shape {tuple(param.shape)} is float16. "
+                    "Train in bfloat16, or with float32 master weights: initialize(model, optimizer, 'O2')."
+                )
+        return True
+
+    def zeros(self, param: torch.Tensor) -> torch.Tensor:
+        """A moment before the first step."""
+        if self.state_dtype is torch.uint8 and param.dtype in CASTABLE:
+            return torch.zeros(moments.packed_size(local(param).numel()), dtype=torch.uint8, device=param.device)
+        dtype = self.state_dtype if param.dtype in CASTABLE else torch.promote_types(torch.float32, param.dtype)
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+
+    def widened(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """A parameter's state with moments in float32."""
+        found = dict(state)
+        for name in _MOMENTS.keys() & state.keys():
+            moment = state[name]
+            if moment is None or moment.dtype not in (torch.uint8, torch.bfloat16):
+                continue
+            if moment.dtype is torch.uint8:
+                found[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+                here = local(found[name])
+                here.copy_(moments.unpack(moment, here.shape, _MOMENTS[name]))
+            else:
+                found[name] = moment.float()
+        return found
+
+    def narrow(self, state: dict[str, Any], param: torch.Tensor) -> None:
+        """A parameter's state, loaded in float32, with moments as they are stored; to nearest, which finds the same codes again."""
+        if param.dtype not in CASTABLE:
+            return
+        for name in _MOMENTS.keys() & state.keys():
+            moment = state[name]
+            if moment is None or not moment.is_floating_point():
+                continue
+            if self.state_dtype is torch.uint8:
+                state[name] = moments.pack(local(moment.to(param.device)), _MOMENTS[name])
+            else:
+                state[name] = moment.to(param.device, torch.bfloat16)

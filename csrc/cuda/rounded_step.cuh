@@ -1,0 +1,177 @@
+// The CUDA driver of steps whose moments are packed (functors/moments.h), or whose results are rounded by numbers drawn
+// (functors/rounding.h): cuda/multi_tensor_step.cuh with other loads and stores. A warp takes one block of moments at a time,
+// whose highest place its lanes find by shuffles, and all of them stay until it is done.
+#pragma once
+
+#include "cuda/multi_tensor_step.cuh"
+#include "functors/moments.h"
+#include "functors/rounding.h"
+
+namespace ampkit {
+
+static_assert(kMomentBlock == 32 * kWidth && kDraws == kWidth, "a warp takes one block of moments, a thread one call of Philox");
+static_assert(kChunkSize % kMomentBlock == 0, "chunks hold whole blocks of moments");
+
+template <class Code>
+struct PackedMoment {
+  uint8_t* codes;     // of the chunk
+  uint32_t* highest;  // of its blocks
+
+  template <int kDepth>
+  __device__ PackedMoment(const Chunk<kDepth>& chunk, int list)
+      : codes(static_cast<uint8_t*>(chunk.data[list])),
+        highest(reinterpret_cast<uint32_t*>(codes - chunk.offset + code_bytes(chunk.numel)) + chunk.offset / kMomentBlock) {}
+
+  __device__ void load(int i, int size, float (&values)[kWidth]) const {
+    const uint32_t base = base_of<Code>(i < size ? highest[i / kMomentBlock] >> kDropped : 0);
+    uint32_t words[2] = {};
+    if (i + kWidth <= size) {
+      words[0] = reinterpret_cast<const uint32_t*>(codes + i)[0];
+      words[1] = reinterpret_cast<const uint32_t*>(codes + i)[1];
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        if (i + k < size) words[k / 4] |= static_cast<uint32_t>(codes[i + k]) << (k % 4 * 8);
+    }
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k)
+      values[k] = __uint_as_float(Code::decode(words[k / 4] >> (k % 4 * 8) & 0xff, base));
+  }
+
+  // All lanes of a warp must come here. Beyond the end values are zeros, whose place is the lowest.
+  __device__ void store(int i, int size, const float (&values)[kWidth], const uint32_t (&dither)[kWidth]) const {
+    uint32_t places[kWidth], found = 0;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      places[k] = Code::place(__float_as_uint(values[k]), dither[k]);
+      if (places[k] > found) found = places[k];
+    }
+    for (int bits = 16; bits > 0; bits /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, found, bits);
+      found = other > found ? other : found;
+    }
+    const uint32_t base = base_of<Code>(found);
+    uint32_t words[2] = {};
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k)
+      words[k / 4] |= Code::encode(__float_as_uint(values[k]), places[k], base) << (k % 4 * 8);
+    if (i + kWidth <= size) {
+      reinterpret_cast<uint32_t*>(codes + i)[0] = words[0];
+      reinterpret_cast<uint32_t*>(codes + i)[1] = words[1];
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        if (i + k < size) codes[i + k] = static_cast<uint8_t>(words[k / 4] >> (k % 4 * 8));
+    }
+    if (i % kMomentBlock == 0 && i < size) highest[i / kMomentBlock] = found << kDropped;
+  }
+};
+
+template <class Functor>
+struct RoundedStepKernel {
+  typename Functor::Settings settings;
+  const float* each;  // a number for each tensor, or nullptr
+  Rounding rounding;
+  bool writes_lower;
+
+  using ChunkOfStep = Chunk<Functor::kStates + 3>;
+
+  __device__ void operator()(const ChunkOfStep& chunk) const {
+    constexpr int kStates = Functor::kStates, kLower = kStates + 2;
+    if (settings.common.skips()) return;
+    __shared__ Functor shared;
+    if (threadIdx.x == 0) shared = Functor(settings);
+    __syncthreads();
+    const Functor functor = shared;
+    const float of_tensor = functor.each(each == nullptr ? 1.0f : each[chunk.tensor]);
+    const bool splits = is_rest(chunk.dtype[kLower]);
+    const Philox philox = rounding.draws() ? rounding.numbers_of(chunk.tensor) : Philox{0, 0, 0, 0};
+    // What a warp takes is in the tensor as a whole, or its first part is.
+    for (int begin = static_cast<int>(threadIdx.x) / 32 * kMomentBlock; begin < chunk.size; begin += kStride) {
+      const int i = begin + static_cast<int>(threadIdx.x) % 32 * kWidth;
+      float g[kWidth], p[kWidth], a[kWidth] = {}, b[kWidth] = {};
+      chunk.load(0, i, g);
+      if (splits)
+        chunk.join_rests(kLower, chunk.fetch(1, i), chunk.fetch(kLower, i), p);
+      else
+        chunk.load(1, i, p);
+      if constexpr (kStates > 0) load<SignedCode>(chunk, 2, i, a);
+      if constexpr (kStates > 1) load<UnsignedCode>(chunk, 3, i, b);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) functor(g[k], p[k], a[k], b[k], of_tensor);
+      if (splits) {
+        chunk.store_split(1, kLower, i, p);
+      } else {
+        if (writes_lower) chunk.store(kLower, i, p);
+        store_drawn(chunk, 1, i, p, philox, kParam, rounding.draws() && rounding.params);
+      }
+      if constexpr (kStates > 0) store<SignedCode>(chunk, 2, i, a, philox, kFirstMoment);
+      if constexpr (kStates > 1) store<UnsignedCode>(chunk, 3, i, b, philox, kSecondMoment);
+    }
+  }
+
+ private:
+  template <class Code>
+  __device__ void load(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth]) const {
+    if (chunk.dtype[list] == DType::kPacked)
+      PackedMoment<Code>(chunk, list).load(i, chunk.size, values);
+    else
+      chunk.load(list, i, values);
+  }
+
+  template <class Code>
+  __device__ void store(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth], const Philox& philox,
+                        uint32_t stream) const {
+    if (chunk.dtype[list] != DType::kPacked) return store_drawn(chunk, list, i, values, philox, stream, rounding.draws());
+    uint32_t dither[kWidth];
+    if (rounding.draws()) {
+      draw(chunk, i, philox, stream, dither);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) dither[k] = place_dither(dither[k]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) dither[k] = kHalfPlace;
+    }
+    PackedMoment<Code>(chunk, list).store(i, chunk.size, values, dither);
+  }
+
+  // By numbers drawn where this is lower precision, and they are asked for.
+  __device__ void store_drawn(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth], const Philox& philox,
+                              uint32_t stream, bool draws) const {
+    if (draws && chunk.dtype[list] == DType::kBFloat16) {
+      uint32_t drawn[kWidth];
+      draw(chunk, i, philox, stream, drawn);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        values[k] = __uint_as_float(drawn_bfloat16(__float_as_uint(values[k]), drawn[k]) << 16);
+    }
+    chunk.store(list, i, values);
+  }
+
+  static __device__ void draw(const ChunkOfStep& chunk, int i, const Philox& philox, uint32_t stream,
+                              uint32_t (&drawn)[kWidth]) {
+    uint32_t words[4];
+    philox((chunk.offset + i) / kDraws, stream, words);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) drawn[k] = words[k / 2] >> (k % 2 * 16) & 0xffff;
+  }
+};
+
+// The plain kernel where nothing is packed, and everything is rounded to nearest.
+template <class Functor>
+void run_rounded_step(const StepLists<Functor::kStates>& step_lists, const typename Functor::Settings& settings,
+                      const float* each, const Rounding& rounding) {
+  const int32_t device = step_lists.grads.front().get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  auto lists = step_lists.flatten(Functor::kTakesRests);
+  if (rounding.draws() || lists.has_packed())
+    multi_tensor_apply(lists.flat(), RoundedStepKernel<Functor>{settings, each, rounding, step_lists.writes_lower()},
+                       current_stream(device));
+  else
+    launch_step<Functor>(lists.flat(), step_lists, settings, each, current_stream(device));
+  lists.finish();
+}
+
+}  // namespace ampkit
+
+#define AMPKIT_RUN_ROUNDED_STEP(Functor, ...) run_rounded_step<Functor>(__VA_ARGS__)

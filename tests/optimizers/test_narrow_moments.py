@@ -1,0 +1,287 @@
+"""Fused optimizers with moments in lower precision, and with parameters rounded at random: what they keep, save and learn."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from helpers import backward, initialize_quietly
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit.kernels import moments
+from ampkit.optimizers import FusedAdam, FusedSGD
+
+BF16 = torch.bfloat16
+ADAM = dict(lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+SGD = dict(lr=0.05, momentum=0.9, weight_decay=0.01)
+MAKERS = {
+    "FusedAdam": lambda p, **how: FusedAdam(p, **ADAM, **how),
+    "FusedSGD": lambda p, **how: FusedSGD(p, **SGD, **how),
+}
+NARROW = pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+EVERY = pytest.mark.parametrize("name", MAKERS)
+
+
+def small_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 3))
+
+
+def train(model, optimizer, steps, first=0):
+    """A step on each of so many batches, which are functions of their number."""
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def values_of(optimizer):
+    """Every tensor that an optimizer keeps, and every parameter, in order."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [x.clone() for p in params for x in (p.detach(), *optimizer.state[p].values())]
+
+
+def assert_same_bits(these, those):
+    assert len(these) == len(those)
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(these, those))
+
+
+#: Bytes that one parameter takes with Adam, of a weight in bfloat16 with its gradient, a float32 master and two moments; those in 8
+#: bits with their share of a float32 scale to 256 of them.
+BYTES = {"float32": 2 + 2 + 4 + 4 + 4, "bfloat16": 2 + 2 + 4 + 2 + 2, "int8": 2 + 2 + 4 + 2 * (1 + 4 / 256)}
+
+
+@pytest.mark.parametrize("state_dtype", BYTES)
+def test_bytes_per_parameter(state_dtype):
+    model = nn.Linear(512, 256, bias=False)
+    model, optimizer = initialize_quietly(model, lambda p: FusedAdam(p, state_dtype=state_dtype), "O5")
+    backward(model(torch.randn(4, 512)).float().square().mean(), optimizer)
+    optimizer.step()
+    (master,) = optimizer.param_groups[0]["params"]
+    state = [x for x in optimizer.state[master].values() if x.dim()]
+    tensors = [model.weight, model.weight.grad, master, *state]
+    assert sum(x.numel() * x.element_size() for x in tensors) / master.numel() == BYTES[state_dtype]
+
+
+@EVERY
+@NARROW
+def test_checkpoints_are_in_float32_and_give_the_same_bits_when_they_are_loaded(name, state_dtype):
+    model = small_model()
+    optimizer = MAKERS[name](model.parameters(), state_dtype=state_dtype)
+    train(model, optimizer, 3)
+    saved = optimizer.state_dict()
+    for key, param in enumerate(model.parameters()):
+        for what in ("exp_avg", "exp_avg_sq") if name == "FusedAdam" else ("momentum_buffer",):
+            assert saved["state"][key][what].dtype is torch.float32 and saved["state"][key][what].shape == param.shape
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    other = small_model()
+    other.load_state_dict(model.state_dict())
+    twin = MAKERS[name](other.parameters(), state_dtype=state_dtype)
+    twin.load_state_dict(torch.load(file, weights_only=True))
+    assert_same_bits(values_of(twin), values_of(optimizer))
+    train(model, optimizer, 3, first=3)
+    train(other, twin, 3, first=3)
+    assert_same_bits(values_of(twin), values_of(optimizer))
+
+
+@EVERY
+@NARROW
+def test_a_session_resumes_bit_for_bit(name, state_dtype):
+    def start():
+        return initialize_quietly(small_model(), lambda p: MAKERS[name](p, state_dtype=state_dtype), "O5")
+
+    def steps(model, optimizer, first):
+        for step in range(first, first + 4):
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+            optimizer.zero_grad()
+            backward(F.mse_loss(model(x).float(), y), optimizer)
+            optimizer.step()
+
+    model, optimizer = start()
+    steps(model, optimizer, 0)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), ampkit.state_dict()))
+    steps(model, optimizer, 4)
+    straight = values_of(optimizer)
+    ampkit.close()
+    model, optimizer = start()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    ampkit.load_state_dict(saved[2])
+    steps(model, optimizer, 4)
+    assert_same_bits(values_of(optimizer), straight)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_alike(how):
+    model = small_model()
+    optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="int8", rounding="stochastic", seed=3)
+    train(model, optimizer, 2)
+    other, twin = how((model, optimizer))
+    assert twin.rounding == optimizer.rounding and twin.rounding.state_dtype is torch.uint8
+    train(model, optimizer, 2, first=2)
+    train(other, twin, 2, first=2)
+    assert_same_bits(values_of(twin), values_of(optimizer))
+
+
+def test_state_goes_to_torch_and_comes_back():
+    model = small_model()
+    optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
+    train(model, optimizer, 3)
+    theirs = torch.optim.AdamW(model.parameters(), **ADAM)
+    theirs.load_state_dict(optimizer.state_dict())
+    for param in model.parameters():
+        packed = optimizer.state[param]["exp_avg_sq"]
+        assert torch.equal(theirs.state[param]["exp_avg_sq"], moments.unpack(packed, param.shape, False))
+    ours = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
+    ours.load_state_dict(theirs.state_dict())
+    assert_same_bits(values_of(ours), values_of(optimizer))
+
+
+def test_state_in_float32_loads_into_8_bits():
+    model = small_model()
+    wide = FusedAdam(model.parameters(), **ADAM)
+    train(model, wide, 3)
+    narrow = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
+    narrow.load_state_dict(wide.state_dict())
+    for param in model.parameters():
+        values, packed = wide.state[param]["exp_avg_sq"], narrow.state[param]["exp_avg_sq"]
+        error = (moments.unpack(packed, param.shape, False) - values).abs()
+        assert packed.dtype is torch.uint8 and (error <= values / 16).all() and error.max() > 0
+
+
+@EVERY
+def test_the_seed_comes_from_the_checkpoint(name):
+    model = small_model()
+    optimizer = MAKERS[name](model.parameters(), state_dtype="int8", seed=5)
+    train(model, optimizer, 2)
+    other = copy.deepcopy(model)
+    twin = MAKERS[name](other.parameters(), state_dtype="int8", seed=6)
+    twin.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 2, first=2)
+    train(other, twin, 2, first=2)
+    assert_same_bits(values_of(twin), values_of(optimizer))
+
+
+def test_numbers_hang_on_the_seed_and_on_nothing_that_runs_beside():
+    def trained(seed):
+        model = small_model()
+        optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="int8", seed=seed)
+        torch.manual_seed(seed)
+        train(model, optimizer, 3)
+        return values_of(optimizer)
+
+    assert_same_bits(trained(1), trained(1))
+    assert not all(torch.equal(a, b) for a, b in zip(trained(1), trained(2)))
+
+
+@EVERY
+def test_a_skipped_step_leaves_bits_and_count(name):
+    model, optimizer = initialize_quietly(
+        small_model(), lambda p: MAKERS[name](p, state_dtype="int8"), "O5", loss_scale="dynamic"
+    )
+    backward(model(torch.randn(4, 6)).float().square().mean(), optimizer)
+    optimizer.step()
+    before = values_of(optimizer)
+    optimizer.zero_grad()
+    backward(model(torch.randn(4, 6)).float().square().mean() * float("inf"), optimizer)
+    optimizer.step()
+    assert_same_bits(values_of(optimizer), before)
+
+
+def test_a_parameter_that_is_left_out_of_some_steps_keeps_its_numbers():
+    """The numbers of a parameter hang on its own place and count, not on who else has a gradient."""
+
+    def trained(freezes):
+        model = small_model()
+        optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="int8")
+        first = next(iter(model.parameters()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            for i, param in enumerate(model.parameters()):
+                param.grad = torch.full_like(param, 0.1 * (i + 1)) + torch.arange(param.numel()).view_as(param) / 100
+            if freezes:
+                first.grad = None
+            optimizer.step()
+        return [x for param in list(model.parameters())[1:] for x in (param.detach(), *optimizer.state[param].values())]
+
+    assert_same_bits(trained(True), trained(False))
+
+
+def test_what_is_asked_for_and_does_not_exist_is_refused():
+    params = [nn.Parameter(torch.ones(3))]
+    for make in (FusedAdam, lambda p, **how: FusedSGD(p, lr=0.1, **how)):
+        with pytest.raises(ValueError, match=r"state_dtype is 'int4'; expected one of 'float32', 'bfloat16', 'int8'"):
+            make(params, state_dtype="int4")
+        with pytest.raises(ValueError, match=r"state_dtype is torch.float16"):
+            make(params, state_dtype=torch.float16)
+        with pytest.raises(ValueError, match=r"rounding is 'up'; expected one of 'nearest', 'stochastic'"):
+            make(params, rounding="up")
+        for seed in (-1, 0.5, 2**63, None, True):
+            with pytest.raises(ValueError, match=r"seed is .*; expected a whole number"):
+                make(params, seed=seed)
+    assert FusedAdam(params, state_dtype=torch.int8).rounding == FusedAdam(params, state_dtype="int8").rounding
+    param = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match=r"rounding='stochastic' is for parameters in bfloat16.*\(3,\) is float16"):
+        FusedAdam([param], rounding="stochastic").step()
+
+
+def test_checkpoints_of_plain_optimizers_hold_no_seed():
+    assert "seed" not in FusedAdam([nn.Parameter(torch.ones(3))]).state_dict()["param_groups"][0]
+
+
+def test_stochastic_rounding_takes_steps_that_nearest_loses():
+    """Steps of 2^-10 downwards from 1, where neighbours in bfloat16 are 2^-8 apart and to nearest nothing ever moves."""
+    for rounding, expected in (("nearest", 1.0), ("stochastic", 1.0 - 256 * 2**-10)):
+        param = nn.Parameter(torch.ones(4096, dtype=BF16))
+        optimizer = FusedSGD([param], lr=2**-10, rounding=rounding)
+        for _ in range(256):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        # A walk of 256 steps, each at most half of 2^-8 off as a standard deviation; the mean of 4096 of them, five times.
+        bound = 5 * math.sqrt(256) * 2**-9 / math.sqrt(4096)
+        assert abs(param.double().mean().item() - expected) <= (bound if rounding == "stochastic" else 0.0)
+
+
+def learn(steps, level="O0", settings=None, **how):
+    """The loss with which a small regression ends: the mean of its last twenty."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    model, optimizer = initialize_quietly(model, lambda p: FusedAdam(p, **how), level, **(settings or {}))
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(64, 16, generator=generator)
+        with torch.no_grad():
+            y = teacher(x)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x).float(), y)
+        losses.append(loss.detach())
+        backward(loss, optimizer)
+        optimizer.step()
+    ampkit.close()
+    return torch.stack(losses[-20:]).mean().item()
+
+
+def test_o3_with_stochastic_rounding_learns_where_nearest_stalls():
+    """Steps of 1e-4, where a weight of 0.1 has neighbours 5e-4 away."""
+    settings = dict(cast_model_type=BF16)
+    nearest, stochastic = (learn(300, "O3", settings, lr=1e-4, rounding=one) for one in ("nearest", "stochastic"))
+    wide = learn(300, lr=1e-4)
+    assert nearest > 3 * wide and stochastic < 1.1 * wide
+
+
+def test_narrow_moments_learn_as_float32_ones_do():
+    wide = learn(200, lr=3e-3)
+    for state_dtype in ("int8", "bfloat16"):
+        assert abs(learn(200, lr=3e-3, state_dtype=state_dtype) / wide - 1) < 0.01, state_dtype
