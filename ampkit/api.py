@@ -44,7 +44,7 @@ def initialize(
     cast_model_type: torch.dtype | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
+    master_weights: bool | str | None = None,
     loss_scale: float | str | DynamicLossScale | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -75,7 +75,8 @@ def initialize(
     - ``patch_torch_functions``: whether torch functions are patched (O1, O4); ``patch_torch_functions_type`` to which dtype.
     - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights.
     - ``keep_fp32``: modules, types or name patterns that compute in float32 and return float32, at every level.
-    - ``master_weights``: whether the optimizer updates float32 masters.
+    - ``master_weights``: whether the optimizer updates float32 masters. ``"split"`` (bfloat16, FusedAdam or FusedSGD) keeps each as
+      the weight and 16 bits more, ``"split24"`` as the weight and 8 bits: 14 and 13 bytes per parameter with Adam instead of 16.
     - ``loss_scale``: ``"dynamic"``, a number, or a `DynamicLossScale`; ``num_losses`` scalers are made. A dynamic scale stays
       between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
     - ``cast_model_outputs``: the dtype of floating outputs of the models' forward.
@@ -158,6 +159,7 @@ def initialize(
     validation.sharded(model_list, optimizer_list, plan)
     validation.process_group(process_group)
     validation.sharded_by_optimizer(optimizer_list, plan)
+    validation.split_masters(model_list, optimizer_list, plan)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
     early_state = _state_over_cast_weights(optimizer_list)
@@ -227,11 +229,15 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """The parameters that ``optimizer`` updates: float32 masters where there are any, with unscaled gradients.
 
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
-    ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters.
+    ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters. Masters
+    that are split are lent as float32 copies, and what is written to one is taken over when the next is asked for.
     """
     wrapper = wrapper_of(validation.unwrapped(optimizer))
     if wrapper is not None and not wrapper.gradients.is_open:
         wrapper.synchronize_gradients()
+    if wrapper is not None:
+        yield from wrapper.lend_masters()
+        return
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -33,7 +33,7 @@ class Plan:
     patch_torch_functions: bool = False
     patch_torch_functions_type: torch.dtype | None = None
     keep_batchnorm_fp32: bool | None = None
-    master_weights: bool = False
+    master_weights: bool | str = False
     loss_scale: float | DynamicLossScale = 1.0
     cast_model_outputs: torch.dtype | None = None
     num_losses: int = 1
@@ -54,6 +54,11 @@ class Plan:
         return self.cast_model_type in LOWER_PRECISION
 
     @property
+    def rest_dtype(self) -> torch.dtype | None:
+        """What the rests of split masters are held in, beside the weights; None where there are no such masters."""
+        return _SPLIT_MASTERS.get(self.master_weights) if isinstance(self.master_weights, str) else None
+
+    @property
     def has_dynamic_loss_scale(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
 
@@ -67,7 +72,8 @@ class Plan:
         if self.casts_weights:
             words.append(f"norms {'float32' if self.keep_batchnorm_fp32 else _short(self.cast_model_type)}")
         if self.master_weights:
-            words.append("master weights float32")
+            kept = {None: "float32", torch.int16: "float32 in two halves", torch.int8: "of 24 bits in two parts"}
+            words.append(f"master weights {kept[self.rest_dtype]}")
         words.append(f"loss scale {'dynamic' if self.has_dynamic_loss_scale else f'{self.loss_scale:g}'}")
         return ", ".join(words)
 
@@ -156,6 +162,12 @@ def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> P
         raise ConfigurationError(
             f"model_grads='scaled' is about weights with masters, and {opt_level} makes none: gradients of others are unscaled "
             "where they are. Choose O2, or leave it out."
+        )
+    if plan.rest_dtype is not None and plan.cast_model_type is not torch.bfloat16:
+        raise ConfigurationError(
+            f"master_weights={plan.master_weights!r} keeps a master as its bfloat16 weight and the rest of its bits, and the "
+            f"weights are {plan.cast_model_type or torch.float32} here. Choose O5, or cast_model_type=torch.bfloat16 at O2, or "
+            "master_weights=True."
         )
     if plan.max_loss_scale < plan.min_loss_scale:
         raise ConfigurationError(
@@ -280,8 +292,17 @@ def _check_keep_batchnorm_fp32(value: Any, level: str) -> bool:
     return keeps
 
 
-def _check_master_weights(value: Any, level: str) -> bool:
-    has_masters = _check_bool("master_weights", value)
+# How masters may be split, and what the rest of one is held in.
+_SPLIT_MASTERS = {"split": torch.int16, "split24": torch.int8}
+
+
+def _check_master_weights(value: Any, level: str) -> bool | str:
+    if isinstance(value, str):
+        if value not in _SPLIT_MASTERS:
+            raise _refuse("master_weights", value, f"True, False, {_any_of(tuple(map(repr, _SPLIT_MASTERS)))}")
+        has_masters: bool | str = value
+    else:
+        has_masters = _check_bool("master_weights", value)
     if level in ("O1", "O4"):
         raise _refuse(
             "master_weights", value, f"None at {level}", "The weights are float32 there and are their own masters."

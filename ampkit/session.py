@@ -274,12 +274,12 @@ class Session:
         model_casts.widen_targets(model)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
-        slots = Slots()
+        slots = Slots(self.plan.rest_dtype)
         for optimizer in optimizers:
             self._undo.callback(_when_alive(_detach_optimizer), weakref.ref(optimizer))
             wrapper = OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
             wrapper.gradients.leaves_scaled = self.plan.model_grads == "scaled"
-            if self.plan.casts_weights and not self.plan.master_weights:
+            if self.plan.casts_weights and (not self.plan.master_weights or self.plan.rest_dtype is not None):
                 self._undo.callback(_when_alive(model_casts.hand_out_own_state), weakref.ref(optimizer))
                 model_casts.hand_out_plain_state(optimizer, values)
 
@@ -293,6 +293,8 @@ class Session:
             if param.requires_grad
         }
         matched = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).matched_state()]
+        for optimizer in optimizers:
+            wrapper_of(optimizer).split_masters()
         model_casts.release_originals(values, self.plan.keep_originals, set() if self.plan.master_weights else trained)
         for own, cast in matched:
             own.update(cast)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .models import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
-from .optimizers import LARC, FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
+from .optimizers import LARC, FusedAdam, FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from .plan import Plan
 from .sharding import fsdp_modules, gathered, has_run, is_sharded
 
@@ -211,6 +211,26 @@ def sharded_by_optimizer(optimizer_list: list[Any], plan: Plan) -> None:
                 "ZeroRedundancyOptimizer keeps a list of parameters of its own and would step past the masters of "
                 f"{plan.opt_level}, so that no weight moves. Use O1 or O4, which have no masters; or shard parameters and "
                 "optimizer state with FSDP2: ampkit.parallel.fully_shard(module, opt_level=...)."
+            )
+
+
+def split_masters(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+    """Refuse optimizers that do not update a weight and the rest of its master together, and weights that are sharded."""
+    if plan.rest_dtype is None:
+        return
+    for optimizer in optimizer_list:
+        steps = getattr(type(optimizer), "update", None)
+        if steps not in (FusedAdam.update, FusedSGD.update) or getattr(optimizer, "master_weights", False):
+            raise ConfigurationError(
+                f"master_weights={plan.master_weights!r}: a {type(optimizer).__name__} was given, and of split masters only "
+                "FusedAdam (without masters of its own) and FusedSGD update both halves. Use one of ampkit.optimizers, or "
+                "master_weights=True."
+            )
+    for model in model_list:
+        if any(map(is_sharded, model.parameters())):
+            raise ConfigurationError(
+                f"master_weights={plan.master_weights!r}: parameters of the model are sharded (FSDP2), which are float32 and are "
+                "their own masters. Leave master_weights out."
             )
 
 

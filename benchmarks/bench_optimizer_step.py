@@ -4,10 +4,11 @@
 
 First the part after backward alone (exit of `scale_loss`, clipping, step) on the 148 tensors of GPT-2 small, against
 GradScaler, torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW(fused=True) on float32 gradients; "O2, scaled" leaves gradients
-at the loss scale, so that O2 beside it shows what unscaling them costs; "O5, int8" keeps moments in 8 bits. Then, in bfloat16,
-whole steps of six Linear(2048, 2048) with a batch of 8 and four micro-batches, against torch.autocast; "bare" is the floor,
-forward and backward passes of the same layers in lower precision, without an optimizer. All contenders take turns, round after
-round, and medians are printed: what else the machine does hits all alike. Freed memory stays with the process (memory.py).
+at the loss scale, so that O2 beside it shows what unscaling them costs; "O5, int8" keeps moments in 8 bits, "O5, split" masters in
+two halves. Then, in bfloat16, whole steps of six Linear(2048, 2048) with a batch of 8 and four micro-batches, against
+torch.autocast; "bare" is the floor, forward and backward passes of the same layers in lower precision, without an optimizer. All
+contenders take turns, round after round, and medians are printed: what else the machine does hits all alike. Freed memory stays
+with the process (memory.py).
 """
 
 import argparse
@@ -22,6 +23,7 @@ from memory import keep_freed_memory
 from torch import nn
 
 import ampkit
+from ampkit.models.weights import lower_entries
 from ampkit.optimizers import FusedAdam
 
 SETTINGS = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -45,6 +47,11 @@ def main():
     if dtype is torch.bfloat16:
         contenders["O5"] = Ours("O5", args.device, dtype, args.small)
         contenders["O5, int8"] = Ours("O5", args.device, dtype, args.small, state_dtype="int8")
+        contenders["O5, split"] = Ours("O5", args.device, dtype, args.small, master_weights="split")
+        contenders["O5, split24"] = Ours("O5", args.device, dtype, args.small, master_weights="split24")
+        contenders["split, int8"] = Ours(
+            "O5", args.device, dtype, args.small, state_dtype="int8", master_weights="split"
+        )
     first = contenders["autocast"]
     print(f"After backward: {len(first.params)} tensors, {first.elements / 1e6:.1f} M parameters on {args.device}")
     print(f"{'contender':<12}{'clipping':>10}{'ms':>9}{'ratio':>8}{'bytes each':>12}{'host reads':>12}")
@@ -133,7 +140,11 @@ class Contender:
         tensors |= {id(grad): grad for grad in grads if grad is not None}
         state = [t for s in self.optimizer.state.values() for t in s.values() if t.dim()]
         self.clear()
-        return sum(t.untyped_storage().nbytes() for t in [*tensors.values(), *state]) / self.elements
+        return sum(t.untyped_storage().nbytes() for t in [*tensors.values(), *state, *self.rests()]) / self.elements
+
+    def rests(self):
+        """The tensors beside the weights that are the rest of their masters."""
+        return []
 
 
 class Autocast(Contender):
@@ -169,6 +180,7 @@ class Ours(Contender):
         optimizer = FusedAdam(model.parameters(), state_dtype=state_dtype, **SETTINGS)
         settings |= dict(opt_level=level, cast_model_type=dtype, verbosity=0)
         model, optimizer = ampkit.initialize(model, optimizer, **settings)
+        self.model = model
         self.prepare(model, optimizer, ampkit.current_session().scaler(0).loss_scale)
 
     def run(self, clips, clears=True):
@@ -184,6 +196,9 @@ class Ours(Contender):
         if clears:
             self.clear()
         return seconds
+
+    def rests(self):
+        return [entry.rest for _, entry in lower_entries(self.model) if entry.rest is not None]
 
 
 def linears(device, small):

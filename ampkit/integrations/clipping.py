@@ -27,6 +27,8 @@ def updated(optimizers: Sequence[Any], parameters: Iterable[torch.Tensor]) -> li
     """What the optimizers update in the places of ``parameters``, with unscaled gradients; in the same order."""
     targets = {}
     for optimizer in optimizers:
-        next(master_params(optimizer), None)  # has all gradients converted
-        targets.update({slot.param: slot.target for slot in wrapper_of(optimizer).gradients.slots})
+        slots = wrapper_of(optimizer).gradients.slots
+        if not any(slot.is_split for slot in slots):  # whose masters are lent: the weights' own gradients count
+            next(master_params(optimizer), None)  # has all gradients converted
+        targets.update({slot.param: slot.target for slot in slots})
     return [targets.get(param, param) for param in parameters]

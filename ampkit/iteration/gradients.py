@@ -44,7 +44,7 @@ class Gradients:
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.mastered: list[Slot] = []  # those that have a master
-        self.by_master: dict[int, Slot] = {}  # by the master's id
+        self.by_master: dict[int, Slot] = {}  # by the id of what the optimizer's groups hold
         self.reads_lower = False
         self.leaves_scaled = False
         self.is_open = False
@@ -78,8 +78,9 @@ class Gradients:
             self.slots.append(slot)
             if slot.master is not None:
                 self.mastered.append(slot)
-                self.by_master[id(slot.master)] = slot
-                slot.master.belongs_to(slot, self)
+                self.by_master[id(slot.target)] = slot
+                if not slot.is_split:
+                    slot.master.belongs_to(slot, self)
 
     def process_groups(self) -> list[Any]:
         """The groups of processes that the parameters lie on."""
@@ -551,11 +552,12 @@ class Gradients:
 
 def _gradient_of_master(slot: Slot) -> torch.Tensor:
     """The tensor for a master's gradient: the one that is there, that of the exact value, or a new one."""
-    move_like(slot.master, slot.param)
+    if not slot.is_split:
+        move_like(slot.master, slot.param)
     gradient, exact = slot.master.raw_grad, slot.exact
-    if gradient is None or is_sparse(gradient):
-        fits = exact is not None and exact.values.dtype is torch.float32 and exact.values.device == slot.master.device
-        gradient = slot.master.raw_grad = exact.values if fits else torch.empty_like(slot.master)
+    if gradient is None or is_sparse(gradient) or gradient.device != slot.param.device:
+        fits = exact is not None and exact.values.dtype is torch.float32 and exact.values.device == slot.param.device
+        gradient = slot.master.raw_grad = exact.values if fits else _float32_like(slot.param)
     return gradient
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from ..models.weights import Float32Value
 from ..optimizers.scales import Scale
 from .found_inf import FoundInf
+from .split_masters import SplitMaster
 
 _grad = torch.Tensor.grad  # torch's own, which does not look whether there is anything to convert
 
@@ -42,7 +43,7 @@ class MasterWeight(nn.Parameter):
         slot = self._convert()
         _grad.__set__(self, value)
         if slot is not None and not (value is None and slot.param.grad is None):
-            slot.converted = Seen.now(slot.param.grad)  # the step uses what was put here, or nothing
+            slot.note_gradient()
 
     def _convert(self) -> Slot | None:
         slot = self._slot and self._slot()
@@ -135,7 +136,7 @@ class Exact(NamedTuple):
 
 
 class Slot:
-    """One parameter: ``param`` is what the model computes with, ``target`` what optimizers update.
+    """One parameter: ``param`` is what the model computes with, ``target`` what optimizers update: the master, if it is a tensor.
 
     Where its gradient is, between a block and the step:
 
@@ -147,11 +148,25 @@ class Slot:
     are several, ``found_inf`` is what the block found that the gradient came from.
     """
 
-    __slots__ = ("__weakref__", "converted", "entry", "exact", "found_inf", "master", "owners", "param", "stash")
+    __slots__ = (
+        "__weakref__",
+        "converted",
+        "entry",
+        "exact",
+        "found_inf",
+        "is_split",
+        "master",
+        "owners",
+        "param",
+        "stash",
+    )
 
-    def __init__(self, param: torch.Tensor, master: MasterWeight | None, entry: Float32Value | None) -> None:
+    def __init__(
+        self, param: torch.Tensor, master: MasterWeight | SplitMaster | None, entry: Float32Value | None
+    ) -> None:
         self.param = param
         self.master = master
+        self.is_split = isinstance(master, SplitMaster)
         self.entry = entry
         self.owners = 0
         self.clear()
@@ -163,15 +178,34 @@ class Slot:
         self.converted: Seen | None = None
         self.found_inf: FoundInf | None = None
 
+    def note_gradient(self) -> None:
+        """The step uses what was put into the master's gradient, or nothing."""
+        self.converted = Seen.now(self.param.grad)
+
     @property
     def target(self) -> torch.Tensor:
-        return self.param if self.master is None else self.master
+        return self.param if self.master is None or self.is_split else self.master
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the master was written to since it last agreed with the weight."""
+        return not self.is_split and self.master._version != self.entry.value_version
+
+    def split(self) -> None:
+        """Have the weight and its rest be the master from now on, where it is to be split."""
+        if self.is_split and self.entry.rest is None:
+            self.entry.split(self.param, self.master.rest_dtype)
 
 
 class Slots:
-    """The slots of a session, one for each parameter, however many optimizers update it."""
+    """The slots of a session, one for each parameter, however many optimizers update it.
 
-    def __init__(self) -> None:
+    With a ``rest_dtype`` masters are split (split_masters.py), and the parameters stay where they are.
+    """
+
+    def __init__(self, rest_dtype: torch.dtype | None = None) -> None:
+        self._rest_dtype = rest_dtype
+        self.splits = rest_dtype is not None
         self._slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()  # by the parameter's id
 
     def put_into(self, group: dict[str, Any], state: dict, values: dict[torch.Tensor, Float32Value]) -> Iterator[Slot]:
@@ -183,17 +217,24 @@ class Slots:
             slot = self._slots.get(id(param))
             if slot is None:
                 entry = values.get(param)
-                slot = Slot(param, None if entry is None else make_master(entry, param), entry)
+                slot = Slot(param, None if entry is None else self._master(entry, param), entry)
                 self._slots[id(param)] = slot
                 if slot.master is not None and slot.master.raw_grad is not None and param.grad is not None:
                     # From before initialize.
                     slot.exact = Exact(slot.master.raw_grad, 1.0, Seen.now(param.grad))
                     slot.master.raw_grad = None
-            if slot.master is not None:
+            if slot.target is not param:
                 group["params"][index] = slot.master
                 if param in state:
                     state[slot.master] = state.pop(param)
             yield slot
+
+    def _master(self, entry: Float32Value, param: torch.Tensor) -> MasterWeight | SplitMaster:
+        if self._rest_dtype is None:
+            return make_master(entry, param)
+        master = SplitMaster(self._rest_dtype)
+        master.raw_grad, entry.gradient = entry.gradient, None
+        return master
 
 
 def make_master(entry: Float32Value, param: torch.Tensor) -> MasterWeight:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -61,7 +61,14 @@ class OptimizerWrapper:
         self._clears_as_torch = _clears_as_torch(optimizer)
         self._takes_found_inf = not self._takes_step_inputs and _takes_found_inf(optimizer)
         self.gradients.reads_lower = self._takes_step_inputs
+        self._splits = slots.splits
         try:
+            if self._splits and not self._takes_step_inputs:
+                raise ConfigurationError(
+                    f"The step of this {type(optimizer).__name__} is not its own any more, as where a learning-rate scheduler "
+                    "was made before initialize(), and split masters are updated by that alone. Make the scheduler after "
+                    "initialize(), or use master_weights=True."
+                )
             for group in optimizer.param_groups:
                 self.gradients.add(slots.put_into(group, optimizer.state, values))
             self._held = HeldParameters(optimizer.param_groups)
@@ -102,7 +109,7 @@ class OptimizerWrapper:
         self.active = False
         self._patches.restore()
         masters = list(self.gradients.mastered)
-        param_of = {slot.master: slot.param for slot in masters}
+        param_of = self._param_of_master()
         for group in optimizer.param_groups if optimizer is not None else ():
             put_params_back(group, optimizer.state, param_of)
         for own, cast in self._state_cast(lambda param: torch.float32):
@@ -110,7 +117,7 @@ class OptimizerWrapper:
         for slot in masters:
             slot.entry.synchronize(slot.param)
             slot.param.grad = None
-            slot.param.data = slot.master.data
+            slot.param.data = slot.entry.current(slot.param) if slot.is_split else slot.master.data
             slot.param.grad = slot.master.raw_grad
         self.gradients.forget_slots()
 
@@ -137,6 +144,25 @@ class OptimizerWrapper:
                 found.append((own, cast))
         return found
 
+    def split_masters(self) -> None:
+        """Let go of the float32 values of split masters: last of all, since until then what failed is undone exactly."""
+        for slot in self.gradients.mastered:
+            slot.split()
+
+    def lend_masters(self) -> Iterator[torch.Tensor]:
+        """What the optimizer updates, in its order: masters that are split as float32 values, one at a time."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                slot = self.gradients.by_master.get(id(param))
+                if slot is not None and slot.is_split:
+                    yield from slot.master.lend(slot)
+                else:
+                    yield param
+
+    def _param_of_master(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The parameters by the masters that stand in their places."""
+        return {slot.master: slot.param for slot in self.gradients.mastered if not slot.is_split}
+
     def write_masters_to_model(self, everything: bool = False) -> None:
         """Round every master that was written to since it last agreed with the model's weight into that weight.
 
@@ -145,7 +171,7 @@ class OptimizerWrapper:
         stale = [
             slot
             for slot in self.gradients.mastered
-            if everything or slot.master.raw_grad is not None or slot.master._version != slot.entry.value_version
+            if not slot.is_split and (everything or slot.master.raw_grad is not None or slot.is_stale)
         ]
         _round_into_model(stale)
 
@@ -225,7 +251,10 @@ class OptimizerWrapper:
         finally:
             optimizer.inputs = None
             gradients.is_stepping = False
-        for slot in masters:
+            for slot in masters if self._splits else ():
+                slot.entry.end_step(slot.param)
+                slot.master.end_step()
+        for slot in masters if not self._splits else ():
             entry, version = slot.entry, slot.master._version
             if version != entry.value_version:  # the step has written both
                 entry.value_version, entry.lower_version = version, slot.param._version
@@ -324,6 +353,9 @@ class OptimizerWrapper:
 
     def _settle(self, for_fused_step: bool = False) -> None:
         gradients = self.gradients
+        if self._splits:
+            for slot in gradients.mastered:
+                slot.master.settle(slot)
         self.drop_cleared()
         for slot in gradients.mastered:
             entry, param = slot.entry, slot.param
@@ -337,7 +369,7 @@ class OptimizerWrapper:
 
     def _write_stale(self) -> None:
         """Bring edits of masters to the model before a step that may leave both alone."""
-        stale = [slot for slot in self.gradients.mastered if slot.master._version != slot.entry.value_version]
+        stale = [slot for slot in self.gradients.mastered if slot.is_stale]
         _round_into_model(stale)
 
     def _take_found(self) -> list[FoundInf]:
@@ -441,6 +473,7 @@ class OptimizerWrapper:
         values = self.owner.float32_values()
         for added in optimizer.param_groups[before:]:
             self.gradients.add(self._slots.put_into(added, optimizer.state, values))
+        self.split_masters()
         self._held = HeldParameters(optimizer.param_groups)
         return result
 
@@ -452,13 +485,14 @@ class OptimizerWrapper:
         optimizer = self.optimizer
         if self._held.are_in(optimizer.param_groups) or self.gradients.is_open:
             return
-        param_of = {slot.master: slot.param for slot in self.gradients.mastered}
+        param_of = self._param_of_master()
         values = self.owner.float32_values()
         for group in optimizer.param_groups:
             if not isinstance(group["params"], list):
                 group["params"] = list(group["params"])
             put_params_back(group, optimizer.state, param_of)
             self.gradients.add(self._slots.put_into(group, optimizer.state, values))
+        self.split_masters()
         self._held = HeldParameters(optimizer.param_groups)
 
 

@@ -29,9 +29,11 @@ class Float32Value:
     """The float32 value of one lower-precision tensor, and the state in which the two last agreed.
 
     ``value`` is None where nothing is kept (O3's trained weights, ``keep_originals=False``): the lower-precision tensor is
-    then the value. Writes to a weight with a master are told by its version counter; ``counted`` is False for others, whose
-    values are compared: torch's batch norm updates running statistics without counting, a momentum encoder is written to
-    through ``.data``. ``gradient`` is the float32 gradient that stood in the tensor when it was cast, until the master takes it.
+    then the value, or, where its master is split, with the ``rest`` of its bits. ``before`` is that tensor as it was when the
+    two last agreed, as long as no step was taken: until then DDP and others write the same values again. Writes to a weight with
+    a master are told by its version counter; ``counted`` is False for others, whose values are compared: torch's batch norm
+    updates running statistics without counting, a momentum encoder is written to through ``.data``. ``gradient`` is the float32
+    gradient that stood in the tensor when it was cast, until the master takes it.
     """
 
     value: torch.Tensor | None
@@ -42,6 +44,9 @@ class Float32Value:
     lower_ptr: int = 0
     lower_size: int = 0
     gradient: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
+    before: torch.Tensor | None = None
+    loaded: torch.Tensor | None = None
     writes: int = 0
     _in_copies: Callable[[], nn.Parameter | None] = lambda: None
 
@@ -63,6 +68,9 @@ class Float32Value:
 
     def synchronize(self, lower: torch.Tensor) -> None:
         """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
+        if self.rest is not None:
+            self._follow(lower)
+            return
         if self.value is not None and self.value.shape != lower.shape:
             self._take_over(lower)
         if self.value is None or self.value._version != self.value_version:
@@ -82,9 +90,51 @@ class Float32Value:
                 self.value.copy_(torch.where(same, local, lower.float()))
         self.agree(lower)
 
+    def split(self, lower: torch.Tensor, rest_dtype: torch.dtype) -> None:
+        """Keep the value as ``lower`` and the rest of its bits from now on."""
+        weights, rest = kernels.split(self.current(lower), rest_dtype)
+        lower.data.copy_(weights)
+        self.value, self.counted, self.before = None, True, lower
+        self.put_rest(lower, rest)
+
+    def put_rest(self, lower: torch.Tensor, rest: torch.Tensor) -> None:
+        """Take this as what belongs to ``lower`` as it is now."""
+        self.rest = rest
+        if self.before is not None:
+            self.before = lower.detach().clone()
+        self.agree(lower)
+
+    def end_step(self, lower: torch.Tensor) -> None:
+        """After a step, which has written ``lower`` and its rest."""
+        self.before = None
+        if lower._version != self.lower_version:
+            self.agree(lower)
+
+    @torch.no_grad()
+    def _follow(self, lower: torch.Tensor) -> None:
+        """Drop the rest of what was written over, as far as torch counts: nobody knows which elements that was.
+
+        Other storage at the same version is the same weight elsewhere (``model.to(device)``, another memory format), or was put
+        there through ``.data``. Its rest stays: the two together round to what is there.
+        """
+        if self.rest.shape != lower.shape:
+            self.rest, self.before = torch.zeros_like(lower, dtype=self.rest.dtype), None
+        elif self.rest.device != lower.device:
+            self.rest = self.rest.to(lower.device)
+            self.before = None if self.before is None else self.before.to(lower.device)
+        if lower._version != self.lower_version:
+            if self.before is None:
+                self.rest.zero_()
+                self.writes += 1
+            else:
+                self.put_rest(lower, torch.where(self.before == lower, self.rest, 0))
+        self.agree(lower)
+
     def current(self, lower: torch.Tensor) -> torch.Tensor:
         """The float32 value on the device of ``lower``: live, not a copy, wherever it lies there."""
         self.synchronize(lower)
+        if self.rest is not None:
+            return kernels.join(lower, self.rest)
         return lower.detach().float() if self.value is None else self.value.detach().to(lower.device)
 
     def in_copies(self, lower: torch.Tensor) -> torch.Tensor:
@@ -106,7 +156,8 @@ class Float32Value:
 class WeightRecord:
     """What `cast_weights` did to one module; ``in_float32`` says that it is kept as a whole.
 
-    ``parameters`` (by id), ``kept``, and ``averages`` that were warned of, are those of the whole model, in one object.
+    ``parameters`` (by id), ``kept``, and what was warned of, ``averages`` and weights ``rounded`` again and again, are those of the
+    whole model, in one object.
     ``sharded`` says that FSDP2 casts the parameters while it gathers them: only buffers were cast here.
     """
 
@@ -115,6 +166,7 @@ class WeightRecord:
     sharded: bool = False
     parameters: dict[int, Float32Value] = field(default_factory=dict)
     averages: set[str] = field(default_factory=set)
+    rounded: set[str] = field(default_factory=set)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, Float32Value] = field(default_factory=dict)
 
@@ -206,6 +258,7 @@ def _go_by_record(module: nn.Module) -> None:
     """Have the module's ``state_dict``, ``load_state_dict`` and copies go by its record."""
     module.register_state_dict_post_hook(_put_float32_values)
     module.register_load_state_dict_pre_hook(_take_float32_values)
+    module.register_load_state_dict_post_hook(_take_rests)
     hand_out_plain_copies(module)
 
 
@@ -221,7 +274,7 @@ def release_originals(
     settled = {
         tensor: None if tensor in trains_without_master or not keep else entry.value.to("cpu")
         for tensor, entry in entries.items()
-        if not isinstance(entry.value, nn.Parameter)
+        if not isinstance(entry.value, nn.Parameter) and entry.rest is None
     }
     for tensor, entry in entries.items():
         entry.gradient = None
@@ -254,6 +307,9 @@ def sync_weights(model: nn.Module) -> None:
                 raise _foreign_weight(model, module, name, tensor, record)
             value = entry.value
             if value is None:
+                if entry.rest is not None and not entry.is_unwritten(tensor):
+                    entry.synchronize(tensor)
+                    _warn_of_lost_rests(model, record, entry, tensor)
                 continue
             if value._version != entry.value_version and value.shape == tensor.shape:
                 stale.append((entry, tensor))
@@ -303,6 +359,24 @@ def _warn_of_average(model: nn.Module, record: WeightRecord, entry: Float32Value
             lower.dtype,
             round(1 / torch.finfo(lower.dtype).eps) * 2,
             name,
+        )
+
+
+_TOO_OFTEN = 8
+
+
+def _warn_of_lost_rests(model: nn.Module, record: WeightRecord, entry: Float32Value, lower: torch.Tensor) -> None:
+    """Say it once if a weight whose master is split is written to again and again: it trains in lower precision then."""
+    if entry.writes >= _TOO_OFTEN and not record.rounded:
+        name = next(name for name, one in model.named_parameters(remove_duplicate=False) if one is lower)
+        record.rounded.add(name)
+        logger.warning(
+            "%s was written to in place %d times, and each time the rest of its split master was dropped: its float32 value is "
+            "what %s holds. Use initialize(..., master_weights=True), which keeps what a write leaves as it is, or write "
+            "through .data.",
+            name,
+            entry.writes,
+            lower.dtype,
         )
 
 
@@ -406,11 +480,25 @@ def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metad
             "weights that masters and optimizer belong to. Leave assign=True out (the values are copied, to the float32 "
             "weights too), or load before initialize()."
         )
-    for name, _, entry in module.__dict__[RECORD_KEY].lower_tensors(module):
+    for name, tensor, entry in module.__dict__[RECORD_KEY].lower_tensors(module):
         loaded = state_dict.get(prefix + name)
-        if entry.value is not None and isinstance(loaded, torch.Tensor) and loaded.shape == entry.value.shape:
+        if entry.rest is not None:
+            if isinstance(loaded, torch.Tensor) and loaded.shape == tensor.shape and loaded.is_floating_point():
+                # A state_dict() of the caller's is not touched: load_state_dict hands on a copy.
+                values = loaded.detach().to(tensor.device, torch.float32)
+                state_dict[prefix + name], entry.loaded = kernels.split(values, entry.rest.dtype)
+        elif entry.value is not None and isinstance(loaded, torch.Tensor) and loaded.shape == entry.value.shape:
             with torch.no_grad():
                 entry.value.copy_(loaded)
+
+
+def _take_rests(module: nn.Module, *_: object) -> None:
+    """After torch has loaded weights whose masters are split: the rests that belong to them."""
+    for _, tensor, entry in module.__dict__[RECORD_KEY].lower_tensors(module):
+        rest, entry.loaded = entry.loaded, None
+        if rest is not None and tensor._version != entry.lower_version:
+            entry.before = tensor  # what is loaded may be written again, by DDP
+            entry.put_rest(tensor, rest)
 
 
 def _foreign_weight(

@@ -34,7 +34,8 @@ class StepInputs:
     """What is to be heeded in one step.
 
     ``mastered`` maps the ids of masters to their slots: ``slot.param`` receives the master, rounded, and its gradient is read
-    unless it was ``slot.converted`` into the master's. Of some gradients more is known (``slot.exact``), which ``restore``
+    unless it was ``slot.converted`` into the master's. Where the slot ``is_split`` the parameter is the weight itself, and is
+    updated together with its ``slot.entry.rest``. Of some gradients more is known (``slot.exact``), which ``restore``
     gives in float32, for a list of slots. Gradients are multiplied by ``inv_scale``, and those for masters by ``clip``. With a
     ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
     """
@@ -209,7 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if slot is None:
                 gradient, kind = param.grad, 0
             elif slot.converted is not None:
-                gradient, kind = param.raw_grad, 1
+                gradient, kind = slot.master.raw_grad, 1
             elif slot.exact is None:
                 gradient, kind = slot.param.grad, 1
             elif slot.exact.is_scaled:
@@ -234,7 +235,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.params.append(param)
             batch.grads.append(gradient)
             if kind:
-                batch.lower.append(slot.param)
+                batch.lower.append(slot.entry.rest if slot.is_split else slot.param)
                 if kind == 2:
                     batch.slots.append(slot)
         return list(batches.values())

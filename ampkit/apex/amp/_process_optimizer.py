@@ -122,7 +122,7 @@ class AmpOptimizerState:
 
     @property
     def _has_masters(self) -> bool:
-        return session_of(self._optimizer()).plan.master_weights
+        return session_of(self._optimizer()).plan.master_weights is True  # split ones are no tensors
 
     def _flat(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[Any]:
         self._bring_gradients()

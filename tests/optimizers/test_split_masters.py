@@ -1,0 +1,420 @@
+"""``master_weights="split"``: masters that are the model's bfloat16 weights and the rest of their bits."""
+
+import copy
+import gc
+import logging
+import pickle
+
+import pytest
+import torch
+from helpers import iterate, random_batch, saved_and_loaded
+from torch import nn
+
+import ampkit
+from ampkit import optimizers
+
+BF16 = torch.bfloat16
+SPLITS = ["split", "split24"]
+
+
+def adamw(params):
+    return optimizers.FusedAdam(params, lr=3e-3, weight_decay=0.1)
+
+
+def sgd(params):
+    return optimizers.FusedSGD(params, lr=0.05, momentum=0.9)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def initialized(make=adamw, how="split", model=None, level="O5", **settings):
+    model = net() if model is None else model
+    optimizer = make(model.parameters())
+    return ampkit.initialize(model, optimizer, opt_level=level, master_weights=how, verbosity=0, **settings)
+
+
+def loss_of(model, seed=1):
+    inputs, targets = random_batch(seed)
+    return lambda: nn.functional.mse_loss(model(inputs), targets)
+
+
+def rounded(values, kept):
+    """To so many upper bits, ties away from zero."""
+    unit = 2 ** (32 - kept)
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    bits = (bits + unit // 2) // unit * unit
+    return torch.where(bits < 2**31, bits, bits - 2**32).to(torch.int32).view(torch.float32)
+
+
+def float32_values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert found[name].dtype is expected[name].dtype and torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "kept", "steps"),
+    [(adamw, "split", 32, 1000), (sgd, "split", 32, 50), (adamw, "split24", 24, 50), (sgd, "split24", 24, 50)],
+)
+def test_training_is_that_of_float32_masters_that_are_rounded_ties_away_bit_for_bit(make, how, kept, steps):
+    model, optimizer = initialized(make, how)
+    twin = net().to(BF16)
+    masters = [nn.Parameter(rounded(p.detach(), kept)) for p in net().parameters()]
+    reference = make(masters)
+    for step in range(steps):
+        with torch.no_grad():
+            for p, master in zip(twin.parameters(), masters):
+                p.copy_(rounded(master, 16))
+        iterate(loss_of(model, step), optimizer)
+        inputs, targets = random_batch(step)
+        nn.functional.mse_loss(twin(inputs.to(BF16)).float(), targets).backward()
+        for p, master in zip(twin.parameters(), masters):
+            master.grad, p.grad = p.grad.float(), None
+        reference.step()
+        with torch.no_grad():
+            for master in masters:
+                master.copy_(rounded(master, kept))
+    for found, master in zip(model.state_dict().values(), masters):
+        assert torch.equal(found, master.detach())
+    assert any(not torch.equal(m.detach(), m.detach().to(BF16).float()) for m in masters)
+
+
+def bytes_held(count, *things):
+    """Of all tensors of at least so many elements that live now, each memory once."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x).__module__ != "builtins" and isinstance(x, torch.Tensor)]
+    found += [p.grad for model in things for p in model.parameters() if p.grad is not None]
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found if x.numel() >= count}
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("how", "state_dtype", "expected"),
+    [
+        (True, "float32", 16),
+        ("split", "float32", 14),
+        ("split24", "float32", 13),
+        ("split", "int8", 8.1),
+        ("split24", "int8", 7.1),
+    ],
+)
+def test_bytes_per_parameter(how, state_dtype, expected):
+    """Weight, master (or rest), gradient and two moments; those in 8 bits have a few bytes for each block beside them."""
+    count = 300 * 301
+    before = bytes_held(count)
+    model = nn.Linear(300, 301, bias=False)
+    model, optimizer = initialized(lambda params: optimizers.FusedAdam(params, state_dtype=state_dtype), how, model)
+    inputs = torch.randn(4, 300)
+    iterate(lambda: model(inputs).square().mean(), optimizer, times=2)
+    model(inputs).square().mean().backward()
+    found = (bytes_held(count, model) - before) / count
+    assert found == expected if state_dtype == "float32" else expected - 0.1 < found <= expected
+
+
+def adamw_in_8_bits(params):
+    return optimizers.FusedAdam(params, lr=3e-3, state_dtype="int8")
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("make", [adamw, sgd, adamw_in_8_bits])
+def test_a_resumed_run_is_the_same_run(make, how):
+    model, optimizer = initialized(make, how)
+    iterate(loss_of(model), optimizer, times=5)
+    saved = saved_and_loaded(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}
+    )
+    iterate(loss_of(model), optimizer, times=5)
+    expected = float32_values(model)
+    ampkit.close()
+    again, optimizer = initialized(make, how, net(seed=3))
+    again.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    ampkit.load_state_dict(saved["amp"])
+    assert_same(float32_values(again), dict(saved["model"]))
+    assert all(not x.is_floating_point() or x.dtype is torch.float32 for x in saved["model"].values())
+    iterate(loss_of(again), optimizer, times=5)
+    assert_same(float32_values(again), expected)
+
+
+def test_what_writes_the_same_weights_before_the_first_step_changes_nothing():
+    """DistributedDataParallel broadcasts the weights when it is made, also after a checkpoint was loaded."""
+    model, _ = initialized()
+    values = float32_values(net())
+    assert_same(float32_values(model), values)
+    for state in (None, float32_values(net(seed=5))):
+        if state is not None:
+            model.load_state_dict(state)
+            values = state
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p.clone())
+        assert_same(float32_values(model), values)
+    with torch.no_grad():
+        model[0].bias[0] = 3.0
+    values["0.bias"][0] = 3.0
+    assert_same(float32_values(model), values)
+
+
+def trained(how="split", **settings):
+    model, optimizer = initialized(how=how, **settings)
+    iterate(loss_of(model), optimizer, times=3)
+    return model, optimizer
+
+
+def test_a_counted_write_is_the_value_from_then_on():
+    model, optimizer = trained()
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    expected = model[0].weight.detach().float()
+    assert torch.equal(model.state_dict()["0.weight"], expected)
+    assert not torch.equal(model.state_dict()["2.weight"], model[2].weight.float())
+    with torch.no_grad():
+        model[2].weight.zero_()
+    optimizer.zero_grad()
+    before = float32_values(model)
+    optimizer.step()
+    assert_same(float32_values(model), before)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_a_write_through_data_stays_in_the_weight(how):
+    """torch does not count it. The rest stays too: the value is what rounds to what was written, and never a NaN."""
+    model, optimizer = trained(how)
+    model[0].weight.data.clamp_(-0.05, 0.05)
+    model[2].weight.data.zero_()
+    written = [p.detach().clone() for p in model.parameters()]
+    values = list(model.state_dict().values())
+    assert all(torch.equal(rounded(v, 16), w.float()) for v, w in zip(values, written))
+    assert model.state_dict()["2.weight"].abs().max() < 1e-38
+    iterate(loss_of(model), optimizer)
+    assert (model[0].weight.abs() <= 0.06).all() and all(p.isfinite().all() for p in model.parameters())
+
+
+def test_other_memory_for_the_same_weights_loses_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    model, optimizer = initialized(model=model)
+    inputs = torch.randn(2, 3, 3, 3)
+    iterate(lambda: model(inputs).square().mean(), optimizer)
+    before = float32_values(model)
+    model.to(memory_format=torch.channels_last)
+    assert_same(float32_values(model), before)
+    iterate(lambda: model(inputs).square().mean(), optimizer)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_close_gives_the_float32_values_back():
+    model, optimizer = trained()
+    expected, weights = float32_values(model), list(model.parameters())
+    ampkit.close()
+    assert_same(dict(model.state_dict()), expected)
+    assert all(p is q and p.dtype is torch.float32 for p, q in zip(model.parameters(), weights))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in weights]
+    iterate_plain = loss_of(model)
+    iterate_plain().backward()
+    optimizer.step()
+    assert all(s["exp_avg"].dtype is torch.float32 and float(s["step"]) == 4 for s in optimizer.state.values())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_pair_is_float32_and_trains(copied):
+    model, optimizer = trained()
+    twin, twin_optimizer = copied((model, optimizer))
+    assert_same(dict(twin.state_dict()), float32_values(model))
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in twin_optimizer.param_groups[0]["params"]}
+    loss_of(twin)().backward()
+    twin_optimizer.step()
+    assert not torch.equal(twin[0].weight, model.state_dict()["0.weight"])
+
+
+def test_an_average_of_the_models_values_is_float32():
+    model, _ = trained()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    first = float32_values(model)
+    assert all(p.dtype is torch.float32 for p in average.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(average.module.parameters(), first.values()))
+
+
+# Gradients
+
+
+def plain_and_split(make=adamw, **settings):
+    """The same model with masters of both kinds, in two sessions."""
+    for how in (True, "split"):
+        yield initialized(make, how, **settings)
+
+
+def assert_masters_close(results):
+    plain, split = results
+    for name, value in plain.items():
+        torch.testing.assert_close(split[name], value, rtol=0, atol=2e-6)
+
+
+def test_blocks_are_added_in_float32():
+    """1 and then thirty-two times 2^-9 in bfloat16 stay 1; in float32 they are 1.0625."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    model, optimizer = initialized(lambda p: optimizers.FusedSGD(p, lr=2.0**-10), model=model)
+    for size in (1.0, *[2.0**-9] * 32):
+        with ampkit.scale_loss(model(torch.full((1, 1), size)).sum(), optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert model.state_dict()["weight"].item() == 1.0 - 1.0625 * 2.0**-10
+
+
+CLIPS = {
+    "ampkit": lambda model, optimizer: ampkit.clip_grad_norm_(optimizer, 0.01),
+    "master_params": lambda model, optimizer: nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 0.01),
+    "parameters": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "by hand": lambda model, optimizer: [p.grad.mul_(0.1) for p in ampkit.master_params(optimizer)],
+    "list": lambda model, optimizer: [setattr(p, "grad", p.grad * 0.1) for p in list(ampkit.master_params(optimizer))],
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipping_is_as_with_plain_masters(clip):
+    results = []
+    for model, optimizer in plain_and_split(sgd):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for seed in (1, 2):
+                with ampkit.scale_loss(loss_of(model, seed)(), optimizer) as scaled:
+                    scaled.backward()
+            CLIPS[clip](model, optimizer)
+            optimizer.step()
+        results.append(float32_values(model))
+        ampkit.close()
+    assert_masters_close(results)
+
+
+def test_master_params_are_float32_and_what_is_written_to_them_comes_home():
+    model, optimizer = trained()
+    expected = float32_values(model)
+    for p, value in zip(ampkit.master_params(optimizer), expected.values()):
+        assert p.dtype is torch.float32 and p.requires_grad and torch.equal(p.detach(), value)
+    assert_same(float32_values(model), expected)
+    for p in ampkit.master_params(optimizer):
+        with torch.no_grad():
+            p.add_(2.0**-12)
+    expected = {name: value + 2.0**-12 for name, value in expected.items()}
+    assert_same(float32_values(model), expected)
+    for p in ampkit.master_params(optimizer):
+        p.data.mul_(0.5)
+        break
+    expected["0.weight"] = expected["0.weight"] * 0.5
+    assert_same(float32_values(model), expected)
+
+
+def test_masters_that_were_kept_over_a_step_say_so():
+    """A script may keep the list and clip it after every block. These are copies: their gradients are not the next ones."""
+    model, optimizer = trained()
+    kept = list(ampkit.master_params(optimizer))
+    iterate(loss_of(model), optimizer)
+    with pytest.raises(ampkit.ConfigurationError, match="kept over optimizer"):
+        nn.utils.clip_grad_norm_(kept, 1.0)
+
+
+def test_a_skipped_step_leaves_weights_and_rests():
+    model, optimizer = initialized(level="O2", cast_model_type=BF16, loss_scale="dynamic")
+    iterate(loss_of(model), optimizer, times=2)
+    before = float32_values(model)
+    loss = loss_of(model)
+    iterate(lambda: loss() * float("inf"), optimizer)
+    assert ampkit.step_was_skipped(optimizer)
+    assert_same(float32_values(model), before)
+    iterate(loss, optimizer)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_frozen_tied_and_later_parameters():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = sgd(model[0].parameters())
+    original = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    inputs = torch.randn(5, 4)
+    model[2].bias.requires_grad_(False)
+    iterate(lambda: model(inputs).square().mean(), optimizer)
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], state["1.weight"]) and not torch.equal(
+        state["0.weight"], original["0.weight"]
+    )
+    assert torch.equal(state["2.weight"], original["2.weight"])
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    assert torch.equal(model.state_dict()["2.weight"], original["2.weight"])
+    iterate(lambda: model(inputs).square().mean(), optimizer)
+    assert not torch.equal(model.state_dict()["2.weight"], original["2.weight"])
+    assert torch.equal(model.state_dict()["2.bias"], original["2.bias"])
+    assert all(p.dtype is BF16 for group in optimizer.param_groups for p in group["params"])
+
+
+def test_weights_that_are_rounded_all_the_time_are_told_once(caplog):
+    model, optimizer = initialized()
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        for _ in range(12):
+            iterate(loss_of(model), optimizer)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.3, 0.3)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "written to in place 8 times" in told[0] and "0.weight" in told[0]
+
+
+# What is refused
+
+REFUSED = {
+    "another word": (dict(master_weights="halves"), adamw, "'split' or 'split24'"),
+    "float16": (dict(opt_level="O2", cast_model_type=torch.float16), adamw, "weights are torch.float16 here"),
+    "float32 weights": (dict(opt_level="O0"), adamw, "weights are torch.float32 here"),
+    "O1": (dict(opt_level="O1"), adamw, "None at O1"),
+    "torch's AdamW": ({}, torch.optim.AdamW, "a AdamW was given"),
+    "LAMB": ({}, optimizers.FusedLAMB, "a FusedLAMB was given"),
+    "Adagrad": ({}, optimizers.FusedAdagrad, "a FusedAdagrad was given"),
+    "LARC": ({}, lambda p: optimizers.LARC(sgd(p)), "a LARC was given"),
+    "masters of its own": (
+        {}, lambda p: optimizers.FusedAdam(p, capturable=True, master_weights=True), "without masters of its own",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_have_split_masters_is_refused_with_advice(case):
+    settings, make, words = REFUSED[case]
+    model = net()
+    expected = float32_values(model)
+    settings = {"opt_level": "O5", "master_weights": "split", "verbosity": 0, **settings}
+    with pytest.raises(ampkit.ConfigurationError, match=words) as refused:
+        ampkit.initialize(model, make(model.parameters()), **settings)
+    assert "master_weights" in str(refused.value)
+    assert_same(float32_values(model), expected)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_a_scheduler_that_came_first_is_refused_and_nothing_has_changed(how):
+    model = net()
+    expected, optimizer = float32_values(model), adamw(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ampkit.ConfigurationError, match="Make the scheduler after initialize"):
+        ampkit.initialize(model, optimizer, opt_level="O5", master_weights=how, verbosity=0)
+    assert_same(dict(model.state_dict()), expected)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_a_second_initialize_goes_on_from_the_float32_values():
+    model, optimizer = trained()
+    expected = float32_values(model)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    assert_same(float32_values(model), expected)
+    iterate(loss_of(model), optimizer)
+
+
+def test_the_plan_says_how_masters_are_kept():
+    initialized()
+    assert "master weights float32 in two halves" in ampkit.current_session().plan.in_words()
