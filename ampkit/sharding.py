@@ -114,29 +114,50 @@ def gathered(model: nn.Module) -> Iterator[Gathered]:
     """Every parameter that FSDP2 shards."""
     names = {module: name for name, module in model.named_modules()}
     for group in _param_groups(model):
-        for one in group.fsdp_params:
-            info = one._module_info
-            name = ".".join(filter(None, (names.get(info.module), info.param_name)))
-            yield Gathered(name, info.module, one.sharded_param, group.mp_policy.param_dtype)
+        dtype = _read(_read(group, "mp_policy"), "param_dtype")
+        for one in _read(group, "fsdp_params"):
+            info = _read(one, "_module_info")
+            module = _read(info, "module")
+            name = ".".join(filter(None, (names.get(module), _read(info, "param_name"))))
+            yield Gathered(name, module, _read(one, "sharded_param"), dtype)
 
 
 def unsharded_params(module: nn.Module) -> list[nn.Parameter]:
     """What the forward of an FSDP2 module computes with, in the places of its own group's sharded parameters."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    found = [getattr(one, "_unsharded_param", None) for one in group.fsdp_params] if group is not None else []
+    group = _read(_read(module, "_get_fsdp_state")(), "_fsdp_param_group")
+    found = [_read(one, "_unsharded_param", None) for one in _read(group, "fsdp_params")] if group is not None else []
     return [param for param in found if param is not None]
 
 
 def has_run(model: nn.Module) -> bool:
     """Whether a forward pass has settled the dtypes that FSDP2 gathers and reduces in."""
-    return any(hasattr(group, "_reduce_dtype") for group in _param_groups(model))
+    nothing = object()
+    return any(_read(group, "_reduce_dtype", nothing) is not nothing for group in _param_groups(model))
 
 
 def is_unreduced(model: nn.Module) -> bool:
     """Whether FSDP2 keeps the gradients of a backward pass to itself (``set_requires_gradient_sync(False)``)."""
-    return any(not (group.reduce_grads and group.all_reduce_grads) for group in _param_groups(model))
+    return any(
+        not (_read(group, "reduce_grads") and _read(group, "all_reduce_grads")) for group in _param_groups(model)
+    )
 
 
 def _param_groups(model: nn.Module) -> list[Any]:
-    states = dict.fromkeys(module._get_fsdp_state() for module in fsdp_modules(model))
-    return [group for state in states if (group := state._fsdp_param_group) is not None]
+    states = dict.fromkeys(_read(module, "_get_fsdp_state")() for module in fsdp_modules(model))
+    return [group for state in states if (group := _read(state, "_fsdp_param_group")) is not None]
+
+
+def _read(thing: Any, name: str, *unset: Any) -> Any:
+    """An attribute that FSDP2 keeps to itself; ``unset``, if given, where it is declared and has no value yet.
+
+    Raises `ConfigurationError` where this torch has no such attribute: going on would be guessing.
+    """
+    try:
+        return getattr(thing, name)
+    except AttributeError:
+        if unset and name in getattr(type(thing), "__annotations__", {}):
+            return unset[0]
+    raise ConfigurationError(
+        f"torch {torch.__version__} keeps what FSDP2 knows in other places than torch 2.11, where ampkit reads it: "
+        f"{type(thing).__name__} has no attribute {name!r}. Use torch 2.11, or DistributedDataParallel in the place of FSDP2."
+    )

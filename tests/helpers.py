@@ -162,19 +162,26 @@ class ScaleOnPaper:
                 self.scale, self.clean = min(max(self.ceiling, self.scale), self.scale * rule.growth_factor), 0
 
 
-# For tests on two processes: the test file runs itself as a script on each.
+# For tests on several processes, mostly two: the test file runs itself as a script on each.
 
 
 def results_of_two_ranks(script: str, folder: Path) -> list[Any]:
     """Run ``script``, which calls `as_one_of_two_ranks`, in two processes; what its work returned in each."""
+    return results_of_ranks(script, folder, 2)
+
+
+def results_of_ranks(script: str, folder: Path, count: int) -> list[Any]:
+    """The same in so many processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    files = [folder / f"rank{rank}.pt" for rank in range(2)]
+    files = [folder / f"rank{rank}.pt" for rank in range(count)]
     for _ in range(2):  # gloo may abort once a process is done: its file counts, and one retry is allowed
         (folder / "rendezvous").unlink(missing_ok=True)
         command = [sys.executable, script, str(folder)]
         ranks = [
-            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            for rank in range(2)
+            subprocess.Popen(
+                [*command, str(rank), str(count)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            for rank in range(count)
         ]
         try:
             output = [rank.communicate(timeout=300)[0].decode() for rank in ranks]
@@ -187,9 +194,9 @@ def results_of_two_ranks(script: str, folder: Path) -> list[Any]:
 
 
 def as_one_of_two_ranks(work: Callable[[int], Any]) -> None:
-    """In a process of `results_of_two_ranks`: hand ``work(rank)`` back, and end."""
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    """In a process of `results_of_two_ranks` or `results_of_ranks`: hand ``work(rank)`` back, and end."""
+    folder, rank, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     torch.save(work(rank), folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

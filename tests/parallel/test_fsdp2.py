@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import as_one_of_two_ranks, backward, results_of_two_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -614,6 +615,51 @@ def test_gradients_are_clipped_to_any_norm_of_all_shards(everything):
         for name, (norm, after) in rank["norms"].items():
             torch.testing.assert_close(norm, expected[name][0], rtol=1e-4, atol=0, msg=name)
             assert after == pytest.approx(0.1, rel=1e-3), name
+
+
+@pytest.fixture
+def shards_of_one():
+    """A model in one group of FSDP2, on a process of its own; and that group, its state and its first parameter."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = fully_shard(nn.Linear(6, 3), opt_level="O1")
+    state = model._get_fsdp_state()
+    group = state._fsdp_param_group
+    yield {"model": model, "state": state, "group": group, "param": group.fsdp_params[0]}
+    ampkit.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        ("state", "_fsdp_param_group"),
+        ("group", "mp_policy"),
+        ("group", "fsdp_params"),
+        ("group", "reduce_grads"),
+        ("param", "_module_info"),
+        ("param", "sharded_param"),
+    ],
+)
+def test_fsdp2_of_another_torch_is_refused_by_its_version(shards_of_one, owner, name):
+    model = shards_of_one["model"]
+    delattr(shards_of_one[owner], name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ampkit.ConfigurationError) as refused:
+        ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        backward(torch.ones((), requires_grad=True) * 2, optimizer)
+    assert f"torch {torch.__version__} keeps" in str(refused.value) and f"no attribute '{name}'" in str(refused.value)
+
+
+@pytest.mark.parametrize("owner, name", [("param", "_unsharded_param"), ("group", "_reduce_dtype")])
+def test_what_fsdp2_sets_late_is_refused_where_it_is_not_even_declared(shards_of_one, monkeypatch, owner, name):
+    from ampkit.sharding import has_run, unsharded_params
+
+    model = shards_of_one["model"]
+    assert unsharded_params(model) == [] and not has_run(model)
+    monkeypatch.delitem(type(shards_of_one[owner]).__annotations__, name)
+    with pytest.raises(ampkit.ConfigurationError, match=f"no attribute '{name}'"):
+        unsharded_params(model)
+        has_run(model)
 
 
 if __name__ == "__main__":
