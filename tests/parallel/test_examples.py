@@ -9,7 +9,15 @@ from helpers import ROOT
 
 FOLDER = ROOT / "examples" / "distributed"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
-RUNS = [("ddp", "O1"), ("ddp", "O2"), ("fsdp2", "O1"), ("fsdp2", "O2"), ("fsdp2", "O5"), ("by_hand", None)]
+RUNS = [
+    ("ddp", "O1"),
+    ("ddp", "O2"),
+    ("fsdp2", "O1"),
+    ("fsdp2", "O2"),
+    ("fsdp2", "O5"),
+    ("hsdp", "O2"),
+    ("by_hand", None),
+]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -21,8 +29,9 @@ def test_a_script_fits_on_a_screen_and_is_run_here(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, level", RUNS)
 def test_ranks_agree(name, level):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FOLDER / f"{name}.py")]
+    ranks = 4 if name == "hsdp" else 2
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(FOLDER / f"{name}.py")]
     command += [] if level is None else ["--opt-level", level]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
-    assert "2 ranks agree: True" in done.stdout, done.stdout + done.stderr
+    assert f"{ranks} ranks agree: True" in done.stdout, done.stdout + done.stderr
