@@ -89,7 +89,8 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 def commands(page):
     for language, _, body in fences(page):
         if language == "console":
-            yield from (line.removeprefix("$ ") for line in body.splitlines() if line.startswith("$ "))
+            lines = body.replace("\\\n", " ").splitlines()
+            yield from (line.removeprefix("$ ") for line in lines if line.startswith("$ "))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if list(commands(page))], ids=ids)

@@ -1,0 +1,94 @@
+"""Under torchrun: ``train_on_two.py FRAMEWORK LEVEL FILE`` trains on two processes, and writes what each rank has come to."""
+
+import math
+import sys
+
+import torch
+import torch.distributed as dist
+from helpers import net_with_norm, random_batch
+from torch.nn import functional as F
+
+import ampkit
+
+STEPS, ACCUMULATE, CLIP, SPOILED = 8, 2, 0.1, 5
+
+
+def make_optimizer(params):
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+
+
+def batches(rank):
+    return [random_batch(seed=10 * step + rank) for step in range(STEPS)]
+
+
+def loss_of(model, batch, step, rank, spoiled=SPOILED):
+    """Of the spoiled micro-batch rank 1 alone has an infinite loss."""
+    x, y = batch
+    return F.mse_loss(model(x).float(), y) * (math.inf if step == spoiled and rank == 1 else 1.0)
+
+
+def with_lightning(settings):
+    import lightning.pytorch as pl
+
+    from ampkit.integrations.lightning import AmpkitPrecision
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.skipped = net_with_norm(), []
+
+        def training_step(self, batch, index):
+            return loss_of(self.net, batch, index, self.global_rank)
+
+        def configure_optimizers(self):
+            return make_optimizer(self.parameters())
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(batches(self.global_rank), batch_size=None)
+
+        def on_train_batch_end(self, _outputs, _batch, index):
+            if index % ACCUMULATE == ACCUMULATE - 1:
+                self.skipped.append(ampkit.step_was_skipped(self.optimizers()))
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", use_distributed_sampler=False, max_epochs=1,
+        plugins=AmpkitPrecision(**settings), accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP, **quiet,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module)
+    return module.net, module.skipped
+
+
+def with_accelerate(settings):
+    from accelerate import Accelerator
+
+    from ampkit.integrations.accelerate import attach
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    bare = net_with_norm()
+    model, optimizer = ampkit.initialize(bare, make_optimizer(bare.parameters()), **settings)
+    attach(accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rank, skipped = accelerator.process_index, []
+    for step, batch in enumerate(batches(rank)):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch, step, rank))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            skipped.append(accelerator.optimizer_step_was_skipped)
+    ampkit.close()
+    return bare, skipped
+
+
+if __name__ == "__main__":
+    framework, level, file = sys.argv[1:]
+    settings = {"opt_level": level, "verbosity": 0, "loss_scale": ampkit.DynamicLossScale(init_scale=256.0)}
+    model, skipped = {"lightning": with_lightning, "accelerate": with_accelerate}[framework](settings)
+    rank = dist.get_rank()
+    torch.save(([param.detach() for param in model.parameters()], skipped), f"{file}{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
