@@ -1,5 +1,6 @@
 """Lightning's own loop with `AmpkitPrecision`, judged by a loop written by hand with `scale_loss`, and by float32."""
 
+import importlib.util
 import math
 import warnings
 
@@ -10,14 +11,10 @@ from torch.nn import functional as F
 
 import ampkit
 
-pl = pytest.importorskip("lightning.pytorch", reason="`make clients` installs lightning")
-from ampkit.integrations.lightning import AmpkitPrecision  # noqa: E402  needs it
+if importlib.util.find_spec("lightning") is None:
+    pytest.skip("`make clients` installs lightning", allow_module_level=True)
 
 RULE = ampkit.DynamicLossScale(init_scale=256.0, growth_interval=3)
-OPTIMIZERS = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "FusedAdam": lambda params: ampkit.optimizers.FusedAdam(params, lr=0.01),
-}
 
 
 def settings_of(level):
@@ -26,46 +23,13 @@ def settings_of(level):
     return {"opt_level": level, "verbosity": 0, **settings.get(level, {})}
 
 
-class Module(pl.LightningModule):
-    """Steps that call a part of it, and not its forward; the loss of the batch with that number is spoiled."""
-
-    def __init__(self, optimizer="AdamW", spoiled=None):
-        super().__init__()
-        self.net, self.make_optimizer, self.spoiled = net_with_norm(), OPTIMIZERS[optimizer], spoiled
-        self.skipped, self.norms = [], []
-
-    def training_step(self, batch, index):
-        x, y = batch
-        return F.mse_loss(self.net(x).float(), y) * (math.inf if index == self.spoiled else 1.0)
-
-    def configure_optimizers(self):
-        return self.make_optimizer(self.net.parameters())
-
-    def on_train_batch_end(self, *_):
-        self.skipped.append(ampkit.step_was_skipped(self.optimizers()))
-
-    def validation_step(self, batch, _):
-        self.norms.append(F.mse_loss(self.net(batch[0]).float(), batch[1]).item())
-
-
-class WithForward(Module):
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, index):
-        x, y = batch
-        return F.mse_loss(self(x), y) * (math.inf if index == self.spoiled else 1.0)
+@pytest.fixture(scope="module")
+def lightning():
+    return importlib.import_module("lightning_modules")
 
 
 def batches(steps):
     return torch.utils.data.DataLoader([random_batch(seed=step) for step in range(steps)], batch_size=None)
-
-
-def trainer(tmp_path, steps, *plugins, **settings):
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(
-        accelerator="cpu", max_steps=steps, plugins=list(plugins), default_root_dir=tmp_path, **{**quiet, **settings}
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +40,8 @@ def without_advice():
         yield
 
 
-def trained_by_hand(level, optimizer, steps, spoiled=None, accumulate=1, clip=None):
+def trained_by_hand(module, level, steps, spoiled=None, accumulate=1, clip=None):
     """(weights, whether each step was skipped, state of the loss scale)"""
-    module = Module(optimizer)
     model, optimizer = ampkit.initialize(module.net, module.configure_optimizers(), **settings_of(level))
     skipped = []
     for step in range(steps):
@@ -101,14 +64,14 @@ def assert_equal(found, expected):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ("AdamW", "FusedAdam"))
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-def test_the_trainer_does_what_a_loop_does(level, optimizer, tmp_path):
+def test_the_trainer_does_what_a_loop_does(level, optimizer, lightning, tmp_path):
     spoiled = 2 if level != "O5" else None
-    expected, skipped, state = trained_by_hand(level, optimizer, 6, spoiled)
-    for kind in (Module, WithForward):
-        precision, module = AmpkitPrecision(**settings_of(level)), kind(optimizer, spoiled)
-        trainer(tmp_path, 6, precision).fit(module, batches(6))
+    expected, skipped, state = trained_by_hand(lightning.Module(optimizer), level, 6, spoiled)
+    for kind in (lightning.Module, lightning.WithForward):
+        precision, module = lightning.AmpkitPrecision(**settings_of(level)), kind(optimizer, spoiled)
+        lightning.trainer(tmp_path, 6, precision).fit(module, batches(6))
         assert_equal(module.net.state_dict(), expected)
         assert module.skipped == skipped == [step == spoiled for step in range(6)]
         assert precision.state_dict() == state
@@ -116,25 +79,25 @@ def test_the_trainer_does_what_a_loop_does(level, optimizer, tmp_path):
 
 
 @pytest.mark.parametrize("level", ("O1", "O2"))
-def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, tmp_path):
-    expected, _, state = trained_by_hand(level, "AdamW", 6, accumulate=3, clip=0.1)
-    precision, module = AmpkitPrecision(**settings_of(level)), Module()
-    trainer(tmp_path, 2, precision, accumulate_grad_batches=3, gradient_clip_val=0.1).fit(module, batches(6))
+def test_micro_batches_are_accumulated_and_clipped_as_in_a_loop(level, lightning, tmp_path):
+    expected, _, state = trained_by_hand(lightning.Module(), level, 6, accumulate=3, clip=0.1)
+    precision, module = lightning.AmpkitPrecision(**settings_of(level)), lightning.Module()
+    lightning.trainer(tmp_path, 2, precision, accumulate_grad_batches=3, gradient_clip_val=0.1).fit(module, batches(6))
     assert_equal(module.net.state_dict(), expected)
     assert precision.state_dict() == state
 
 
 @pytest.mark.parametrize("algorithm", ("norm", "value"))
 @pytest.mark.parametrize("level", ("O0", "O1", "O2"))
-def test_gradients_are_clipped_as_in_float32(level, algorithm, tmp_path):
-    class Watched(Module):
+def test_gradients_are_clipped_as_in_float32(level, algorithm, lightning, tmp_path):
+    class Watched(lightning.Module):
         def configure_gradient_clipping(self, optimizer, **settings):
             super().configure_gradient_clipping(optimizer, **settings)
             self.clipped = [param.grad.clone() for param in ampkit.master_params(optimizer)]
 
     found = Watched()
     clipping = dict(gradient_clip_val=0.02, gradient_clip_algorithm=algorithm)
-    trainer(tmp_path, 1, AmpkitPrecision(**settings_of(level)), **clipping).fit(found, batches(1))
+    lightning.trainer(tmp_path, 1, lightning.AmpkitPrecision(**settings_of(level)), **clipping).fit(found, batches(1))
     twin = net_with_norm()
     x, y = random_batch(seed=0)
     F.mse_loss(twin(x), y).backward()
@@ -146,40 +109,44 @@ def test_gradients_are_clipped_as_in_float32(level, algorithm, tmp_path):
 
 
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-def test_a_resumed_run_goes_on_bit_for_bit(level, tmp_path):
+def test_a_resumed_run_goes_on_bit_for_bit(level, lightning, tmp_path):
     spoiled = 1 if level != "O5" else None
-    whole, first, second = Module(spoiled=spoiled), Module(spoiled=spoiled), Module(spoiled=spoiled)
-    precisions = [AmpkitPrecision(**settings_of(level)) for _ in range(3)]
-    trainer(tmp_path, -1, precisions[0], max_epochs=3).fit(whole, batches(2))
-    one = trainer(tmp_path, -1, precisions[1], max_epochs=2)
+    whole, first, second = (
+        lightning.Module(spoiled=spoiled),
+        lightning.Module(spoiled=spoiled),
+        lightning.Module(spoiled=spoiled),
+    )
+    precisions = [lightning.AmpkitPrecision(**settings_of(level)) for _ in range(3)]
+    lightning.trainer(tmp_path, -1, precisions[0], max_epochs=3).fit(whole, batches(2))
+    one = lightning.trainer(tmp_path, -1, precisions[1], max_epochs=2)
     one.fit(first, batches(2))
     one.save_checkpoint(tmp_path / "last.ckpt")  # after its session has ended
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
     assert saved["AmpkitPrecision"] == precisions[1].state_dict()
-    again = trainer(tmp_path, -1, precisions[2], max_epochs=3)
+    again = lightning.trainer(tmp_path, -1, precisions[2], max_epochs=3)
     again.fit(second, batches(2), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
     assert second.skipped == whole.skipped[4:]
     assert_equal(second.state_dict(), whole.state_dict())
     assert precisions[2].state_dict() == precisions[0].state_dict()
 
 
-def test_a_skipped_step_puts_running_statistics_back_when_a_part_is_called(tmp_path):
-    class WithBatchNorm(Module):
+def test_a_skipped_step_puts_running_statistics_back_when_a_part_is_called(lightning, tmp_path):
+    class WithBatchNorm(lightning.Module):
         def __init__(self, spoiled=None):
             super().__init__(spoiled=spoiled)
             self.net = torch.nn.Sequential(self.net, torch.nn.BatchNorm1d(3))
 
     clean, spoiled = WithBatchNorm(), WithBatchNorm(spoiled=1)
-    trainer(tmp_path, 1, AmpkitPrecision(**settings_of("O2"))).fit(clean, batches(1))
-    trainer(tmp_path, 2, AmpkitPrecision(**settings_of("O2"))).fit(spoiled, batches(2))
+    lightning.trainer(tmp_path, 1, lightning.AmpkitPrecision(**settings_of("O2"))).fit(clean, batches(1))
+    lightning.trainer(tmp_path, 2, lightning.AmpkitPrecision(**settings_of("O2"))).fit(spoiled, batches(2))
     assert spoiled.skipped == [False, True]
     assert_equal(spoiled.state_dict(), clean.state_dict())
 
 
-def test_evaluation_computes_at_the_level_too(tmp_path):
-    module = Module()
-    one = trainer(tmp_path, 2, AmpkitPrecision(**settings_of("O2")))
+def test_evaluation_computes_at_the_level_too(lightning, tmp_path):
+    module = lightning.Module()
+    one = lightning.trainer(tmp_path, 2, lightning.AmpkitPrecision(**settings_of("O2")))
     one.fit(module, batches(2), batches(1))
     one.validate(module, batches(1), verbose=False)
     x, y = random_batch(seed=0)
@@ -188,8 +155,8 @@ def test_evaluation_computes_at_the_level_too(tmp_path):
     assert module.norms[-1] == F.mse_loss(model(x), y).item() != in_float32
 
 
-def test_steps_by_hand_with_two_optimizers(tmp_path):
-    class Game(Module):
+def test_steps_by_hand_with_two_optimizers(lightning, tmp_path):
+    class Game(lightning.Module):
         automatic_optimization = False
 
         def __init__(self):
@@ -209,7 +176,7 @@ def test_steps_by_hand_with_two_optimizers(tmp_path):
             self.skipped.append([ampkit.step_was_skipped(optimizer) for optimizer in self.optimizers()])
 
     game, twin = Game(), Game()
-    trainer(tmp_path, 6, AmpkitPrecision("O2", loss_scale=128.0, verbosity=0)).fit(game, batches(3))
+    lightning.trainer(tmp_path, 6, lightning.AmpkitPrecision("O2", loss_scale=128.0, verbosity=0)).fit(game, batches(3))
     optimizers = twin.configure_optimizers()
     ampkit.initialize([twin.net, twin.other], optimizers, opt_level="O2", loss_scale=128.0, verbosity=0)
     for step in range(3):
@@ -222,10 +189,10 @@ def test_steps_by_hand_with_two_optimizers(tmp_path):
     assert_equal(game.state_dict(), twin.state_dict())
 
 
-def test_an_optimizer_that_evaluates_again_gets_its_closure(tmp_path):
-    module = Module()
+def test_an_optimizer_that_evaluates_again_gets_its_closure(lightning, tmp_path):
+    module = lightning.Module()
     module.make_optimizer = lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=4)
-    trainer(tmp_path, 3, AmpkitPrecision(**settings_of("O5"))).fit(module, batches(1), batches(1))
+    lightning.trainer(tmp_path, 3, lightning.AmpkitPrecision(**settings_of("O5"))).fit(module, batches(1), batches(1))
     twin = net_with_norm()
     x, y = random_batch(seed=0)
     before = F.mse_loss(twin(x), y).item()
