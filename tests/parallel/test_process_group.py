@@ -252,12 +252,18 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-@pytest.mark.parametrize("make", (torch.optim.AdamW, FusedAdam))
-def test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one(group_of_one, level, make):
+@pytest.mark.parametrize(
+    "level, make, settings",
+    [
+        *((level, make, {}) for level in ("O1", "O2", "O5") for make in (torch.optim.AdamW, FusedAdam)),
+        ("O5", FusedAdam, {"master_weights": "split"}),
+    ],
+)
+def test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one(group_of_one, level, make, settings):
     model = net_with_norm()
     optimizer = make(model.parameters(), lr=1e-2)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0, process_group=group_of_one)
+    settings = {"loss_scale": 8.0, "verbosity": 0, "process_group": group_of_one, **settings}
+    ampkit.initialize(model, optimizer, opt_level=level, **settings)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for spoiled in (True, False):
         optimizer.zero_grad()
