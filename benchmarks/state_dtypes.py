@@ -2,7 +2,7 @@
 
     python benchmarks/state_dtypes.py [--seeds 3] [--steps 500] [--level O5]
 
-It learns a language of 64 words in which the next one follows from the last two, but for one word in five, which may be any. The
+It learns a language of 32 words in which the next one follows from the last two, but for one word in five, which may be any. The
 loss is that of text that was not seen, after the last step, and the bytes are those of moments for each parameter. It ends with
 an error when the loss of a state dtype is, in the mean over the seeds, more than 0.5% above that of float32 (after 500 steps).
 """
@@ -18,8 +18,8 @@ from cases import Gpt
 import ampkit
 from ampkit.optimizers import FusedAdam
 
-WORDS, LENGTH, BATCH = 64, 64, 16
-PEAK_LR, WARM_UP = 2e-3, 50
+WORDS, LENGTH, BATCH = 32, 64, 16
+PEAK_LR, WARM_UP = 3e-3, 50
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 BOUND = 0.005
 

@@ -28,7 +28,7 @@ enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kInt8, kPacked };
 // kWriteOrRest: written, and may hold integers (Note [split parameters]). kMoment: written, and may be packed.
 enum class Role { kRead, kWrite, kWriteOrRest, kMoment };
 
-constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16 || dtype == DType::kInt8; }
+AMPKIT_INLINE constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16 || dtype == DType::kInt8; }
 
 struct NamedList {
   const char* name;

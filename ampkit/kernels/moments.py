@@ -33,8 +33,8 @@ _DROPPED = 23 - _MANTISSA
 _WORD = 0xFFFFFFFF
 _INFINITY = 0x7F800000
 _INFINITE_PLACE, _NAN_PLACE = _INFINITY >> _DROPPED, 0x7FC00000 >> _DROPPED
-#: Each of a parameter's lists draws numbers of its own.
-FIRST_MOMENT, SECOND_MOMENT, PARAM = range(3)
+#: What is drawn for an element: one number for its moments, of which each is right in the mean, and one for itself.
+MOMENTS, PARAM = range(2)
 
 
 def packed_size(numel: int) -> int:

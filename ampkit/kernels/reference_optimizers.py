@@ -77,7 +77,7 @@ def multi_tensor_sgd(
         else:
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, d, alpha=1.0 - dampening)
-        written.append((momenta, rounding.of_moments(momenta, m, moments.FIRST_MOMENT)))
+        written.append((momenta, rounding.of_moments(momenta, m, is_signed=True)))
         d = torch._foreach_add(d, m, alpha=momentum) if nesterov else m
     if weight_decay and wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
@@ -120,8 +120,8 @@ def multi_tensor_adam(
         torch._foreach_add_(update, p, alpha=weight_decay)
     _subtract(p, update, lr)
     rounding = _Rounding(positions, seed, step, round_params)
-    m = rounding.of_moments(exp_avgs, m, moments.FIRST_MOMENT)
-    v = rounding.of_moments(exp_avg_sqs, v, moments.SECOND_MOMENT)
+    m = rounding.of_moments(exp_avgs, m, is_signed=True)
+    v = rounding.of_moments(exp_avg_sqs, v, is_signed=False)
     _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), *_parted(params, lower, p, rounding))
 
 
@@ -442,13 +442,12 @@ class _Rounding:
         self.positions = None if positions is None else positions.unbind()
         self.seed, self.step, self.round_params = seed, step, round_params
 
-    def of_moments(self, tensors: Tensors, values: list[Tensor], stream: int) -> list[Tensor]:
+    def of_moments(self, tensors: Tensors, values: list[Tensor], is_signed: bool) -> list[Tensor]:
         """What to write into ``tensors``; packed, where these are."""
-        is_signed = stream == moments.FIRST_MOMENT
         return [
-            moments.pack(value, is_signed, self._drawn(i, value, stream))
+            moments.pack(value, is_signed, self._drawn(i, value, moments.MOMENTS))
             if t.dtype is torch.uint8
-            else self._rounded(i, t, value, stream)
+            else self._rounded(i, t, value, moments.MOMENTS)
             for i, (t, value) in enumerate(zip(tensors, values))
         ]
 

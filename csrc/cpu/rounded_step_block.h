@@ -9,24 +9,71 @@ namespace AMPKIT_CAPABILITY {
 
 static_assert(kTile % kMomentBlock == 0 && kMomentBlock % kDraws == 0, "tiles hold whole blocks of moments");
 
+// Calls of Philox at once, each in the lower half of a lane of 64 bits: what is in the upper halves does not count.
+#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
+typedef __m512i Calls;
+AMPKIT_VECTOR_INLINE Calls product_of_calls(Calls x, Calls y) { return _mm512_mul_epu32(x, y); }
+AMPKIT_VECTOR_INLINE Calls upper_half(Calls x) { return _mm512_srli_epi64(x, 32); }
+AMPKIT_VECTOR_INLINE Calls to_upper_half(Calls x) { return _mm512_slli_epi64(x, 32); }
+AMPKIT_VECTOR_INLINE Calls all_calls(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
+#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
+typedef __m256i Calls;
+AMPKIT_VECTOR_INLINE Calls product_of_calls(Calls x, Calls y) { return _mm256_mul_epu32(x, y); }
+AMPKIT_VECTOR_INLINE Calls upper_half(Calls x) { return _mm256_srli_epi64(x, 32); }
+AMPKIT_VECTOR_INLINE Calls to_upper_half(Calls x) { return _mm256_slli_epi64(x, 32); }
+AMPKIT_VECTOR_INLINE Calls all_calls(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
+#elif AMPKIT_X86_VARIANTS
+typedef __m128i Calls;
+AMPKIT_VECTOR_INLINE Calls product_of_calls(Calls x, Calls y) { return _mm_mul_epu32(x, y); }
+AMPKIT_VECTOR_INLINE Calls upper_half(Calls x) { return _mm_srli_epi64(x, 32); }
+AMPKIT_VECTOR_INLINE Calls to_upper_half(Calls x) { return _mm_slli_epi64(x, 32); }
+AMPKIT_VECTOR_INLINE Calls all_calls(uint64_t x) { return _mm_set1_epi64x(static_cast<long long>(x)); }
+#else
+typedef uint64_t Calls;
+static inline Calls product_of_calls(Calls x, Calls y) { return (x & 0xffffffffu) * (y & 0xffffffffu); }
+static inline Calls upper_half(Calls x) { return x >> 32; }
+static inline Calls to_upper_half(Calls x) { return x << 32; }
+static inline Calls all_calls(uint64_t x) { return x; }
+#endif
+constexpr int64_t kCallsAtOnce = sizeof(Calls) / 8, kCalls = kTile / kDraws;
+
 struct Drawn {
-  uint16_t numbers[kTile];
+  alignas(64) uint16_t numbers[kTile];
 };
 
+// As Philox::operator(), for the elements [offset, offset + n).
 static void draw(const Philox philox, uint32_t stream, int64_t offset, int64_t n, Drawn& drawn) {
-  constexpr int64_t kCalls = kTile / kDraws;
-  uint32_t words[4][kCalls];
-  const int64_t first = offset / kDraws, calls = (n + kDraws - 1) / kDraws;
-  for (int64_t call = 0; call < calls; ++call) {
-    uint32_t x[4];
-    philox(first + call, stream, x);
-    for (int word = 0; word < 4; ++word) words[word][call] = x[word];
-  }
-  for (int64_t call = 0; call < calls; ++call)
-    for (int word = 0; word < 4; ++word) {
-      drawn.numbers[call * kDraws + 2 * word] = static_cast<uint16_t>(words[word][call]);
-      drawn.numbers[call * kDraws + 2 * word + 1] = static_cast<uint16_t>(words[word][call] >> 16);
+  alignas(64) uint64_t front[kCalls], back[kCalls], indices[kCallsAtOnce];
+  const int64_t calls = (n + kDraws - 1) / kDraws;
+  for (int64_t i = 0; i < kCallsAtOnce; ++i) indices[i] = static_cast<uint64_t>(offset / kDraws + i);
+  Calls index;
+  __builtin_memcpy(&index, indices, sizeof(index));
+  const Calls lower_half = all_calls(0xffffffffu);
+  for (int64_t call = 0; call < calls; call += kCallsAtOnce) {
+    Calls x0 = index, x1 = upper_half(index) | all_calls(stream << 24);
+    Calls x2 = all_calls(philox.position), x3 = all_calls(philox.step);
+    uint32_t key_low = philox.seed_low, key_high = philox.seed_high;
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      const Calls even = product_of_calls(x0, all_calls(0xD2511F53u)), odd = product_of_calls(x2, all_calls(0xCD9E8D57u));
+      x0 = upper_half(odd) ^ x1 ^ all_calls(key_low);
+      x2 = upper_half(even) ^ x3 ^ all_calls(key_high);
+      x1 = odd;
+      x3 = even;
+      key_low += 0x9E3779B9u;
+      key_high += 0xBB67AE85u;
     }
+    const Calls first = (x0 & lower_half) | to_upper_half(x1), second = (x2 & lower_half) | to_upper_half(x3);
+    __builtin_memcpy(front + call, &first, sizeof(first));
+    __builtin_memcpy(back + call, &second, sizeof(second));
+    index = index + all_calls(kCallsAtOnce);
+  }
+  alignas(64) uint64_t numbers[2 * kCalls];
+  for (int64_t call = 0; call < calls; ++call) {
+    numbers[2 * call] = front[call];
+    numbers[2 * call + 1] = back[call];
+  }
+  __builtin_memcpy(drawn.numbers, numbers, static_cast<size_t>(calls) * 16);
 }
 
 template <class Code>
@@ -34,6 +81,7 @@ static void unpack(const uint8_t* codes, const uint32_t* highest, float* to, int
   for (int64_t start = 0; start < n; start += kMomentBlock) {
     const int64_t count = n - start < kMomentBlock ? n - start : kMomentBlock;
     const uint32_t base = base_of<Code>(*highest++ >> kDropped);
+#pragma GCC ivdep
     for (int64_t i = start; i < start + count; ++i) to[i] = float_from_bits(Code::decode(codes[i], base));
   }
 }
@@ -42,15 +90,26 @@ template <class Code>
 static void pack(const float* x, uint8_t* codes, uint32_t* highest, int64_t n, const Drawn* drawn) {
   for (int64_t start = 0; start < n; start += kMomentBlock) {
     const int64_t count = n - start < kMomentBlock ? n - start : kMomentBlock;
-    uint32_t places[kMomentBlock];
+    alignas(64) uint32_t dithers[kMomentBlock], places[kMomentBlock];
     if (drawn != nullptr)
-      for (int64_t i = 0; i < count; ++i)
-        places[i] = Code::place(bits_from_float(x[start + i]), place_dither(drawn->numbers[start + i]));
+      for (int64_t i = 0; i < count; ++i) dithers[i] = place_dither(drawn->numbers[start + i]);
     else
-      for (int64_t i = 0; i < count; ++i) places[i] = Code::place(bits_from_float(x[start + i]), kHalfPlace);
+      for (int64_t i = 0; i < count; ++i) dithers[i] = kHalfPlace;
     uint32_t found = 0;
-    for (int64_t i = 0; i < count; ++i) found = places[i] > found ? places[i] : found;
+    for (int64_t i = 0; i < count; ++i) {
+      places[i] = ((bits_from_float(x[start + i]) & 0x7fffffffu) + dithers[i]) >> kDropped;
+      found = places[i] > found ? places[i] : found;
+    }
+    // That was Code::place, but for what is not finite, or next to nothing.
+    if (found == 0 || found >= kInfinitePlace - 1) {
+      found = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        places[i] = Code::place(bits_from_float(x[start + i]), dithers[i]);
+        found = places[i] > found ? places[i] : found;
+      }
+    }
     const uint32_t base = base_of<Code>(found);
+#pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i)
       codes[start + i] = static_cast<uint8_t>(Code::encode(bits_from_float(x[start + i]), places[i], base));
     *highest++ = found << kDropped;
@@ -73,6 +132,7 @@ static float* edit_moment(void* data, DType dtype, int64_t numel, int64_t offset
 static void store_drawn(const float* x, void* data, DType dtype, int64_t offset, int64_t n, const Drawn* drawn) {
   if (drawn == nullptr || dtype != DType::kBFloat16) return store(x, data, dtype, offset, n);
   uint16_t* to = static_cast<uint16_t*>(data) + offset;
+#pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<uint16_t>(drawn_bfloat16(bits_from_float(x[i]), drawn->numbers[i]));
 }
 
@@ -99,10 +159,8 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    const auto drawn = [&](bool asked, DType of, uint32_t stream) -> const Drawn* {
-      if (!asked || !rounding.draws() || (of != DType::kPacked && of != DType::kBFloat16)) return nullptr;
-      draw(philox, stream, offset, n, numbers);
-      return &numbers;
+    const auto is_drawn = [&](int list) {
+      return rounding.draws() && (dtype[list] == DType::kPacked || dtype[list] == DType::kBFloat16);
     };
     const float* g = load(data[0], dtype[0], offset, n, g_buffer);
     float* p = splits ? edit_split(data[1], data[kLower], dtype[kLower], offset, n, p_buffer)
@@ -110,14 +168,18 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
     float* a = kStates > 0 ? edit_moment<SignedCode>(data[2], dtype[2], tensor.numel, offset, n, a_buffer) : nullptr;
     float* b = kStates > 1 ? edit_moment<UnsignedCode>(data[3], dtype[3], tensor.numel, offset, n, b_buffer) : nullptr;
     step_tile<false>(g, p, a, b, static_cast<BFloat16*>(nullptr), n, functor, of_tensor);
-    if (splits)
+    if (splits) {
       store_split(p, data[1], data[kLower], dtype[kLower], offset, n);
-    else
-      store_drawn(p, data[1], dtype[1], offset, n, drawn(rounding.params, dtype[1], kParam));
-    if (kStates > 0)
-      store_moment<SignedCode>(a, data[2], dtype[2], tensor.numel, offset, n, drawn(true, dtype[2], kFirstMoment));
-    if (kStates > 1)
-      store_moment<UnsignedCode>(b, data[3], dtype[3], tensor.numel, offset, n, drawn(true, dtype[3], kSecondMoment));
+    } else {
+      const bool draws = rounding.params && is_drawn(1);
+      if (draws) draw(philox, kParam, offset, n, numbers);
+      store_drawn(p, data[1], dtype[1], offset, n, draws ? &numbers : nullptr);
+    }
+    const bool draws = (kStates > 0 && is_drawn(2)) || (kStates > 1 && is_drawn(3));
+    if (draws) draw(philox, kMoments, offset, n, numbers);
+    const Drawn* drawn = draws ? &numbers : nullptr;
+    if (kStates > 0) store_moment<SignedCode>(a, data[2], dtype[2], tensor.numel, offset, n, drawn);
+    if (kStates > 1) store_moment<UnsignedCode>(b, data[3], dtype[3], tensor.numel, offset, n, drawn);
     if (writes_lower && !splits) store(p, data[kLower], dtype[kLower], offset, n, streams);
   }
   finish_streams(writes_lower && streams);

@@ -90,6 +90,7 @@ struct RoundedStepKernel {
     for (int begin = static_cast<int>(threadIdx.x) / 32 * kMomentBlock; begin < chunk.size; begin += kStride) {
       const int i = begin + static_cast<int>(threadIdx.x) % 32 * kWidth;
       float g[kWidth], p[kWidth], a[kWidth] = {}, b[kWidth] = {};
+      uint32_t drawn[kWidth] = {};
       chunk.load(0, i, g);
       if (splits)
         chunk.join_rests(kLower, chunk.fetch(1, i), chunk.fetch(kLower, i), p);
@@ -103,10 +104,13 @@ struct RoundedStepKernel {
         chunk.store_split(1, kLower, i, p);
       } else {
         if (writes_lower) chunk.store(kLower, i, p);
-        store_drawn(chunk, 1, i, p, philox, kParam, rounding.draws() && rounding.params);
+        const bool draws = rounding.draws() && rounding.params;
+        if (draws) draw(chunk, i, philox, kParam, drawn);
+        store_drawn(chunk, 1, i, p, drawn, draws);
       }
-      if constexpr (kStates > 0) store<SignedCode>(chunk, 2, i, a, philox, kFirstMoment);
-      if constexpr (kStates > 1) store<UnsignedCode>(chunk, 3, i, b, philox, kSecondMoment);
+      if (kStates > 0 && rounding.draws()) draw(chunk, i, philox, kMoments, drawn);
+      if constexpr (kStates > 0) store<SignedCode>(chunk, 2, i, a, drawn);
+      if constexpr (kStates > 1) store<UnsignedCode>(chunk, 3, i, b, drawn);
     }
   }
 
@@ -120,27 +124,19 @@ struct RoundedStepKernel {
   }
 
   template <class Code>
-  __device__ void store(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth], const Philox& philox,
-                        uint32_t stream) const {
-    if (chunk.dtype[list] != DType::kPacked) return store_drawn(chunk, list, i, values, philox, stream, rounding.draws());
+  __device__ void store(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth],
+                        const uint32_t (&drawn)[kWidth]) const {
+    if (chunk.dtype[list] != DType::kPacked) return store_drawn(chunk, list, i, values, drawn, rounding.draws());
     uint32_t dither[kWidth];
-    if (rounding.draws()) {
-      draw(chunk, i, philox, stream, dither);
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) dither[k] = place_dither(dither[k]);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) dither[k] = kHalfPlace;
-    }
+    for (int k = 0; k < kWidth; ++k) dither[k] = rounding.draws() ? place_dither(drawn[k]) : kHalfPlace;
     PackedMoment<Code>(chunk, list).store(i, chunk.size, values, dither);
   }
 
   // By numbers drawn where this is lower precision, and they are asked for.
-  __device__ void store_drawn(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth], const Philox& philox,
-                              uint32_t stream, bool draws) const {
+  static __device__ void store_drawn(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth],
+                                     const uint32_t (&drawn)[kWidth], bool draws) {
     if (draws && chunk.dtype[list] == DType::kBFloat16) {
-      uint32_t drawn[kWidth];
-      draw(chunk, i, philox, stream, drawn);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k)
         values[k] = __uint_as_float(drawn_bfloat16(__float_as_uint(values[k]), drawn[k]) << 16);

@@ -6,8 +6,8 @@
 
 namespace ampkit {
 
-// Each of a parameter's lists draws numbers of its own.
-constexpr uint32_t kFirstMoment = 0, kSecondMoment = 1, kParam = 2;
+// What is drawn for an element: one number for its moments, of which each is right in the mean, and one for itself.
+constexpr uint32_t kMoments = 0, kParam = 1;
 
 struct Rounding {
   const float* positions;  // of each parameter among all of the optimizer's; nullptr: everything is rounded to nearest

@@ -198,7 +198,7 @@ class Step:
         ]
         wide.run()
         packed = [
-            [moments.pack(x, i == 0, number(i, k, x)) for k, x in enumerate(column)]
+            [moments.pack(x, i == 0, number(moments.MOMENTS, k, x)) for k, x in enumerate(column)]
             for i, column in enumerate(wide.packed)
         ]
         params = [
@@ -261,7 +261,7 @@ def test_moments_in_bfloat16_are_rounded_by_numbers_drawn(ops, device):
     kernels.multi_tensor_adam(step.grads, params, *wide, **ADAM)
     assert_equal_bits(step.params, params)
     for i, column in enumerate(wide):
-        numbers = [draws(x.numel(), 6, step.positions[k], 3.0, i, device=device) for k, x in enumerate(column)]
+        numbers = [draws(x.numel(), 6, step.positions[k], 3.0, device=device) for k, x in enumerate(column)]
         assert_equal_bits(narrow[i], [moments.to_bfloat16(x, drawn) for x, drawn in zip(column, numbers)])
 
 

@@ -98,7 +98,7 @@ FAULTS = [
         "static_cast<uint32_t>(call >> 32) | stream << 24",
         "static_cast<uint32_t>(call >> 32)",
         "a parameter and its moments are rounded by numbers of their own",
-        PACKS,
+        DRAWN,
     ),
     fault(
         "cpp: the step is left out of the counter",
@@ -111,8 +111,8 @@ FAULTS = [
     fault(
         "cpu: numbers begin anew in each tile",
         "csrc/cpu/rounded_step_block.h",
-        "philox(first + call, stream, x);",
-        "philox(call, stream, x);",
+        "static_cast<uint64_t>(offset / kDraws + i)",
+        "static_cast<uint64_t>(i)",
         "each element of a tensor draws its own number",
         PACKS,
     ),
