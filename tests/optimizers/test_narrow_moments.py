@@ -94,9 +94,11 @@ def test_checkpoints_are_in_float32_and_give_the_same_bits_when_they_are_loaded(
 
 @EVERY
 @NARROW
-def test_a_session_resumes_bit_for_bit(name, state_dtype):
+@pytest.mark.parametrize("masters", [True, "split"], ids=["masters", "split"])
+def test_a_session_resumes_bit_for_bit(name, state_dtype, masters):
     def start():
-        return initialize_quietly(small_model(), lambda p: MAKERS[name](p, state_dtype=state_dtype), "O5")
+        make = lambda p: MAKERS[name](p, state_dtype=state_dtype)  # noqa: E731
+        return initialize_quietly(small_model(), make, "O5", master_weights=masters)
 
     def steps(model, optimizer, first):
         for step in range(first, first + 4):

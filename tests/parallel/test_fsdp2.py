@@ -155,7 +155,15 @@ def accumulated(rank, level, fused, sync, delayed):
     return result
 
 
-def resumed(rank, level, folder):
+# name: (level, optimizer)
+RESUMED = {
+    "O1": ("O1", OPTIMIZERS["AdamW"]),
+    "O5": ("O5", OPTIMIZERS["AdamW"]),
+    "O5, moments in 8 bits": ("O5", lambda params: FusedAdam(params, lr=1e-2, state_dtype="int8")),
+}
+
+
+def resumed(rank, case, folder):
     """Trained for two steps, saved, and trained for two more; and loaded into a new model and trained for the same two."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -168,9 +176,10 @@ def resumed(rank, level, folder):
 
     def fresh():
         model = sharded(Net(), level)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = make(model.parameters())
         return ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
 
+    level, make = RESUMED[case]
     batches = data(rank, steps=4)
     model, optimizer = fresh()
     run(model, optimizer, batches[:2])
@@ -413,7 +422,7 @@ def work(rank):
     if folder.name.startswith("accumulated"):
         return {str(case): accumulated(rank, *case) for case in ACCUMULATIONS}
     return {
-        "resumed": {level: resumed(rank, level, folder / level) for level in ("O1", "O5")},
+        "resumed": {case: resumed(rank, case, folder / case) for case in RESUMED},
         "refusals": refusals(rank),
         "born": born_in_bfloat16(rank),
         "others": others(rank),
@@ -522,11 +531,12 @@ def test_accumulation_equals_one_process_whether_reduced_each_time_or_at_last(ac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ("O1", "O5"))
-def test_checkpoint_resumes_exactly_and_loads_into_one_process(everything, level):
+@pytest.mark.parametrize("case", RESUMED)
+def test_checkpoint_resumes_exactly_and_loads_into_one_process(everything, case):
     from torch.distributed import checkpoint
 
-    ranks = [rank["resumed"][level] for rank in everything[:2]]
+    level = RESUMED[case][0]
+    ranks = [rank["resumed"][case] for rank in everything[:2]]
     for rank in ranks:
         assert_equal(rank["straight"], rank["again"])
     assert_equal(ranks[0]["straight"], ranks[1]["straight"])
@@ -537,7 +547,7 @@ def test_checkpoint_resumes_exactly_and_loads_into_one_process(everything, level
             param.zero_()
     ampkit.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), opt_level=level, verbosity=0)
     weights = model.state_dict()
-    checkpoint.load({"model": weights}, checkpoint_id=everything[2] / level, no_dist=True)
+    checkpoint.load({"model": weights}, checkpoint_id=everything[2] / case, no_dist=True)
     model.load_state_dict(weights)
     assert_equal(dict(model.state_dict()), ranks[0]["saved"])
 
