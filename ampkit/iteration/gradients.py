@@ -103,10 +103,11 @@ class Gradients:
         """Whether gradients stay in ``param.grad`` while the next backward pass adds to them."""
         return self.delayed_scale is not None or self.local
 
-    def open(self, scale: Scale, is_named: bool = True) -> None:
+    def open(self, scale: Scale, is_named: bool = True, is_empty: bool = False) -> None:
         """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
 
-        `refuse_unseen_writes` comes before: of several optimizers none is opened where one has to be refused.
+        `refuse_unseen_writes` comes before: of several optimizers none is opened where one has to be refused. ``is_empty``, which
+        `drop_cleared` returns, says that there are none.
         """
         if self.clip is not None:
             self.convert()
@@ -116,8 +117,8 @@ class Gradients:
         if self.stays:
             self._rescale(scale)
             return
-        for slot in self.slots:
-            gradient = slot.param.grad
+        for slot in self.mastered if is_empty else self.slots:
+            gradient = None if is_empty else slot.param.grad
             if gradient is not None:
                 slot.stash, slot.param.grad = gradient, None
                 if self.in_buckets:  # which the next backward pass overwrites
@@ -193,6 +194,7 @@ class Gradients:
             gradient, stash = slot.param.grad, slot.stash
             if stash is None:
                 if gradient is not None:
+                    slot.exact = None
                     fresh.append((slot, gradient))
             elif gradient is not None:
                 sums.append((slot, gradient))
@@ -218,17 +220,16 @@ class Gradients:
 
     def _unscale(self, fresh: list, scale: Scale, inv: Scale, found: FoundInf | None, exact_in_place: bool) -> None:
         """Unscale gradients where they are. What is rounded on the way is kept as it was beside them."""
-        for slot, _ in fresh:
-            slot.exact = None
-        if is_one(inv) and found is None:
+        multiplies = not is_one(inv)
+        if not multiplies and found is None:
             return
         params, inputs, outputs, kept, left = [], [], [], [], []
         for slot, gradient in fresh:
             output = gradient
-            if is_sparse(gradient):
+            if gradient.layout is not torch.strided:
                 unscale_sparse(slot, gradient, inv, found)
                 continue
-            if slot.master is not None and not is_one(inv):
+            if multiplies and slot.master is not None:
                 if self.leaves_scaled:
                     left.append((slot, gradient))
                     continue
@@ -345,7 +346,7 @@ class Gradients:
             if seen is None or seen.is_still(gradient):
                 continue
             if gradient is None or not values_of(gradient).any():  # clearing the model's gradient clears the master's
-                slot.master.raw_grad = slot.converted = slot.exact = None
+                slot.clear()
             elif slot.converted is None:
                 raise ConfigurationError(
                     f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after scale_loss, which leaves "
@@ -465,8 +466,6 @@ class Gradients:
         for slot in self.slots:
             slot.param.grad = None
             slot.clear()
-        for slot in self.mastered:
-            slot.master.raw_grad = None
 
     def clear_params(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None) -> None:
         """What ``zero_grad`` of torch does not see: stashed and exact gradients, and of parameters with masters one of the two.
@@ -480,10 +479,7 @@ class Gradients:
             if only is not None and slot.param not in only:
                 continue
             slot.clear()
-            if slot.master is None:
-                continue
-            slot.master.raw_grad = None
-            if only is None and slot.param.grad is not None:
+            if slot.master is not None and only is None and slot.param.grad is not None:
                 if set_to_none:
                     slot.param.grad = None
                 else:
@@ -502,8 +498,6 @@ class Gradients:
             if slot.owners > 1 and slot.found_inf is not None and slot.found_inf not in found:
                 continue
             slot.clear()
-            if slot.master is not None:
-                slot.master.raw_grad = None
             gradient = slot.param.grad
             if gradient is None:
                 continue
@@ -543,11 +537,8 @@ class Gradients:
         return remaining
 
     def _is_empty(self) -> bool:
-        """Whether there is no gradient in the model, nor one set aside."""
-        for slot in self.slots:
-            if slot.param.grad is not None or slot.stash is not None:
-                return False
-        return True
+        """Whether there is no gradient in the model, nor one set aside, as in a block."""
+        return not (self.has_fresh or (self.is_open and any(slot.stash is not None for slot in self.slots)))
 
 
 def _gradient_of_master(slot: Slot) -> torch.Tensor:

@@ -169,14 +169,16 @@ class Slot:
         self.is_split = isinstance(master, SplitMaster)
         self.entry = entry
         self.owners = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything about the gradient but ``param.grad``."""
         self.stash: torch.Tensor | None = None
         self.exact: Exact | None = None
         self.converted: Seen | None = None
         self.found_inf: FoundInf | None = None
+
+    def clear(self) -> None:
+        """Forget everything about the gradient but ``param.grad``."""
+        self.stash = self.exact = self.converted = self.found_inf = None
+        if self.master is not None:
+            self.master.raw_grad = None
 
     def note_gradient(self) -> None:
         """The step uses what was put into the master's gradient, or nothing."""

@@ -429,10 +429,12 @@ class OptimizerWrapper:
         highest(flag, self.process_groups())
         return flag
 
-    def drop_cleared(self) -> None:
-        """What was found about gradients goes with them."""
-        if self.gradients.drop_cleared():
+    def drop_cleared(self) -> bool:
+        """What was found about gradients goes with them. Returns whether there are none."""
+        is_empty = self.gradients.drop_cleared()
+        if is_empty:
             self._forget_unnamed()
+        return is_empty
 
     def _forget_unnamed(self) -> None:
         """What blocks found that did not name this optimizer goes with the gradients: no loss scaler counts it."""

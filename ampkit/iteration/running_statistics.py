@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,17 +20,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from ..optimizers.scales import on
 
 Place = tuple[dict[str, Any], str]  # a module's dict of buffers, and a name in it
+Owner = Any  # an optimizer's wrapper, of which the snapshots and the parameters matter here
 
 # Bound once: asked in every forward.
 _tracing = torch._C._get_tracing_state
 _transform_level = torch._C._functorch.maybe_current_level
-
-
-class Owner(Protocol):
-    """What is asked of an optimizer's wrapper: where the snapshots go, and whose buffers they are."""
-
-    snapshots: list[Snapshot]
-    gradients: Any
 
 
 class Snapshot:

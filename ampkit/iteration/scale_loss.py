@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +24,7 @@ from ..optimizers.scales import on
 from ..sharding import highest
 from .found_inf import FoundInf
 from .gradients import LISTS_OF_A_COLLECTION
-from .loss_scale import DynamicLossScale, LossScaler
+from .loss_scale import LossScaler
 from .master_weights import Slot
 from .optimizer_wrapper import OptimizerWrapper, drop_casts
 
@@ -33,22 +33,10 @@ _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 _CPU = torch.device("cpu")
 
 
-class Settings(Protocol):
-    """What of a session's plan matters here."""
-
-    enabled: bool
-    loss_scale: float | DynamicLossScale
-    num_losses: int
-    min_loss_scale: float
-    max_loss_scale: float
-    master_weights: bool
-    on_floor: str
-
-
 class LossScaling:
     """One loss scaler per loss, and the steps of an iteration that they take part in."""
 
-    def __init__(self, plan: Settings) -> None:
+    def __init__(self, plan: Any) -> None:
         self.plan = plan
         bounds = (plan.min_loss_scale, plan.max_loss_scale)
         number = plan.num_losses if plan.enabled else 0
@@ -188,10 +176,10 @@ class LossScaling:
         error, self._postponed_error = self._postponed_error, None
         if error is not None:
             raise error
-        while self._unreported and all([one.is_known for one in self._unreported[0][1]]):
-            self._report(*self._unreported.popleft())
         for scaler in self.scalers:
             scaler.learn_known()
+        while self._unreported and all([one.is_known for one in self._unreported[0][1]]):
+            self._report(*self._unreported.popleft())
 
     def _report(self, wrapper: weakref.ref[OptimizerWrapper], found: list[FoundInf]) -> None:
         overflows = [one for one in found if one.overflowed]
@@ -265,18 +253,16 @@ class Block:
                 )
         for wrapper in wrappers:
             wrapper.gradients.refuse_unseen_writes()
-        ddp = self.scaling.ddp()
+        ddp, empty = self.scaling.ddp(), []
         for wrapper in wrappers:
             gradients = wrapper.gradients
             if gradients.is_open:  # the block around this one did not name it
                 gradients.put_back(self._scale)
             gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
-            wrapper.drop_cleared()
+            empty.append(wrapper.drop_cleared())
             gradients.drop_known_overflow()
-        for wrapper in self.named:
-            wrapper.gradients.open(self._scale)
-        for wrapper in self.unnamed:
-            wrapper.gradients.open(self._scale, is_named=False)
+        for wrapper, is_empty in zip(wrappers, empty):  # those before may hold the same parameters
+            wrapper.gradients.open(self._scale, wrapper in self.named, is_empty)
 
     def _end(self) -> None:
         scaling, scaler, scale = self.scaling, self.scaler, self._scale
