@@ -436,7 +436,7 @@ class Session:
     def _after_zero_grad(self, model: nn.Module) -> None:
         params = set(model.parameters())
         for optimizer in self.optimizers:
-            wrapper_of(optimizer).gradients.clear_params(only=params)
+            wrapper_of(optimizer).gradients.clear(only=params)
 
     def _warn_of_useless_loss_scale(self) -> None:
         plan = self.plan

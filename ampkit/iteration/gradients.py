@@ -459,18 +459,11 @@ class Gradients:
                 self._forget_clip()
         return is_empty
 
-    def clear_all(self) -> None:
-        """``zero_grad()`` of the optimizer."""
-        self.delayed_scale, self.local = None, False
-        self._forget_found()
-        for slot in self.slots:
-            slot.param.grad = None
-            slot.clear()
-
-    def clear_params(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None) -> None:
+    def clear(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None, own: bool = False) -> None:
         """What ``zero_grad`` of torch does not see: stashed and exact gradients, and of parameters with masters one of the two.
 
-        ``only`` names the parameters of a model whose own ``zero_grad`` was called; None means all of the optimizer's.
+        ``own`` says that nobody else will clear those of the parameters without masters. ``only`` names the parameters of a model
+        whose own ``zero_grad`` was called; None means all of the optimizer's.
         """
         if only is None:
             self.delayed_scale, self.local = None, False
@@ -479,13 +472,11 @@ class Gradients:
             if only is not None and slot.param not in only:
                 continue
             slot.clear()
-            if slot.master is not None and only is None and slot.param.grad is not None:
+            if only is None and (own or slot.master is not None):
                 if set_to_none:
                     slot.param.grad = None
-                else:
+                elif slot.param.grad is not None:
                     slot.param.grad.detach_().zero_()
-        if only is not None and self._is_empty():
-            self._forget_found()
 
     def drop_overflowed(self, found: Iterable[FoundInf] = ()) -> None:
         """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step.
@@ -495,9 +486,11 @@ class Gradients:
         self._forget_found()
         found = list(found)
         for slot in self.slots:
-            if slot.owners > 1 and slot.found_inf is not None and slot.found_inf not in found:
+            of_slot = slot.found_inf
+            if slot.owners > 1 and of_slot is not None and of_slot not in found:
                 continue
             slot.clear()
+            slot.found_inf = of_slot  # so that the other optimizers skip too
             gradient = slot.param.grad
             if gradient is None:
                 continue

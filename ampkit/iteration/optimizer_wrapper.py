@@ -88,7 +88,7 @@ class OptimizerWrapper:
         if isinstance(self._skipped, torch.Tensor):
             self._skipped = bool(self._skipped.item())
             if self._skipped and self.gradients.used_flag is not None:
-                self.gradients.drop_overflowed(self._used)
+                self.gradients.drop_overflowed(found for found in self._used if found.overflowed)
         return self._skipped
 
     def process_groups(self) -> list[Any]:
@@ -96,10 +96,6 @@ class OptimizerWrapper:
         found = self.gradients.process_groups()
         given = getattr(self.owner, "process_group", None)
         return found if given is None or given in found else [*found, given]
-
-    @property
-    def has_masters(self) -> bool:
-        return bool(self.gradients.mastered)
 
     def detach(self) -> None:
         """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
@@ -233,9 +229,10 @@ class OptimizerWrapper:
         """A step of a fused optimizer, which is skipped or taken on the device."""
         gradients, optimizer = self.gradients, self.optimizer
         self.synchronize_gradients(for_fused_step=True)
-        self._write_stale()
-        found_inf = self._found_inf()
         masters = gradients.mastered
+        # Edits of masters, before a step that may leave both alone.
+        _round_into_model([slot for slot in masters if slot.is_stale])
+        found_inf = self._found_inf()
         optimizer.inputs = StepInputs(
             gradients.by_master,
             gradients.in_float32,
@@ -367,11 +364,6 @@ class OptimizerWrapper:
         if not for_fused_step:
             gradients.convert()
 
-    def _write_stale(self) -> None:
-        """Bring edits of masters to the model before a step that may leave both alone."""
-        stale = [slot for slot in self.gradients.mastered if slot.is_stale]
-        _round_into_model(stale)
-
     def _take_found(self) -> list[FoundInf]:
         """What was found since the last step. Delayed checks end their iteration now at the latest."""
         delayed_checks, self.delayed_checks = self.delayed_checks, []
@@ -382,6 +374,10 @@ class OptimizerWrapper:
             # The block that ended the iteration may have been another optimizer's.
             if found.scaler is not None and found not in self.found:
                 self.found.append(found)
+        if len(self.owner.optimizers) > 1:  # blocks that named another may have made gradients of the same parameters
+            shared = dict.fromkeys(slot.found_inf for slot in self.gradients.slots if slot.owners > 1)
+            known = {None, *self.found, *self.gradients.used}
+            self.found += [found for found in shared if found not in known]
         self._used, self.found = self.found, []
         if self._used and self._is_averaged_by_hand():
             # What an average brings in came after the block had judged.
@@ -398,7 +394,7 @@ class OptimizerWrapper:
         return self.owner.scaling.is_one_of_several_without_ddp and not self.gradients.process_groups()
 
     def _must_skip(self) -> bool:
-        overflows = [found for found in self._take_found() if found.overflowed]
+        self._used = overflows = [found for found in self._take_found() if found.overflowed]
         self._skipped = bool(overflows)
         if overflows:
             self.owner.scaling.report_skip(self, overflows[-1])
@@ -452,10 +448,9 @@ class OptimizerWrapper:
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._forget_unnamed()
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        if self._clears_as_torch and set_to_none and getattr(self.optimizer, "set_grad_none", True):
-            self.gradients.clear_all()
-        else:
-            self.gradients.clear_params(set_to_none=set_to_none)
+        own = self._clears_as_torch and set_to_none and getattr(self.optimizer, "set_grad_none", True)
+        self.gradients.clear(set_to_none, own=own)
+        if not own:
             original(*args, **kwargs)
 
     def _add_param_group(self, original: Callable[..., Any], group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

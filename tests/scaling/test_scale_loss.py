@@ -168,6 +168,27 @@ def test_parameters_in_two_optimizers_are_unscaled_once(level):
     assert_close_to_largest(gradients(optimizers[1]), expected[:2], TOLERANCE[level])
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("named_first", [True, False], ids=["named first", "named last"])
+def test_overflow_skips_an_unnamed_optimizer_of_the_same_parameters(level, named_first):
+    model = net_with_norm()
+    named = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    model, _ = ampkit.initialize(model, [named, other], opt_level=level, loss_scale="dynamic", verbosity=0)
+    before = copy.deepcopy(model.state_dict())
+    overflow(model, named)
+    for optimizer in (named, other) if named_first else (other, named):
+        optimizer.step()
+        assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.zero_grad()
+    x, y = random_batch(seed=1)
+    with ampkit.scale_loss(F.mse_loss(model(x), y), named) as scaled:
+        scaled.backward()
+    other.step()
+    assert not ampkit.step_was_skipped(other)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (4, 3)])
 def test_loss_of_any_shape_is_yielded_as_float32_times_the_scale(shape):
     _, _, optimizer = with_float32_twin("O2", loss_scale=8.0)
