@@ -5,6 +5,7 @@
 #   make mutants      plants faults in copies, and tells which of them the tests notice; MUTANTS='*lamb*' for some of them
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make bench        whole training steps beside torch.amp on the CPU, within 25 minutes, into docs/benchmarks.md; BENCH=--short shows that it runs
+#   make wheel        builds the source distribution and the pure wheel, and tries them outside of the checkout; needs the network
 #   make clients      adds the libraries and frameworks that tests/clients run unmodified; without them those tests are skipped
 #   make docs         builds the site of docs/ into site/; a broken link is an error
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
@@ -27,9 +28,9 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
-PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff mypy
+PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff mypy build
 
-.PHONY: venv clients test test-all mutants cuda-build gpu demo bench docs lint clean
+.PHONY: venv clients test test-all mutants cuda-build gpu demo bench wheel docs lint clean
 
 venv: $(VENV)/.extension $(VENV)/.emulation
 
@@ -130,6 +131,12 @@ bench: venv
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 	$(BIN)/python docs/make_benchmarks.py
 
+# WHEEL=--no-isolation builds with the setuptools and wheel that .venv has, without the network.
+WHEEL ?=
+
+wheel: $(VENV)/.packages
+	$(BIN)/python tests/project/release.py $(WHEEL)
+
 # The reference is read from the sources, which are not imported.
 docs: $(VENV)/.packages
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) mkdocs-material "mkdocstrings[python]"
@@ -141,4 +148,4 @@ lint: venv
 	$(BIN)/mypy
 
 clean:
-	rm -rf build site *.egg-info ampkit/*.so .venv .venv-torch-*
+	rm -rf build dist site *.egg-info ampkit/*.so .venv .venv-torch-*

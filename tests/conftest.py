@@ -48,7 +48,10 @@ COMPILED = {
 
 
 # Loaded by the tests' tools and by torch.compile; they hold no functions of torch.
-TOOLS = {"_pytest", "hypothesis", "mpmath", "networkx", "numpy", "pytest", "setuptools", "sympy", "triton"}
+TOOLS = {
+    *("_pytest", "hypothesis", "iniconfig", "mpmath", "networkx", "numpy", "PIL", "pluggy", "pygments", "pytest"),
+    *("setuptools", "sortedcontainers", "sympy", "tqdm", "triton"),
+}
 
 WAITING = pytest.StashKey[int]()
 
@@ -89,6 +92,7 @@ def pytest_collection_finish():
     """What every test would pay for: the collector walks all that is alive, and O1 all loaded modules."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     early_bound._LEFT_ALONE |= TOOLS
 
 

@@ -328,9 +328,12 @@ def isinstance_of(value: Any, classes: type | tuple[type, ...]) -> bool:
 
 def _loaded_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, namespace) of every loaded module that is to be searched, each once."""
-    seen = set()
+    seen, left_alone = set(), _known_to_be_left_alone(_LEFT_ALONE)
     for key, module in list(sys.modules.items()):
-        if module is None or str(key).partition(".")[0] in _LEFT_ALONE:
+        if key in left_alone or module is None:
+            continue
+        if str(key).partition(".")[0] in _LEFT_ALONE:
+            left_alone.add(key)
             continue
         namespace = namespace_of(module)
         if namespace is None or id(namespace) in seen:
@@ -340,6 +343,12 @@ def _loaded_modules() -> Iterator[tuple[str, dict[str, Any]]]:
         name = name if type(name) is str else str(key)
         if name.partition(".")[0] not in _LEFT_ALONE:  # torch and ampkit under another name
             yield name, namespace
+
+
+@functools.cache
+def _known_to_be_left_alone(packages: frozenset[str]) -> set[Any]:
+    """Names of modules of these packages: thousands, and each search goes past them."""
+    return set()
 
 
 def _search_class(swap: Swap, cls: type, found: list[str]) -> None:

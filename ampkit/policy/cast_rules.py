@@ -161,7 +161,16 @@ def is_loaded(package: str) -> bool:
 
 def resolve_owner(path: str) -> Any | None:
     """The object at a dotted path that starts with a module, or None when the installed torch has no such thing."""
+    if path in _OF_TORCH:
+        return _OF_TORCH[path]
     try:
-        return pkgutil.resolve_name(path)
+        found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError):
         return None
+    if path.partition(".")[0] == "torch":
+        _OF_TORCH[path] = found
+    return found
+
+
+# What was found in torch, which stays where it is: each initialize asks for the same few some hundred times.
+_OF_TORCH: dict[str, Any] = {}
