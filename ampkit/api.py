@@ -231,6 +231,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
     ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters. Masters
     that are split are lent as float32 copies, and what is written to one is taken over when the next is asked for.
+    Raises nothing of its own: inside of a `scale_loss` block the gradients are still scaled.
     """
     wrapper = wrapper_of(validation.unwrapped(optimizer))
     if wrapper is not None and not wrapper.gradients.is_open:
@@ -302,7 +303,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str,
 
     Scalers of all live sessions are numbered in the order of ``initialize``; without any, the dict is empty. With
     ``destination`` the entries are added to it. Same keys and values as checkpoints of Apex; with more than one session
-    alive, each entry has the number of its session besides.
+    alive, each entry has the number of its session besides. Waits for the device. ``loss_scale`` is the factor itself, and
+    ``unskipped`` counts iterations since the last overflow or growth.
     """
     destination = OrderedDict() if destination is None else destination
     collect_orphans(closing=live_sessions[-1:])
@@ -387,6 +389,9 @@ def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settin
 
 def close() -> None:
     """Close every live session, newest first: torch, models and optimizers are as they were, weights as trained.
+
+    Weights come back in the dtype that they came in, from float32 masters where there are any. It may be called twice, and without
+    a session; it raises nothing of its own.
 
     A thread that initialized at O1 and is not the one that closes is switched off as soon as Python allows where it is the
     main thread, else at its next call of ampkit.

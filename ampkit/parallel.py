@@ -44,7 +44,8 @@ def fully_shard(
     ``reduce_dtype``. At O0, O1 and O4 everything is gathered in float32. ``options`` go to torch's: ``reshard_after_forward``,
     ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
 
-    Raises `ConfigurationError` for an ``mp_policy``, and where ``keep_fp32`` names single parameters.
+    Raises `ConfigurationError` for an ``mp_policy``, for settings that `initialize` would refuse, and where ``keep_fp32`` names
+    single parameters.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
@@ -98,6 +99,8 @@ def convert_syncbn_model(
     ``channel_last=True`` is for models whose tensors have their channels in the last dimension (N, H, W, C). Tensors
     in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it. ``layer_class`` takes the place of
     `SyncBatchNorm` where that would be made.
+
+    Raises ValueError for a lazy batch norm that has not seen a batch.
     """
     tensors = [*module.parameters(), *module.buffers()]
     on_cuda = any(tensor.is_cuda for tensor in tensors)

@@ -14,6 +14,8 @@ class FusedAdagrad(FusedOptimizer):
     """``torch.optim.Adagrad`` over lists of tensors.
 
     ``adagrad_w_mode=True`` decouples the weight decay from the gradient, as AdamW does.
+
+    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods", JMLR 2011.
     """
 
     def __init__(

@@ -27,6 +27,11 @@ class FusedAdam(FusedOptimizer):
     checkpoints hold them in float32 all the same. ``rounding="stochastic"`` rounds parameters in bfloat16 up or down at
     random, in the mean to what they should be, so that steps too small for their precision are not lost: for training
     without masters. Random numbers are a function of ``seed``, which checkpoints hold, and of the number of steps.
+
+    Takes floating-point parameters of any shape. Raises RuntimeError for ``amsgrad``, for ``master_weights`` without ``capturable``
+    and for gradients that are sparse, and ValueError for a ``state_dtype``, ``rounding`` or ``seed`` that does not exist.
+
+    Source: Kingma and Ba, "Adam", ICLR 2015; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
     """
 
     def __init__(

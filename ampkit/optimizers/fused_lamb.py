@@ -17,7 +17,9 @@ class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's direction, with a step as long as the weights' norm times the learning rate.
 
     Gradients of all groups together are clipped to ``max_grad_norm`` first. Parameters of groups without weight decay
-    move as in Adam, unless ``use_nvlamb``.
+    move as in Adam, unless ``use_nvlamb``. Norms are float32, whatever the parameters' dtype. Raises RuntimeError for ``amsgrad``.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, algorithm 2.
     """
 
     def __init__(

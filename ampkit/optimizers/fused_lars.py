@@ -15,7 +15,10 @@ from .fused_sgd import refuse_negative, refuse_odd_nesterov, step_with_momentum
 class FusedLARS(FusedOptimizer):
     """SGD with a learning rate for each tensor: ``lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``.
 
-    Groups with ``is_skipped=True`` move as in plain SGD; norms and biases are usually among them.
+    Groups with ``is_skipped=True`` move as in plain SGD; norms and biases are usually among them. Raises ValueError as `FusedSGD`
+    does.
+
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
     """
 
     counts_steps = False

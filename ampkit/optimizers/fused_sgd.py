@@ -19,6 +19,9 @@ class FusedSGD(FusedOptimizer):
     ``wd_after_momentum`` adds the weight decay to the update instead of the gradient, so that it stays out of the
     momentum. ``materialize_master_grads`` is kept for Apex's sake: under `initialize` master gradients come into being when
     somebody iterates ``master_params``. ``state_dtype``, ``rounding`` and ``seed`` as in `FusedAdam`.
+
+    Raises ValueError for a negative rate, momentum or decay, and for ``nesterov`` without momentum or with dampening; for the three
+    settings as `FusedAdam` does.
     """
 
     counts_steps = False

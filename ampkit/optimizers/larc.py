@@ -16,6 +16,8 @@ class LARC:
     The local rate is ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip`` it only ever lowers the
     optimizer's learning rate, without it the two are multiplied. Weight decay is part of the scaled gradient. Learning-rate
     schedulers take the inner optimizer, ``.optim``; ``initialize`` and ``scale_loss`` take the whole.
+
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; the clipping is NVIDIA's.
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:

@@ -22,7 +22,6 @@ QUICK = (
     "optimizers/test_masters.py",
     "o1/test_policy.py",
     "kernels/test_kernels.py",
-    "project/test_names.py",
 )
 
 
