@@ -38,7 +38,7 @@ from .errors import (
 )
 from .grad_scaler import GradScaler
 from .iteration.loss_scale import DynamicLossScale
-from .models import cast_inputs
+from .models.forward import cast_inputs
 from .policy import Policy
 from .registry import current_session
 

@@ -14,15 +14,15 @@ from torch import nn
 from . import validation
 from .casting.decorators import casts_of_calls_disabled
 from .casting.engine import switch_off_left_on
-from .casting.tensors import cast_floating
+from .casting.tensors import cast_state
 from .devices import device_type_of
 from .dtypes import LOWER_PRECISION
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
 from .iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from .iteration.optimizer_wrapper import wrapper_of
 from .logs import logger
-from .models import Incoming
-from .plan import Plan, resolve, unknown_setting
+from .models.incoming import Incoming
+from .plan import SETTINGS, Plan, resolve, unknown_setting
 from .policy import Policy
 from .registry import collect_orphans, not_initialized
 from .session import (
@@ -102,6 +102,8 @@ def initialize(
 
     Source of the levels O0 to O3: NVIDIA's apex.amp; of O4 and O5: AMD's fork of it.
     """
+    given = locals()
+    settings = {name: given[name] for name in SETTINGS}
     switch_off_left_on()
     for name in unknown:
         raise unknown_setting(name, opt_level, [name for name in signature(initialize).parameters if name != "unknown"])
@@ -127,31 +129,8 @@ def initialize(
     cast_before = [model for session in earlier if session.plan.casts_weights for model in session.models]
     recast = {tensor for model in cast_before for tensor in (*model.parameters(), *model.buffers())}
     if opt_level == "O3" and cast_model_type is None:
-        cast_model_type = _lower_precision_of(model_list, earlier, recast)
-    plan = resolve(
-        opt_level,
-        device_type_of(model_list),
-        dict(
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            patch_torch_functions_type=patch_torch_functions_type,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-            cast_model_outputs=cast_model_outputs,
-            num_losses=num_losses,
-            verbosity=verbosity,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            keep_fp32=keep_fp32,
-            keep_originals=keep_originals,
-            scope=None if scope == "process" else scope,
-            model_grads=model_grads,
-            policy=policy,
-            on_floor=on_floor,
-            lower_precision_weights=lower_precision_weights,
-        ),
-    )
+        settings["cast_model_type"] = _lower_precision_of(model_list, earlier, recast)
+    plan = resolve(opt_level, device_type_of(model_list), settings)
     validation.closures(optimizer_list, plan)
     validation.scripted_parts(model_list, plan)
     validation.weights(model_list, recast, optimizer_list, plan, lower_precision_weights)
@@ -176,7 +155,7 @@ def initialize(
             )
     for param, state in early_state:
         if param.dtype is torch.float32:
-            state.update({key: cast_floating(value, torch.float32) for key, value in state.items() if key != "step"})
+            state.update(cast_state(state, torch.float32))
     session = Session(plan, incoming, widens=lower_precision_weights == "float32", process_group=process_group)
     session.prepare(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from . import plan
 from .errors import ConfigurationError
-from .models import Kept
+from .models.keep_fp32 import Kept
 from .optimizers import LARC
 from .sharding import is_fsdp, is_sharded
 

@@ -152,10 +152,10 @@ def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> P
     """
     plan = defaults_of(opt_level, device_type)
     given = {name: value for name, value in overrides.items() if value is not None}
-    unknown = given.keys() - {field.name for field in fields(Plan)}
+    unknown = given.keys() - SETTINGS.keys()
     if unknown:
-        raise ConfigurationError(f"Unknown settings {sorted(unknown)}; known are {[f.name for f in fields(Plan)]}.")
-    checked = {name: _CHECKS[name](value, opt_level) for name, value in given.items()}
+        raise ConfigurationError(f"Unknown settings {sorted(unknown)}; known are {list(SETTINGS)}.")
+    checked = {name: SETTINGS[name](name, value, opt_level) for name, value in given.items()}
     plan = replace(plan, **checked)
     plan = replace(plan, policy=plan.policy.settled(device_type))
     if plan.model_grads == "scaled" and not plan.master_weights:
@@ -249,46 +249,73 @@ def _any_of(accepted: tuple[Any, ...]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _check_cast_model_type(value: Any, level: str) -> torch.dtype | None:
+# A check takes the setting's name, what was given for it and the level, and returns what stands in the plan.
+_Check = Callable[[str, Any, str], Any]
+
+
+def _expect(accepts: Callable[[Any], bool], expected: str, advice: str = "") -> _Check:
+    """The check of a setting to which the level does not matter."""
+
+    def check(name: str, value: Any, level: str) -> Any:
+        if not accepts(value):
+            raise _refuse(name, value, expected, advice)
+        return value
+
+    return check
+
+
+def _word(expected: str, *words: str) -> _Check:
+    return _expect(lambda value: isinstance(value, str) and value in words, expected)
+
+
+def _integer(least: int) -> _Check:
+    return _expect(lambda value: type(value) is int and value >= least, f"an integer of at least {least}")
+
+
+_check_bool = _expect(lambda value: isinstance(value, bool), "True or False")
+
+
+def _check_bound(name: str, value: Any, level: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        advice = "Sums over a batch may need scales below 1; 0 is no scale."
+        raise _refuse(name, value, "a positive, finite number", advice)
+    return float(value)
+
+
+def _check_cast_model_type(name: str, value: Any, level: str) -> torch.dtype | None:
     if level in ("O1", "O4"):
         if value in (False, torch.float32):
             return None
         advice = f"{level} casts around torch functions and leaves the weights float32; to cast the model choose O2, O3 or O5."
-        raise _refuse("cast_model_type", value, f"None or torch.float32 at {level}", advice)
+        raise _refuse(name, value, f"None or torch.float32 at {level}", advice)
     if value is False:
         return None
     accepted = {"O0": (torch.float32,), "O5": (torch.bfloat16,)}.get(level, (*LOWER_PRECISION, torch.float32))
     if not isinstance(value, torch.dtype) or value not in accepted:
-        raise _refuse(
-            "cast_model_type", value, f"{_any_of(accepted)} at {level}", "O2 and O3 take either lower precision."
-        )
+        raise _refuse(name, value, f"{_any_of(accepted)} at {level}", "O2 and O3 take either lower precision.")
     return value
 
 
-def _check_patch_torch_functions(value: Any, level: str) -> bool:
-    patches = _check_bool("patch_torch_functions", value)
+def _check_patch_torch_functions(name: str, value: Any, level: str) -> bool:
+    patches: bool = _check_bool(name, value, level)
     if patches and level not in ("O1", "O4"):
-        raise _refuse(
-            "patch_torch_functions", value, f"False at {level}", "Choose opt_level='O1' (or 'O4') to patch them."
-        )
+        raise _refuse(name, value, f"False at {level}", "Choose opt_level='O1' (or 'O4') to patch them.")
     return patches
 
 
-def _check_patch_torch_functions_type(value: Any, level: str) -> torch.dtype:
+def _check_patch_torch_functions_type(name: str, value: Any, level: str) -> torch.dtype:
     accepted = {"O1": LOWER_PRECISION, "O4": (torch.bfloat16,)}.get(level, ())
     if not isinstance(value, torch.dtype) or value not in accepted:
         advice = "" if accepted else "It belongs to O1; O2 and O3 take cast_model_type=."
-        raise _refuse("patch_torch_functions_type", value, f"{_any_of(accepted)} at {level}", advice)
+        raise _refuse(name, value, f"{_any_of(accepted)} at {level}", advice)
     return value
 
 
-def _check_keep_batchnorm_fp32(value: Any, level: str) -> bool:
-    keeps = _check_bool(
-        "keep_batchnorm_fp32", {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-    )
+def _check_keep_batchnorm_fp32(name: str, value: Any, level: str) -> bool:
+    keeps: bool = _check_bool(name, {"True": True, "False": False}.get(str(value), value), level)
     if level in ("O1", "O4"):
         advice = f"At {level} the weights, norms included, are float32 and the tables decide how norms compute."
-        raise _refuse("keep_batchnorm_fp32", keeps, f"None at {level}", advice)
+        raise _refuse(name, keeps, f"None at {level}", advice)
     return keeps
 
 
@@ -296,21 +323,19 @@ def _check_keep_batchnorm_fp32(value: Any, level: str) -> bool:
 _SPLIT_MASTERS = {"split": torch.int16, "split24": torch.int8}
 
 
-def _check_master_weights(value: Any, level: str) -> bool | str:
-    if isinstance(value, str):
-        if value not in _SPLIT_MASTERS:
-            raise _refuse("master_weights", value, f"True, False, {_any_of(tuple(map(repr, _SPLIT_MASTERS)))}")
-        has_masters: bool | str = value
-    else:
-        has_masters = _check_bool("master_weights", value)
+def _check_master_weights(name: str, value: Any, level: str) -> bool | str:
+    if not isinstance(value, str):
+        _check_bool(name, value, level)
+    elif value not in _SPLIT_MASTERS:
+        raise _refuse(name, value, f"True, False, {_any_of(tuple(map(repr, _SPLIT_MASTERS)))}")
     if level in ("O1", "O4"):
-        raise _refuse(
-            "master_weights", value, f"None at {level}", "The weights are float32 there and are their own masters."
-        )
+        advice = "The weights are float32 there and are their own masters."
+        raise _refuse(name, value, f"None at {level}", advice)
+    has_masters: bool | str = value
     return has_masters
 
 
-def _check_loss_scale(value: Any, level: str) -> float | DynamicLossScale:
+def _check_loss_scale(name: str, value: Any, level: str) -> float | DynamicLossScale:
     if value == "dynamic":
         return DynamicLossScale()
     if isinstance(value, DynamicLossScale):
@@ -320,99 +345,56 @@ def _check_loss_scale(value: Any, level: str) -> float | DynamicLossScale:
     except (TypeError, ValueError):
         number = math.nan
     if not (math.isfinite(number) and number > 0):
-        raise _refuse(
-            "loss_scale", value, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling."
-        )
+        raise _refuse(name, value, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling.")
     return number
 
 
-def _check_cast_model_outputs(value: Any, level: str) -> torch.dtype:
-    if not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise _refuse("cast_model_outputs", value, "a floating-point torch.dtype")
-    return value
-
-
-def _check_bound(name: str) -> Callable[[Any, str], float]:
-    def check(value: Any, level: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise _refuse(
-                name, value, "a positive, finite number", "Sums over a batch may need scales below 1; 0 is no scale."
-            )
-        return float(value)
-
-    return check
-
-
-def _check_integer(name: str, least: int) -> Callable[[Any, str], int]:
-    def check(value: Any, level: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise _refuse(name, value, f"an integer of at least {least}")
-        return value
-
-    return check
-
-
-def _check_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(name, value, "True or False")
-    return value
-
-
-def _check_keep_fp32(value: Any, level: str) -> tuple[Any, ...]:
-    items = (value,) if isinstance(value, (str, type, torch.nn.Module)) else value
-    if not isinstance(items, Iterable):
-        raise _refuse("keep_fp32", value, "modules, module types or name patterns")
-    items = tuple(items)
+def _check_keep_fp32(name: str, value: Any, level: str) -> tuple[Any, ...]:
+    kinds = (str, type, torch.nn.Module)
+    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, kinds) else (value,)
     for item in items:
-        if not isinstance(item, (str, type, torch.nn.Module)):
-            raise _refuse("keep_fp32", item, "modules, module types or name patterns")
+        if not isinstance(item, kinds):
+            raise _refuse(name, item, "modules, module types or name patterns")
     return items
 
 
-def _check_word(name: str, words: tuple[str, ...], expected: str) -> Callable[[Any, str], str]:
-    def check(value: Any, level: str) -> str:
-        if not isinstance(value, str) or value not in words:
-            raise _refuse(name, value, expected)
-        return value
-
-    return check
+_check_scope_word = _word(
+    "'process' (every call of torch is cast) or 'forward' (calls inside the forward of the initialized models are)",
+    *("process", "forward"),
+)
 
 
-def _check_scope(value: Any, level: str) -> str:
-    if not isinstance(value, str) or value not in ("process", "forward"):
-        raise ConfigurationError(
-            f"scope={value!r} is not accepted: expected 'process' (every call of torch is cast) or 'forward' (calls inside the "
-            "forward of the initialized models are)."
-        )
-    if value == "forward" and not OPT_LEVELS[level].patch_torch_functions:
+def _check_scope(name: str, value: Any, level: str) -> str:
+    scope: str = _check_scope_word(name, value, level)
+    if scope == "forward" and not OPT_LEVELS[level].patch_torch_functions:
         raise ConfigurationError(f"scope='forward' is about casts of calls, which {level} does not make. Use O1 or O4.")
-    return value
+    return scope
 
 
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "enabled": lambda value, level: _check_bool("enabled", value),
+#: Every setting but the level itself, with its check.
+SETTINGS: dict[str, _Check] = {
+    "enabled": _check_bool,
     "cast_model_type": _check_cast_model_type,
     "patch_torch_functions": _check_patch_torch_functions,
     "patch_torch_functions_type": _check_patch_torch_functions_type,
     "keep_batchnorm_fp32": _check_keep_batchnorm_fp32,
     "master_weights": _check_master_weights,
     "loss_scale": _check_loss_scale,
-    "cast_model_outputs": _check_cast_model_outputs,
-    "num_losses": _check_integer("num_losses", 1),
-    "verbosity": _check_integer("verbosity", 0),
-    "min_loss_scale": _check_bound("min_loss_scale"),
-    "max_loss_scale": _check_bound("max_loss_scale"),
+    "cast_model_outputs": _expect(
+        lambda value: isinstance(value, torch.dtype) and value.is_floating_point, "a floating-point torch.dtype"
+    ),
+    "num_losses": _integer(1),
+    "verbosity": _integer(0),
+    "min_loss_scale": _check_bound,
+    "max_loss_scale": _check_bound,
     "keep_fp32": _check_keep_fp32,
-    "keep_originals": lambda value, level: _check_bool("keep_originals", value),
-    "policy": lambda value, level: Policy.of(value),
-    "on_floor": _check_word("on_floor", ("raise", "warn"), "'raise' or 'warn'"),
+    "keep_originals": _check_bool,
+    "policy": lambda name, value, level: Policy.of(value),
+    "on_floor": _word("'raise' or 'warn'", "raise", "warn"),
     "scope": _check_scope,
-    "model_grads": _check_word(
-        "model_grads",
-        ("unscaled", "scaled"),
+    "model_grads": _word(
         "'unscaled' (after scale_loss, param.grad is the gradient) or 'scaled' (it stays at the loss scale, as Apex left it)",
+        *("unscaled", "scaled"),
     ),
-    "lower_precision_weights": _check_word(
-        "lower_precision_weights", ("float32", "keep", "refuse"), "'float32', 'keep' or 'refuse'"
-    ),
+    "lower_precision_weights": _word("'float32', 'keep' or 'refuse'", "float32", "keep", "refuse"),
 }

@@ -19,7 +19,6 @@ from typing import cast as as_type
 import torch
 from torch import nn
 
-from . import models as model_casts
 from . import registry
 from .casting.decorators import cast_models
 from .casting.engine import Casting, active_casting
@@ -34,7 +33,13 @@ from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import Block, LossScaling
 from .kernels.backend import implementation
 from .logs import logger, stdout_lines
-from .models import Float32Value, ForwardCasts, Incoming, Kept
+from .models import copies, direct_calls, exporting, forward, keep_fp32, operators, sharded, weights
+from .models.averaging import averages
+from .models.forward import ForwardCasts, Watcher
+from .models.forward_scope import cast_submodules
+from .models.incoming import Incoming
+from .models.keep_fp32 import Kept
+from .models.weights import Float32Value
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import not_initialized
 from .sharding import fsdp_modules, is_unreduced
@@ -138,16 +143,10 @@ class Session:
             self._prepare_optimizers(optimizers, values)
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
-            elif self.plan.casts_weights:
-                cast_models.acquire()
-                self._undo.callback(cast_models.release)
-            model_casts.exports.acquire()
-            self._undo.callback(model_casts.exports.release)
-            if self.plan.casts_weights:
-                model_casts.averages.acquire()
-                self._undo.callback(model_casts.averages.release)
-                model_casts.operators.acquire()
-                self._undo.callback(model_casts.operators.release)
+            of_cast_weights = (cast_models, averages, operators.operators) if self.plan.casts_weights else ()
+            for shared in (exporting.exports, *of_cast_weights):
+                shared.acquire()
+                self._undo.callback(shared.release)
             self._forget_traces()
             self._settle(optimizers, values)
         except BaseException:
@@ -164,6 +163,16 @@ class Session:
         self._undo.close()
         self._models.clear()
         self._optimizers.clear()
+
+    def _undo_if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
+        """Have ``undo(thing)`` called when the session closes, unless the thing is gone by then."""
+        ref = weakref.ref(thing)
+
+        def run() -> None:
+            if (alive := ref()) is not None:
+                undo(alive)
+
+        self._undo.callback(run)
 
     def on_close(self, undo: Callable[..., Any], *args: Any) -> None:
         """Have ``undo(*args)`` called when the session closes, before everything that `prepare` did is undone."""
@@ -183,7 +192,7 @@ class Session:
         else:
             deed = "they are float32"
         for model in models:
-            if fsdp_modules(model) and (dtype := model_casts.widen_sharded(model, optimizers)) is not None:
+            if fsdp_modules(model) and (dtype := sharded.widen_sharded(model, optimizers)) is not None:
                 logger.info(
                     "The sharded %s came in %s: its sharded parameters are float32 now, and stay so after close().",
                     type(model).__name__,
@@ -218,17 +227,17 @@ class Session:
             else []
         )
         for model in models:
-            self._undo.callback(_when_alive(model_casts.uninstall), weakref.ref(model))
+            self._undo_if_alive(forward.uninstall, model)
             if plan.casts_weights:
-                self._undo.callback(_when_alive(model_casts.restore_weights), weakref.ref(model))
+                self._undo_if_alive(weights.restore_weights, model)
         if plan.casts_weights:
             for model, choice in zip(models, kept):
                 self._cast_weights(model, choice, values)
         if plan.master_weights and not plan.casts_weights:
             for model in models:
                 if any(param.dtype in LOWER_PRECISION for param in model.parameters()):
-                    self._undo.callback(_when_alive(model_casts.restore_weights), weakref.ref(model))
-                    model_casts.cast_weights(model, _lower_precision_in(model), model_casts.AsTheyAre(), values)
+                    self._undo_if_alive(weights.restore_weights, model)
+                    weights.cast_weights(model, _lower_precision_in(model), keep_fp32.AsTheyAre(), values)
         if kept:
             names = [
                 name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()
@@ -239,49 +248,47 @@ class Session:
         in_float32 = {m: None for choice in kept for m in choice.in_float32(hand_on_norms=plan.casts_weights)}
         for module in in_float32:
             if module not in models:
-                self._undo.callback(_when_alive(model_casts.uninstall), weakref.ref(module))
-                model_casts.install(module, model_casts.KEPT)
+                self._undo_if_alive(forward.uninstall, module)
+                forward.install(module, forward.KEPT)
         for model in models:
             if plan.patch_torch_functions:
                 for module in fsdp_modules(model):
-                    self._undo.callback(model_casts.keep_no_casts_of_gathered(module))
+                    self._undo.callback(sharded.keep_no_casts_of_gathered(module))
             if not plan.casts_weights:
                 self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
-            own = replace(casts, targets_stay=model_casts.is_detector(model))
+            own = replace(casts, targets_stay=operators.is_detector(model))
             if model in in_float32:  # keep_fp32 names the model itself
                 own = replace(own, inputs=torch.float32, patched=False)
-            model_casts.install(model, own)
+            forward.install(model, own)
             if in_forward_only:
-                self._undo.callback(model_casts.cast_submodules(model, casts.outputs))
-            model_casts.watchers[model] = self._before_forward
-            model_casts.clearers[model] = self._after_zero_grad
-            model_casts.loaders[model] = self._statistics.forget
+                self._undo.callback(cast_submodules(model, casts.outputs))
+            forward.watchers[model] = Watcher(self._before_forward, self._after_zero_grad, self._statistics.forget)
         return values
 
     def _cast_weights(self, model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float32Value]) -> None:
         """Cast all but what is kept, and have inputs cast where kept and other modules meet."""
-        sharded = bool(fsdp_modules(model))
-        model_casts.cast_weights(model, self.plan.cast_model_type, kept, values, sharded)
+        is_sharded = bool(fsdp_modules(model))
+        weights.cast_weights(model, self.plan.cast_model_type, kept, values, is_sharded)
         for module in kept.bridged():
-            model_casts.bridge(module, self.plan.cast_model_type)
+            keep_fp32.bridge(module, self.plan.cast_model_type)
         if kept.mixes_precisions():
             for module in model.modules():
                 # What FSDP2 shards is in lower precision only while it is gathered.
-                if module is not model and (sharded or model_casts.own_precision(module) is not None):
-                    model_casts.take_inputs_down(module)
-        for module in model_casts.entrances(model) if not sharded else ():
-            model_casts.cast_direct_calls(module)
-        model_casts.widen_targets(model)
+                if module is not model and (is_sharded or keep_fp32.own_precision(module) is not None):
+                    keep_fp32.take_inputs_down(module)
+        for module in direct_calls.entrances(model) if not is_sharded else ():
+            direct_calls.cast_direct_calls(module)
+        operators.widen_targets(model)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         slots = Slots(self.plan.rest_dtype)
         for optimizer in optimizers:
-            self._undo.callback(_when_alive(_detach_optimizer), weakref.ref(optimizer))
+            self._undo_if_alive(_detach_optimizer, optimizer)
             wrapper = OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
             wrapper.gradients.leaves_scaled = self.plan.model_grads == "scaled"
             if self.plan.casts_weights and (not self.plan.master_weights or self.plan.rest_dtype is not None):
-                self._undo.callback(_when_alive(model_casts.hand_out_own_state), weakref.ref(optimizer))
-                model_casts.hand_out_plain_state(optimizer, values)
+                self._undo_if_alive(copies.hand_out_own_state, optimizer)
+                copies.hand_out_plain_state(optimizer, values)
 
     def _settle(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         """Let go of float32 values that nobody needs. Last of all: what failed before could still be undone exactly."""
@@ -295,7 +302,7 @@ class Session:
         matched = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).matched_state()]
         for optimizer in optimizers:
             wrapper_of(optimizer).split_masters()
-        model_casts.release_originals(values, self.plan.keep_originals, set() if self.plan.master_weights else trained)
+        weights.release_originals(values, self.plan.keep_originals, set() if self.plan.master_weights else trained)
         for own, cast in matched:
             own.update(cast)
 
@@ -395,7 +402,7 @@ class Session:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
         if not self.plan.master_weights:
             return {}
-        return {tensor: entry for model in self.models for tensor, entry in model_casts.lower_entries(model)}
+        return {tensor: entry for model in self.models for tensor, entry in weights.lower_entries(model)}
 
     def name_of(self, param: torch.Tensor | None) -> str:
         """The parameter's name in its model, for the log."""
@@ -412,8 +419,8 @@ class Session:
         if self.plan.casts_weights:
             if not self._knows_sharding:
                 self._refuse_sharded_since()
-            model_casts.sync_weights(model)
-            model_casts.operators.catch_up()
+            weights.sync_weights(model)
+            operators.operators.catch_up()
         else:
             _refuse_changed_dtype(model, self._left_as[model])
         if self.casting is not None:
@@ -502,15 +509,10 @@ def _lower_precision_in(model: nn.Module) -> torch.dtype:
 
 def _some_parameter(model: nn.Module) -> nn.Parameter | None:
     """One of the model's parameters; ``next(model.parameters())`` costs as much as a small layer, in every iteration."""
-    modules, seen = [model], {model}
-    for module in modules:
+    for module in weights.walk(model):
         for param in module._parameters.values():
             if param is not None:
                 return param
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
     return None
 
 
@@ -519,17 +521,6 @@ def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:
     # At the end of the process there is nobody to give anything back to, and torch is half gone.
     if orphan is not None and orphan.owns_nothing and not sys.is_finalizing():
         orphan.close()
-
-
-def _when_alive(undo):
-    """An undo that does nothing once its object is gone."""
-
-    def run(ref: weakref.ref) -> None:
-        thing = ref()
-        if thing is not None:
-            undo(thing)
-
-    return run
 
 
 def _detach_optimizer(optimizer: Any) -> None:

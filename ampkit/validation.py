@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
-from .models import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
+from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
 from .optimizers import LARC, FusedAdam, FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from .plan import Plan
 from .sharding import fsdp_modules, gathered, has_run, is_sharded

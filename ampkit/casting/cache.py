@@ -44,32 +44,6 @@ class CastCache:
             self.store.capturing = torch.cuda.is_current_stream_capturing
         self._find = self.store.find
 
-    def __len__(self) -> int:
-        return len(self.store)
-
-    @property
-    def casts_made(self) -> int:
-        """How many casts of weights were made so far."""
-        return self.store.casts_made
-
-    @property
-    def keep_without_grad(self) -> bool:
-        """Set by the engine while a forward pass of one of its models runs."""
-        return self.store.keep_without_grad
-
-    @keep_without_grad.setter
-    def keep_without_grad(self, keep: bool) -> None:
-        self.store.keep_without_grad = keep
-
-    @property
-    def bypassed(self) -> bool:
-        """Nothing is looked up or kept: while torch.jit traces, and where a script wants no cache."""
-        return self.store.bypassed
-
-    @bypassed.setter
-    def bypassed(self, bypassed: bool) -> None:
-        self.store.bypassed = bypassed
-
     def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """The kept cast of ``weight``, or ``convert(weight)``, which is kept where that is safe."""
         # `_must_not_be_used`, written out.
@@ -99,22 +73,6 @@ class CastCache:
             if cast is not activation and not is_functorch_wrapped_tensor(cast) and type(cast) is Tensor:
                 self.store.keep_recent(activation, cast, version)
         return cast
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Every weight that has a cast here, with it."""
-        return self.store.pairs()
-
-    def forget(self, weight: Tensor) -> None:
-        """Forget the casts of one weight."""
-        self.store.forget(weight)
-
-    def drop(self, before_backward: bool = False) -> None:
-        """Forget every cast; ``before_backward`` tells that no forward pass follows."""
-        self.store.drop(before_backward=before_backward)
-
-    def drop_without_grad(self) -> None:
-        """Forget the casts of evaluation: they never outlive the forward pass they were made in."""
-        self.store.drop_without_grad()
 
     def _must_not_be_used(self) -> bool:
         """Whether somebody records what is computed now: a tensor from outside would be frozen into a trace or a CUDA
@@ -163,7 +121,7 @@ class CastCaches:
         self._caches: dict[torch.dtype, CastCache] = {}
         self._forwards = 0
         self._traces = 0
-        self._bypassed_before: dict[CastCache, bool] = {}
+        self._bypassed_before: dict[CastStore, bool] = {}
         # Reentrant: garbage that is collected under it may come here again.
         self._lock = threading.RLock()
 
@@ -173,25 +131,26 @@ class CastCaches:
         if cache is None:
             with self._lock:
                 cache = self._caches.setdefault(dtype, CastCache(self._make_store()))
-                cache.keep_without_grad = self._forwards > 0
+                store = cache.store
+                store.keep_without_grad = self._forwards > 0
                 if self._traces:
-                    self._bypassed_before.setdefault(cache, False)
-                    cache.bypassed = True
+                    self._bypassed_before.setdefault(store, False)
+                    store.bypassed = True
         return cache
 
     def drop(self, before_backward: bool = False) -> None:
         """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
-        for cache in self._all():
-            cache.store.drop(before_backward=before_backward)
+        for store in self._stores():
+            store.drop(before_backward=before_backward)
 
     def pairs(self) -> dict[Tensor, Tensor]:
         """The casts of weights that are kept now, by weight."""
-        return {weight: cast for cache in self._all() for weight, cast in cache.pairs()}
+        return {weight: cast for store in self._stores() for weight, cast in store.pairs()}
 
     def forget(self, weight: Tensor) -> None:
         """Forget the casts of one weight."""
-        for cache in self._all():
-            cache.forget(weight)
+        for store in self._stores():
+            store.forget(weight)
 
     @contextlib.contextmanager
     def forward_scope(self) -> Iterator[None]:
@@ -208,17 +167,17 @@ class CastCaches:
         with self._lock:
             self._traces += 1
             if self._traces == 1:
-                self._bypassed_before = {cache: cache.bypassed for cache in self._all()}
-                for cache in self._bypassed_before:
-                    cache.bypassed = True
+                self._bypassed_before = {store: store.bypassed for store in self._stores()}
+                for store in self._bypassed_before:
+                    store.bypassed = True
         try:
             yield
         finally:
             with self._lock:
                 self._traces -= 1
                 if self._traces == 0:
-                    for cache, bypassed in self._bypassed_before.items():
-                        cache.bypassed = bypassed
+                    for store, bypassed in self._bypassed_before.items():
+                        store.bypassed = bypassed
                     self._bypassed_before = {}
 
     def renew_lock(self) -> None:
@@ -228,14 +187,14 @@ class CastCaches:
     def _enter_forward(self, step: int) -> None:
         with self._lock:
             self._forwards += step
-            for cache in self._all():
-                cache.keep_without_grad = self._forwards > 0
+            for store in self._stores():
+                store.keep_without_grad = self._forwards > 0
                 if self._forwards == 0:
-                    cache.drop_without_grad()
+                    store.drop_without_grad()
 
-    def _all(self) -> list[CastCache]:
-        """The caches of now: another thread may need one more meanwhile."""
-        return list(self._caches.values())
+    def _stores(self) -> list[CastStore]:
+        """Those of now: another thread may need one more meanwhile."""
+        return [cache.store for cache in list(self._caches.values())]
 
 
 def is_weight(tensor: Tensor) -> bool:

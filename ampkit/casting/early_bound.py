@@ -238,11 +238,7 @@ class Swap:
         return tuple.__new__(type(value), elements)
 
     def _in_record(self, value: Any) -> Any:
-        namespace = namespace_of(value)
-        for name, element in list(namespace.items()):
-            replacement = self._element(element)
-            if replacement is not element:
-                namespace[name] = replacement
+        self._in_dict(namespace_of(value))
         return value
 
 

@@ -18,14 +18,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..compiling import compiled_models, forget_traces, kernels_of_inductor, tag_compiled_code
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy, tables_for
 from ..policy.cast_rules import CastKind, CastRule, is_loaded, kernels, namesakes
-from .cache import CastCache, CastCaches
+from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
 from .early_bound import EarlyBound
 from .library import dispatch
@@ -297,20 +297,6 @@ class Casting:
             torch.set_autocast_enabled(one, False)
         self.tag_compiled_code()
 
-    # -- the cast cache
-
-    def cache(self, dtype: torch.dtype) -> CastCache:
-        """The cache of weights cast to ``dtype``."""
-        return self.caches.of(dtype)
-
-    def drop_cache(self, before_backward: bool = False) -> None:
-        """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
-        self.caches.drop(before_backward)
-
-    def cached_casts(self) -> dict[Tensor, Tensor]:
-        """The casts of weights that are kept now, by weight."""
-        return self.caches.pairs()
-
     # -- what else `torch_integration` asks for
 
     def tag_compiled_code(self) -> None:
@@ -373,7 +359,7 @@ class Casting:
         self._wrapped_by.clear()
         if self.cpp is not None:
             self.cpp.close()
-        self.drop_cache()
+        self.caches.drop()
         self._early_bound.undo()
 
 

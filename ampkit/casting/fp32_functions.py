@@ -56,29 +56,24 @@ def _saving_the_input(
 ) -> Callable:
     def save_the_input(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
-        if (
-            type(x) is not Tensor
-            or x.dtype not in LOWER_PRECISION
-            or not state.is_on()
-            or not state.casts_on(x.device.type)
-            or not _records_plainly(x)
-            or x.numel() < _WORTHWHILE
-        ):
+        if not _is_cast(x, state) or not _records_plainly(x) or x.numel() < _WORTHWHILE:
             return wrapper(*args, **kwargs)
         try:
-            x, *rest = computation.bind(*args, **kwargs)
-        except TypeError:  # torch has the better words for it
-            return wrapper(*args, **kwargs)
-        if not computation.applies(x, *rest) or not any(isinstance(t, Tensor) and t.requires_grad for t in (x, *rest)):
+            found = computation.arguments(*args, **kwargs)
+            if found is None or not any(isinstance(t, Tensor) and t.requires_grad for t in found):
+                return wrapper(*args, **kwargs)
+            result = _Float32Inside.apply(computation, original, *found)
+        except (TypeError, IndexError, RuntimeError):  # torch has the better words for it
             return wrapper(*args, **kwargs)
         if log is not None:
             log(x)
-        try:
-            return _Float32Inside.apply(computation, original, x, *rest)
-        except (IndexError, RuntimeError):  # so has it here
-            return wrapper(*args, **kwargs)
+        return result
 
     return save_the_input
+
+
+def _is_cast(x: Any, state: CastingState) -> bool:
+    return type(x) is Tensor and x.dtype in LOWER_PRECISION and state.is_on() and state.casts_on(x.device.type)
 
 
 def _records_plainly(x: Tensor) -> bool:
@@ -99,11 +94,8 @@ def _with_dtype(wrapper: Callable, original: Callable, state: CastingState, log:
     def pass_dtype(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
         if (
-            type(x) is not Tensor
+            not _is_cast(x, state)
             or x.is_cpu
-            or x.dtype not in LOWER_PRECISION
-            or not state.is_on()
-            or not state.casts_on(x.device.type)
             or kwargs.get("dtype") is not None
             or kwargs.get("out") is not None
             or any(type(value) is torch.dtype for value in args)
@@ -162,14 +154,13 @@ def _recomputed_gradients(
 
 
 class _Computation(NamedTuple):
-    """One function: how its arguments are called, when it is done here, and how.
+    """One function of torch, and how it is done here.
 
-    ``bind`` takes what the function takes and gives it in order, ``forward`` gives the result and what ``backward`` needs
-    beside the arguments; where that is nothing, the forward pass is done again instead.
+    ``arguments`` takes what the function takes and gives it in order, or None where it is left to torch. ``forward`` gives the
+    result and what ``backward`` needs beside the arguments; where that is nothing, the forward pass is done again instead.
     """
 
-    bind: Callable[..., tuple]
-    applies: Callable[..., bool]
+    arguments: Callable[..., tuple | None]
     forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
     backward: Callable[..., tuple[Tensor | None, ...]]
 
@@ -183,12 +174,8 @@ def _are_float32(*weights: Tensor | None) -> bool:
 # -- layer_norm
 
 
-def _bind_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
-    return input, normalized_shape, weight, bias, eps
-
-
-def _layer_norm_applies(x, shape, weight, bias, eps):
-    return _are_float32(weight, bias)
+def _arguments_of_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+    return (input, normalized_shape, weight, bias, eps) if _are_float32(weight, bias) else None
 
 
 def _layer_norm(original, x, shape, weight, bias, eps):
@@ -205,19 +192,16 @@ def _gradients_of_layer_norm(grad, needed, statistics, x, shape, weight, bias, e
 # -- group_norm
 
 
-def _bind_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
-    return input, num_groups, weight, bias, eps
-
-
-def _group_norm_applies(x, groups, weight, bias, eps):
-    return (
+def _arguments_of_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
+    fits = (
         _are_float32(weight, bias)
-        and x.dim() >= 2
-        and type(groups) is int
-        and groups > 0
-        and x.shape[1] % groups == 0
-        and all(weight is None or weight.shape == x.shape[1:2] for weight in (weight, bias))
+        and input.dim() >= 2
+        and type(num_groups) is int
+        and num_groups > 0
+        and input.shape[1] % num_groups == 0
+        and all(one is None or one.shape == input.shape[1:2] for one in (weight, bias))
     )
+    return (input, num_groups, weight, bias, eps) if fits else None
 
 
 def _in_memory_format_of(x, tensor):
@@ -247,12 +231,10 @@ def _gradients_of_group_norm(grad, needed, statistics, x, groups, weight, bias, 
 # -- rms_norm
 
 
-def _bind_rms_norm(input, normalized_shape, weight=None, eps=None):
-    return input, normalized_shape, weight, eps
-
-
-def _rms_norm_applies(x, shape, weight, eps):
-    return _are_float32(weight) and len(shape) > 0 and x.shape[-len(shape) :] == torch.Size(shape)
+def _arguments_of_rms_norm(input, normalized_shape, weight=None, eps=None):
+    shape = torch.Size(normalized_shape)
+    fits = _are_float32(weight) and len(shape) > 0 and input.shape[-len(shape) :] == shape
+    return (input, shape, weight, eps) if fits else None
 
 
 def _rms_norm(original, x, shape, weight, eps):
@@ -284,24 +266,22 @@ def _last(shape):
 # -- cross_entropy
 
 
-def _bind_cross_entropy(
+def _arguments_of_cross_entropy(
     input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
 ):
-    return input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-
-
-def _cross_entropy_applies(x, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing):
-    return (
+    fits = (
         type(target) is Tensor
         and target.dtype is torch.long
-        and x.dim() >= 2
-        and target.shape == x.shape[:1] + x.shape[2:]
+        and input.dim() >= 2
+        and target.shape == input.shape[:1] + input.shape[2:]
         and weight is None
         and size_average is None
         and reduce is None
         and reduction in ("none", "mean", "sum")
         and label_smoothing == 0
     )
+    # In the order of torch's own: a second derivative is that of the original, called with these.
+    return (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) if fits else None
 
 
 def _cross_entropy(original, x, target, _, __, ignore_index, ___, reduction, ____):
@@ -331,10 +311,8 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
 
 
 _COMPUTATIONS = {
-    "layer_norm": _Computation(_bind_layer_norm, _layer_norm_applies, _layer_norm, _gradients_of_layer_norm),
-    "group_norm": _Computation(_bind_group_norm, _group_norm_applies, _group_norm, _gradients_of_group_norm),
-    "rms_norm": _Computation(_bind_rms_norm, _rms_norm_applies, _rms_norm, _gradients_of_rms_norm),
-    "cross_entropy": _Computation(
-        _bind_cross_entropy, _cross_entropy_applies, _cross_entropy, _gradients_of_cross_entropy
-    ),
+    "layer_norm": _Computation(_arguments_of_layer_norm, _layer_norm, _gradients_of_layer_norm),
+    "group_norm": _Computation(_arguments_of_group_norm, _group_norm, _gradients_of_group_norm),
+    "rms_norm": _Computation(_arguments_of_rms_norm, _rms_norm, _gradients_of_rms_norm),
+    "cross_entropy": _Computation(_arguments_of_cross_entropy, _cross_entropy, _gradients_of_cross_entropy),
 }

@@ -62,6 +62,11 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
     return map_tensors(value, lambda x: x.to(dtype) if x.dtype in CASTABLE else x)
 
 
+def cast_state(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """An optimizer's state of one parameter in ``dtype``. torch keeps "step" as it is too, when it loads a state_dict."""
+    return {key: cast_floating(value, dtype) for key, value in state.items() if key != "step"}
+
+
 def tensors_in(*values: Any) -> Iterator[Tensor]:
     """Every tensor that `map_tensors` would visit."""
     found: list[Tensor] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,26 +23,8 @@ from .state import IN_BACKWARD, CastingState, number_of_regions
 _AUTOCAST_KEY = "_ampkit_autocast"
 
 
-class Engine(Protocol):
-    """What is asked of the O1 engine here."""
-
-    state: CastingState
-
-    def disabled(self) -> AbstractContextManager[Any]:
-        """Casting off inside, in this thread."""
-
-    def original_of(self, function: Any) -> Any:
-        """torch's own function where one of the wrappers is given, else what was given."""
-
-    def tag_compiled_code(self) -> None:
-        """Have code that is compiled now kept on disk apart from code with other casts."""
-
-    def give_back_kernels(self) -> None:
-        """Have code that inductor generates call torch's own kernels."""
-
-
-def patch_torch(patches: PatchSet, engine: Engine) -> None:
-    """Patch them all."""
+def patch_torch(patches: PatchSet, engine: Any) -> None:
+    """Patch them all, for a `Casting` (engine.py)."""
     state = engine.state
     _patch_data(patches, state)
     _patch_autograd(patches, state)
@@ -122,7 +104,7 @@ def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callabl
     return call
 
 
-def _seeing_through(function: Callable, engine: Engine) -> Callable:
+def _seeing_through(function: Callable, engine: Any) -> Callable:
     """``function`` of a callable, applied to the original where it is given one of our wrappers."""
 
     @functools.wraps(function)
@@ -133,7 +115,7 @@ def _seeing_through(function: Callable, engine: Engine) -> Callable:
     return see_through
 
 
-def _compiled_apart(function: Callable, engine: Engine) -> Callable:
+def _compiled_apart(function: Callable, engine: Any) -> Callable:
     """The compiler of graphs with and without casts, whose code must not be taken for each other on disk.
 
     The casts are in inductor's graphs already; but loaded while torch is patched, it takes wrappers for torch's kernels.

@@ -19,7 +19,7 @@ import torch
 
 from .. import kernels
 from ..casting.engine import active_casting
-from ..casting.tensors import cast_floating
+from ..casting.tensors import cast_state
 from ..dtypes import LOWER_PRECISION
 from ..errors import ClosureError, ConfigurationError
 from ..models.weights import Float32Value, write_lower
@@ -134,10 +134,7 @@ class OptimizerWrapper:
         for slot in self.gradients.slots:
             if slot.master is None and slot.param.dtype in LOWER_PRECISION and slot.param in state:
                 own = state[slot.param]
-                dtype = dtype_for(slot.param)
-                # torch keeps "step" as it is too, when it loads a state_dict.
-                cast = {key: cast_floating(value, dtype) for key, value in own.items() if key != "step"}
-                found.append((own, cast))
+                found.append((own, cast_state(own, dtype_for(slot.param))))
         return found
 
     def split_masters(self) -> None:
@@ -541,7 +538,7 @@ def drop_casts(before_backward: bool = False) -> None:
     """Forget O1's casts of weights; ``before_backward`` tells that no forward pass follows."""
     casting = active_casting()
     if casting is not None:
-        casting.drop_cache(before_backward)
+        casting.caches.drop(before_backward)
 
 
 def _casting_disabled() -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from ..models.weights import walk
 from ..optimizers.scales import on
 
 Place = tuple[dict[str, Any], str]  # a module's dict of buffers, and a name in it
@@ -110,7 +111,7 @@ class RunningStatistics:
         found = self._found.get(model)
         if found is not None and found.snapshots and all(snapshot.is_taken for _, snapshot in found.snapshots):
             return
-        modules = [module for module in _walk(model) if module._buffers]
+        modules = [module for module in walk(model) if module._buffers]
         if not any(module.training for module in modules):
             return
         signature = [(id(module), len(module._buffers)) for module in modules]
@@ -152,23 +153,12 @@ class _Found:
         self.snapshots = [(owner and weakref.ref(owner), Snapshot(own)) for owner, own in places.items()]
 
 
-def _walk(model: nn.Module) -> list[nn.Module]:
-    """The modules of the model, each once and after one that holds it; cheap, since this runs in every iteration."""
-    modules, seen = [model], {model}
-    for module in modules:
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
-    return modules
-
-
 def _places_by_owner(
     model: nn.Module, modules: list[nn.Module], owners: Sequence[Owner]
 ) -> dict[Owner | None, list[Place]]:
     """Running statistics by the optimizer of their module's parameters, or of those of the nearest module around it."""
     owner_of = {slot.param: owner for owner in reversed(owners) for slot in owner.gradients.slots}
-    parents = {child: module for module in reversed(_walk(model)) for child in module._modules.values()}
+    parents = {child: module for module in reversed(list(walk(model))) for child in module._modules.values()}
     places: dict[Owner | None, list[Place]] = {}
     for module in modules:
         if names := _statistics_of(module):

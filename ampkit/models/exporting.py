@@ -22,7 +22,7 @@ def _exporting(original: Any) -> Any:
     def export(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
         initialized = [model for model in mod.modules() if model in watchers] if isinstance(mod, nn.Module) else []
         for model in initialized:
-            watchers[model](model)
+            watchers[model].before_forward(model)
         program = original(mod, *args, **kwargs)
         if any(True for model in initialized for _ in lower_entries(model)):
             copies = {tensor: _copy(tensor) for tensor in program.state_dict.values()}

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,14 +30,16 @@ from .weights import follow_devices
 
 CASTS_KEY = "_ampkit_casts"
 
-watchers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
-"""Initialized model -> what its session wants done before each forward."""
 
-clearers: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
-"""Initialized model -> what its session wants done after ``model.zero_grad()``."""
+class Watcher(NamedTuple):
+    """What a session wants done around the methods of an initialized model, which each of these is given."""
 
-loaders: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
-"""Initialized model -> what its session wants done after ``model.load_state_dict()``."""
+    before_forward: Callable[[nn.Module], None]
+    after_zero_grad: Callable[[nn.Module], None]
+    after_load: Callable[[nn.Module], None]  #: after ``load_state_dict``
+
+
+watchers: weakref.WeakKeyDictionary[nn.Module, Watcher] = weakref.WeakKeyDictionary()
 
 # Bound once: asked in every forward.
 _compiling = torch.compiler.is_compiling
@@ -74,15 +76,15 @@ class _Shell(InFront):
 
     def zero_grad(self, *args, **kwargs):
         super().zero_grad(*args, **kwargs)
-        clearer = clearers.get(self)
-        if clearer is not None:
-            clearer(self)
+        watcher = watchers.get(self)
+        if watcher is not None:
+            watcher.after_zero_grad(self)
 
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
-        loader = loaders.get(self)
-        if loader is not None:
-            loader(self)
+        watcher = watchers.get(self)
+        if watcher is not None:
+            watcher.after_load(self)
 
     def __prepare_scriptable__(self):
         # Asked for by torch.jit.script, which compiles from source: it would find the shell's forward.
@@ -114,8 +116,6 @@ def install(model: nn.Module, casts: ForwardCasts) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo `install`. A class that somebody derived from ours since then stays, and casts nothing any more."""
     watchers.pop(model, None)
-    clearers.pop(model, None)
-    loaders.pop(model, None)
     compiled_models.forget(model)
     remove_hooks(model)
     model.__dict__.pop(CASTS_KEY, None)
@@ -159,7 +159,7 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
     else:
         watcher = watchers.get(model)
         if watcher is not None:
-            watcher(model)
+            watcher.before_forward(model)
     inside = casts.outermost_only and _is_cast_already()
     outer = running.inputs
     running.inputs = casts.inputs
@@ -212,4 +212,4 @@ def _on_trace(context: Any) -> None:
     variable = context.get_local("model")._ComptimeVar__variable.realize()
     watcher = watchers.get(variable.value)
     if watcher is not None:
-        compiled_models.note(variable.value, watcher)
+        compiled_models.note(variable.value, watcher.before_forward)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casting.tensors import cast_floating, tensors_in
+from ..casting.tensors import cast_state, tensors_in
 from ..dtypes import LOWER_PRECISION
 
 
@@ -69,7 +69,7 @@ class Incoming:
                     continue
                 if all(tensor.dtype not in LOWER_PRECISION for tensor in tensors_in(state)):
                     self._with_float32_state.add(optimizer)
-                _cast_state(state, torch.float32)
+                state.update(cast_state(state, torch.float32))
         return found
 
     def give_back(self, optimizers: Sequence[Any]) -> None:
@@ -78,7 +78,7 @@ class Incoming:
             if optimizer in self._with_float32_state or getattr(optimizer, "keeps_float32_state", False):
                 continue
             for param, state in self._states(optimizer):
-                _cast_state(state, self._parameters[id(param)][1])
+                state.update(cast_state(state, self._parameters[id(param)][1]))
         for ref, dtype in self._parameters.values():
             if (param := ref()) is not None:
                 _change_dtype(param, dtype)
@@ -113,11 +113,6 @@ def _change_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     gradient, tensor.grad = tensor.grad, None
     tensor.data = tensor.detach().to(dtype)
     tensor.grad = None if gradient is None else gradient.to(dtype)
-
-
-def _cast_state(state: dict[str, Any], dtype: torch.dtype) -> None:
-    # torch keeps "step" as it is too, when it loads a state_dict.
-    state.update({key: cast_floating(value, dtype) for key, value in state.items() if key != "step"})
 
 
 def _flatten_again(model: nn.Module) -> None:

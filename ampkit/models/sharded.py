@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..casting.engine import active_casting
-from ..casting.tensors import cast_floating
+from ..casting.tensors import cast_state
 from ..dtypes import LOWER_PRECISION
 from ..sharding import unsharded_params
 
@@ -32,10 +32,7 @@ def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | 
     for optimizer in optimizers:
         for param in lower:
             if param in optimizer.state:
-                state = optimizer.state[param]
-                state.update(
-                    {key: cast_floating(value, torch.float32) for key, value in state.items() if key != "step"}
-                )
+                optimizer.state[param].update(cast_state(optimizer.state[param], torch.float32))
     return dtype
 
 

@@ -291,7 +291,7 @@ def sync_weights(model: nn.Module) -> None:
     for parameters that are new since ``initialize``, by name.
     """
     stale: list[tuple[Float32Value, torch.Tensor]] = []
-    for module in _walk(model):
+    for module in walk(model):
         record = module.__dict__.get(RECORD_KEY)
         if record is None:
             record = _record_of_new(model, module)
@@ -391,7 +391,7 @@ def _name_for_keeping(model: nn.Module, tensor: torch.Tensor) -> str:
     )
 
 
-def _walk(model: nn.Module) -> Iterator[nn.Module]:
+def walk(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of ``model``, as ``model.modules()`` gives them, at a fraction of its cost: this runs in every forward."""
     seen, pending = {model}, [model]
     for module in pending:

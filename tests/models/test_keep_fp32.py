@@ -407,7 +407,7 @@ def test_failure_halfway_leaves_nothing_on_the_model(level, monkeypatch):
 def test_failure_while_modules_are_kept_leaves_nothing(level, monkeypatch):
     model = Net()
     before = plain_state(model)
-    install, calls = ampkit.models.install, []
+    install, calls = ampkit.models.forward.install, []
 
     def fail_at_the_third(module, casts):
         calls.append(module)
@@ -415,7 +415,7 @@ def test_failure_while_modules_are_kept_leaves_nothing(level, monkeypatch):
         if len(calls) == 3:
             raise MemoryError("made to fail")
 
-    monkeypatch.setattr("ampkit.models.install", fail_at_the_third)
+    monkeypatch.setattr("ampkit.models.forward.install", fail_at_the_third)
     with pytest.raises(MemoryError, match="made to fail"):
         initialized(model, level, keep_fp32="head")
     assert plain_state(model) == before

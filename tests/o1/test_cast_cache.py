@@ -26,11 +26,11 @@ def casting(request):
 
 
 def casts_made(casting):
-    return casting.cache(torch.bfloat16).casts_made
+    return casting.caches.of(torch.bfloat16).store.casts_made
 
 
 def kept(casting):
-    return len(casting.cache(torch.bfloat16))
+    return len(casting.caches.of(torch.bfloat16).store)
 
 
 def product(weight):
@@ -43,7 +43,7 @@ def test_weight_is_cast_once_until_the_cache_is_dropped(casting):
     for _ in range(4):
         model(x).sum().backward()
     assert casts_made(casting) == 2  # weight and bias
-    casting.drop_cache()
+    casting.caches.drop()
     assert kept(casting) == 0
     model(x)
     assert casts_made(casting) == 4
@@ -179,7 +179,7 @@ def test_dropped_cache_lets_a_trained_weight_die(casting):
     torch.mm(p, p).sum().backward()
     died = weakref.ref(p)
     del p
-    casting.drop_cache()
+    casting.caches.drop()
     gc.collect()
     assert died() is None
 
@@ -188,7 +188,7 @@ def test_inputs_that_gather_gradients_are_not_taken_for_weights(casting):
     leaf, weight = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
     for _ in range(2):
         torch.mm(leaf, weight)
-    assert (casts_made(casting), len(casting.cache(torch.bfloat16))) == (1, 1)
+    assert (casts_made(casting), len(casting.caches.of(torch.bfloat16).store)) == (1, 1)
     leaf.data += 1.0
     assert torch.equal(torch.mm(leaf, weight).float(), torch.full((2, 2), 4.0))
 
@@ -250,7 +250,7 @@ def test_transforms_leave_nothing_in_the_cache(casting):
     gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
     expected = x.bfloat16().float().sum(1)[:, :, None].expand(3, 2, 2)
     torch.testing.assert_close(gradients, expected, rtol=1e-2, atol=1e-2)
-    casting.drop_cache()
+    casting.caches.drop()
     torch.func.grad(lambda sample: loss(w, sample))(x[0])
     assert kept(casting) == 0, "a cast that belongs to the transform was kept"
     torch.mm(torch.eye(2), w).sum().backward()
@@ -283,7 +283,7 @@ def test_weight_normed_module_of_the_old_kind_is_not_stale(casting):
 def test_threads_share_the_cache(casting):
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.rand(2, 4)
     expected = model(x).detach()
-    casting.drop_cache()
+    casting.caches.drop()
     wrong = []
 
     def run():
@@ -291,7 +291,7 @@ def test_threads_share_the_cache(casting):
             with casting.forward_scope():
                 if not torch.equal(model(x), expected):
                     wrong.append(threading.get_ident())
-                casting.drop_cache()
+                casting.caches.drop()
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
@@ -324,7 +324,7 @@ def test_cast_of_one_stream_is_not_used_on_another(in_python):
 def test_cache_is_bypassed_while_a_cuda_graph_is_captured(casting, monkeypatch):
     capturing = False
     p, x = nn.Parameter(torch.rand(2, 2)), torch.rand(2, 2, requires_grad=True) * 1
-    casting.cache(torch.bfloat16).store.capturing = lambda: capturing
+    casting.caches.of(torch.bfloat16).store.capturing = lambda: capturing
     results = [torch.mm(x, p)]
     capturing = True
     results += [torch.mm(x, p), torch.mm(x, p)]
@@ -338,7 +338,7 @@ def test_error_of_the_capture_check_is_passed_on(casting):
     def fails():
         raise RuntimeError("no driver")
 
-    casting.cache(torch.bfloat16).store.capturing = fails
+    casting.caches.of(torch.bfloat16).store.capturing = fails
     with pytest.raises(RuntimeError, match="no driver"):
         product(nn.Parameter(torch.ones(2, 2)))
 
@@ -412,7 +412,7 @@ def test_casts_of_activations_keep_nothing_alive(casting):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_shares_no_casts_of_activations(casting, mode):
-    x, store = activation(), casting.cache(torch.bfloat16).store
+    x, store = activation(), casting.caches.of(torch.bfloat16).store
     with mode():
         torch.mm(x, nn.Parameter(torch.eye(2)))
         assert store.find_recent(x) is None
@@ -525,7 +525,7 @@ def step(model, optimizer, x, delay=False):
 def test_each_scale_loss_casts_a_weight_once():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3)
     model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-    cache = ampkit.current_session().casting.cache(torch.bfloat16)
+    cache = ampkit.current_session().casting.caches.of(torch.bfloat16).store
     counts = []
     for _ in range(3):
         with ampkit.scale_loss(model(x).sum() + model(x).sum(), optimizer) as scaled:
@@ -538,7 +538,7 @@ def test_each_scale_loss_casts_a_weight_once():
 def test_casts_made_inside_of_a_block_end_with_it():
     model, x = nn.Linear(3, 3), torch.rand(2, 3)
     model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-    cache = ampkit.current_session().casting.cache(torch.bfloat16)
+    cache = ampkit.current_session().casting.caches.of(torch.bfloat16).store
     with ampkit.scale_loss(model(x).sum(), optimizer) as scaled:
         scaled.backward()
         kept = model(x)
@@ -549,7 +549,7 @@ def test_casts_made_inside_of_a_block_end_with_it():
 def test_delayed_micro_batches_cast_a_weight_once_per_step():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3)
     model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-    cache = ampkit.current_session().casting.cache(torch.bfloat16)
+    cache = ampkit.current_session().casting.caches.of(torch.bfloat16).store
     for steps in (1, 2):
         for micro_batch in range(4):
             step(model, optimizer, x, delay=micro_batch < 3)

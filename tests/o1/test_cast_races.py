@@ -20,7 +20,7 @@ def casting(request):
 
 @pytest.fixture
 def store(casting):
-    return casting.cache(LOW).store
+    return casting.caches.of(LOW).store
 
 
 def low(*shape, value=1.0):
@@ -45,11 +45,11 @@ def toggle_requires_grad(weight, casting):
 
 
 def drop(weight, casting):
-    casting.drop_cache()
+    casting.caches.drop()
 
 
 def drop_without_grad(weight, casting):
-    casting.cache(LOW).drop_without_grad()
+    casting.caches.of(LOW).store.drop_without_grad()
 
 
 MEANWHILE = [swap_storage, write_through_data, write_in_place, toggle_requires_grad, drop, drop_without_grad]
@@ -69,7 +69,7 @@ def test_cast_of_what_the_weight_was_is_not_kept(casting, store, happens, requir
 
 @pytest.mark.parametrize("happens", MEANWHILE)
 def test_python_does_not_keep_it_either(casting, happens):
-    weight, cache = nn.Parameter(torch.zeros(2, 2)), casting.cache(LOW)
+    weight, cache = nn.Parameter(torch.zeros(2, 2)), casting.caches.of(LOW)
 
     def convert(tensor):
         cast = tensor.to(LOW)
@@ -77,7 +77,7 @@ def test_python_does_not_keep_it_either(casting, happens):
         return cast
 
     cache.cast(weight, convert)
-    assert len(cache) == 0
+    assert len(cache.store) == 0
 
 
 def test_cast_of_what_an_activation_was_is_not_found(store):
@@ -93,7 +93,7 @@ def test_cast_of_what_an_activation_was_is_not_found(store):
 
 
 def test_python_does_not_find_it_either(casting):
-    activation, cache = torch.zeros(2, 2, requires_grad=True) * 1, casting.cache(LOW)
+    activation, cache = torch.zeros(2, 2, requires_grad=True) * 1, casting.caches.of(LOW)
     casts = []
 
     def convert(tensor):
@@ -165,7 +165,7 @@ def test_weight_on_its_way_out_is_not_brought_back(casting, store, use):
         weight = nn.Parameter(torch.rand(4, 4))
         torch.mm(x, weight)
         torch.mm(x, other)
-        casting.drop_cache()
+        casting.caches.drop()
         if use == "pairs":
             store.keep(weight, low(4, 4), store.stamp(weight))
 
@@ -182,19 +182,19 @@ def test_weight_on_its_way_out_is_not_brought_back(casting, store, use):
 
 
 def test_traces_that_overlap_leave_the_cache_as_it_was(casting):
-    cache = casting.cache(LOW)
+    cache = casting.caches.of(LOW).store
     with casting.caches.bypassed():
         second = casting.caches.bypassed()
         second.__enter__()
     assert cache.bypassed, "the second trace still runs"
-    new = casting.cache(torch.float16)
+    new = casting.caches.of(torch.float16).store
     assert new.bypassed, "it came into being in the midst of a trace"
     second.__exit__(None, None, None)
     assert not cache.bypassed and not new.bypassed
 
 
 def test_switches_nest_where_the_collector_runs_one_inside_another(casting):
-    casting.cache(LOW)
+    casting.caches.of(LOW)
 
     def collected_inside():
         with casting.caches._lock, casting.disabled(), casting.forward_scope():
@@ -209,5 +209,5 @@ def test_switches_nest_where_the_collector_runs_one_inside_another(casting):
 @pytest.mark.compiled("wrappers")
 def test_store_survives_the_loss_of_its_capture_check():
     with o1() as casting:
-        del casting.cache(LOW).store.capturing
+        del casting.caches.of(LOW).store.capturing
         assert torch.mm(torch.eye(2), nn.Parameter(torch.eye(2))).dtype is LOW

@@ -117,7 +117,7 @@ def test_decorated_weight_gets_its_gradient():
     with o1() as casting:
         function(weight).backward()
         function(weight).backward()
-        assert casting.cache(torch.bfloat16).casts_made == 1
+        assert casting.caches.of(torch.bfloat16).store.casts_made == 1
     assert torch.equal(weight.grad, torch.full((2,), 4.0))
 
 

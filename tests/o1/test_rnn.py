@@ -50,7 +50,7 @@ def compare(layer, x, state=None):
         output, final = layer(*arguments)
         assert padded(output).dtype is torch.bfloat16
         padded(output).float().square().sum().backward()
-        assert casting.cache(torch.bfloat16).casts_made >= len(list(layer.parameters()))
+        assert casting.caches.of(torch.bfloat16).store.casts_made >= len(list(layer.parameters()))
     assert type(output) is type(expected)
     torch.testing.assert_close(padded(output).float(), padded(expected), rtol=3e-2, atol=3e-2)
     torch.testing.assert_close(hidden(final), hidden(expected_state), rtol=3e-2, atol=3e-2)
@@ -114,7 +114,7 @@ def test_cell_runs_in_lower_precision(cell):
     with o1() as casting:
         first = layer(x)
         layer(x, first)
-        assert casting.cache(torch.bfloat16).casts_made == 4
+        assert casting.caches.of(torch.bfloat16).store.casts_made == 4
     assert hidden(first).shape == hidden(expected).shape
     torch.testing.assert_close(hidden(first), hidden(expected), rtol=3e-2, atol=3e-2)
     assert (first[0] if isinstance(first, tuple) else first).dtype is torch.bfloat16

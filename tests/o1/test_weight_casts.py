@@ -27,19 +27,19 @@ def make_model(depth=3, width=4):
 
 
 def casts_made(casting):
-    return casting.cache(LOW).casts_made
+    return casting.caches.of(LOW).store.casts_made
 
 
 def cast_weights(casting):
-    return set(casting.cached_casts())
+    return set(casting.caches.pairs())
 
 
 def train_once(casting, model, x):
     """The casts' way through an iteration: used forward, dropped for the backward pass, dropped after it."""
     loss = model(x).float().square().sum()
-    casting.drop_cache(before_backward=True)
+    casting.caches.drop(before_backward=True)
     loss.backward()
-    casting.drop_cache()
+    casting.caches.drop()
     return loss.detach()
 
 
@@ -77,7 +77,7 @@ def test_each_cast_leads_back_to_its_own_weight(casting):
     model, x = make_model(), torch.rand(2, 4)
     train_once(casting, model, x)
     model(x)
-    for weight, cast in casting.cached_casts().items():
+    for weight, cast in casting.caches.pairs().items():
         assert (cast.dtype, cast.requires_grad) == (LOW, True)
         ((accumulate, _),) = cast.grad_fn.next_functions
         assert accumulate.variable is weight
@@ -108,7 +108,7 @@ def test_second_derivatives_go_through(casting):
         y = torch.mm(torch.mm(torch.mm(x, weight), other), weight)  # 45 x, 90 by the weight at 3: 2 * 5 * 3 * x
         (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), weight)
-        casting.drop_cache()
+        casting.caches.drop()
     assert (first.item(), second.item()) == (60.0, 20.0)
 
 
@@ -125,9 +125,9 @@ def test_recomputed_segment_casts_only_what_it_uses(casting):
         cast_in_backward.clear()
         with set_checkpoint_early_stop(False):
             loss = model[2](checkpoint(segment, model[0](x), use_reentrant=False)).sum()
-        casting.drop_cache(before_backward=True)
+        casting.caches.drop(before_backward=True)
         loss.backward()
-        casting.drop_cache()
+        casting.caches.drop()
 
     for _ in range(2):
         iterate()
@@ -222,7 +222,7 @@ def test_write_through_data_inside_a_forward_is_seen(casting):
             model[0].weight.copy_(torch.eye(2))
             model[1].weight.fill_(3.0)
         assert torch.equal(model(torch.ones(1, 2)).detach().float(), torch.ones(1, 2))
-        casting.drop_cache()
+        casting.caches.drop()
 
 
 def test_weight_whose_storage_is_freed_between_uses_is_left_out(casting):

@@ -290,7 +290,7 @@ def written_while_sharded(rank):
         for param in model.parameters():
             param.mul_(2.0)
     outputs.append(model(x).detach())
-    kept = len(ampkit.current_session().casting.cached_casts())
+    kept = len(ampkit.current_session().casting.caches.pairs())
     ampkit.close()
     twin = Net()
     with torch.no_grad():

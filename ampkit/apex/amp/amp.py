@@ -67,5 +67,5 @@ def init(
         session.casting.register(CastKind.FP32, torch.nn.functional, "binary_cross_entropy")
     for rule in rules_changed_by_the_script():
         session.casting.register(rule.kind, rule.owner, rule.name)
-    session.casting.cache(lower_precision).bypassed = not enable_caching
+    session.casting.caches.of(lower_precision).store.bypassed = not enable_caching
     return handle

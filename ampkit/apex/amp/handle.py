@@ -105,7 +105,7 @@ class AmpHandle:
 
     def _clear_cache(self) -> None:
         if self._casting is not None:
-            self._casting.drop_cache()
+            self._casting.caches.drop()
 
     def remove_cache(self, param: torch.Tensor) -> None:
         if self._casting is not None:
@@ -117,7 +117,7 @@ class AmpHandle:
 
     @property
     def cache(self) -> dict[torch.Tensor, torch.Tensor]:
-        return self._casting.cached_casts() if self._casting is not None else {}
+        return self._casting.caches.pairs() if self._casting is not None else {}
 
     @property
     def verbose(self) -> bool:

@@ -14,7 +14,7 @@ FAULTS = [
     Mutant(
         "incoming: the optimizer's state stays in lower precision",
         "ampkit/models/incoming.py",
-        "_cast_state(state, torch.float32)",
+        "state.update(cast_state(state, torch.float32))",
         "pass",
         breaks="state that an optimizer has for bfloat16 weights goes over to the float32 ones",
         tests=("models/test_incoming.py::test_trains_as_the_same_model_made_float32_by_hand",),
@@ -206,8 +206,8 @@ FAULTS = [
     Mutant(
         "forward: zero_grad leaves the masters'",
         "ampkit/models/forward.py",
-        "if clearer is not None:\n            clearer(self)",
-        "if clearer is None:\n            clearer(self)",
+        "if watcher is not None:\n            watcher.after_zero_grad(self)",
+        "if watcher is None:\n            watcher.after_zero_grad(self)",
         breaks="model.zero_grad() clears the masters' gradients",
         tests=("optimizers/test_masters.py::test_zero_grad_of_the_model_clears_the_masters_at_once",),
     ),

@@ -38,8 +38,8 @@ FAULTS = [
     Mutant(
         "plan: O1 takes master weights",
         "ampkit/plan.py",
-        'has_masters = _check_bool("master_weights", value)\n    if level in ("O1", "O4"):',
-        'has_masters = _check_bool("master_weights", value)\n    if level in ("O1",):',
+        'if level in ("O1", "O4"):\n        advice = "The weights',
+        'if level in ("O1",):\n        advice = "The weights',
         breaks="O4 refuses master_weights",
         tests=("sessions/test_plan.py::test_override_is_refused",),
     ),
