@@ -66,7 +66,8 @@ def initialize(
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
 
     ``models`` is an ``nn.Module`` or a list or tuple of them, compiled or not, and not yet wrapped in DataParallel or
-    DistributedDataParallel; ``optimizers`` the same for optimizers, or None, and then only the models are returned. With
+    DistributedDataParallel; ``optimizers`` the same for optimizers, or None, and then only the models are returned. What Accelerate
+    and Lightning put around an optimizer is looked through, here and by the functions below. With
     ``enabled=False`` nothing is touched here nor in `scale_loss`.
 
     ``opt_level`` is ``"O0"`` to ``"O5"``; every other setting that is None takes the level's default:

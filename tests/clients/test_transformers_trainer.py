@@ -102,6 +102,9 @@ def test_the_trainer_does_what_a_loop_does(level, accumulate, tmp_path):
     one.train()
     assert_equal(one.model.state_dict(), expected)
     assert ampkit.state_dict() == state
+    assert one.lr_scheduler.last_epoch == STEPS // accumulate - (
+        spoiled is not None
+    )  # it waits where a step is skipped
     if spoiled is not None and accumulate == 1:
         assert one.scales == [256, 256, 256, 128, 128, 128]
         assert state["loss_scaler0"]["loss_scale"] == 256.0  # after three clean ones
