@@ -188,11 +188,6 @@ class Slot:
     def target(self) -> torch.Tensor:
         return self.param if self.master is None or self.is_split else self.master
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether the master was written to since it last agreed with the weight."""
-        return not self.is_split and self.master._version != self.entry.value_version
-
     def split(self) -> None:
         """Have the weight and its rest be the master from now on, where it is to be split."""
         if self.is_split and self.entry.rest is None:

@@ -62,6 +62,7 @@ class OptimizerWrapper:
         self._takes_found_inf = not self._takes_step_inputs and _takes_found_inf(optimizer)
         self.gradients.reads_lower = self._takes_step_inputs
         self._splits = slots.splits
+        self._lent: set[Slot] = set()  # since the last step
         try:
             if self._splits and not self._takes_step_inputs:
                 raise ConfigurationError(
@@ -102,6 +103,7 @@ class OptimizerWrapper:
         optimizer = self.optimizer
         if not self.gradients.is_open:
             self._settle()
+        self._end_lending()
         self.active = False
         self._patches.restore()
         masters = list(self.gradients.mastered)
@@ -148,9 +150,16 @@ class OptimizerWrapper:
             for param in group["params"]:
                 slot = self.gradients.by_master.get(id(param))
                 if slot is not None and slot.is_split:
+                    self._lent.add(slot)
                     yield from slot.master.lend(slot)
                 else:
                     yield param
+
+    def _end_lending(self) -> None:
+        """After a step: what is lent out are old values."""
+        lent, self._lent = self._lent, set()
+        for slot in lent:
+            slot.master.end_step()
 
     def _param_of_master(self) -> dict[torch.Tensor, torch.Tensor]:
         """The parameters by the masters that stand in their places."""
@@ -161,10 +170,12 @@ class OptimizerWrapper:
 
         ``everything`` is for masters that were written to without torch counting it, through ``.data``.
         """
+        if self._splits:
+            return
         stale = [
             slot
             for slot in self.gradients.mastered
-            if not slot.is_split and (everything or slot.master.raw_grad is not None or slot.is_stale)
+            if everything or slot.master.raw_grad is not None or slot.master._version != slot.entry.value_version
         ]
         _round_into_model(stale)
 
@@ -227,8 +238,8 @@ class OptimizerWrapper:
         gradients, optimizer = self.gradients, self.optimizer
         self.synchronize_gradients(for_fused_step=True)
         masters = gradients.mastered
-        # Edits of masters, before a step that may leave both alone.
-        _round_into_model([slot for slot in masters if slot.is_stale])
+        if not self._splits:  # edits of masters, before a step that may leave both alone
+            _round_into_model([slot for slot in masters if slot.master._version != slot.entry.value_version])
         found_inf = self._found_inf()
         optimizer.inputs = StepInputs(
             gradients.by_master,
@@ -245,9 +256,9 @@ class OptimizerWrapper:
         finally:
             optimizer.inputs = None
             gradients.is_stepping = False
-            for slot in masters if self._splits else ():
-                slot.entry.end_step(slot.param)
-                slot.master.end_step()
+            for slot in masters if self._splits else ():  # the step has written weights and rests
+                slot.entry.before, slot.entry.lower_version = None, slot.param._version
+            self._end_lending()
         for slot in masters if not self._splits else ():
             entry, version = slot.entry, slot.master._version
             if version != entry.value_version:  # the step has written both
@@ -347,9 +358,8 @@ class OptimizerWrapper:
 
     def _settle(self, for_fused_step: bool = False) -> None:
         gradients = self.gradients
-        if self._splits:
-            for slot in gradients.mastered:
-                slot.master.settle(slot)
+        for slot in self._lent:
+            slot.master.settle(slot)
         self.drop_cleared()
         for slot in gradients.mastered:
             entry, param = slot.entry, slot.param

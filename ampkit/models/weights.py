@@ -104,12 +104,6 @@ class Float32Value:
             self.before = lower.detach().clone()
         self.agree(lower)
 
-    def end_step(self, lower: torch.Tensor) -> None:
-        """After a step, which has written ``lower`` and its rest."""
-        self.before = None
-        if lower._version != self.lower_version:
-            self.agree(lower)
-
     @torch.no_grad()
     def _follow(self, lower: torch.Tensor) -> None:
         """Drop the rest of what was written over, as far as torch counts: nobody knows which elements that was.
@@ -306,12 +300,9 @@ def sync_weights(model: nn.Module) -> None:
             if tensor.dtype is not lower_precision:
                 raise _foreign_weight(model, module, name, tensor, record)
             value = entry.value
-            if value is None:
-                if entry.rest is not None and not entry.is_unwritten(tensor):
-                    entry.synchronize(tensor)
-                    _warn_of_lost_rests(model, record, entry, tensor)
+            if value is None and entry.rest is None:
                 continue
-            if value._version != entry.value_version and value.shape == tensor.shape:
+            if value is not None and value._version != entry.value_version and value.shape == tensor.shape:
                 stale.append((entry, tensor))
             elif (  # not entry.is_unwritten(tensor), without a call for each weight in each forward
                 tensor._version != entry.lower_version
@@ -321,6 +312,8 @@ def sync_weights(model: nn.Module) -> None:
                 if not entry.counted:
                     _warn_of_average(model, record, entry, tensor)
                 entry.synchronize(tensor)
+                if value is None:
+                    _warn_of_lost_rests(model, record, entry, tensor)
         for name, entry in record.buffers.items():
             tensor = module._buffers.get(name)
             if tensor is None or entry.value is None:

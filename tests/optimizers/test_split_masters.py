@@ -59,28 +59,40 @@ def assert_same(found, expected):
         assert found[name].dtype is expected[name].dtype and torch.equal(found[name], expected[name]), name
 
 
+def one_layer():
+    """Few tensors, for many steps."""
+    torch.manual_seed(0)
+    return nn.Linear(6, 3, bias=False)
+
+
 @pytest.mark.parametrize(
-    ("make", "how", "kept", "steps"),
-    [(adamw, "split", 32, 1000), (sgd, "split", 32, 50), (adamw, "split24", 24, 50), (sgd, "split24", 24, 50)],
+    ("make", "how", "kept", "build", "steps"),
+    [
+        (adamw, "split", 32, one_layer, 1000),
+        (adamw, "split", 32, net, 50),
+        (sgd, "split", 32, net, 50),
+        (adamw, "split24", 24, net, 50),
+        (sgd, "split24", 24, net, 50),
+    ],
 )
-def test_training_is_that_of_float32_masters_that_are_rounded_ties_away_bit_for_bit(make, how, kept, steps):
-    model, optimizer = initialized(make, how)
-    twin = net().to(BF16)
-    masters = [nn.Parameter(rounded(p.detach(), kept)) for p in net().parameters()]
+def test_training_is_that_of_float32_masters_that_are_rounded_ties_away_bit_for_bit(make, how, kept, build, steps):
+    model, optimizer = initialized(make, how, build())
+    twin = build().to(BF16)
+    masters = [nn.Parameter(rounded(p.detach(), kept)) for p in build().parameters()]
     reference = make(masters)
+    batches = [random_batch(seed) for seed in range(16)]
     for step in range(steps):
+        inputs, targets = batches[step % 16]
+        iterate(lambda x=inputs, y=targets: nn.functional.mse_loss(model(x), y), optimizer)
         with torch.no_grad():
             for p, master in zip(twin.parameters(), masters):
                 p.copy_(rounded(master, 16))
-        iterate(loss_of(model, step), optimizer)
-        inputs, targets = random_batch(step)
         nn.functional.mse_loss(twin(inputs.to(BF16)).float(), targets).backward()
         for p, master in zip(twin.parameters(), masters):
             master.grad, p.grad = p.grad.float(), None
         reference.step()
-        with torch.no_grad():
-            for master in masters:
-                master.copy_(rounded(master, kept))
+        for master in masters if kept < 32 else ():
+            master.data.copy_(rounded(master, kept))
     for found, master in zip(model.state_dict().values(), masters):
         assert torch.equal(found, master.detach())
     assert any(not torch.equal(m.detach(), m.detach().to(BF16).float()) for m in masters)
@@ -216,8 +228,7 @@ def test_close_gives_the_float32_values_back():
     assert_same(dict(model.state_dict()), expected)
     assert all(p is q and p.dtype is torch.float32 for p, q in zip(model.parameters(), weights))
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in weights]
-    iterate_plain = loss_of(model)
-    iterate_plain().backward()
+    loss_of(model)().backward()
     optimizer.step()
     assert all(s["exp_avg"].dtype is torch.float32 and float(s["step"]) == 4 for s in optimizer.state.values())
 
@@ -310,6 +321,9 @@ def test_master_params_are_float32_and_what_is_written_to_them_comes_home():
         break
     expected["0.weight"] = expected["0.weight"] * 0.5
     assert_same(float32_values(model), expected)
+    vector = nn.utils.parameters_to_vector(ampkit.master_params(optimizer)).detach()
+    nn.utils.vector_to_parameters(vector * 2, ampkit.master_params(optimizer))
+    assert_same(float32_values(model), {name: value * 2 for name, value in expected.items()})
 
 
 def test_masters_that_were_kept_over_a_step_say_so():
@@ -319,6 +333,18 @@ def test_masters_that_were_kept_over_a_step_say_so():
     iterate(loss_of(model), optimizer)
     with pytest.raises(ampkit.ConfigurationError, match="kept over optimizer"):
         nn.utils.clip_grad_norm_(kept, 1.0)
+
+
+def test_masters_that_were_kept_over_close_write_nowhere():
+    model, optimizer = trained()
+    kept = list(ampkit.master_params(optimizer))
+    ampkit.close()
+    expected = float32_values(model)
+    with torch.no_grad():
+        kept[0].zero_()
+    del kept
+    gc.collect()
+    assert_same(dict(model.state_dict()), expected)
 
 
 def test_a_skipped_step_leaves_weights_and_rests():

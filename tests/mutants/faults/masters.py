@@ -31,9 +31,9 @@ FAULTS = [
     ),
     Mutant(
         "split masters: the weights are kept after the step",
-        "ampkit/models/weights.py",
-        "        self.before = None\n        if lower._version",
-        "        if lower._version",
+        "ampkit/iteration/optimizer_wrapper.py",
+        "slot.entry.before, slot.entry.lower_version = None, slot.param._version",
+        "slot.entry.lower_version = slot.param._version",
         breaks="14 bytes per parameter",
         tests=("optimizers/test_split_masters.py::test_bytes_per_parameter",),
     ),

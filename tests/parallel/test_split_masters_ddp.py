@@ -1,0 +1,56 @@
+"""Split masters under DistributedDataParallel, on two gloo processes."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers import as_one_of_two_ranks, batch_of_rank, results_of_two_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ampkit
+from ampkit.optimizers import FusedAdam
+
+KINDS = {"plain": True, "split": "split"}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(batch_of_rank(0).shape[1], 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def trained(rank, how):
+    """The float32 values once DDP is made, and after three steps of two micro-batches, the first of each without reducing."""
+    model = net()
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", master_weights=how, verbosity=0)
+    ddp = DistributedDataParallel(model)
+    found = {"at first": {name: value.clone() for name, value in model.state_dict().items()}}
+    for step in range(3):
+        for index in range(2):
+            with ddp.no_sync() if index == 0 else nullcontext():
+                loss = ddp(batch_of_rank(rank, 2 * step + index)).square().mean()
+                with ampkit.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+        ampkit.clip_grad_norm_(optimizer, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["at last"] = {name: value.clone() for name, value in model.state_dict().items()}
+    ampkit.close()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_stay_equal_bit_for_bit_and_train_as_with_plain_masters(tmp_path):
+    first, second = results_of_two_ranks(__file__, tmp_path)
+    for when in ("at first", "at last"):
+        for name, value in first["split"][when].items():
+            assert torch.equal(value, second["split"][when][name])
+            torch.testing.assert_close(value, first["plain"][when][name], rtol=0, atol=1e-6)
+    for name, value in net().state_dict().items():  # what DDP broadcasts is what was there
+        assert torch.equal(first["split"]["at first"][name], value)
+        assert not torch.equal(first["split"]["at last"][name], value)
+
+
+if __name__ == "__main__":
+    as_one_of_two_ranks(lambda rank: {name: trained(rank, how) for name, how in KINDS.items()})
