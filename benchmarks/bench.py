@@ -339,7 +339,12 @@ def as_text(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=22.0, help="for all cells together (default: %(default)s)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=20.0,
+        help="for all cells together; a cell that compiles may take longer (default: %(default)s)",
+    )
     parser.add_argument("--all", action="store_true", help="every cell, with all rounds, however long it takes")
     parser.add_argument(
         "--only", action="append", help="a cell: gpt, gpt,4 or gpt,compiled; may be given several times"
