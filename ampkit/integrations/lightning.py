@@ -97,4 +97,4 @@ class AmpkitPrecision(Precision):
 def _before_forward(module: Any, *_: Any) -> None:
     watcher = watchers.get(module)
     if watcher is not None:
-        watcher(module)
+        watcher.before_forward(module)
