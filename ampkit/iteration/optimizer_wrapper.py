@@ -116,7 +116,9 @@ class OptimizerWrapper:
             slot.entry.synchronize(slot.param)
             slot.param.grad = None
             slot.param.data = slot.entry.current(slot.param) if slot.is_split else slot.master.data
-            slot.param.grad = slot.master.raw_grad
+            gradient = slot.master.raw_grad
+            # Not where the weight has another shape since (``p.data = ...``).
+            slot.param.grad = None if gradient is None or gradient.shape != slot.param.shape else gradient
         self.gradients.forget_slots()
 
     def matched_state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -335,6 +335,19 @@ def test_masters_that_were_kept_over_a_step_say_so():
         nn.utils.clip_grad_norm_(kept, 1.0)
 
 
+def test_a_weight_that_is_exchanged_for_a_larger_one_is_its_own_value():
+    model, optimizer = trained()
+    with ampkit.scale_loss(loss_of(model)(), optimizer) as scaled:
+        scaled.backward()
+    next(ampkit.master_params(optimizer))
+    rows = torch.randn(9, 8).to(BF16)
+    model[2].weight.data = rows
+    assert torch.equal(model.state_dict()["2.weight"], rows.float())
+    ampkit.close()
+    assert torch.equal(model[2].weight, rows.float()) and model[2].weight.grad is None
+    assert model[0].weight.grad is not None and model[0].weight.grad.dtype is torch.float32
+
+
 def test_masters_that_were_kept_over_close_write_nowhere():
     model, optimizer = trained()
     kept = list(ampkit.master_params(optimizer))
