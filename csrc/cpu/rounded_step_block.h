@@ -154,7 +154,7 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
   const float of_tensor = functor.each(each);
   const bool splits = is_rest(dtype[kLower]);
   const Philox philox = rounding.draws() ? rounding.numbers_of(index) : Philox{};
-  TileBuffer g_buffer, p_buffer, a_buffer, b_buffer;
+  TileBuffer g_buffer, p_buffer, a_buffer, b_buffer, lower_buffer;
   Drawn numbers;
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
@@ -162,12 +162,22 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
     const auto is_drawn = [&](int list) {
       return rounding.draws() && (dtype[list] == DType::kPacked || dtype[list] == DType::kBFloat16);
     };
-    const float* g = load(data[0], dtype[0], offset, n, g_buffer);
+    const Source from = source(data[0], dtype[0], offset, n, g_buffer);
+    const Sink to = sink(data[kLower], dtype[kLower], offset, lower_buffer, streams);
+    const bool fuses_lower = writes_lower && !splits && to.is_bfloat16;
+    const float* g = static_cast<const float*>(from.data);
+    const BFloat16* narrow_g = static_cast<const BFloat16*>(from.data);
+    BFloat16* lower = static_cast<BFloat16*>(to.data);
     float* p = splits ? edit_split(data[1], data[kLower], dtype[kLower], offset, n, p_buffer)
                       : edit(data[1], dtype[1], offset, n, p_buffer);
     float* a = kStates > 0 ? edit_moment<SignedCode>(data[2], dtype[2], tensor.numel, offset, n, a_buffer) : nullptr;
     float* b = kStates > 1 ? edit_moment<UnsignedCode>(data[3], dtype[3], tensor.numel, offset, n, b_buffer) : nullptr;
-    step_tile<false>(g, p, a, b, static_cast<BFloat16*>(nullptr), n, functor, of_tensor);
+    if (from.is_bfloat16)
+      fuses_lower ? step_tile<true>(narrow_g, p, a, b, lower, n, functor, of_tensor)
+                  : step_tile<false>(narrow_g, p, a, b, lower, n, functor, of_tensor);
+    else
+      fuses_lower ? step_tile<true>(g, p, a, b, lower, n, functor, of_tensor)
+                  : step_tile<false>(g, p, a, b, lower, n, functor, of_tensor);
     if (splits) {
       store_split(p, data[1], data[kLower], dtype[kLower], offset, n);
     } else {
@@ -180,7 +190,10 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
     const Drawn* drawn = draws ? &numbers : nullptr;
     if (kStates > 0) store_moment<SignedCode>(a, data[2], dtype[2], tensor.numel, offset, n, drawn);
     if (kStates > 1) store_moment<UnsignedCode>(b, data[3], dtype[3], tensor.numel, offset, n, drawn);
-    if (writes_lower && !splits) store(p, data[kLower], dtype[kLower], offset, n, streams);
+    if (fuses_lower)
+      finish(to, data[kLower], dtype[kLower], offset, n, streams);
+    else if (writes_lower && !splits)
+      store(p, data[kLower], dtype[kLower], offset, n, streams);
   }
   finish_streams(writes_lower && streams);
 }
