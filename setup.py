@@ -123,7 +123,7 @@ def casting_extension(cpp_extension):
     return cpp_extension.CppExtension(
         "ampkit._casting",
         sources("csrc/casting", "*.cpp"),
-        depends=sources("csrc/casting", "*.h"),
+        depends=[*sources("csrc/casting", "*.h"), "csrc/tensor_access.h"],
         define_macros=[("AMPKIT_BUILT_WITH_TORCH", f'"{torch.__version__}"')],
         extra_compile_args={"cxx": ["-std=c++20", "-O3", "-fvisibility=hidden", "-g0"]},
     )

@@ -147,7 +147,7 @@ void update_scale_cuda(const Tensor& scale, const Tensor& growth_tracker, const 
 
 // The CUDA driver's host side, laid open so that machines without a GPU can test it: one row per block,
 // (launch, tensor, slot, chunk), int64.
-Tensor plan_launches(std::vector<int64_t> sizes, int64_t chunk_size, int64_t max_tensors, int64_t max_blocks);
+Tensor plan_launches(std::vector<int64_t> sizes, int64_t chunk_size, int64_t max_tensors);
 
 // The instruction set that the CPU kernels run with: "avx512", "avx2" or "baseline".
 std::string cpu_capability();

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/version.h>
 
+#include "direct.h"
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY(ampkit, m) {
@@ -57,7 +58,7 @@ STABLE_TORCH_LIBRARY(ampkit, m) {
       "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf, "
       "float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale, float max_scale) "
       "-> ()");
-  m.def("plan_launches(int[] sizes, int chunk_size, int max_tensors, int max_blocks) -> Tensor");
+  m.def("plan_launches(int[] sizes, int chunk_size, int max_tensors) -> Tensor");
   m.def("cpu_capability() -> str");
 }
 
@@ -82,9 +83,10 @@ STABLE_TORCH_LIBRARY_IMPL(ampkit, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", TORCH_BOX(&ampkit::cpu_capability));
 }
 
-// Importing ampkit._C runs the registrations above; the module itself only says what it was built with.
+// Importing ampkit._C runs the registrations above; the module itself says what it was built with, and calls operators directly.
 PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+  static PyMethodDef methods[] = {AMPKIT_DIRECT_METHODS(cpu, aoti_torch_device_type_cpu)};
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods};
   PyObject* module = PyModule_Create(&definition);
   if (module != nullptr) PyModule_AddStringConstant(module, "torch_version", TORCH_VERSION);
   return module;

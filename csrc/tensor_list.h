@@ -27,9 +27,10 @@ class TensorView {
   bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
   void* mutable_data_ptr() const { return get<void*>(torch_get_mutable_data_ptr); }
   int32_t get_device_index() const { return get<int32_t>(aoti_torch_get_device_index); }
+  int32_t device_type() const { return get<int32_t>(aoti_torch_get_device_type); }
   bool is_cpu() const {
     static const int32_t cpu = aoti_torch_device_type_cpu();
-    return get<int32_t>(aoti_torch_get_device_type) == cpu;
+    return device_type() == cpu;
   }
   // As the aoti_torch_dtype_*() functions number them.
   int32_t dtype_code() const { return get<int32_t>(aoti_torch_get_dtype); }
@@ -67,10 +68,23 @@ class TensorList {
     }
     TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
   }
-  TensorList(TensorList&& other) noexcept : handles_(std::exchange(other.handles_, {})) {}
-  TensorList& operator=(TensorList&&) = delete;
+  TensorList() = default;
+  // Tensors that somebody else holds as long as this list is used.
+  static TensorList borrowed(std::vector<AtenTensorHandle> handles) {
+    TensorList list;
+    list.handles_ = std::move(handles);
+    list.owns_ = false;
+    return list;
+  }
+  TensorList(TensorList&& other) noexcept : handles_(std::exchange(other.handles_, {})), owns_(other.owns_) {}
+  TensorList& operator=(TensorList&& other) noexcept {
+    std::swap(handles_, other.handles_);
+    std::swap(owns_, other.owns_);
+    return *this;
+  }
   ~TensorList() {
-    for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
+    if (owns_)
+      for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
   }
 
   size_t size() const { return handles_.size(); }
@@ -80,6 +94,7 @@ class TensorList {
 
  private:
   std::vector<AtenTensorHandle> handles_;
+  bool owns_ = true;
 };
 
 }  // namespace ampkit

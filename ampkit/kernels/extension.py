@@ -29,6 +29,9 @@ try:
 except AttributeError as error:
     raise ImportError("ampkit/_C was built from older sources; build it again") from error
 
+_direct: list = []  # libraries whose operators are called without the dispatcher
+_callers: dict[str, Callable] = {}
+
 _SPECIAL = {
     "multi_tensor_scale": {"inputs": "_source(inputs, outputs)"},
     "update_scale": {"found_inf": "_beside(found_inf, scale)"},
@@ -47,12 +50,41 @@ def kernel(function: Callable) -> Callable:
     numbers = {name for name in names if f"{name}_tensor" in names}
     special = _SPECIAL.get(function.__name__, {})
     arguments = [special.get(one.name) or _expression(one, parameters, numbers) for one in schema]
-    written = [one.name for one in schema if one.alias_info is not None and one.alias_info.is_write]
-    call = f"ops[{function.__name__!r}]({', '.join(arguments)})"
+    written = [i for i, one in enumerate(schema) if one.alias_info is not None and one.alias_info.is_write]
+    _callers[function.__name__] = _caller(function.__name__, written)
+    call = f"_callers[{function.__name__!r}]({', '.join(arguments)})"
     # Keywords follow one another in any order; `operator` gives all of them.
     bare = [f"{one.name}={None if one.default is one.empty else one.default}" for one in parameters.values()]
-    lambda_ = f"lambda {', '.join(bare)}: ({call}, _mark_written({', '.join(written)}))[0]"
-    return eval(lambda_, {**globals(), "inf": math.inf})
+    return eval(f"lambda {', '.join(bare)}: {call}", {**globals(), "inf": math.inf})
+
+
+def _caller(name: str, written: list[int]) -> Callable:
+    """Calls an operator: directly where the library can read the tensors (csrc/direct.h), else through torch's dispatcher."""
+    op = ops[name]
+    directly = [getattr(library, name) for library in _direct if hasattr(library, name)]
+    mask = sum(1 << i for i in written)
+
+    def call(*arguments):
+        if not torch.compiler.is_compiling():
+            for method in directly:
+                result = method(mask, *arguments)
+                if result is not NotImplemented:
+                    return result
+        result = op(*arguments)
+        _mark_written(*[arguments[i] for i in written])
+        return result
+
+    return call
+
+
+def _give_tensor_access(library) -> None:
+    """Lets a library of kernels read tensors where Python holds them, if what was built for this torch says how."""
+    try:
+        access = importlib.import_module("ampkit._casting").tensor_access
+    except (ImportError, AttributeError):
+        return  # the dispatcher serves every call
+    library.use_tensor_access(access)
+    _direct.append(library)
 
 
 def _expression(one: torch.Argument, parameters: dict[str, inspect.Parameter], numbers: set[str]) -> str:
@@ -78,12 +110,16 @@ def _expression(one: torch.Argument, parameters: dict[str, inspect.Parameter], n
 
 def load_cuda_kernels() -> str:
     """Loads ampkit/_cuda, and says which torch it was built with; ImportError where that cannot be done."""
-    return importlib.import_module("ampkit._cuda").torch_version
+    library = importlib.import_module("ampkit._cuda")
+    _give_tensor_access(library)
+    return library.torch_version
 
 
 def load_emulated_kernels() -> None:
     """From here on the CUDA kernels compute on the CPU, as host code: for tests, which have this library on their path."""
-    importlib.import_module("ampkit_emulated")
+    library = importlib.import_module("ampkit_emulated")
+    _direct.clear()
+    _give_tensor_access(library.kernels)
 
 
 def _float(number):
@@ -140,3 +176,5 @@ def _fake_norms(where):
 for _name in _NORMS:
     _arguments = [one.name for one in ops[f"multi_tensor_{_name}"]._schema.arguments]
     torch.library.register_fake(f"ampkit::multi_tensor_{_name}", _fake_norms(_arguments.index("per_tensor") - 1))
+
+_give_tensor_access(_C)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ampkit.kernels.checks import check_flag, check_lists, compute_dtype
-from ampkit.kernels.routing import NO_BAD, Flag, Number, Tensors, operator, operator_without_lists
+from ampkit.kernels.routing import NO_BAD, Flag, Number, Tensors, integers_on, operator, operator_without_lists
 
 # A float32 sum of squares stays accurate over this many elements; longer tensors are summed in pieces.
 _PIECE = 1 << 12
@@ -166,7 +166,7 @@ def _joined_norms(given: dict[str, Any], parts: list) -> tuple[Tensor, Tensor]:
     joined = torch.cat([norm.to(device, torch.float64) for _, (norm, _) in parts])
     norms = torch.cat([norms.to(device) for _, (_, norms) in parts])
     if given["per_tensor"]:
-        order = torch.tensor([i for indices, _ in parts for i in indices], device=device)
+        order = integers_on(device, [i for indices, _ in parts for i in indices])
         norms = torch.empty_like(norms).index_copy_(0, order, norms)
     return joined.square().sum(dim=0, keepdim=True).sqrt().to(torch.float32), norms
 
@@ -277,7 +277,7 @@ def report_non_finite(tensors, found_inf, first_bad=None):
         if found_inf is not None:
             found_inf.copy_(torch.maximum(found_inf, bad.any().to(found_inf)))
         if first_bad is not None:
-            first = torch.where(bad, torch.tensor(indices, device=device), NO_BAD).min()
+            first = torch.where(bad, integers_on(device, indices), NO_BAD).min()
             first_bad.copy_(torch.minimum(first_bad, first.to(first_bad.device)))
 
 
@@ -302,7 +302,7 @@ def _l2norm(tensors, per_tensor, factor):
     wide = torch.float32 if device.type == "mps" else torch.float64
     sums = torch.zeros(len(tensors), dtype=wide, device=device)
     if pieces:
-        sums.index_add_(0, torch.tensor(owners, device=device), _norms(pieces, wide).square())
+        sums.index_add_(0, integers_on(device, owners), _norms(pieces, wide).square())
     norms = torch.cat([sums.sum(dtype=wide).reshape(1), sums if per_tensor else sums[:0]]).sqrt()
     if factor is not None:
         norms = norms * abs(_factor(factor))

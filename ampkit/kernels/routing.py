@@ -149,6 +149,20 @@ def on(number: Number | None, device: torch.device) -> Number | None:
     return number.to(device, non_blocking=device.type == "cuda" and not number.is_pinned())
 
 
+def integers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """``torch.tensor(numbers, device=device)``, made there, run by run of consecutive numbers.
+
+    A copy from the host would wait, and a CUDA graph that is being captured could not hold it.
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([number, number + 1])
+    return torch.cat([torch.arange(first, end, device=device) for first, end in runs or [[0, 0]]])
+
+
 def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, Any]]:
     """One call if that can serve everything, otherwise one for each device and, on a device with kernels, apart for the
     tensors that these cannot take. Raises before anything is written if the lists do not fit.
@@ -236,7 +250,7 @@ def _compute(
             here[name] = torch.full((1,), NO_BAD if name == "first_bad" else 0, dtype=flag.dtype, device=device)
     for name in plan.vectors:
         if (vector := given[name]) is not None:
-            chosen = vector if indices is None else vector[torch.tensor(indices, device=vector.device)]
+            chosen = vector if indices is None else vector[integers_on(vector.device, indices)]
             here[name] = chosen.to(device)
     if indices is not None:
         for name in plan.lists:
@@ -253,5 +267,5 @@ def _bring_home(name: str, flag: Tensor, home: Tensor, indices: list[int] | None
         home.copy_(torch.maximum(home, flag.to(home.device).reshape(home.shape)))
         return
     if indices is not None:
-        flag = torch.tensor([*indices, NO_BAD], device=flag.device)[flag.clamp(max=len(indices))]
+        flag = integers_on(flag.device, [*indices, NO_BAD])[flag.clamp(max=len(indices))]
     home.copy_(torch.minimum(home, flag.to(home.device).reshape(home.shape)))

@@ -12,6 +12,7 @@ namespace ampkit {
 extern PyTypeObject CastStoreType;
 extern PyTypeObject SwitchType;
 extern PyTypeObject CallType;
+PyObject* make_tensor_access();
 }  // namespace ampkit
 
 namespace {
@@ -43,5 +44,12 @@ PyMODINIT_FUNC PyInit__casting() {
     Py_DECREF(module);
     return nullptr;
   }
+  PyObject* access = ampkit::make_tensor_access();
+  if (access == nullptr || PyModule_AddObjectRef(module, "tensor_access", access) < 0) {
+    Py_XDECREF(access);
+    Py_DECREF(module);
+    return nullptr;
+  }
+  Py_DECREF(access);
   return module;
 }

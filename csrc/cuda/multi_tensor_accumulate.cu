@@ -40,7 +40,7 @@ void multi_tensor_accumulate_cuda(const TensorList& fresh, const TensorList& gra
                                   const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_accumulate";
   if (fresh.empty()) return;
-  const int32_t device = fresh.front().get_device_index();
+  const int32_t device = device_of(op, fresh.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
   TensorLists<4> lists(op, {{{"fresh", fresh, Role::kRead},
                              {"grads", grads, Role::kWrite},

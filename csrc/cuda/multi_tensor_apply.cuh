@@ -29,18 +29,21 @@ constexpr int kWidth = 8;  // elements a thread handles at a time: one 16-byte l
 constexpr int kStride = kThreads * kWidth;
 constexpr int kChunkSize = 64 * 1024;  // indices inside a chunk are 32 bits: 64 cost registers, and so blocks at a time
 constexpr int kBlocksAtATime = 2;  // of a multiprocessor: 64 registers a thread
-constexpr int kMaxTensors = 192;
-constexpr int kMaxBlocks = 1024;
-constexpr size_t kMaxArguments = 32764;  // bytes, from CUDA 12.1 and the Volta generation on
+constexpr int kMaxArguments = 32764;  // bytes, from CUDA 12.1 and the Volta generation on
+constexpr int kMaxKernelSize = 512;    // of these, for what a kernel brings along besides the tensors
 
+// As many tensors as the arguments of a launch have room for.
 template <int kDepth>
 struct TensorTable {
+  static constexpr int kBytesOfTensor = kDepth * (sizeof(void*) + sizeof(DType)) + sizeof(int64_t) + 2 * sizeof(int32_t);
+  static constexpr int kMaxTensors = (kMaxArguments - kMaxKernelSize) / kBytesOfTensor / 8 * 8;
+
   void* data[kDepth][kMaxTensors];
   int64_t numel[kMaxTensors];
   int64_t first_block;  // index of this launch's block 0 among the blocks of all launches
+  int32_t tensors;
   int32_t tensor[kMaxTensors];  // index into the lists
-  int32_t chunk_of_block[kMaxBlocks];
-  uint8_t slot_of_block[kMaxBlocks];
+  int32_t first_block_of[kMaxTensors];  // within this launch
   DType dtype[kDepth][kMaxTensors];
 };
 
@@ -219,8 +222,9 @@ __host__ __device__ inline int64_t bytes_per_element(DType dtype) {
 template <int kDepth, class Kernel>
 __global__ void __launch_bounds__(kThreads, kBlocksAtATime)
     multi_tensor_apply_kernel(const __grid_constant__ TensorTable<kDepth> table, const __grid_constant__ Kernel kernel) {
-  const int slot = table.slot_of_block[blockIdx.x];
-  const int64_t offset = static_cast<int64_t>(table.chunk_of_block[blockIdx.x]) * kChunkSize;
+  const int32_t block = static_cast<int32_t>(blockIdx.x);
+  const int slot = slot_of(table.first_block_of, table.tensors, block);
+  const int64_t offset = static_cast<int64_t>(block - table.first_block_of[slot]) * kChunkSize;
   const int64_t left = table.numel[slot] - offset;
   Chunk<kDepth> chunk;
   chunk.size = left < kChunkSize ? static_cast<int>(left) : kChunkSize;
@@ -250,32 +254,37 @@ std::vector<int64_t> first_blocks(const std::vector<FlatTensor<kDepth>>& tensors
 template <int kDepth, class Kernel>
 void multi_tensor_apply(const std::vector<FlatTensor<kDepth>>& tensors, const Kernel& kernel, cudaStream_t stream) {
   static_assert(sizeof(TensorTable<kDepth>) + sizeof(Kernel) <= kMaxArguments, "a launch cannot carry so many arguments");
-  static_assert(kMaxTensors <= 256, "slots are uint8_t");
   std::vector<int64_t> sizes;
   sizes.reserve(tensors.size());
   for (const FlatTensor<kDepth>& tensor : tensors) sizes.push_back(tensor.numel);
   int64_t first_block = 0;
-  for (const Launch& launch : pack_launches(sizes, kChunkSize, kMaxTensors, kMaxBlocks)) {
+  for (const Launch& launch : pack_launches(sizes, kChunkSize, TensorTable<kDepth>::kMaxTensors)) {
     TensorTable<kDepth> table;
     table.first_block = first_block;
+    table.tensors = static_cast<int32_t>(launch.tensors.size());
     for (size_t slot = 0; slot < launch.tensors.size(); ++slot) {
       const FlatTensor<kDepth>& tensor = tensors[launch.tensors[slot]];
       table.numel[slot] = tensor.numel;
       table.tensor[slot] = static_cast<int32_t>(launch.tensors[slot]);
+      table.first_block_of[slot] = static_cast<int32_t>(launch.first_blocks[slot]);
       for (int k = 0; k < kDepth; ++k) {
         table.data[k][slot] = tensor.data[k];
         table.dtype[k][slot] = tensor.dtype[k];
       }
     }
-    for (size_t block = 0; block < launch.blocks.size(); ++block) {
-      table.slot_of_block[block] = static_cast<uint8_t>(launch.blocks[block].slot);
-      table.chunk_of_block[block] = static_cast<int32_t>(launch.blocks[block].chunk);
-    }
-    const auto blocks = static_cast<unsigned>(launch.blocks.size());
+    AMPKIT_CHECK(launch.first_blocks.back() <= INT32_MAX, "a launch of ", launch.first_blocks.back(), " blocks");
+    const auto blocks = static_cast<unsigned>(launch.first_blocks.back());
     multi_tensor_apply_kernel<kDepth, Kernel><<<blocks, kThreads, 0, stream>>>(table, kernel);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     first_block += blocks;
   }
+}
+
+// Where a call is served. The dispatcher comes here if any tensor of the call is on CUDA, also where the first one is not.
+inline int32_t device_of(const char* op, TensorView first) {
+  AMPKIT_CHECK(first.device_type() == aoti_torch_device_type_cuda(), op,
+               ": the lists begin on another device than CUDA, and something else is there; one call serves one device");
+  return first.get_device_index();
 }
 
 inline cudaStream_t current_stream(int32_t device_index) {

@@ -41,11 +41,12 @@ void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const T
                "; expected -1 (both), 0 (xs) or 1 (ys)");
   if (xs.empty() && ys.empty() && outputs.empty()) return;
   const TensorView some = xs.empty() ? (ys.empty() ? outputs.front() : ys.front()) : xs.front();
-  const torch::stable::accelerator::DeviceGuard guard(some.get_device_index());
+  const int32_t device = device_of(op, some);
+  const torch::stable::accelerator::DeviceGuard guard(device);
   TensorLists<3> lists(op, {{{"xs", xs, Role::kRead}, {"ys", ys, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
   const AxpbyKernel kernel{number(op, "a", a, a_tensor, some), number(op, "b", b, b_tensor, some),
                            {op, found_inf, first_bad, some}, arg_to_check != 1, arg_to_check != 0};
-  multi_tensor_apply(lists.flat(), kernel, current_stream(some.get_device_index()));
+  multi_tensor_apply(lists.flat(), kernel, current_stream(device));
   lists.finish();
 }
 

@@ -31,7 +31,7 @@ struct SumOfSquaresKernel {
 
 std::tuple<Tensor, Tensor> multi_tensor_l2norm_cuda(const TensorList& tensors, bool per_tensor) {
   AMPKIT_CHECK(!tensors.empty(), "multi_tensor_l2norm: tensors is empty");
-  const int32_t device = tensors.front().get_device_index();
+  const int32_t device = device_of("multi_tensor_l2norm", tensors.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   TensorLists<1> lists("multi_tensor_l2norm", {{{"tensors", tensors, Role::kRead}}});

@@ -113,7 +113,7 @@ void multi_tensor_lamb_cuda(const TensorList& grads, const TensorList& params, c
   const AdamSettings settings{step_settings(op, grads, lr, lr_tensor, factor, inv_scale, clip, found_inf),
                               number(op, "step", step, step_tensor, grads[0]), beta1, beta2, eps, weight_decay,
                               grad_averaging ? 1.0 - beta1 : 1.0, decoupled, bias_correction};
-  const int32_t device = grads.front().get_device_index();
+  const int32_t device = device_of(op, grads.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   auto lists = lamb_lists(op, grads, params, exp_avgs, exp_avg_sqs, lower, directions);

@@ -31,11 +31,12 @@ void multi_tensor_restore_cuda(const TensorList& grads, const TensorList& exacts
   constexpr const char* op = "multi_tensor_restore";
   if (grads.empty() && exacts.empty() && outputs.empty()) return;
   const TensorView some = grads.empty() ? (exacts.empty() ? outputs.front() : exacts.front()) : grads.front();
-  const torch::stable::accelerator::DeviceGuard guard(some.get_device_index());
+  const int32_t device = device_of(op, some);
+  const torch::stable::accelerator::DeviceGuard guard(device);
   TensorLists<3> lists(op, {{{"grads", grads, Role::kRead}, {"exacts", exacts, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
   const RestoreKernel kernel{number(op, "inv_scale", inv_scale, inv_scale_tensor, some),
                              number(op, "factor", factor, factor_tensor, some), zeros_count};
-  multi_tensor_apply(lists.flat(), kernel, current_stream(some.get_device_index()));
+  multi_tensor_apply(lists.flat(), kernel, current_stream(device));
   lists.finish();
 }
 

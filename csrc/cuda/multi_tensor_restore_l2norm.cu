@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor> multi_tensor_restore_l2norm_cuda(const TensorList& gr
                                                             bool per_tensor) {
   constexpr const char* op = "multi_tensor_restore_l2norm";
   AMPKIT_CHECK(!grads.empty(), op, ": grads is empty");
-  const int32_t device = grads.front().get_device_index();
+  const int32_t device = device_of(op, grads.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   TensorLists<2> lists(op, {{{"grads", grads, Role::kRead}, {"exacts", exacts, Role::kRead}}});

@@ -39,7 +39,7 @@ void multi_tensor_scale_cuda(const TensorList& inputs, const TensorList& outputs
   constexpr const char* op = "multi_tensor_scale";
   const TensorList& sources = inputs.empty() ? outputs : inputs;
   if (sources.empty()) return;
-  const int32_t device = sources.front().get_device_index();
+  const int32_t device = device_of(op, sources.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
   TensorLists<2> lists(op, {{{"inputs", sources, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
   const ScaleKernel kernel{number(op, "scale", scale, scale_tensor, sources[0]), {op, found_inf, first_bad, sources[0]}};

@@ -74,7 +74,7 @@ void launch_step(const std::vector<FlatTensor<Functor::kStates + 3>>& tensors, c
 
 template <class Functor>
 void run_step(const StepLists<Functor::kStates>& step_lists, const typename Functor::Settings& settings, const float* each) {
-  const int32_t device = step_lists.grads.front().get_device_index();
+  const int32_t device = device_of(step_lists.op, step_lists.grads.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
   auto lists = step_lists.flatten(Functor::kTakesRests);
   launch_step<Functor>(lists.flat(), step_lists, settings, each, current_stream(device));

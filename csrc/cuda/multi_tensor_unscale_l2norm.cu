@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> multi_tensor_unscale_l2norm_cuda(const TensorList& in
                                                             const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_unscale_l2norm";
   AMPKIT_CHECK(!inputs.empty(), op, ": inputs is empty");
-  const int32_t device = inputs.front().get_device_index();
+  const int32_t device = device_of(op, inputs.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   const Findings findings(op, found_inf, first_bad, inputs[0]);

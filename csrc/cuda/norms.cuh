@@ -44,29 +44,40 @@ __device__ inline double sum_of_range(const double* sums, int64_t first, int64_t
   return block_sum(sum);
 }
 
-// Where the blocks of consecutive tensors begin and, in the next entry, end.
-constexpr int kRangesPerLaunch = 256;
+// Where the blocks of consecutive tensors begin and, in the next entry, end: as many as the arguments of a launch have room for, or
+// few, which are copied sooner.
+constexpr int kManyRanges = (kMaxArguments - kMaxKernelSize) / 8 - 1, kFewRanges = 255;
+template <int kRanges>
 struct BlockRanges {
-  int64_t first[kRangesPerLaunch + 1];
+  int64_t first[kRanges + 1];
 };
 
 // finish(tensor, first block, last block) for each tensor: one block of threads works on one.
-template <class Finish>
+template <int kRanges, class Finish>
 __global__ void __launch_bounds__(kThreads)
-    of_each_tensor_kernel(const __grid_constant__ BlockRanges ranges, int64_t start, const __grid_constant__ Finish finish) {
+    of_each_tensor_kernel(const __grid_constant__ BlockRanges<kRanges> ranges, int64_t start, const __grid_constant__ Finish finish) {
   finish(start + blockIdx.x, ranges.first[blockIdx.x], ranges.first[blockIdx.x + 1]);
+}
+
+template <int kRanges, class Finish>
+void for_each_range(const std::vector<int64_t>& first_blocks, const Finish& finish, cudaStream_t stream) {
+  static_assert(sizeof(BlockRanges<kRanges>) + sizeof(int64_t) + sizeof(Finish) <= kMaxArguments, "too many arguments");
+  const int64_t count = static_cast<int64_t>(first_blocks.size()) - 1;
+  for (int64_t start = 0; start < count; start += kRanges) {
+    const int64_t here = std::min<int64_t>(kRanges, count - start);
+    BlockRanges<kRanges> ranges;
+    std::copy_n(first_blocks.begin() + start, here + 1, ranges.first);
+    of_each_tensor_kernel<kRanges, Finish><<<static_cast<unsigned>(here), kThreads, 0, stream>>>(ranges, start, finish);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
 }
 
 template <class Finish>
 void for_each_tensor(const std::vector<int64_t>& first_blocks, const Finish& finish, cudaStream_t stream) {
-  const int64_t count = static_cast<int64_t>(first_blocks.size()) - 1;
-  for (int64_t start = 0; start < count; start += kRangesPerLaunch) {
-    const int64_t here = std::min<int64_t>(kRangesPerLaunch, count - start);
-    BlockRanges ranges;
-    std::copy_n(first_blocks.begin() + start, here + 1, ranges.first);
-    of_each_tensor_kernel<<<static_cast<unsigned>(here), kThreads, 0, stream>>>(ranges, start, finish);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-  }
+  if (first_blocks.size() <= kFewRanges + 1)
+    for_each_range<kFewRanges>(first_blocks, finish, stream);
+  else
+    for_each_range<kManyRanges>(first_blocks, finish, stream);
 }
 
 inline Tensor vector_beside(TensorView tensor, int64_t size, torch::headeronly::ScalarType dtype) {

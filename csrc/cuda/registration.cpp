@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/version.h>
 
+#include "direct.h"
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(ampkit, CUDA, m) {
@@ -22,7 +23,8 @@ STABLE_TORCH_LIBRARY_IMPL(ampkit, CUDA, m) {
 }
 
 PyMODINIT_FUNC PyInit__cuda() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cuda", nullptr, -1, nullptr};
+  static PyMethodDef methods[] = {AMPKIT_DIRECT_METHODS(cuda, aoti_torch_device_type_cuda)};
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cuda", nullptr, -1, methods};
   PyObject* module = PyModule_Create(&definition);
   if (module != nullptr) PyModule_AddStringConstant(module, "torch_version", TORCH_VERSION);
   return module;

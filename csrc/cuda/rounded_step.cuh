@@ -157,7 +157,7 @@ struct RoundedStepKernel {
 template <class Functor>
 void run_rounded_step(const StepLists<Functor::kStates>& step_lists, const typename Functor::Settings& settings,
                       const float* each, const Rounding& rounding) {
-  const int32_t device = step_lists.grads.front().get_device_index();
+  const int32_t device = device_of(step_lists.op, step_lists.grads.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
   auto lists = step_lists.flatten(Functor::kTakesRests);
   if (rounding.draws() || lists.has_packed())

@@ -33,6 +33,7 @@ REWRITES = [
     (re.compile(r"const __grid_constant__ (?P<type>\S+) (?P<name>\w+)"), r"const \g<type>& \g<name>"),
     # The page of registrations: these kernels take the place of those for the CPU.
     (re.compile(r"STABLE_TORCH_LIBRARY_IMPL\(ampkit, CUDA, (\w+)\)"), r"STABLE_TORCH_LIBRARY_IMPL(ampkit, CPU, \1)"),
+    (re.compile(r"aoti_torch_device_type_cuda"), "aoti_torch_device_type_cpu"),
 ]
 LEFT_OVER = ("<<<", "__shared__ ", "__grid_constant__ ")
 

@@ -9,6 +9,8 @@ extern "C" __attribute__((visibility("default"))) const char* __ubsan_default_op
   return "abort_on_error=1";
 }
 
+PyMODINIT_FUNC PyInit__cuda();
+
 namespace {
 
 PyObject* launches(PyObject*, PyObject*) { return PyLong_FromLongLong(emulation::launches()); }
@@ -39,5 +41,14 @@ PyMethodDef methods[] = {
 
 PyMODINIT_FUNC PyInit_ampkit_emulated() {
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "ampkit_emulated", nullptr, -1, methods};
-  return PyModule_Create(&definition);
+  PyObject* module = PyModule_Create(&definition);
+  // What csrc/cuda/registration.cpp makes: the operators, called directly.
+  PyObject* kernels = module == nullptr ? nullptr : PyInit__cuda();
+  if (kernels == nullptr || PyModule_AddObjectRef(module, "kernels", kernels) < 0) {
+    Py_XDECREF(kernels);
+    Py_XDECREF(module);
+    return nullptr;
+  }
+  Py_DECREF(kernels);
+  return module;
 }

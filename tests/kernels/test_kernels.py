@@ -12,6 +12,7 @@ from helpers import ScaleOnPaper, others_slow
 from hypothesis import strategies
 
 from ampkit import DynamicLossScale, kernels
+from ampkit.libraries import cuda_is_emulated
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNEL_DTYPES = (F32, F16, BF16)
@@ -385,6 +386,38 @@ def test_float64_and_complex_join_the_list(ops, device):
     inputs[2][0] = complex(0, float("inf"))
     ops.multi_tensor_scale(inputs, outputs, 0.1, found_inf)
     assert found_inf.item() == 1.0
+
+
+def test_lists_of_several_dtypes_copy_nothing_from_the_host(ops, device, monkeypatch):
+    """Indices are made on the device: a CUDA graph that is being captured cannot hold a copy from the host."""
+    float64 = dict(dtype=torch.float64, device=device)
+    tensors = [
+        torch.ones(2, **float64) if i in (0, 3, 4, 7) else torch.full((2,), i + 1.0, device=device) for i in range(9)
+    ]
+    outputs = [torch.zeros_like(x) for x in tensors]
+    found_inf, first_bad = torch.zeros(1, device=device), torch.full((1,), kernels.NO_BAD, device=device)
+    lists = [[x.clone() for x in tensors] for _ in range(3)]
+    norms = torch.arange(1.0, 10.0, device=device)
+    third = torch.full((1,), 1 / 3, device=device)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a tensor was made of numbers on the host")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    monkeypatch.setattr(torch, "as_tensor", refuse)
+    ops.multi_tensor_scale(tensors, outputs, third, found_inf, first_bad)
+    _, each = ops.multi_tensor_l2norm(tensors, per_tensor=True)
+    tensors[5][1] = float("inf")
+    ops.multi_tensor_unscale_l2norm(tensors, None, third, found_inf, True, first_bad)
+    rule = dict(lr=1.0, betas=(0.0, 0.0), eps=0.0, step=1, bias_correction=False, grad_norms=norms)
+    ops.multi_tensor_novograd(*lists, norms.clone(), **rule)
+    monkeypatch.undo()
+    assert found_inf.item() == 1.0 and first_bad.item() == 5
+    values = [1.0 if x.dtype is torch.float64 else i + 1.0 for i, x in enumerate(tensors)]
+    assert each.tolist() == pytest.approx([value * 2**0.5 for value in values])
+    assert [out[0].item() for out in outputs] == pytest.approx([value / 3 for value in values])
+    # A gradient over its tensor's norm, taken from a parameter that is equal to the gradient.
+    assert [p[0].item() for p in lists[1]] == pytest.approx([value - value / (i + 1) for i, value in enumerate(values)])
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, [0.5]], ids=["1", "a half", "a tensor"])
@@ -818,8 +851,8 @@ def test_extension_agrees_with_the_reference_on_anything(data):
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0, equal_nan=True)
 
 
-def plan(sizes, chunk=10, tensors=3, blocks=4):
-    return torch.ops.ampkit.plan_launches(sizes, chunk, tensors, blocks).tolist()
+def plan(sizes, chunk=10, tensors=3):
+    return torch.ops.ampkit.plan_launches(sizes, chunk, tensors).tolist()
 
 
 PLANS = {
@@ -828,11 +861,11 @@ PLANS = {
     "an empty tensor last": ([10, 0], [[0, 0, 0, 0]]),
     "empty tensors take no slot": ([5, 0, 0, 0, 0, 7], [[0, 0, 0, 0], [0, 5, 1, 0]]),
     "slots run out": ([1, 1, 1, 1], [[0, 0, 0, 0], [0, 1, 1, 0], [0, 2, 2, 0], [1, 3, 0, 0]]),
-    "blocks run out within a tensor": (
-        [5, 45],
-        [[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 1, 2], [1, 1, 0, 3], [1, 1, 0, 4]],
+    "a long tensor between short ones": (
+        [5, 45, 1],
+        [[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 1, 2], [0, 1, 1, 3], [0, 1, 1, 4], [0, 2, 2, 0]],
     ),
-    "blocks run out at a tensor's end": ([40, 1], [[0, 0, 0, c] for c in range(4)] + [[1, 1, 0, 0]]),
+    "a tensor ends where its chunk does": ([40, 1], [[0, 0, 0, c] for c in range(4)] + [[0, 1, 1, 0]]),
 }
 
 
@@ -846,10 +879,41 @@ def test_launch_plan(case):
 @pytest.mark.compiled("kernels")
 def test_launch_plan_covers_every_chunk_once():
     sizes = [(i * 7919) % 2000 for i in range(5000)] + [1 << 33]
-    chunk, tensors, blocks = 1 << 16, 72, 320
-    rows = plan(sizes, chunk, tensors, blocks)
+    chunk, tensors = 1 << 16, 72
+    rows = plan(sizes, chunk, tensors)
     assert [(t, c) for _, t, _, c in rows] == [(t, c) for t, size in enumerate(sizes) for c in range(-(-size // chunk))]
     for _, launch in itertools.groupby(rows, key=lambda row: row[0]):
         launch = list(launch)
-        assert len(launch) <= blocks and max(slot for _, _, slot, _ in launch) < tensors
+        assert max(slot for _, _, slot, _ in launch) < tensors
         assert len({(t, slot) for _, t, slot, _ in launch}) == len({slot for _, _, slot, _ in launch})
+
+
+@pytest.mark.skipif(not cuda_is_emulated(), reason="counts launches of the emulated CUDA kernels")
+def test_lists_take_few_launches():
+    """A launch has room for 32,252 bytes of tensors: 944 with 34 bytes each (two lists), 528 with 61 (the five of Adam)."""
+    import ampkit_emulated
+
+    def launches(call):
+        before = ampkit_emulated.launches()
+        call()
+        return ampkit_emulated.launches() - before
+
+    tiny = [torch.ones(2) for _ in range(5000)]
+    outputs = [torch.zeros(2) for _ in tiny]
+    assert launches(lambda: kernels.multi_tensor_scale(tiny, outputs, 0.5)) == 6
+    assert all(out.tolist() == [0.5, 0.5] for out in outputs)
+    lists = [[torch.ones(2) for _ in range(1100)] for _ in range(4)]
+    rule = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, step=1.0, decoupled=True)
+    assert launches(lambda: kernels.multi_tensor_adam(*lists, **rule)) == 3
+    # 1,288 of one list, the norms of all tensors, and the norm of all of them.
+    assert launches(lambda: kernels.multi_tensor_l2norm(tiny[:1300], per_tensor=True)) == 2 + 1 + 1
+
+
+@pytest.mark.compiled("kernels")
+def test_a_model_of_7_billion_parameters_is_one_launch():
+    """The 291 tensors of Llama 2 7B: one launch of 102,827 blocks, where a table with an entry for each took 105."""
+    layer = [4096 * 4096] * 4 + [11008 * 4096] * 3 + [4096] * 2
+    sizes = [32000 * 4096, *layer * 32, 4096, 32000 * 4096]
+    rows = plan(sizes, 1 << 16, 528)
+    assert len(sizes) == 291 and sum(sizes) == 6_738_415_616
+    assert {launch for launch, *_ in rows} == {0} and len(rows) == sum(-(-size // 65536) for size in sizes)

@@ -331,4 +331,28 @@ FAULTS = [
         breaks="a norm survives squares below float32's range",
         tests=("kernels/test_kernels.py::test_unscale_l2norm_in_place_of_squares_outside_float32",),
     ),
+    Mutant(
+        "cpp direct: writes are not counted",
+        "csrc/direct.h",
+        "for (AtenTensorHandle handle : written) tensor_access->count_write(handle);",
+        ";",
+        breaks="versions count writes that torch's dispatcher does not see",
+        tests=("kernels/test_direct_calls.py::test_plain_tensors_are_served_at_once",),
+    ),
+    Mutant(
+        "cpp direct: a profiler is told nothing",
+        "csrc/casting/tensor_access.cpp",
+        "!at::hasCallbacks()",
+        "true",
+        breaks="a profiler sees every operator",
+        tests=("kernels/test_direct_calls.py::test_whoever_listens_hears_of_operators",),
+    ),
+    Mutant(
+        "cpp direct: lazy tensors are taken as they lie",
+        "csrc/casting/tensor_access.cpp",
+        "(impl->key_set().raw_repr() & ~plain) == 0",
+        "true",
+        breaks="what is not plain goes through the dispatcher",
+        tests=("kernels/test_direct_calls.py::test_what_is_not_plain_goes_through_the_dispatcher_untouched",),
+    ),
 ]

@@ -14,6 +14,7 @@ LONG_STEP = "kernels/test_step_kernels.py::test_long_tensors"
 LONG_NORM = "kernels/test_kernels.py::test_l2norm_of_a_long_tensor_keeps_its_digits"
 MANY = "kernels/test_kernels.py::test_five_thousand_tensors"
 NORM_OF_PRODUCTS = "kernels/test_kernels.py::test_unscale_l2norm_is_the_norm_of_the_products"
+LAUNCHES = "kernels/test_kernels.py::test_lists_take_few_launches"
 SCALE = "kernels/test_kernels.py::test_scale_rounds_the_float32_product"
 LAYOUTS = "kernels/test_kernels.py::test_layouts"
 SLICE = "kernels/test_kernels.py::test_what_lies_beside_a_slice_is_left_alone"
@@ -118,7 +119,7 @@ FAULTS = [
     fault(
         "chunk: all blocks take the first chunk",
         DRIVER,
-        "static_cast<int64_t>(table.chunk_of_block[blockIdx.x]) * kChunkSize",
+        "static_cast<int64_t>(block - table.first_block_of[slot]) * kChunkSize",
         "int64_t{0}",
         "each block takes its own chunk of a long tensor",
         WHEREVER,
@@ -134,10 +135,26 @@ FAULTS = [
     fault(
         "chunk: slots are mixed up",
         DRIVER,
-        "static_cast<uint8_t>(launch.blocks[block].slot)",
+        "slot_of(table.first_block_of, table.tensors, block)",
         "0",
         "each block takes the tensor that it was given",
         SCALE,
+    ),
+    fault(
+        "chunk: a launch carries no more than it used to",
+        DRIVER,
+        "pack_launches(sizes, kChunkSize, TensorTable<kDepth>::kMaxTensors)",
+        "pack_launches(sizes, kChunkSize, 192)",
+        "a launch carries as many tensors as its arguments have room for",
+        LAUNCHES,
+    ),
+    Mutant(
+        "cpp plan: the search stops one too soon",
+        "csrc/launch_plan.h",
+        "beyond - slot > 1",
+        "beyond - slot > 2",
+        breaks="each block takes the tensor that it was given",
+        tests=("kernels/test_kernels.py::test_launch_plan",),
     ),
     fault(
         "chunk: each launch begins anew with its blocks",

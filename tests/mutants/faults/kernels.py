@@ -94,7 +94,7 @@ FAULTS = [
     Mutant(
         "routing: a vector is not parted with the lists",
         "ampkit/kernels/routing.py",
-        "vector[torch.tensor(indices, device=vector.device)]",
+        "vector[integers_on(vector.device, indices)]",
         "vector[: len(indices)]",
         breaks="each tensor keeps its own element of a vector, also where dtypes part the lists",
         tests=("kernels/test_step_kernels.py::test_float64_parameters_join_the_list",),
@@ -174,5 +174,13 @@ FAULTS = [
         tests=(
             "kernels/test_kernels.py::test_an_output_whose_elements_share_a_place_is_refused_before_anything_is_written",
         ),
+    ),
+    Mutant(
+        "routing: a run of indices ends one too soon",
+        "ampkit/kernels/routing.py",
+        "runs.append([number, number + 1])",
+        "runs.append([number, number])",
+        breaks="the index of a tensor that is not finite is the caller's",
+        tests=("kernels/test_kernels.py::test_lists_of_several_dtypes_copy_nothing_from_the_host",),
     ),
 ]

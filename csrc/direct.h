@@ -1,0 +1,235 @@
+// Operators called from Python without the dispatcher: methods of the libraries' modules, made of the functions of ops.h.
+//
+// For every tensor of a list the dispatcher makes an IValue, and the stable ABI a shared owner: on many small tensors that is
+// more work than the arithmetic. A method reads the tensors where Python holds them. It answers NotImplemented, having done
+// nothing, where the dispatcher is needed: for tensors that are not plain or lie on another device than the kernels are for, and
+// where somebody listens in (tensor_access.h).
+//
+//   method(written, *arguments)     written: bit k for argument k, whose tensors' versions count a write
+#pragma once
+
+#include <Python.h>
+
+#include <array>
+#include <exception>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "ops.h"
+#include "tensor_access.h"
+
+namespace ampkit {
+
+// Of a library: set by its method use_tensor_access, before any other is called.
+inline const TensorAccess* tensor_access = nullptr;
+
+enum class Given { kFits, kNeedsDispatcher, kRaised };
+
+// An argument of an operator, of the type that its function takes. Tensors are borrowed from Python: the caller holds their
+// objects as long as the call lasts.
+template <class Type>
+struct Argument;
+
+template <>
+struct Argument<double> {
+  double value = 0;
+  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
+    value = PyFloat_AsDouble(object);
+    return value == -1.0 && PyErr_Occurred() ? Given::kRaised : Given::kFits;
+  }
+};
+
+template <>
+struct Argument<int64_t> {
+  int64_t value = 0;
+  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
+    value = PyLong_AsLongLong(object);
+    return value == -1 && PyErr_Occurred() ? Given::kRaised : Given::kFits;
+  }
+};
+
+template <>
+struct Argument<bool> {
+  bool value = false;
+  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
+    const int truth = PyObject_IsTrue(object);
+    value = truth == 1;
+    return truth < 0 ? Given::kRaised : Given::kFits;
+  }
+};
+
+inline AtenTensorHandle plain_tensor_on(int32_t device_type, PyObject* object) {
+  const AtenTensorHandle handle = tensor_access->plain_tensor(object);
+  int32_t found = 0;
+  if (handle == nullptr || aoti_torch_get_device_type(handle, &found) != AOTI_TORCH_SUCCESS) return nullptr;
+  return found == device_type ? handle : nullptr;
+}
+
+template <>
+struct Argument<const Tensor&> {
+  Tensor value;
+  Given read(PyObject* object, int32_t device_type, std::vector<AtenTensorHandle>* written) {
+    const AtenTensorHandle handle = plain_tensor_on(device_type, object);
+    if (handle == nullptr) return Given::kNeedsDispatcher;
+    value = TensorView(handle).share();
+    if (written != nullptr) written->push_back(handle);
+    return Given::kFits;
+  }
+};
+
+template <>
+struct Argument<const MaybeTensor&> {
+  MaybeTensor value;
+  Given read(PyObject* object, int32_t device_type, std::vector<AtenTensorHandle>* written) {
+    if (object == Py_None) return Given::kFits;
+    Argument<const Tensor&> tensor;
+    const Given given = tensor.read(object, device_type, written);
+    if (given == Given::kFits) value = std::move(tensor.value);
+    return given;
+  }
+};
+
+template <>
+struct Argument<const TensorList&> {
+  TensorList value;
+  Given read(PyObject* object, int32_t device_type, std::vector<AtenTensorHandle>* written) {
+    const bool is_list = PyList_Check(object);
+    if (!is_list && !PyTuple_Check(object)) return Given::kNeedsDispatcher;
+    const Py_ssize_t size = is_list ? PyList_Size(object) : PyTuple_Size(object);
+    std::vector<AtenTensorHandle> handles(static_cast<size_t>(size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      handles[i] = plain_tensor_on(device_type, is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
+      if (handles[i] == nullptr) return Given::kNeedsDispatcher;
+    }
+    if (written != nullptr) written->insert(written->end(), handles.begin(), handles.end());
+    value = TensorList::borrowed(std::move(handles));
+    return Given::kFits;
+  }
+};
+
+inline PyObject* python_object(const Tensor& tensor) { return tensor_access->wrap(tensor.get()); }
+
+inline PyObject* python_object(const std::tuple<Tensor, Tensor>& tensors) {
+  PyObject* first = python_object(std::get<0>(tensors));
+  PyObject* second = python_object(std::get<1>(tensors));
+  PyObject* pair = first != nullptr && second != nullptr ? PyTuple_Pack(2, first, second) : nullptr;
+  Py_XDECREF(first);
+  Py_XDECREF(second);
+  return pair;
+}
+
+// Without the GIL, as under the dispatcher: kernels start threads, and copies may wait for a device.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+template <class Result, class... Types, size_t... k>
+PyObject* call_directly(Result (*function)(Types...), int32_t device_type, PyObject* const* given, std::index_sequence<k...>) {
+  const long long mask = PyLong_AsLongLong(given[0]);
+  if (mask == -1 && PyErr_Occurred()) return nullptr;
+  std::tuple<Argument<Types>...> arguments;
+  std::vector<AtenTensorHandle> written;
+  Given state = Given::kFits;
+  const auto read = [&](auto& argument, size_t i) {
+    if (state == Given::kFits) state = argument.read(given[i + 1], device_type, mask >> i & 1 ? &written : nullptr);
+  };
+  (read(std::get<k>(arguments), k), ...);
+  if (state == Given::kRaised) return nullptr;
+  if (state == Given::kNeedsDispatcher) {
+    Py_INCREF(Py_NotImplemented);
+    return Py_NotImplemented;
+  }
+  const auto count_writes = [&] {
+    for (AtenTensorHandle handle : written) tensor_access->count_write(handle);
+  };
+  if constexpr (std::is_void_v<Result>) {
+    {
+      const WithoutGil without;
+      function(std::get<k>(arguments).value...);
+    }
+    count_writes();
+    Py_INCREF(Py_None);
+    return Py_None;
+  } else {
+    const Result result = [&] {
+      const WithoutGil without;
+      return function(std::get<k>(arguments).value...);
+    }();
+    count_writes();
+    return python_object(result);
+  }
+}
+
+template <class Result, class... Types>
+constexpr Py_ssize_t arity(Result (*)(Types...)) {
+  return sizeof...(Types);
+}
+
+template <class Result, class... Types>
+PyObject* call_directly(Result (*function)(Types...), int32_t device_type, PyObject* const* given) {
+  return call_directly(function, device_type, given, std::index_sequence_for<Types...>());
+}
+
+// What Python calls. kDeviceType: the function that names the type of the kernels' device.
+template <auto kFunction, int32_t (*kDeviceType)()>
+PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  static const int32_t device_type = kDeviceType();
+  if (count != arity(kFunction) + 1)
+    return PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", arity(kFunction) + 1, count);
+  if (tensor_access == nullptr || !tensor_access->nobody_listens()) {
+    Py_INCREF(Py_NotImplemented);
+    return Py_NotImplemented;
+  }
+  // Whatever else runs meanwhile may let go of the lists and of their tensors.
+  std::vector<PyObject*> held;
+  const auto hold = [&](PyObject* object) {
+    Py_INCREF(object);
+    held.push_back(object);
+  };
+  for (Py_ssize_t i = 1; i < count; ++i) {
+    hold(given[i]);
+    if (PyList_Check(given[i]))
+      for (Py_ssize_t k = 0; k < PyList_Size(given[i]); ++k) hold(PyList_GetItem(given[i], k));
+  }
+  PyObject* result = nullptr;
+  try {
+    result = call_directly(kFunction, device_type, given);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  for (PyObject* object : held) Py_DECREF(object);
+  return result;
+}
+
+inline PyObject* use_tensor_access(PyObject*, PyObject* capsule) {
+  tensor_access = static_cast<const TensorAccess*>(PyCapsule_GetPointer(capsule, kTensorAccess));
+  if (tensor_access == nullptr) return nullptr;
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
+}  // namespace ampkit
+
+#define AMPKIT_DIRECT(op, device, device_type)                                                                             \
+  {#op,                                                                                                                    \
+   reinterpret_cast<PyCFunction>(                                                                                          \
+       reinterpret_cast<void (*)()>(&ampkit::direct_method<&ampkit::op##_##device, &device_type>)),                        \
+   METH_FASTCALL, nullptr}
+
+// The methods of a library's module, for the column of a device, whose type this function names; ended by an empty one.
+#define AMPKIT_DIRECT_METHODS(device, type)                                                                                \
+  AMPKIT_DIRECT(multi_tensor_scale, device, type), AMPKIT_DIRECT(multi_tensor_axpby, device, type),                        \
+      AMPKIT_DIRECT(multi_tensor_restore, device, type), AMPKIT_DIRECT(multi_tensor_accumulate, device, type),             \
+      AMPKIT_DIRECT(multi_tensor_restore_l2norm, device, type), AMPKIT_DIRECT(multi_tensor_l2norm, device, type),          \
+      AMPKIT_DIRECT(multi_tensor_unscale_l2norm, device, type), AMPKIT_DIRECT(multi_tensor_sgd, device, type),             \
+      AMPKIT_DIRECT(multi_tensor_adam, device, type), AMPKIT_DIRECT(multi_tensor_adagrad, device, type),                   \
+      AMPKIT_DIRECT(multi_tensor_novograd, device, type), AMPKIT_DIRECT(multi_tensor_lamb, device, type),                  \
+      {"use_tensor_access", ampkit::use_tensor_access, METH_O, nullptr}, {                                                 \
+    nullptr, nullptr, 0, nullptr                                                                                           \
+  }

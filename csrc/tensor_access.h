@@ -1,0 +1,26 @@
+// What ampkit/_casting, which knows torch's own structures, lends to the libraries of kernels, which only know the stable ABI: the
+// tensors behind Python objects, so that a call need not go through the dispatcher (direct.h).
+#pragma once
+
+#include <Python.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <cstdint>
+
+namespace ampkit {
+
+struct TensorAccess {
+  // Whether nobody has to be told of operators that this thread calls: no mode, transform, trace or profiler.
+  bool (*nobody_listens)();
+  // The tensor of this object, which need not be given back and lives as long as the object does; nullptr unless it is a plain
+  // one: of torch's own class, with memory of its own and nothing lazy about it.
+  AtenTensorHandle (*plain_tensor)(PyObject* object);
+  // A new object for a tensor that is given away.
+  PyObject* (*wrap)(AtenTensorHandle tensor);
+  // torch counts the writes of its own operators only. Autograd's checks and weight-cast caches read the count.
+  void (*count_write)(AtenTensorHandle tensor);
+};
+
+constexpr const char* kTensorAccess = "ampkit._casting.tensor_access";  // of the capsule
+
+}  // namespace ampkit

@@ -1,0 +1,117 @@
+"""Operators are called without torch's dispatcher where nobody needs to be told (csrc/direct.h), and through it elsewhere."""
+
+import time
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampkit import kernels
+
+pytestmark = [pytest.mark.compiled("kernels"), pytest.mark.compiled("wrappers")]
+WRITES_OUTPUTS = 0b10
+
+
+def library():
+    from ampkit.kernels import extension
+
+    return extension._direct[0]
+
+
+def scale_directly(inputs, outputs, scale=0.5, written=WRITES_OUTPUTS):
+    return library().multi_tensor_scale(written, inputs, outputs, scale, None, None, None)
+
+
+class Heard(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_tensors_are_served_at_once():
+    inputs, outputs = [torch.ones(3), torch.ones(2, 2)], [torch.zeros(3), torch.zeros(2, 2)]
+    assert scale_directly(inputs, outputs) is None
+    assert [out.flatten().tolist() for out in outputs] == [[0.5] * 3, [0.5] * 4]
+    assert [t._version for t in (*inputs, *outputs)] == [0, 0, 1, 1]
+    assert scale_directly(tuple(inputs), (torch.nn.Parameter(torch.zeros(3)), outputs[1])) is None
+    norm, norms = library().multi_tensor_l2norm(0, outputs, True)
+    assert norm.item() == pytest.approx(1.75**0.5) and norms.tolist() == pytest.approx([0.75**0.5, 1.0])
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+NOT_PLAIN = {
+    "a subclass": lambda: torch.ones(3).as_subclass(Subclass),
+    "a lazy conjugate": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "a lazy negative": lambda: torch._neg_view(torch.ones(3)),
+    "another device": lambda: torch.ones(3, device="meta"),
+    "sparse": lambda: torch.ones(3).to_sparse(),
+    "inference": lambda: _in_inference(),
+    "no tensor": lambda: None,
+}
+
+
+def _in_inference():
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_what_is_not_plain_goes_through_the_dispatcher_untouched(kind):
+    odd, out = NOT_PLAIN[kind](), torch.full((3,), 7.0)
+    assert scale_directly([torch.ones(3), odd], [out, torch.zeros(3)]) is NotImplemented
+    assert out.tolist() == [7.0] * 3 and out._version == 0
+
+
+def test_whoever_listens_hears_of_operators():
+    def call():
+        out = torch.zeros(3)
+        kernels.multi_tensor_scale([torch.ones(3)], [out], 0.5)
+        assert out.tolist() == [0.5] * 3 and out._version == 1
+
+    with Heard() as heard:
+        call()
+    assert "ampkit::multi_tensor_scale" in heard.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    assert any(event.key == "ampkit::multi_tensor_scale" for event in profile.key_averages())
+    with torch._subclasses.FakeTensorMode():
+        assert kernels.multi_tensor_l2norm([torch.ones(3)], True)[1].shape == (1,)
+    call()
+
+
+def test_errors_are_the_operators_own():
+    with pytest.raises(RuntimeError, match=r"^multi_tensor_scale: inputs has 1 tensors, outputs has 0"):
+        scale_directly([torch.ones(3)], [])
+    with pytest.raises(TypeError, match="expected 7 arguments, got 2"):
+        library().multi_tensor_scale(0, [])
+    with pytest.raises(TypeError, match="must be real number, not list"):
+        scale_directly([torch.ones(3)], [torch.ones(3)], [1.0])
+
+
+@pytest.mark.cpu_kernels
+def test_a_step_of_small_tensors_costs_the_host_no_more_than_torchs_fused_one():
+    """160 tensors in four lists; the smallest times in turn, in time of this thread."""
+    grads, params, moments, squares = ([torch.zeros(8) for _ in range(160)] for _ in range(4))
+    steps = [torch.ones(()) for _ in range(160)]
+    rule = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, step=1.0, decoupled=True)
+    more = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False)
+    found_inf = torch.ones(1)
+    calls = {
+        "ours": lambda: kernels.multi_tensor_adam(grads, params, moments, squares, **rule),
+        "skipped": lambda: kernels.multi_tensor_adam(grads, params, moments, squares, **rule, found_inf=found_inf),
+        "torch's": lambda: torch._fused_adamw_(params, grads, moments, squares, [], steps, **more),
+    }
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(300):
+        for name, call in calls.items():
+            start = time.thread_time()
+            call()
+            best[name] = min(best[name], time.thread_time() - start)
+    assert best["ours"] <= best["torch's"] and best["skipped"] <= best["torch's"], best
