@@ -1,12 +1,13 @@
 """How fast the multi-tensor kernels are: GB/s beside a plain copy, and the time of the same work in public torch calls.
 
-    python benchmarks/bench_kernels.py [--lists resnet50 gpt2 tiny] [--only adam] [--device cpu] [--rounds 11]
+    python benchmarks/bench_kernels.py [--lists resnet50 gpt2 tiny] [--only adam] [--device cpu] [--rounds 11] [--minima]
 
 For each kernel, the copy, ours and torch's run in turn, round after round, and medians are printed: what else the machine
 does hits all alike. Ours and torch's take turns in following the copy, which leaves nothing else in the caches. Bytes are
 those that the operation must move: each input read once, each output written once. The copy is of float32, as many bytes as
 the largest list has. Where torch has no fused optimizer of the kind, its foreach calls are the other side
-(ampkit/kernels/reference_optimizers.py).
+(ampkit/kernels/reference_optimizers.py). `--minima` takes the smallest time of one thread instead, not counting when it waited: for
+a machine that has other work. `gpt2_quarter` is gpt2 with half the width.
 """
 
 import argparse
@@ -22,11 +23,14 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lists", nargs="+", default=list(LISTS), choices=list(LISTS))
+    parser.add_argument("--lists", nargs="+", default=["resnet50", "gpt2", "tiny"], choices=list(LISTS))
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--minima", action="store_true", help="the smallest times of one thread; on the CPU only")
     args = parser.parse_args()
+    if args.minima:
+        torch.set_num_threads(1)
     print(kernels.implementation())
     for name in args.lists:
         shapes = LISTS[name]()
@@ -49,19 +53,23 @@ def time_case(make, shapes, elements, args):
     torch.manual_seed(0)
     ours, theirs = make(shapes, args.device)
     source, target = torch.ones(elements, device=args.device), torch.zeros(elements, device=args.device)
-    return interleaved_medians((lambda: target.copy_(source), ours, theirs), args.rounds, args.device)
+    if args.minima:
+        return interleaved((lambda: target.copy_(source), ours, theirs), args.rounds, time.thread_time, min)
+    return interleaved(
+        (lambda: target.copy_(source), ours, theirs), args.rounds, lambda: now(args.device), statistics.median
+    )
 
 
-def interleaved_medians(runs, rounds, device):
+def interleaved(runs, rounds, clock, typical):
     times = [[] for _ in runs]
     first, *others = range(len(runs))
     for i in range(rounds + 2):
         for which in (first, *(others if i % 2 else others[::-1])):
-            start = now(device)
+            start = clock()
             runs[which]()
             if i >= 2:
-                times[which].append(now(device) - start)
-    return [statistics.median(seconds) for seconds in times]
+                times[which].append(clock() - start)
+    return [typical(seconds) for seconds in times]
 
 
 def now(device):
@@ -85,13 +93,18 @@ def resnet50_shapes():
     return [torch.Size(shape) for shape in [*shapes, (1000, 2048)]]
 
 
-def gpt2_shapes():
-    block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,)]
-    block += [(768, 3072), (3072,), (3072, 768), (768,)]
-    return [torch.Size(shape) for shape in [(50257, 768), (1024, 768), *block * 12, (768,), (768,)]]
+def gpt2_shapes(width=768):
+    block = [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,), (width,), (width,)]
+    block += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [torch.Size(shape) for shape in [(50257, width), (1024, width), *block * 12, (width,), (width,)]]
 
 
-LISTS = {"resnet50": resnet50_shapes, "gpt2": gpt2_shapes, "tiny": lambda: [torch.Size((100,))] * 5000}
+LISTS = {
+    "resnet50": resnet50_shapes,
+    "gpt2": gpt2_shapes,
+    "gpt2_quarter": lambda: gpt2_shapes(384),
+    "tiny": lambda: [torch.Size((100,))] * 5000,
+}
 
 
 def random(shapes, device, dtype=F32):
@@ -223,6 +236,26 @@ def step(kernel, states, settings, torch_optimizer=None):
     return make
 
 
+def plain_step(kernel, states, settings):
+    """One step of float32 parameters, against the same rule in torch._foreach_*."""
+
+    def make(shapes, device):
+        grads, params = random(shapes, device), random(shapes, device)
+        moments = [zeros(shapes, device) for _ in range(states)]
+        norms = [torch.ones(len(shapes), device=device)] if kernel == "novograd" else []
+        function = getattr(kernels, f"multi_tensor_{kernel}")
+        given = {"grad_norms": torch.ones(len(shapes), device=device)} if norms else {}
+
+        def theirs():
+            if norms:  # the wrapped function is given norms that have moved
+                norms[0].square().mul_(0.999).add_(given["grad_norms"].square(), alpha=0.001).sqrt_()
+            function.__wrapped__(grads, params, *moments, *norms, **settings)
+
+        return lambda: function(grads, params, *moments, *norms, **settings, **given), theirs
+
+    return make
+
+
 def fused(cls, **settings):
     return lambda params: cls(params, fused=True, **settings)
 
@@ -264,6 +297,10 @@ CASES = {
     ),
     "check, novograd with masters": (step("novograd", 1, _ADAM), 22),
     "check, lamb with masters": (step("lamb", 2, dict(_ADAM, weight_decay=0.01)), 42),
+    "plain step, adam": (plain_step("adam", 2, dict(_ADAM, decoupled=True, weight_decay=0.01)), 28),
+    "plain step, adagrad": (plain_step("adagrad", 1, dict(lr=1e-3, eps=1e-10, weight_decay=0.01)), 20),
+    "plain step, novograd": (plain_step("novograd", 1, dict(_ADAM, weight_decay=0.01)), 20),
+    "plain step, lamb": (plain_step("lamb", 2, dict(_ADAM, weight_decay=0.01)), 40),
     "update_scale": (scale_rule, 0),
 }
 
