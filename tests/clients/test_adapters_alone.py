@@ -2,8 +2,13 @@
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from helpers import net_with_norm, random_batch
+
+import ampkit
 
 FRAMEWORKS = ("lightning", "lightning.pytorch", "pytorch_lightning", "accelerate", "timm", "timm.utils", "transformers")
 
@@ -36,3 +41,48 @@ def test_what_a_framework_lacks_itself_is_not_hidden(monkeypatch, tmp_path):
 @pytest.mark.parametrize("adapter", ("accelerate", "timm", "transformers"))
 def test_an_adapter_that_is_given_the_frameworks_objects_imports_without_it(adapter, without_frameworks):
     assert importlib.import_module(f"ampkit.integrations.{adapter}").__doc__
+
+
+def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks, monkeypatch):
+    """What it asks of models and sessions, in the order in which Lightning calls it, with a stand-in for its base class."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.norm = net_with_norm(), torch.nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.norm(self.part(x))
+
+    class Precision:
+        def backward(self, tensor, *_):
+            tensor.backward()
+
+        def _wrap_closure(self, model, optimizer, closure):
+            return closure()
+
+    stand_in = SimpleNamespace(plugins=SimpleNamespace(Precision=Precision))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
+    monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(pytorch=stand_in))
+    precision = importlib.import_module("ampkit.integrations.lightning").AmpkitPrecision("O2", verbosity=0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    precision.connect(net, [optimizer], [])
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def closure():
+        with precision.forward_context():
+            loss = net.norm(net.part(random_batch()[0])).float().sum() * torch.inf  # parts of it, and not its forward
+        optimizer.zero_grad()
+        precision.backward(loss, net, optimizer)
+
+    precision.optimizer_step(optimizer, net, closure)
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    state = precision.state_dict()
+    assert state["loss_scaler0"]["loss_scale"] == 2.0**15
+    precision.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1}})
+    precision.teardown()
+    assert precision.state_dict()["loss_scaler0"]["loss_scale"] == 64.0
+    assert {param.dtype for param in net.parameters()} == {torch.float32}
+    sys.modules.pop("ampkit.integrations.lightning")  # the next one is for the Lightning that is there
