@@ -159,7 +159,9 @@ def test_script_runs_and_prints_what_it_promises(script):
 
 def test_every_script_is_run():
     # step_time_model.py is tested with the pages.
-    assert sorted([*RUNS, "bench.py", "step_time_model.py"]) == sorted({path.name for path in FOLDER.glob("*.py")} - SHARED)
+    assert sorted([*RUNS, "bench.py", "step_time_model.py"]) == sorted(
+        {path.name for path in FOLDER.glob("*.py")} - SHARED
+    )
 
 
 @pytest.mark.slow
