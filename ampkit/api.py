@@ -289,7 +289,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str,
     destination = OrderedDict() if destination is None else destination
     collect_orphans(closing=live_sessions[-1:])
     for one in live_sessions:
-        one.synchronize_reports()
+        one.scaling.synchronize()
     save_scalers([one.scalers for one in live_sessions], destination)
     return destination
 

@@ -394,10 +394,6 @@ class Session:
 
     # What wrappers and models ask of their session
 
-    def synchronize_reports(self) -> None:
-        """Wait for every iteration that the host has not learned of, and log skipped steps."""
-        self.scaling.synchronize()
-
     def float32_values(self) -> dict[torch.Tensor, Float32Value]:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
         if not self.plan.master_weights:

@@ -75,7 +75,7 @@ class AmpkitPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         if self._session is not None:
-            self._session.synchronize_reports()
+            self._session.scaling.synchronize()
             self._state = {}
             save_scalers([self._session.scalers], self._state)
         return self._state

@@ -25,11 +25,7 @@ from ..errors import ConfigurationError
 
 ACTIVATION_KEY = "_ampkit_activation_dtype"
 
-_NORM_TYPES = tuple(
-    getattr(nn, name)
-    for name in ("LayerNorm", "GroupNorm", "RMSNorm", "LocalResponseNorm", "CrossMapLRN2d")
-    if hasattr(nn, name)
-) + (_NormBase,)
+_NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _NormBase)
 _NORM_SUFFIXES = ("Norm", "Norm1d", "Norm2d", "Norm3d")
 
 

@@ -31,6 +31,7 @@ from ..casting.wrappers import keep_overloads
 from ..dtypes import LOWER_PRECISION
 from ..patching import PatchSet
 from ..policy.cast_rules import VISION, is_loaded, resolve_owner
+from ..policy.tables import LOSSES
 
 PACKAGE = "torchvision"
 
@@ -182,22 +183,6 @@ def _loss_in_float32(function: Callable, name: str) -> Callable:
 def _widened(value: Any) -> Any:
     return to_float32(value) if isinstance(value, Tensor) else value
 
-
-#: The losses of torch.nn.functional, which the modules in torch.nn call.
-LOSSES = (
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss"),
-    *(
-        "gaussian_nll_loss",
-        "hinge_embedding_loss",
-        "huber_loss",
-        "kl_div",
-        "l1_loss",
-        "margin_ranking_loss",
-        "mse_loss",
-    ),
-    *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss"),
-    *("smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss"),
-)
 
 _DETECTORS = ("GeneralizedRCNN", "RetinaNet", "FCOS", "SSD")
 _OPERATORS = ("deform_conv2d", "nms", "ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool")

@@ -31,6 +31,7 @@ from .cast_rules import (
 _CONVOLUTIONS = (
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
 )
+_LOSS = "a loss is a sum over the batch, and gradients start from it"
 _OUT_OF_RANGE = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt", "sinh", "tan",
 )
@@ -68,7 +69,7 @@ APEX = (
             "multi_margin_loss", "nll_loss", "binary_cross_entropy_with_logits", "smooth_l1_loss", "soft_margin_loss",
             "triplet_margin_loss", "ctc_loss",
         ),
-        "a loss is a sum over the batch, and gradients start from it",
+        _LOSS,
     ),
     RuleGroup(FP32, (TORCH, TENSOR), _OUT_OF_RANGE, "leaves the range of float16, or is steep"),
     RuleGroup(FP32, (TORCH, TENSOR), ("pow",), "leaves the range of float16"),
@@ -199,7 +200,7 @@ TODAY = (
         FP32,
         F,
         ("huber_loss", "gaussian_nll_loss", "triplet_margin_with_distance_loss"),
-        "a loss is a sum over the batch, and gradients start from it",
+        _LOSS,
     ),
     RuleGroup(
         FP32,
@@ -370,6 +371,8 @@ APEX_ONLY = (
 
 # Layers of groups: a later one wins. A function that a policy's own list does not know keeps the default's row.
 DEFAULT = APEX + TODAY
+#: The losses of torch.nn.functional.
+LOSSES = ("binary_cross_entropy", *(name for group in DEFAULT if group.reason is _LOSS for name in group.names))
 TABLES: dict[str, tuple[tuple[RuleGroup, ...], ...]] = {
     "default": (DEFAULT,),
     "apex": (DEFAULT, APEX_ONLY),

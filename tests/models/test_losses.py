@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ampkit
 from ampkit.casting import engine
-from ampkit.models.operators import LOSSES
+from ampkit.policy.tables import LOSSES
 
 LOW = torch.bfloat16
 

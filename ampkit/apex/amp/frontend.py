@@ -190,7 +190,7 @@ def state_dict(destination: dict | None = None) -> dict[str, dict[str, float | i
     """``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, for the loss scalers of the newest ``initialize``."""
     destination = OrderedDict() if destination is None else destination
     for session in live_sessions:
-        session.synchronize_reports()
+        session.scaling.synchronize()
     save_scalers([_scalers() or []], destination)
     return destination
 
