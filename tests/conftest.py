@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 import types
 
@@ -137,6 +138,15 @@ def ops(request, monkeypatch, device):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets():
+    """Accelerate keeps the settings of one accelerator, or of one Trainer, in classes, for all later ones."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special)

@@ -28,8 +28,7 @@ def accelerator():
         return accelerate.Accelerator(cpu=True, **settings)
 
     forget_settings()
-    yield make
-    forget_settings()
+    return make
 
 
 def forget_settings():

@@ -337,7 +337,7 @@ FAULTS = [
         "for (AtenTensorHandle handle : written) tensor_access->count_write(handle);",
         ";",
         breaks="versions count writes that torch's dispatcher does not see",
-        tests=("kernels/test_direct_calls.py::test_plain_tensors_are_served_at_once",),
+        tests=("kernels/test_past_the_dispatcher.py::test_plain_tensors_are_served_at_once",),
     ),
     Mutant(
         "cpp direct: a profiler is told nothing",
@@ -345,7 +345,7 @@ FAULTS = [
         "!at::hasCallbacks()",
         "true",
         breaks="a profiler sees every operator",
-        tests=("kernels/test_direct_calls.py::test_whoever_listens_hears_of_operators",),
+        tests=("kernels/test_past_the_dispatcher.py::test_whoever_listens_hears_of_operators",),
     ),
     Mutant(
         "cpp direct: lazy tensors are taken as they lie",
@@ -353,6 +353,6 @@ FAULTS = [
         "(impl->key_set().raw_repr() & ~plain) == 0",
         "true",
         breaks="what is not plain goes through the dispatcher",
-        tests=("kernels/test_direct_calls.py::test_what_is_not_plain_goes_through_the_dispatcher_untouched",),
+        tests=("kernels/test_past_the_dispatcher.py::test_what_is_not_plain_goes_through_the_dispatcher_untouched",),
     ),
 ]
