@@ -162,6 +162,7 @@ class OptimizerWrapper:
         lent, self._lent = self._lent, set()
         for slot in lent:
             slot.master.end_step()
+            slot.entry.lender = None
 
     def _param_of_master(self) -> dict[torch.Tensor, torch.Tensor]:
         """The parameters by the masters that stand in their places."""

@@ -2,7 +2,7 @@
 
 The optimizer's groups hold the weights, and a fused step updates weight and rest together (`ampkit.kernels.split`). Whoever asks
 for masters (``master_params``) is lent their float32 values one at a time, and what is written to one goes back when the next is
-asked for, or, if torch has counted the write, by the next step.
+asked for, or, if torch has counted the write, before the value is used next.
 """
 
 from __future__ import annotations
@@ -65,9 +65,25 @@ class SplitMaster:
 
     def __init__(self, rest_dtype: torch.dtype) -> None:
         self.rest_dtype = rest_dtype
-        self.raw_grad: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
         self._lent: weakref.ref[LentMaster] | None = None
         self._version = 0
+
+    @property
+    def raw_grad(self) -> torch.Tensor | None:
+        """The float32 gradient, if there is one."""
+        return self._gradient
+
+    @raw_grad.setter
+    def raw_grad(self, value: torch.Tensor | None) -> None:
+        self._gradient = value
+        lent = self._lent() if self._lent is not None else None
+        if lent is None:
+            return
+        if value is None or (value.shape == lent.shape and value.device == lent.device):
+            _grad.__set__(lent, value)  # else an old gradient would pass for one that a script has put there
+        else:
+            self.end_step()
 
     def lend(self, slot: Any) -> Iterator[nn.Parameter]:
         """Yield the float32 value, with its gradient, and take back what was written to either."""
@@ -81,13 +97,14 @@ class SplitMaster:
         lent._is_old = False
         lent.grad = self.raw_grad
         self._version = lent._version
+        slot.entry.lender = lent._slot
         try:
             yield lent
         finally:
             self._take_back(slot, lent)
 
     def settle(self, slot: Any, lent: LentMaster | None = None) -> None:
-        """Before a step, and when what was lent goes: take back what was written to it after the next was asked for."""
+        """Take back what was written to it after the next was asked for: before the value is used, and when what was lent goes."""
         if lent is None and self._lent is not None:
             lent = self._lent()
         if lent is not None and (lent._version != self._version or lent.grad is not self.raw_grad):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ class Float32Value:
     two last agreed, as long as no step was taken: until then DDP and others write the same values again. Writes to a weight with
     a master are told by its version counter; ``counted`` is False for others, whose values are compared: torch's batch norm
     updates running statistics without counting, a momentum encoder is written to through ``.data``. ``gradient`` is the float32
-    gradient that stood in the tensor when it was cast, until the master takes it.
+    gradient that stood in the tensor when it was cast, until the master takes it. ``lender`` has the slot of a split master
+    whose value a script may still hold, and write to.
     """
 
     value: torch.Tensor | None
@@ -48,6 +50,7 @@ class Float32Value:
     before: torch.Tensor | None = None
     loaded: torch.Tensor | None = None
     writes: int = 0
+    lender: Callable[[], Any] | None = None
     _in_copies: Callable[[], nn.Parameter | None] = lambda: None
 
     def agree(self, lower: torch.Tensor) -> None:
@@ -69,6 +72,8 @@ class Float32Value:
     def synchronize(self, lower: torch.Tensor) -> None:
         """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
         if self.rest is not None:
+            if self.lender is not None and (slot := self.lender()) is not None:
+                slot.master.settle(slot)
             self._follow(lower)
             return
         if self.value is not None and self.value.shape != lower.shape:
@@ -127,7 +132,8 @@ class Float32Value:
     def current(self, lower: torch.Tensor) -> torch.Tensor:
         """The float32 value on the device of ``lower``: live, not a copy, wherever it lies there."""
         self.synchronize(lower)
-        if self.rest is not None:
+        if self.rest is not None and lower.dtype is torch.bfloat16:
+            # Not where another optimizer's close(), or ``model.half()``, has put other bits there.
             return kernels.join(lower, self.rest)
         return lower.detach().float() if self.value is None else self.value.detach().to(lower.device)
 
@@ -308,6 +314,7 @@ def sync_weights(model: nn.Module) -> None:
                 tensor._version != entry.lower_version
                 or tensor.data_ptr() != entry.lower_ptr
                 or tensor.numel() != entry.lower_size
+                or entry.lender is not None
             ):
                 if not entry.counted:
                     _warn_of_average(model, record, entry, tensor)

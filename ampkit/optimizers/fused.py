@@ -353,7 +353,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for key, param in self._by_key(state_dict).items():
             if param.dtype in LOWER_PRECISION:
                 for name, value in state_dict["state"].get(key, {}).items():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+                    if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
             if self.rounding.is_narrow and param in self.state:
                 self.rounding.narrow(self.state[param], param)

@@ -1,5 +1,7 @@
 """The fused optimizers on their own: judged by torch.optim in float64, or by the published update written out in float64."""
 
+import copy
+
 import pytest
 import torch
 from helpers import (
@@ -73,6 +75,23 @@ def test_resume_from_own_state_is_bit_for_bit(name, dtype):
     make = lambda params: getattr(optimizers, name)(params, **FUSED_SETTINGS[name])  # noqa: E731
     params, again = params_after_handing_on(dtype, make, make)
     assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUSED_SETTINGS)
+def test_state_of_a_scalar_is_loaded_in_float32(name, dtype):
+    """A learned temperature, say; torch rounds what it loads to the dtype of the parameter."""
+    param = nn.Parameter(torch.tensor(1.3, dtype=dtype))
+    optimizer = getattr(optimizers, name)([param], **FUSED_SETTINGS[name])
+    for step in range(3):
+        param.grad = torch.tensor(0.3 + step / 7, dtype=dtype)
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(before)
+    after = optimizer.state_dict()
+    for name, value in before["state"][0].items():
+        found = after["state"][0][name]
+        assert value is found is None or (found.dtype is torch.float32 and torch.equal(found, value)), name
 
 
 def lamb(params, steps, lr, betas, eps, weight_decay, max_grad_norm, decoupled=True, averaging=True, nvlamb=False):

@@ -326,6 +326,45 @@ def test_master_params_are_float32_and_what_is_written_to_them_comes_home():
     assert_same(float32_values(model), {name: value * 2 for name, value in expected.items()})
 
 
+def test_a_value_that_is_still_held_brings_no_old_gradient_into_the_step():
+    """``for average, p in zip(averages, master_params(optimizer))`` after the step leaves the last ``p`` behind."""
+    results = []
+    for model, optimizer in plain_and_split(sgd):
+        for seed in range(3):
+            iterate(loss_of(model, seed), optimizer)
+            held = list(ampkit.master_params(optimizer))
+        iterate(loss_of(model, 3), optimizer)
+        del held
+        results.append(float32_values(model))
+        ampkit.close()
+    assert_masters_close(results)
+
+
+def test_a_held_value_has_the_gradient_of_now():
+    model, optimizer = trained()
+    held = list(ampkit.master_params(optimizer))
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in held)
+    loss_of(model)().backward()
+    for p, now in zip(held, list(ampkit.master_params(optimizer)), strict=True):
+        assert p.grad is not None and torch.equal(p.grad, now.grad)
+
+
+def test_counted_writes_to_a_list_of_masters_are_seen_by_whoever_asks_next():
+    """An average swapped in for a validation, and out again."""
+    model, optimizer = trained()
+    inputs, before = torch.randn(5, 6), float32_values(model)
+    with torch.no_grad():
+        masters = list(ampkit.master_params(optimizer))
+        outputs = model(inputs)
+        torch._foreach_mul_(masters, 0.5)
+        assert not torch.equal(model(inputs), outputs)
+        assert_same(float32_values(model), {name: value * 0.5 for name, value in before.items()})
+        torch._foreach_mul_(masters, 2.0)
+        assert_same(float32_values(model), before)
+        assert torch.equal(model(inputs), outputs)
+
+
 def test_masters_that_were_kept_over_a_step_say_so():
     """A script may keep the list and clip it after every block. These are copies: their gradients are not the next ones."""
     model, optimizer = trained()
@@ -370,6 +409,29 @@ def test_a_skipped_step_leaves_weights_and_rests():
     assert_same(float32_values(model), before)
     iterate(loss, optimizer)
     assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_parameters_of_two_optimizers_come_back_once():
+    model = net()
+    both = [adamw(model.parameters()), sgd(model[2].parameters())]
+    model, both = ampkit.initialize(model, both, opt_level="O5", master_weights="split", verbosity=0)
+    with ampkit.scale_loss(loss_of(model)(), both) as scaled:
+        scaled.backward()
+    for optimizer in both:
+        optimizer.step()
+    expected = float32_values(model)
+    ampkit.close()
+    assert_same(float32_values(model), expected)
+    assert model[2].weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_model_that_was_cast_before_close_keeps_what_it_holds(dtype):
+    model, _ = trained()
+    model.to(dtype)
+    expected = {name: value.float() for name, value in model.state_dict().items()}
+    ampkit.close()
+    assert_same(float32_values(model), expected)
 
 
 def test_frozen_tied_and_later_parameters():

@@ -64,6 +64,37 @@ FAULTS = [
         tests=("optimizers/test_split_masters.py::test_clipping_is_as_with_plain_masters",),
     ),
     Mutant(
+        "split masters: an old gradient passes for one that a script has put there",
+        "ampkit/iteration/split_masters.py",
+        "            _grad.__set__(lent, value)  # else",
+        "            pass  # else",
+        breaks="a step uses the gradients of its own backward pass",
+        tests=(
+            "optimizers/test_split_masters.py::test_a_value_that_is_still_held_brings_no_old_gradient_into_the_step",
+        ),
+    ),
+    Mutant(
+        "split masters: a forward pass does not see what was written to a list of them",
+        "ampkit/iteration/split_masters.py",
+        "        slot.entry.lender = lent._slot\n",
+        "",
+        breaks="counted writes to masters are seen before the next step",
+        tests=(
+            "optimizers/test_split_masters.py::test_counted_writes_to_a_list_of_masters_are_seen_by_whoever_asks_next",
+        ),
+    ),
+    Mutant(
+        "split masters: bits of float16 pass for those of bfloat16",
+        "ampkit/models/weights.py",
+        "        if self.rest is not None and lower.dtype is torch.bfloat16:\n            # Not",
+        "        if self.rest is not None:\n            # Not",
+        breaks="close() leaves weights that are not bfloat16 any more as they are",
+        tests=(
+            "optimizers/test_split_masters.py::test_parameters_of_two_optimizers_come_back_once",
+            "optimizers/test_split_masters.py::test_a_model_that_was_cast_before_close_keeps_what_it_holds",
+        ),
+    ),
+    Mutant(
         "split masters: old values look like new ones",
         "ampkit/iteration/split_masters.py",
         "            lent._is_old = True\n",

@@ -230,8 +230,8 @@ FAULTS = [
     Mutant(
         "copies: a write before the copy is missed",
         "ampkit/models/weights.py",
-        "self.synchronize(lower)\n        if self.rest is not None:\n            return kernels.join(lower",
-        "if self.rest is not None:\n            return kernels.join(lower",
+        "self.synchronize(lower)\n        if self.rest is not None and lower.dtype",
+        "if self.rest is not None and lower.dtype",
         breaks="a copy has what was written to the weights before",
         tests=("models/test_copies.py::test_copy_made_after_a_write_to_state_dict_has_it",),
     ),
