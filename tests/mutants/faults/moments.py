@@ -119,8 +119,8 @@ FAULTS = [
     fault(
         "cpu: scales lie behind the codes of the tile",
         "csrc/cpu/rounded_step_block.h",
-        "+ offset / kMomentBlock",
-        "+ 0",
+        "offset / kMomentBlock",
+        "0",
         "each block has a scale of its own",
         PACKS,
     ),
