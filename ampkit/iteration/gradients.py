@@ -79,8 +79,7 @@ class Gradients:
             if slot.master is not None:
                 self.mastered.append(slot)
                 self.by_master[id(slot.target)] = slot
-                if not slot.is_split:
-                    slot.master.belongs_to(slot, self)
+                slot.master.belongs_to(slot, self)
 
     def process_groups(self) -> list[Any]:
         """The groups of processes that the parameters lie on."""

@@ -8,7 +8,7 @@ asked for, or, if torch has counted the write, before the value is used next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ _grad = torch.Tensor.grad
 class LentMaster(nn.Parameter):
     """The float32 value of a split master, as long as the weight stands still.
 
-    Its gradient is the master's. After the next step the value is an old one: looking at its gradient raises then.
+    Its gradient is the master's, made when somebody looks at it. After the next step the value is an old one: looking at its
+    gradient raises then.
     """
 
     _is_old = False
@@ -32,6 +33,9 @@ class LentMaster(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         self._refuse_if_old()
+        slot = self._slot and self._slot()
+        if slot is not None:
+            slot.master.convert(slot)
         return _grad.__get__(self)
 
     @grad.setter
@@ -67,7 +71,17 @@ class SplitMaster:
         self.rest_dtype = rest_dtype
         self._gradient: torch.Tensor | None = None
         self._lent: weakref.ref[LentMaster] | None = None
+        self._gradients: Callable[[], Any] = lambda: None
         self._version = 0
+
+    def belongs_to(self, slot: Any, gradients: Any) -> None:
+        """Have these `Gradients`, while they live, convert what there is before anybody sees the gradient."""
+        self._gradients = weakref.ref(gradients)
+
+    def convert(self, slot: Any) -> None:
+        """Somebody looks at the gradient, on a value that may have been lent before the backward pass."""
+        if slot.converted is None and slot.param.grad is not None and (gradients := self._gradients()) is not None:
+            gradients.convert_for_reader()
 
     @property
     def raw_grad(self) -> torch.Tensor | None:
@@ -95,7 +109,7 @@ class SplitMaster:
         else:
             lent.data = value
         lent._is_old = False
-        lent.grad = self.raw_grad
+        _grad.__set__(lent, self.raw_grad)
         self._version = lent._version
         slot.entry.lender = lent._slot
         try:
@@ -107,7 +121,7 @@ class SplitMaster:
         """Take back what was written to it after the next was asked for: before the value is used, and when what was lent goes."""
         if lent is None and self._lent is not None:
             lent = self._lent()
-        if lent is not None and (lent._version != self._version or lent.grad is not self.raw_grad):
+        if lent is not None and (lent._version != self._version or _grad.__get__(lent) is not self.raw_grad):
             self._take_back(slot, lent)
 
     def end_step(self) -> None:
@@ -118,8 +132,10 @@ class SplitMaster:
 
     @torch.no_grad()
     def _take_back(self, slot: Any, lent: LentMaster) -> None:
-        if lent.grad is not self.raw_grad:
-            self.raw_grad = lent.grad
+        lent._refuse_if_old()
+        gradient = _grad.__get__(lent)
+        if gradient is not self.raw_grad:
+            self.raw_grad = gradient
             slot.note_gradient()
         is_counted, self._version = lent._version != self._version, lent._version
         weights, rest = kernels.split(lent.detach(), self.rest_dtype)

@@ -23,6 +23,8 @@ from .rounding import Rounding
 from .scales import Scale, inverse, on
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Rounding)
+# What torch would take for a setting of one group, and nobody would heed.
+_OF_ALL_GROUPS = ("state_dtype", "rounding")
 # Elements whose gradients are restored in one go: few enough to stay in the caches until the step reads them.
 _RESTORED_AT_ONCE = {"cpu": 2**18, "others": 2**22}
 # How many parameters share a step count, noted on the tensor that holds it.
@@ -146,6 +148,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; complex parameters are refused where real and imaginary parts would have to be squared apart."""
         super().add_param_group(param_group)
+        for name in _OF_ALL_GROUPS:
+            if name in self.param_groups[-1]:
+                del self.param_groups[-1]
+                raise ValueError(
+                    f"{type(self).__name__}: a parameter group says {name}={param_group[name]!r}, which is one for all groups. "
+                    "Give it to the optimizer, or make an optimizer for these parameters."
+                )
         for param in self.param_groups[-1]["params"]:
             if param.is_complex() and not self.takes_complex:
                 del self.param_groups[-1]

@@ -230,6 +230,9 @@ def test_what_is_asked_for_and_does_not_exist_is_refused():
         for seed in (-1, 0.5, 2**63, None, True):
             with pytest.raises(ValueError, match=r"seed is .*; expected a whole number"):
                 make(params, seed=seed)
+        for setting in ({"state_dtype": "int8"}, {"rounding": "stochastic"}):
+            with pytest.raises(ValueError, match=r"a parameter group says (state_dtype|rounding)=.*one for all groups"):
+                make([{"params": params, **setting}])
     assert FusedAdam(params, state_dtype=torch.int8).rounding == FusedAdam(params, state_dtype="int8").rounding
     param = nn.Parameter(torch.ones(3, dtype=torch.float16))
     param.grad = torch.ones_like(param)

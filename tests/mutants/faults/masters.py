@@ -74,6 +74,14 @@ FAULTS = [
         ),
     ),
     Mutant(
+        "split masters: a value lent before the backward pass has no gradient after it",
+        "ampkit/iteration/split_masters.py",
+        "            slot.master.convert(slot)\n",
+        "            pass\n",
+        breaks="clipping a list of masters clips, whenever the list was made",
+        tests=("optimizers/test_split_masters.py::test_a_held_value_has_the_gradient_of_now",),
+    ),
+    Mutant(
         "split masters: a forward pass does not see what was written to a list of them",
         "ampkit/iteration/split_masters.py",
         "        slot.entry.lender = lent._slot\n",
