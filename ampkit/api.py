@@ -410,6 +410,7 @@ def _state_over_cast_weights(optimizers: Sequence[Any]) -> list[tuple[torch.Tens
     return [
         (param, optimizer.state[param])
         for optimizer in optimizers
+        if not getattr(optimizer, "keeps_narrow_state", False)
         for group in optimizer.param_groups
         for param in group["params"]
         if param.dtype in LOWER_PRECISION and param in optimizer.state

@@ -133,7 +133,8 @@ class OptimizerWrapper:
     def _state_cast(
         self, dtype_for: Callable[[torch.Tensor], torch.dtype]
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        state = self.optimizer.state if self.optimizer is not None else {}
+        optimizer = self.optimizer
+        state = {} if optimizer is None or getattr(optimizer, "keeps_narrow_state", False) else optimizer.state
         found = []
         for slot in self.gradients.slots:
             if slot.master is None and slot.param.dtype in LOWER_PRECISION and slot.param in state:

@@ -64,6 +64,8 @@ class Incoming:
                 found.append((model, widened[0], len(widened)))
                 _flatten_again(model)
         for optimizer in optimizers:
+            if getattr(optimizer, "keeps_narrow_state", False):
+                continue
             for param, state in self._states(optimizer):
                 if id(param) in taken_over:
                     continue

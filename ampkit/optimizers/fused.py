@@ -145,6 +145,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     rounding = Rounding()
     inputs: StepInputs | None = None  # of the step that runs
 
+    @property
+    def keeps_narrow_state(self) -> bool:
+        """Whether its moments are in lower precision because it was asked for: nobody makes them float32 then."""
+        return self.rounding.is_narrow
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; complex parameters are refused where real and imaginary parts would have to be squared apart."""
         super().add_param_group(param_group)

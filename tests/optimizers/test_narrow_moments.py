@@ -94,6 +94,30 @@ def test_checkpoints_are_in_float32_and_give_the_same_bits_when_they_are_loaded(
 
 @EVERY
 @NARROW
+@pytest.mark.parametrize("level", ["O1", "O3", "O5"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_moments_stay_narrow_where_a_session_begins_and_ends(name, state_dtype, level, dtype):
+    def dtypes():
+        found = [value.dtype for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        return set(found)
+
+    model = small_model().to(dtype)
+    optimizer = MAKERS[name](model.parameters(), state_dtype=state_dtype)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    stored = dtypes()
+    assert stored == {torch.uint8 if state_dtype == "int8" else BF16}
+    for _ in range(2):
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        train(model, optimizer, 1)
+        assert dtypes() == stored
+    ampkit.close()
+    assert dtypes() == stored
+
+
+@EVERY
+@NARROW
 @pytest.mark.parametrize("masters", [True, "split"], ids=["masters", "split"])
 def test_a_session_resumes_bit_for_bit(name, state_dtype, masters):
     def start():
