@@ -32,15 +32,12 @@ class LentMaster(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        self._refuse_if_old()
-        slot = self._slot and self._slot()
-        if slot is not None:
-            slot.master.convert(slot)
+        self._convert()
         return _grad.__get__(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self._refuse_if_old()
+        self._convert()
         _grad.__set__(self, value)
 
     @grad.deleter
@@ -52,6 +49,12 @@ class LentMaster(nn.Parameter):
         slot = self._slot and self._slot()
         if slot is not None and not self._is_old:
             slot.master.settle(slot, self)
+
+    def _convert(self) -> None:
+        self._refuse_if_old()
+        slot = self._slot and self._slot()
+        if slot is not None:
+            slot.master.convert(slot)
 
     def _refuse_if_old(self) -> None:
         if self._is_old:
@@ -72,7 +75,7 @@ class SplitMaster:
         self._gradient: torch.Tensor | None = None
         self._lent: weakref.ref[LentMaster] | None = None
         self._gradients: Callable[[], Any] = lambda: None
-        self._version = 0
+        self._version = self._ptr = 0
 
     def belongs_to(self, slot: Any, gradients: Any) -> None:
         """Have these `Gradients`, while they live, convert what there is before anybody sees the gradient."""
@@ -104,13 +107,14 @@ class SplitMaster:
         value = slot.entry.current(slot.param)
         lent = self._lent() if self._lent is not None else None
         if lent is None or lent.shape != value.shape:
+            self.end_step()
             lent = LentMaster(value, requires_grad=slot.param.requires_grad)
             self._lent, lent._slot = weakref.ref(lent), weakref.ref(slot)
         else:
             lent.data = value
         lent._is_old = False
         _grad.__set__(lent, self.raw_grad)
-        self._version = lent._version
+        self._version, self._ptr = lent._version, lent.data_ptr()
         slot.entry.lender = lent._slot
         try:
             yield lent
@@ -121,7 +125,10 @@ class SplitMaster:
         """Take back what was written to it after the next was asked for: before the value is used, and when what was lent goes."""
         if lent is None and self._lent is not None:
             lent = self._lent()
-        if lent is not None and (lent._version != self._version or _grad.__get__(lent) is not self.raw_grad):
+        if lent is None:
+            return
+        is_written = lent._version != self._version or lent.data_ptr() != self._ptr  # ``p.data = ...``
+        if is_written or _grad.__get__(lent) is not self.raw_grad:
             self._take_back(slot, lent)
 
     def end_step(self) -> None:
@@ -137,7 +144,7 @@ class SplitMaster:
         if gradient is not self.raw_grad:
             self.raw_grad = gradient
             slot.note_gradient()
-        is_counted, self._version = lent._version != self._version, lent._version
+        is_counted, self._version, self._ptr = lent._version != self._version, lent._version, lent.data_ptr()
         weights, rest = kernels.split(lent.detach(), self.rest_dtype)
         # A write through .data is not counted here either, and a value that nobody wrote to is what it was.
         (slot.param if is_counted else slot.param.data).copy_(weights)

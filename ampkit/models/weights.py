@@ -483,6 +483,7 @@ def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metad
     for name, tensor, entry in module.__dict__[RECORD_KEY].lower_tensors(module):
         loaded = state_dict.get(prefix + name)
         if entry.rest is not None:
+            entry.synchronize(tensor)  # what was written to a master before is older
             if isinstance(loaded, torch.Tensor) and loaded.shape == tensor.shape and loaded.is_floating_point():
                 # A state_dict() of the caller's is not touched: load_state_dict hands on a copy.
                 values = loaded.detach().to(tensor.device, torch.float32)

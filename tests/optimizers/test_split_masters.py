@@ -367,6 +367,32 @@ def test_counted_writes_to_a_list_of_masters_are_seen_by_whoever_asks_next():
         torch._foreach_mul_(masters, 2.0)
         assert_same(float32_values(model), before)
         assert torch.equal(model(inputs), outputs)
+        vector = nn.utils.parameters_to_vector(masters)
+        nn.utils.vector_to_parameters(vector * 2, masters)  # which assigns ``.data``
+        assert_same(float32_values(model), {name: value * 2 for name, value in before.items()})
+
+
+def test_what_is_loaded_is_newer_than_what_was_written_to_a_list_of_masters():
+    model, optimizer = trained()
+    masters = list(ampkit.master_params(optimizer))
+    with torch.no_grad():
+        torch._foreach_mul_(masters, 0.5)
+    state = float32_values(net(seed=5))
+    model.load_state_dict(state)
+    model(torch.randn(5, 6))
+    del masters
+    assert_same(float32_values(model), state)
+
+
+def test_gradients_taken_off_a_list_of_masters_are_not_stepped_with():
+    model, optimizer = initialized(sgd)
+    masters = list(ampkit.master_params(optimizer))
+    loss_of(model)().backward()
+    before = float32_values(model)
+    for p in masters:
+        p.grad = None
+    optimizer.step()
+    assert_same(float32_values(model), before)
 
 
 def test_masters_that_were_kept_over_a_step_say_so():

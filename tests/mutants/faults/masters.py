@@ -82,6 +82,16 @@ FAULTS = [
         tests=("optimizers/test_split_masters.py::test_a_held_value_has_the_gradient_of_now",),
     ),
     Mutant(
+        "split masters: an older write undoes what is loaded",
+        "ampkit/models/weights.py",
+        "            entry.synchronize(tensor)  # what was written to a master before is older\n",
+        "",
+        breaks="load_state_dict() is newer than writes before it",
+        tests=(
+            "optimizers/test_split_masters.py::test_what_is_loaded_is_newer_than_what_was_written_to_a_list_of_masters",
+        ),
+    ),
+    Mutant(
         "split masters: a forward pass does not see what was written to a list of them",
         "ampkit/iteration/split_masters.py",
         "        slot.entry.lender = lent._slot\n",
