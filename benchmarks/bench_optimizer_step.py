@@ -13,6 +13,7 @@ with the process (memory.py).
 
 import argparse
 import functools
+import logging
 import statistics
 import time
 
@@ -39,6 +40,8 @@ def main():
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     keep_freed_memory()
+    # Gradients are written inside of the blocks here, and not by a backward pass, of which ampkit warns.
+    logging.getLogger("ampkit").setLevel(logging.ERROR)
 
     print(f"{ampkit.kernels.implementation()}")
     contenders = {"autocast": Autocast(args.device, args.small)}

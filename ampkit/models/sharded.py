@@ -21,6 +21,8 @@ from ..sharding import unsharded_params
 def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
     """Make sharded parameters that came in lower precision float32, with the state that optimizers have for them.
 
+    State that was asked for in lower precision (``state_dtype``) stays so.
+
     Returns the dtype that they came in, None where there were none. For good: FSDP2 has its own record of their storage, which
     follows a change of dtype only through ``_apply`` and before its first forward.
     """
@@ -30,6 +32,8 @@ def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | 
     dtype = lower[0].dtype
     model._apply(lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
     for optimizer in optimizers:
+        if getattr(optimizer, "keeps_narrow_state", False):
+            continue
         for param in lower:
             if param in optimizer.state:
                 optimizer.state[param].update(cast_state(optimizer.state[param], torch.float32))

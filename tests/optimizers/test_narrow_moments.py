@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.kernels import moments
+from ampkit.models.sharded import widen_sharded
 from ampkit.optimizers import FusedAdam, FusedSGD
 
 BF16 = torch.bfloat16
@@ -308,6 +309,16 @@ def test_o3_with_stochastic_rounding_learns_where_nearest_stalls():
     nearest, stochastic = (learn(300, "O3", settings, lr=1e-4, rounding=one) for one in ("nearest", "stochastic"))
     wide = learn(300, lr=1e-4)
     assert nearest > 3 * wide and stochastic < 1.1 * wide
+
+
+def test_narrow_moments_stay_narrow_where_sharded_parameters_become_float32():
+    model = nn.Linear(8, 8).to(BF16)
+    optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="bfloat16")
+    model(torch.ones(1, 8, dtype=BF16)).sum().backward()
+    optimizer.step()
+    assert widen_sharded(model, [optimizer]) is BF16
+    assert model.weight.dtype is torch.float32
+    assert optimizer.state[model.weight]["exp_avg_sq"].dtype is BF16
 
 
 def test_narrow_moments_learn_as_float32_ones_do():
