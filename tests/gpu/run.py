@@ -77,6 +77,7 @@ PARTS: dict[str, list[Step]] = {
             Step(f"bench of {model}", f"python benchmarks/bench.py --device cuda --only {model} --minutes 1.5")
             for model in ("resnet18", "gpt", "bert", "lstm", "dcgan", "mlp")
         ),
+        Step("quantized_sine", "python examples/quantized_sine/quantized_sine.py --out build/quantized_sine"),
     ],
 }
 
