@@ -49,6 +49,7 @@ class Gradients:
         self.leaves_scaled = False
         self.is_open = False
         self.is_named = True  # by the block that it is open in
+        self.scale: Scale = 1.0  # of that block
         self.is_stepping = False
         self.delayed_scale: Scale | None = None
         self.local = False
@@ -112,7 +113,7 @@ class Gradients:
             self.convert()
         self._unconvert()
         self._forget_clip()
-        self.is_open, self.is_named = True, is_named
+        self.is_open, self.is_named, self.scale = True, is_named, scale
         if self.stays:
             self._rescale(scale)
             return

@@ -50,6 +50,7 @@ class OptimizerWrapper:
         self._slots = slots
         self._patches = PatchSet()
         self.found: list[FoundInf] = []  # since the last step
+        self.blocks: list[Any] = []  # the scale_loss blocks that are open and name this optimizer
         self.delayed_checks: list[tuple[LossScaler, FoundInf]] = []  # of blocks with delay_overflow_check=True
         self.delayed_with: LossScaler | None = None
         self._skipped: bool | torch.Tensor = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +204,7 @@ class Block:
     delay_unscale: bool
     delay_overflow_check: bool
     is_unreduced: Callable[[], bool]
+    is_over: bool = False
     _arrivals: list[torch.Tensor] | None = None
 
     def __enter__(self) -> torch.Tensor:
@@ -213,63 +214,90 @@ class Block:
                     f"The session of this {type(wrapper.optimizer).__name__} was closed. Call initialize() again, or leave out "
                     "scale_loss."
                 )
-        self.scaling.report_known()
-        if not self.delay_unscale:
-            # From here on autograd keeps the casts of weights that the backward pass needs, and frees each when it is done with it.
-            drop_casts(before_backward=True)
-        loss = self.loss.float()
-        self._is_plain = self.scaler.is_one and not self.scaling.plan.master_weights
-        if self._is_plain:
-            return loss
-        held_scale = self.scaling.held_scale
-        self._scale = self.scaler.current(_home(self.named)) if held_scale is None else held_scale
-        self._scaled = scaled = loss * on(self._scale, loss.device)
-        if scaled.requires_grad and not self.scaling.scaled_loss_was_used:
-            self._arrivals = []
-            scaled.register_hook(self._arrivals.append)
-        self._open()
-        return scaled
-
-    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        if not self._is_plain:
-            if error_type is None:
-                self._end()
-            else:
-                handled: set[Slot] = set()
-                for wrapper in (*self.named, *self._unnamed_still_open()):
-                    wrapper.gradients.put_back(self._scale, handled)
-        if error_type is not None or not self.delay_unscale:
-            drop_casts()
-
-    def _open(self) -> None:
-        """Stash the gradients that are there. Nothing is touched where an optimizer has to be refused."""
-        wrappers = [*self.named, *self.unnamed]
-        for wrapper in self.named:
             gradients = wrapper.gradients
             if gradients.is_open and (gradients.is_named or gradients.has_fresh):
                 raise ConfigurationError(
                     "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
                     "entering the second: gradients of several losses add up across blocks."
                 )
+        self.scaling.report_known()
+        if not self.delay_unscale:
+            # From here on autograd keeps the casts of weights that the backward pass needs, and frees each when it is done with it.
+            drop_casts(before_backward=True)
+        scaled = self.loss.float()
+        self.scale: float | torch.Tensor = 1.0
+        self._is_plain = self.scaler.is_one and not self.scaling.plan.master_weights
+        if not self._is_plain:
+            held_scale = self.scaling.held_scale
+            self.scale = self.scaler.current(_home(self.named)) if held_scale is None else held_scale
+            scaled = scaled * on(self.scale, scaled.device)
+            if scaled.requires_grad and not self.scaling.scaled_loss_was_used:
+                self._arrivals = []
+                scaled.register_hook(self._arrivals.append)
+        self.scaled = scaled
+        self._enter_others()
+        if not self._is_plain:
+            self._open()
+        for wrapper in self.named:
+            wrapper.blocks.append(self)
+        return scaled
+
+    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+        is_mixed = any([other.is_mixed() for other in self._others]) and error_type is None
+        for wrapper in self.named:
+            wrapper.blocks.remove(self)
+        if not self._is_plain:
+            if error_type is None and not is_mixed:
+                self._end()
+            else:
+                handled: set[Slot] = set()
+                for wrapper in (*self.named, *self.unnamed_still_open()):
+                    wrapper.gradients.put_back(self.scale, handled)
+        if error_type is not None or not self.delay_unscale:
+            drop_casts()
+        self.is_over = True
+        if is_mixed:
+            raise ConfigurationError(
+                "Two scale_loss blocks, one inside the other, made gradients of the same parameters, each with a loss scale of "
+                "its own: no one scale unscales them. Leave the first block before entering the second: gradients of several "
+                "losses add up across blocks."
+            )
+
+    def _enter_others(self) -> None:
+        """Blocks around this one keep what they name, and what neither names; what this one names, they give up."""
+        around = dict.fromkeys(block for wrapper in self.unnamed for block in wrapper.blocks)
+        self._others = [_Other(block, self) for block in around]
+        self.unnamed = [one for one in self.unnamed if not (one.blocks or one.gradients.is_open)]
+        self._taken = [(one, one.gradients.scale) for one in self.named if one.gradients.is_open]
+        for wrapper, scale in self._taken:
+            wrapper.gradients.put_back(scale)
+
+    def give_back_taken(self) -> None:
+        """A backward pass of a block around this one begins, after this one: it may come to what this one names."""
+        for wrapper, scale in self._taken:
+            if wrapper.active and not wrapper.gradients.is_open:
+                wrapper.gradients.open(scale, is_named=False)
+
+    def _open(self) -> None:
+        """Stash the gradients that are there. Nothing is touched where an optimizer has to be refused."""
+        wrappers = [*self.named, *self.unnamed]
         for wrapper in wrappers:
             wrapper.gradients.refuse_unseen_writes()
         ddp, empty = self.scaling.ddp(), []
         for wrapper in wrappers:
             gradients = wrapper.gradients
-            if gradients.is_open:  # the block around this one did not name it
-                gradients.put_back(self._scale)
             gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
             empty.append(wrapper.drop_cleared())
             gradients.drop_known_overflow()
         for wrapper, is_empty in zip(wrappers, empty):  # those before may hold the same parameters
-            wrapper.gradients.open(self._scale, wrapper in self.named, is_empty)
+            wrapper.gradients.open(self.scale, wrapper in self.named, is_empty)
 
     def _end(self) -> None:
-        scaling, scaler, scale = self.scaling, self.scaler, self._scale
+        scaling, scaler, scale = self.scaling, self.scaler, self.scale
         if self._arrivals is not None:
             scaling.scaled_loss_was_used = bool(self._arrivals) or self._warn_of_unscaled()
         local = scaling.backward_was_local()
-        unnamed = self._unnamed_still_open()
+        unnamed = self.unnamed_still_open()
         unreduced = self.is_unreduced()
         scaling.held_scale = scale if unreduced else None
         if unreduced and not self.delay_unscale:
@@ -277,7 +305,7 @@ class Block:
                 wrapper.gradients.put_back(scale)
             return
         if not self.delay_unscale:
-            collect(self.named, unnamed, scaler, scale, _Reached(self._scaled), local, self.delay_overflow_check)
+            collect(self.named, unnamed, scaler, scale, _Reached(self.scaled), local, self.delay_overflow_check)
             return
         for wrapper in (*self.named, *unnamed):
             if wrapper in unnamed and not wrapper.gradients.has_fresh:
@@ -286,7 +314,7 @@ class Block:
                 wrapper.gradients.keep_scaled(scale)
                 wrapper.delayed_with = scaler
 
-    def _unnamed_still_open(self) -> list[OptimizerWrapper]:
+    def unnamed_still_open(self) -> list[OptimizerWrapper]:
         """Those that no block inside of this one has named."""
         return [one for one in self.unnamed if one.gradients.is_open and not one.gradients.is_named]
 
@@ -305,6 +333,32 @@ class Block:
                 "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'."
             )
         return arrived
+
+
+class _Other:
+    """A block around another, which finds out whether their gradients meet."""
+
+    def __init__(self, outer: Block, inner: Block) -> None:
+        self._outer, self._inner = outer, inner
+        self._passes: list[None] = []  # backward passes of the outer's loss inside of the inner block
+        if outer.scaled.requires_grad:
+            outer.scaled.register_hook(self._before_pass_of_outer)
+
+    def _before_pass_of_outer(self, _: torch.Tensor) -> None:
+        if not self._inner.is_over:
+            self._passes.append(None)
+        elif not self._outer.is_over:
+            self._inner.give_back_taken()
+
+    def is_mixed(self) -> bool:
+        """Whether parameters that one of them unscales have got gradients of the other, at another scale."""
+        outer, inner = self._outer, self._inner
+        if outer.scale is inner.scale:
+            return False
+        has_met = _Reached(inner.scaled).any_of([*outer.named, *outer.unnamed_still_open()])
+        if not has_met and self._passes:
+            has_met = _Reached(outer.scaled).any_of([*inner.named, *inner.unnamed])
+        return has_met and float(outer.scale) != float(inner.scale)
 
 
 def collect(
@@ -401,6 +455,10 @@ class _Reached:
                 seen |= following
                 waiting += following
         return param in self._params
+
+    def any_of(self, wrappers: Iterable[OptimizerWrapper]) -> bool:
+        """Whether it came to a parameter of these."""
+        return any(self(slot.param) for wrapper in wrappers for slot in wrapper.gradients.slots)
 
 
 def _first_nonfinite(wrapper: OptimizerWrapper | None, found: FoundInf) -> str:
