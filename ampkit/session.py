@@ -35,6 +35,7 @@ from .kernels.backend import implementation
 from .logs import logger, stdout_lines
 from .models import copies, direct_calls, exporting, forward, keep_fp32, operators, sharded, weights
 from .models.averaging import averages
+from .models.collectives import collectives
 from .models.forward import ForwardCasts, Watcher
 from .models.forward_scope import cast_submodules
 from .models.incoming import Incoming
@@ -144,7 +145,8 @@ class Session:
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
             of_cast_weights = (cast_models, averages, operators.operators) if self.plan.casts_weights else ()
-            for shared in (exporting.exports, *of_cast_weights):
+            of_masters = (collectives,) if self.plan.casts_weights or self.plan.master_weights else ()
+            for shared in (exporting.exports, *of_cast_weights, *of_masters):
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._forget_traces()

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..models.weights import Float32Value
+from ..models.weights import UNCOUNTED, Float32Value
 from ..optimizers.scales import Scale
 from .found_inf import FoundInf
 from .split_masters import SplitMaster
 
 _grad = torch.Tensor.grad  # torch's own, which does not look whether there is anything to convert
+_data = torch.Tensor.data
 
 
 class MasterWeight(nn.Parameter):
@@ -57,6 +58,27 @@ class MasterWeight(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        # Of what is written to it torch counts nothing: the weight is rounded anew, whether it was or not.
+        self._expect_writes()
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        entry = self._expect_writes()
+        _data.__set__(self, value)
+        if entry is not None:
+            entry.note_addresses()
+
+    def _expect_writes(self) -> Float32Value | None:
+        slot = self._slot and self._slot()
+        if slot is None:
+            return None
+        slot.entry.synchronize(slot.param)
+        slot.entry.value_version = UNCOUNTED
+        return slot.entry
 
     @property
     def raw_grad(self) -> torch.Tensor | None:

@@ -58,8 +58,27 @@ class Float32Value:
         self.value_version = self.value._version if self.value is not None else 0
         self.lower_version = lower._version
         self.lower = lower
-        self.lower_ptr = lower.data_ptr()
         self.lower_size = lower.numel()
+        if self.lower_ptr != (address := lower.data_ptr()):
+            self.lower_ptr = address
+            self.note_addresses()
+
+    def note_addresses(self) -> None:
+        """Have `note_uncounted_write` find this by its two tensors."""
+        for tensor in (self.lower, self.value):
+            if tensor is not None:
+                _at_address[tensor.data_ptr()] = self
+
+    def put(self, lower: torch.Tensor, value: torch.Tensor) -> None:
+        """Take ``value``, which rounds to what ``lower`` holds."""
+        if self.rest is not None:
+            weights, rest = kernels.split(value, self.rest.dtype)
+            lower.data.copy_(weights)
+            self.put_rest(lower, rest)
+        else:
+            if self.value.data_ptr() != value.data_ptr():  # where it is kept on the host
+                self.value.copy_(value)
+            self.agree(lower)
 
     def is_unwritten(self, lower: torch.Tensor) -> bool:
         """Whether neither a counted write nor ``p.data = ...`` has changed ``lower`` since they agreed."""
@@ -87,7 +106,7 @@ class Float32Value:
     def _take_over(self, lower: torch.Tensor) -> None:
         if self.value.shape != lower.shape:  # ``p.data = ...``, as where an embedding gets more rows
             self.value.grad = None
-            self.value.data = lower.detach().to(self.value.device, torch.float32)
+            put_in_place(self.value, lower.detach().to(self.value.device, torch.float32))
         else:
             local = self.value.to(lower.device)
             same = local.to(lower.dtype) == lower
@@ -150,6 +169,22 @@ class Float32Value:
             self._in_copies = weakref.ref(found)
         found.data = value
         return found.requires_grad_(lower.requires_grad)
+
+
+_at_address: weakref.WeakValueDictionary[int, Float32Value] = weakref.WeakValueDictionary()
+UNCOUNTED = -1  # the version of what was written to since
+
+
+def note_uncounted_write(tensor: torch.Tensor) -> None:
+    """Have a weight, or a float32 value, that lies where ``tensor`` does be taken as written to. Of others nothing is known."""
+    address = tensor.data_ptr() if tensor.numel() else 0
+    entry = _at_address.get(address)
+    if entry is None or not address:
+        return
+    if entry.lower.data_ptr() == address:
+        entry.lower_version = UNCOUNTED
+    elif entry.value is not None and entry.value.data_ptr() == address:
+        entry.value_version = UNCOUNTED
 
 
 @dataclass
@@ -439,11 +474,16 @@ def follow_devices(model: nn.Module) -> None:
             move_like(entry.value, tensor)
 
 
+def put_in_place(master: torch.Tensor, value: torch.Tensor) -> None:
+    """``master.data = value``, as no write of a script."""
+    torch.Tensor.data.__set__(master, value)
+
+
 def move_like(master: nn.Parameter, tensor: torch.Tensor) -> None:
     """Move a master and its gradient to the device of its weight."""
     if master.device != tensor.device:
         gradient, master.raw_grad = master.raw_grad, None
-        master.data = master.data.to(tensor.device)
+        put_in_place(master, master.detach().to(tensor.device))
         master.raw_grad = None if gradient is None else gradient.to(tensor.device)
 
 

@@ -4,6 +4,22 @@ from ..mutant import Mutant
 
 FAULTS = [
     Mutant(
+        "collectives: what is written to weights is not noted",
+        "ampkit/models/collectives.py",
+        "note_uncounted_write(written)",
+        "pass",
+        breaks="what a collective writes to a weight reaches its master",
+        tests=("parallel/test_uncounted_writes.py::test_what_a_collective_writes_to_a_weight_reaches_its_master",),
+    ),
+    Mutant(
+        "collectives: DDP leaves masters as they were",
+        "ampkit/models/collectives.py",
+        "entry.put(tensor, value)",
+        "pass",
+        breaks="DDP gives all ranks the float32 values of one",
+        tests=("parallel/test_uncounted_writes.py::test_ddp_gives_all_ranks_the_float32_values_of_one",),
+    ),
+    Mutant(
         "optimizer wrapper: what an average brings in is not judged",
         "ampkit/iteration/optimizer_wrapper.py",
         "if self._used and self._is_averaged_by_hand():",

@@ -1,0 +1,142 @@
+"""What torch.distributed and ``.data`` write to weights and masters, of which torch counts nothing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import as_one_of_two_ranks, initialize_quietly, iterate, net_with_norm, random_batch, results_of_two_ranks
+from torch.distributed.algorithms.join import Join
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import ampkit
+from ampkit.optimizers import FusedSGD
+
+SETTINGS = {"O1": {}, "O2": {}, "O5": {}, "O5 split": {"master_weights": "split"}}
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    ampkit.close()
+    dist.destroy_process_group()
+
+
+def prepared(case="O5", seed=0):
+    make = FusedSGD if "split" in case else torch.optim.SGD
+    return initialize_quietly(net_with_norm(seed=seed), lambda p: make(p, lr=0.5), case.split()[0], **SETTINGS[case])
+
+
+def values_of(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def through_data(param):
+    """As an average over processes is written, in two halves: torch counts neither."""
+    dist.all_reduce(param.data)
+    param.data.mul_(2.0)
+
+
+def through_detach(param):
+    dist.broadcast(param.detach(), 0)
+    param.data.mul_(2.0)
+
+
+@pytest.mark.parametrize("write", (through_data, through_detach))
+@pytest.mark.parametrize("case", SETTINGS)
+def test_what_a_collective_writes_to_a_weight_reaches_its_master(case, write, group_of_one):
+    model, optimizer = prepared(case)
+    x, y = random_batch()
+    iterate(lambda: F.mse_loss(model(x), y), optimizer)  # all agree
+    expected = {name: 2 * param.detach().float() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        write(param)
+    optimizer.zero_grad()
+    optimizer.step()  # which would write the masters into the weights
+    for name, value in values_of(model).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_collective_that_writes_what_is_there_keeps_every_bit_of_the_master(group_of_one):
+    model, _ = prepared("O5")
+    before = values_of(model)
+    for param in model.parameters():
+        dist.broadcast(param.data, 0)
+    assert all(torch.equal(value, before[name]) for name, value in values_of(model).items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
+
+
+def doubled_by_a_collective(value):
+    alias = value.numpy(force=True)  # which does not ask for .data
+    dist.all_reduce(value)
+    alias *= 2
+
+
+def doubled_through_data(value):
+    value.data.mul_(2.0)
+
+
+def replaced(value):
+    value.data = 2 * value.detach()
+
+
+MASTERS = {"master_params": lambda model, optimizer: ampkit.master_params(optimizer)}
+VALUES = MASTERS | {"state_dict": lambda model, optimizer: model.state_dict().values()}
+
+
+@pytest.mark.parametrize(
+    "values, write",
+    [
+        *((values, doubled_by_a_collective) for values in VALUES),
+        *((values, write) for values in MASTERS for write in (doubled_through_data, replaced)),
+    ],
+)
+def test_what_is_written_to_a_float32_value_reaches_the_next_forward(values, write, group_of_one):
+    model, optimizer = prepared("O5")
+    expected = {name: 2 * value for name, value in values_of(model).items()}
+    for value in VALUES[values](model, optimizer):
+        write(value)
+    model(random_batch()[0])
+    for name, param in model.named_parameters():
+        assert torch.equal(param.float(), expected[name].to(param.dtype).float()), name
+
+
+def test_a_look_at_a_masters_data_keeps_what_was_written_to_the_weight():
+    model, optimizer = prepared("O5")
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    looked_at = [param.data.abs().max().item() for param in ampkit.master_params(optimizer)]
+    model(random_batch()[0])
+    assert looked_at[0] == 0.25 and (model[0].weight == 0.25).all() and (values_of(model)["0.weight"] == 0.25).all()
+
+
+# On two processes.
+
+
+def trained(rank, case):
+    """From a start of each rank's own, with DDP; rank 1 has one more batch, which the other's ``join`` sits out."""
+    model, optimizer = prepared(case, seed=rank)
+    parallel = DistributedDataParallel(model)
+    found = {"wrapped": values_of(model)}
+    with Join([parallel]):
+        for step in range(2 + rank):
+            x, y = random_batch(seed=2 * step + rank)
+            iterate(lambda x=x, y=y: F.mse_loss(parallel(x), y), optimizer)
+    found["trained"] = values_of(model)
+    ampkit.close()
+    return found
+
+
+@pytest.mark.slow
+def test_ddp_gives_all_ranks_the_float32_values_of_one(tmp_path):
+    first, second = results_of_two_ranks(__file__, tmp_path)
+    for case in SETTINGS:
+        for name, value in net_with_norm(seed=0).state_dict().items():
+            assert torch.equal(first[case]["wrapped"][name], value)
+            assert torch.equal(second[case]["wrapped"][name], value)
+            assert torch.equal(first[case]["trained"][name], second[case]["trained"][name])
+            assert not torch.equal(first[case]["trained"][name], value)
+
+
+if __name__ == "__main__":
+    as_one_of_two_ranks(lambda rank: {case: trained(rank, case) for case in SETTINGS})
