@@ -291,6 +291,7 @@ def here(options):
         "ampkit": ampkit.__version__,
         "kernels": str(ampkit.kernels.implementation()),
         "commit": commit.stdout.strip() or "unknown",
+        "set_grad_none": True,  # of FusedSGD, in ways.py; older results lack it
         **options,
     }
 

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import pickle
 import sys
 import types
 import warnings
@@ -28,6 +29,10 @@ SPAWNED = "ampkit.apex.spawned"
 LOADS_PICKLES = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """torch's own variable: ``torch.load`` unpickles anything where it was not told ``weights_only``."""
 
+PICKLES_REFUSED = (
+    "ampkit: python -m ampkit run --allow-pickle ... loads such files as torch did before 2.6, without an edit of the script. A "
+    "file may run code of its own when it is loaded: only for files that you trust."
+)
 
 _until_exit = ExitStack()
 """In a spawned process: what holds as long as the process lives."""
@@ -81,6 +86,8 @@ def execute_as_main(run: Run, arguments: Sequence[str]) -> None:
     try:
         execute(run, arguments)
     except BaseException as error:
+        if isinstance(error, pickle.UnpicklingError) and not run.allow_pickle:
+            error.add_note(PICKLES_REFUSED)
         _show_without_our_frames(error)
         raise
 

@@ -7,6 +7,7 @@ look when it has arrived.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -56,12 +57,17 @@ class HostCopy:
     def read(self) -> Any:
         """The words that were sent, as a buffer; waits for them where it must."""
         if self._on_host is None:
-            return self._words.cpu().numpy()
+            return bytes(_memory_of(self._words.cpu()))
         if self._event is not None:
             self._event.synchronize()
         if self._array is None:
-            self._array = memoryview(self._on_host.numpy())  # the same memory, which may be sent to again
+            self._array = _memory_of(self._on_host)  # which may be sent to again
         return self._array
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """The bytes of a tensor on the host, as long as it lives. numpy would do, but torch does not bring it."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 class FoundInf:

@@ -245,8 +245,8 @@ class LossScaler:
     def _read_state(self) -> None:
         """Bring what the host knows to the state on the device."""
         if self._state is not None:
-            state = self._state.cpu().numpy().tobytes()
-            self._loss_scale, self._unskipped, self._overflows_left = struct.unpack("fii", state)
+            words = struct.pack("3i", *self._state.tolist())
+            self._loss_scale, self._unskipped, self._overflows_left = struct.unpack("fii", words)
 
     # What the host learns
 

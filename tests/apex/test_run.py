@@ -175,6 +175,16 @@ def test_old_checkpoints_load_where_pickles_are_allowed(allowed, lr, tmp_path, c
     assert dict(os.environ) == environment
 
 
+def test_a_checkpoint_that_is_refused_ends_with_the_option_that_takes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
+    script = tmp_path / "script.py"
+    for error, told in (("pickle.UnpicklingError('no')", True), ("ValueError('no')", False)):
+        script.write_text(f"import pickle\nraise {error}")
+        with pytest.raises(Exception, match="no") as caught:
+            running.execute_as_main(running.Run(str(script)), [])
+        assert any("--allow-pickle" in note for note in getattr(caught.value, "__notes__", ())) == told
+
+
 def test_the_command_line_allows_pickles_only_when_told_to():
     parser = argparse.ArgumentParser()
     running.add_arguments(parser)

@@ -493,3 +493,20 @@ def test_loss_that_cannot_be_scaled_leaves_earlier_gradients(level):
     # The gradient of a sum of outputs: the input, and one for each row of the bias.
     gradients = [param.grad.tolist() for param in ampkit.master_params(optimizer)]
     assert gradients == [[[1.0] * 4] * 2, [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_training_does_without_numpy_which_torch_does_not_bring(level, monkeypatch):
+    def refuse(tensor, *args, **kwargs):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", refuse)
+    monkeypatch.setattr(torch.Tensor, "__array__", refuse)
+    model, optimizer = initialize_quietly(net_with_norm(), lambda p: torch.optim.SGD(p, lr=0.1), level)
+    [(x, y)] = batches(1)
+    for factor in (1.0, float("inf")):
+        with ampkit.scale_loss(F.mse_loss(model(x), y) * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert ampkit.step_was_skipped(optimizer) == (factor != 1.0)
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
