@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
+from torchvision.utils import save_image
 
 import ampkit
 
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
     args.out.mkdir(parents=True, exist_ok=True)
     generator.eval()
     with torch.no_grad():
-        save_grid(generator(fixed).float().cpu(), args.out / "fake.png")
+        save_image(generator(fixed).float().cpu(), args.out / "fake.png", normalize=True, value_range=(-1, 1))
     print(f"fakes: {args.out / 'fake.png'}")
     return rows
 
@@ -136,12 +137,6 @@ def initialize_weights(module: nn.Module) -> None:
         nn.init.normal_(module.weight, 0.0, 0.02)
     elif isinstance(module, nn.BatchNorm2d):
         nn.init.normal_(module.weight, 1.0, 0.02)
-
-
-def save_grid(images: torch.Tensor, path: Path) -> None:
-    from torchvision.utils import save_image
-
-    save_image(images, path, normalize=True, value_range=(-1, 1))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -112,8 +113,6 @@ def table(name: str, rows: Rows, top: int) -> str:
 
 
 def draw(results: dict[str, Rows], path: Path) -> None:
-    import matplotlib
-
     matplotlib.use("Agg")  # no display needed
     from matplotlib import pyplot
 

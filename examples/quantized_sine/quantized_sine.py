@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -169,8 +170,6 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def draw(pictures: dict[str, torch.Tensor], path: Path) -> None:
-    import matplotlib
-
     matplotlib.use("Agg")  # no display needed
     from matplotlib import pyplot
 

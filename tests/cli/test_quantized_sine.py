@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers import ROOT
 
+pytest.importorskip("matplotlib", reason="the example draws")
+
 SCRIPT = ROOT / "examples" / "quantized_sine" / "quantized_sine.py"
 
 
