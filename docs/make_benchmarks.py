@@ -30,10 +30,10 @@ SHORT = """!!! warning "Not a measurement"
     page looks like, and nothing else.
 """
 CLEARED = {
-    True: "FusedSGD is given `set_grad_none=True`, so that it clears gradients as torch's optimizers do. By default it leaves zeros,\n"
-    "as Apex's did, and at O1 these stay in memory through the forward pass: 43 MiB more for ResNet-18.",
-    False: "Here FusedSGD left zeros when it cleared gradients, its default as in Apex, and at O1 these stay in memory through the\n"
-    "forward pass: ResNet-18 takes 260 MiB. With `set_grad_none=True`, which `make bench` gives it from now on, it takes 217.",
+    True: """FusedSGD is given `set_grad_none=True`, so that it clears gradients as torch's optimizers do. By default it leaves
+zeros, as Apex's did, and at O1 these stay in memory through the forward pass: 43 MiB more for ResNet-18.""",
+    False: """Here FusedSGD left zeros when it cleared gradients, its default as in Apex, and at O1 these stay in memory through the
+forward pass: ResNet-18 takes 260 MiB. With `set_grad_none=True`, which `make bench` gives it from now on, it takes 217.""",
 }
 METHOD = """## How it is measured
 
