@@ -260,6 +260,12 @@ def fused(cls, **settings):
     return lambda params: cls(params, fused=True, **settings)
 
 
+def torch_adagrad(params):
+    """torch has no fused one on CUDA, and refuses to make it."""
+    fastest = {"foreach": True} if params[0].is_cuda else {"fused": True}
+    return torch.optim.Adagrad(params, lr=1e-3, **fastest)
+
+
 def scale_rule(shapes, device):
     scale, found_inf = torch.full((1,), 2.0, device=device), torch.zeros(1, device=device)
     counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
@@ -292,7 +298,7 @@ CASES = {
         30,
     ),
     "check, adagrad with masters": (
-        step("adagrad", 1, dict(lr=1e-3, eps=1e-10), fused(_torch.Adagrad, lr=1e-3)),
+        step("adagrad", 1, dict(lr=1e-3, eps=1e-10), torch_adagrad),
         22,
     ),
     "check, novograd with masters": (step("novograd", 1, _ADAM), 22),

@@ -6,14 +6,16 @@
 
 Results are written as they come, to <date>-<card>.md; a name that ends in .md is taken as it is. A step that has passed is not run
 again for the same file, so that the same command continues a part that was interrupted or that ended for want of time: no step is
-started after `PART_TAKES` seconds.
+started after `PART_TAKES` seconds. The build is always asked for, and makes what has changed.
 """
 
 import argparse
+import contextlib
 import datetime
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -23,11 +25,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PART_TAKES = 360.0  # a step begun then still ends within nine minutes
 STEP_TAKES = 170.0  # but for the build, which is one step
+TIMED_OUT = 124
 PYTEST = "python -m pytest -q -m cuda"
-# Names of tests with small shapes: a checker slows them down by a hundred.
-SMALL = (
-    "layouts or slice or restore or wherever_the_value_hides and first or update_scale or found_inf_forbids_every_write"
-)
+# Names of tests with small shapes, of our kernels alone: a checker slows them down by a hundred.
+SMALL = {
+    "test_kernels.py": "layouts or slice or restore_counts or restore_l2norm or wherever_the_value_hides and first or update_scale",
+    "test_step_kernels.py": "layouts or found_inf_forbids_every_write",
+    "test_moments.py": "skipped_step or not_contiguous or sgd_without_momentum",
+    "test_split.py": "lie_as_they_like or others_in_one_call",
+}
 
 
 @dataclass
@@ -38,39 +44,62 @@ class Step:
     command: str
     limit: float = STEP_TAKES
     environment: dict[str, str] = field(default_factory=dict)
+    always: bool = False  # whether it runs although it has passed
 
 
-def test_folders() -> list[str]:
+def test_files() -> list[str]:
     """Those in which a test asks for a GPU, by the mark or by the fixture ``device``."""
-    asks = re.compile(r"mark\.cuda\b|\bdevice\b")
-    folders = (ROOT / "tests").glob("*/")
-    return sorted(path.name for path in folders if any(asks.search(one.read_text()) for one in path.glob("test_*.py")))
+    asks = re.compile(r"mark\.cuda\b|^def test_.*\bdevice\b|^    .*\bdevice, monkeypatch\b", re.MULTILINE)
+    files = (ROOT / "tests").glob("*/test_*.py")
+    return sorted(str(path.relative_to(ROOT / "tests")) for path in files if asks.search(path.read_text()))
 
+
+# Without our kernels their tests are skipped, which would look like success.
+LOADED = Step(
+    "loaded",
+    "python -c 'from ampkit import kernels; import sys; k = kernels.implementation(); print(k); "
+    'k.cuda or sys.exit("the CUDA kernels are not there: make gpu PART=build")\'',
+    always=True,
+)
 
 PARTS: dict[str, list[Step]] = {
     "build": [
         Step(
-            "build", "python setup.py --quiet build_ext --inplace", 500.0, {"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "1"}
+            "build",
+            "python setup.py --quiet build_ext --inplace",
+            500.0,
+            {"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "1"},
+            always=True,
         ),
-        Step(
-            "loaded",
-            "python -c 'from ampkit import kernels; import sys; k = kernels.implementation(); print(k); sys.exit(not k.cuda)'",
-        ),
+        LOADED,
     ],
     "tests": [
-        Step(f"tests of {folder}", f"{PYTEST} tests/{folder}", environment={"AMPKIT_EXTENSION": "require"})
-        for folder in test_folders()
+        LOADED,
+        *(
+            # Several processes: most of the time goes into Python.
+            Step(
+                f"tests of {file}",
+                f"{PYTEST} --numprocesses 4 --dist worksteal tests/{file}",
+                environment={"AMPKIT_EXTENSION": "require"},
+            )
+            for file in test_files()
+        ),
     ],
     "sanitizer": [
-        Step(
-            f"{tool} on {file}",
-            f"compute-sanitizer --tool {tool} --error-exitcode 9 {PYTEST} tests/kernels/{file} -k {shlex.quote(SMALL)}",
-            environment={"AMPKIT_EXTENSION": "require", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        )
-        for tool in ("memcheck", "racecheck")
-        for file in ("test_kernels.py", "test_step_kernels.py")
+        LOADED,
+        *(
+            Step(
+                f"{tool} on {file}",
+                f"compute-sanitizer --tool {tool} --error-exitcode 9 {PYTEST} tests/kernels/{file} "
+                f"-k {shlex.quote(f'not reference and ({names})')}",
+                environment={"AMPKIT_EXTENSION": "require", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            )
+            for tool in ("memcheck", "racecheck")
+            for file, names in SMALL.items()
+        ),
     ],
     "bench": [
+        LOADED,
         Step("bench_kernels", "python benchmarks/bench_kernels.py --device cuda"),
         Step("bench_optimizer_step", "python benchmarks/bench_optimizer_step.py --device cuda"),
         *(
@@ -109,6 +138,14 @@ def card_here() -> tuple[str | None, str]:
 
 def without_a_gpu(parts: list[str]) -> int:
     """Builds for two cards, if the build is asked for, and says what cannot be done."""
+    import torch
+
+    if torch.version.cuda is None:
+        print(
+            f"make gpu: torch {torch.__version__} was built without CUDA; there is nothing to build for",
+            file=sys.stderr,
+        )
+        return 1
     if "build" in parts:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
         build = PARTS["build"][0]
@@ -117,7 +154,8 @@ def without_a_gpu(parts: list[str]) -> int:
         )  # none for a CPU's tests
         status, printed = run_step(Step(build.name, command, build.limit, build.environment))
         if status:
-            print(printed, "make gpu: the build failed; this machine has no GPU either", sep="\n", file=sys.stderr)
+            why = "took too long: the same command goes on from there" if status == TIMED_OUT else "failed"
+            print(printed, f"make gpu: the build {why}; this machine has no GPU either", sep="\n", file=sys.stderr)
             return 1
         print("make gpu: built ampkit/_C and ampkit/_cuda, in build/cuda")
     print(
@@ -166,8 +204,10 @@ def run_part(part: str, results: Results) -> bool:
     """Runs the steps of a part that have not passed. Whether all of them now have."""
     began, passed = time.monotonic(), True
     for step in PARTS[part]:
-        if results.has_passed(step):
-            print(f"make gpu: {step.name} has passed before")
+        if not step.always and results.has_passed(step):
+            print(
+                f"make gpu: {step.name} has passed before ({results.path.name} says so; without that file it runs again)"
+            )
             continue
         if time.monotonic() - began > PART_TAKES:
             print(f"make gpu: the time for a part is over before {step.name!r}: run it again, it goes on from there")
@@ -178,36 +218,44 @@ def run_part(part: str, results: Results) -> bool:
         results.add(step, status, printed, time.monotonic() - started)
         print("\n".join(printed.strip().splitlines()[-3:]), flush=True)
         passed = passed and status == 0
-        if status and part == "build":
+        if status and step.always:  # what follows needs it
             return False
     return passed
 
 
 def run_step(step: Step) -> tuple[int, str]:
     """Its exit status and what it printed; pytest's 'nothing was collected' is no failure."""
-    folder = Path(sys.executable).parent
-    environment = {
-        **os.environ,
-        **step.environment,
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
+    folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    if home := os.environ.get("CUDA_HOME"):  # the nvcc on PATH may be a link, without compute-sanitizer beside it
+        folders.append(str(Path(home) / "bin"))
+    environment = {**os.environ, **step.environment, "PATH": os.pathsep.join(folders), "PYTHONPATH": str(ROOT)}
+    # A session of its own: what it has started ends with it, or compilers would go on and write into the next build.
+    process = subprocess.Popen(
+        ["bash", "-c", step.command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            ["bash", "-c", step.command],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=step.limit,
-        )
-    except subprocess.TimeoutExpired as error:
-        printed = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        return 124, f"{printed}\nended after {step.limit:.0f} s"
-    nothing_collected = "pytest" in step.command and done.returncode == 5
-    return 0 if nothing_collected else done.returncode, done.stdout
+        printed, _ = process.communicate(timeout=step.limit)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        printed, _ = process.communicate()
+        return TIMED_OUT, f"{printed}\nended after {step.limit:.0f} s"
+    except BaseException:
+        _end(process)
+        raise
+    nothing_collected = "pytest" in step.command and process.returncode == 5
+    return 0 if nothing_collected else process.returncode, printed
+
+
+def _end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`make gpu` where there is no GPU: its steps, and the results that it writes as they come."""
 
 import sys
+import time
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ def test_a_part_ends_within_nine_minutes():
     assert gpu.PART_TAKES + gpu.STEP_TAKES < 540
     for name, steps in gpu.PARTS.items():
         assert name == "build" or all(step.limit <= gpu.STEP_TAKES for step in steps)
-    assert {"tests of kernels", "tests of optimizers", "tests of scaling"} <= {step.name for step in gpu.PARTS["tests"]}
+    files = ("kernels/test_kernels.py", "optimizers/test_fused_optimizers.py", "scaling/test_device_loss_scale.py")
+    assert {f"tests of {file}" for file in files} <= {step.name for step in gpu.PARTS["tests"]}
 
 
 def test_its_steps_name_files_that_there_are():
@@ -55,6 +57,26 @@ def test_results_are_written_as_they_come_and_a_step_that_has_passed_is_not_run_
     assert "5 passed" in written and "1 failed" in written and "ended after" in written
     assert not gpu.run_part("bench", gpu.Results(results.path, "another process"))
     assert log.read_text().split() == ["good", "bad", "endless", "last", "bad", "endless"]
+
+
+def test_what_the_others_need_is_done_each_time_and_stops_the_part_where_it_fails(results, monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    needed = gpu.Step("needed", f"echo needed >> {log}; test ! -e {tmp_path / 'broken'}", always=True)
+    monkeypatch.setitem(gpu.PARTS, "bench", [needed, gpu.Step("one", f"echo one >> {log}")])
+    assert gpu.run_part("bench", results) and gpu.run_part("bench", results)
+    (tmp_path / "broken").touch()
+    monkeypatch.setitem(gpu.PARTS, "bench", [needed, gpu.Step("two", f"echo two >> {log}")])
+    assert not gpu.run_part("bench", results)
+    assert log.read_text().split() == ["needed", "one", "needed", "needed"]
+
+
+def test_a_step_that_takes_too_long_ends_with_all_that_it_has_started(tmp_path):
+    """A compiler that went on would write into the build that follows."""
+    late = tmp_path / "late"
+    status, printed = gpu.run_step(gpu.Step("slow", f"(sleep 1.5; touch {late}) & echo begun; wait", limit=0.5))
+    assert status == gpu.TIMED_OUT and printed.startswith("begun\n")
+    time.sleep(1.5)
+    assert not late.exists()
 
 
 def test_a_part_that_has_no_time_left_goes_on_later(results, monkeypatch):
