@@ -29,7 +29,7 @@ class HostCopy:
 
     def __init__(self, device: torch.device, lists: int) -> None:
         self._words = words = torch.full((_HEADER // 2 + lists,), kernels.NO_BAD, dtype=torch.int64, device=device)
-        words[: _HEADER // 2] = 0
+        words[: _HEADER // 2].zero_()
         narrow = words.view(torch.int32)
         self.flag = narrow[0].view(torch.float32)
         self.state = narrow[1:_HEADER]

@@ -293,13 +293,15 @@ def _factor(number):
 def _l2norm(tensors, per_tensor, factor):
     device = tensors[0].device
     flats = [_as_real(t).detach().reshape(-1) for t in tensors]
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    # A sum in float64 needs no pieces, each of which would be a launch or more on a GPU.
+    needs_pieces = device.type == "cpu" or wide is torch.float32
     pieces, owners = [], []
     for owner, flat in enumerate(flats):
         if flat.numel():
-            split = flat.split(_PIECE)
+            split = flat.split(_PIECE) if needs_pieces else [flat]
             pieces += split
             owners += [owner] * len(split)
-    wide = torch.float32 if device.type == "mps" else torch.float64
     sums = torch.zeros(len(tensors), dtype=wide, device=device)
     if pieces:
         sums.index_add_(0, integers_on(device, owners), _norms(pieces, wide).square())

@@ -332,9 +332,9 @@ def gradient_norms(tensors: Tensors, norm_type: int = 2) -> Tensor:
 @torch.no_grad()
 def clip_factor(norm: Number, max_norm: Number) -> Tensor:
     """What to multiply gradients of a norm by so that they do not exceed the maximum; 0 or less means no maximum."""
-    norm, max_norm = (x if isinstance(x, Tensor) else torch.tensor(float(x)) for x in (norm, max_norm))
-    norm = norm.reshape(())
-    max_norm = max_norm.reshape(()).to(norm)
+    norm = norm.reshape(()) if isinstance(norm, Tensor) else torch.tensor(float(norm))
+    # A number is written where the norm lies: a copy from the host would wait for the device.
+    max_norm = max_norm.reshape(()).to(norm) if isinstance(max_norm, Tensor) else norm.new_full((), float(max_norm))
     return torch.where((max_norm > 0) & (norm > max_norm), max_norm / norm, torch.ones_like(norm))
 
 

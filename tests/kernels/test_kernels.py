@@ -228,6 +228,22 @@ def test_l2norm_of_a_long_tensor_keeps_its_digits(ops, device):
     torch.testing.assert_close(norm.cpu(), torch.tensor([(1 << 25) ** 0.5]))
 
 
+def test_a_norm_in_plain_torch_is_few_launches_on_a_gpu():
+    """Piece by piece, as on the CPU, a weight of 65 M elements would be 16,000. The meta device stands for a GPU."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        kernels.multi_tensor_l2norm([torch.empty(2**26, device="meta"), torch.empty(3, device="meta")], True)
+    assert count.calls < 50
+
+
 SPOTS = [
     ("first", 0), ("last of a vector", 15), ("tile edge", 511), ("next tile", 512),
     ("block edge", 65535), ("next block", 65536), ("tail", 70_000),

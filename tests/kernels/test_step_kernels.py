@@ -345,6 +345,8 @@ def test_a_large_model_is_streamed_past_the_caches(ops, device):
     # More than 8 M elements; the second tensor starts in the midst of a cache line.
     sizes = (8_400_001, 100_003)
     grads = [torch.randn(size, device=device).to(BF16) for size in sizes]
+    for gradient in grads:
+        gradient[gradient == 0] = 1.0
     params = [torch.randn(size, device=device) for size in sizes]
     lower = [torch.zeros(size + 1, dtype=F16, device=device)[at : at + size] for size, at in zip(sizes, (0, 1))]
     outputs = [torch.zeros(size + 1, device=device)[at : at + size] for size, at in zip(sizes, (0, 1))]
@@ -359,7 +361,6 @@ def test_a_large_model_is_streamed_past_the_caches(ops, device):
     assert all(torch.equal(out, g.float() * 0.5) for out, g in zip(outputs, grads))
     torch.testing.assert_close(norm.double(), 0.5 * torch.cat(grads).double().norm().reshape(1), rtol=1e-6, atol=0)
     wide = [p.double() - 0.1 * g.double().sign() for p, g in zip(params, grads)]  # the first step of Adam, eps 0
-    grads[0][grads[0] == 0] = 1.0
     ops.multi_tensor_adam(grads, params, *moments, lower, lr=0.1, betas=(0.9, 0.99), eps=1e-30, step=1, decoupled=True)
     for p, low, expected, g in zip(params, lower, wide, grads):
         moved = g.abs() > 1e-10
