@@ -121,13 +121,13 @@ gpu: $(VENV)/.packages
 	$(needs-nvcc)
 	$(CUDA_ENVIRONMENT) $(BIN)/python tests/gpu/run.py --part "$(PART)" --results "$(RESULTS)"
 
-demo: venv
+demo: $(VENV)/.extension
 	$(BIN)/python examples/imagenet/demo.py $(DEMO)
 
 BENCH ?=
 
 # With --short or --only nothing is written, and the page is made anew of the results that there are.
-bench: venv
+bench: $(VENV)/.extension
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 	$(BIN)/python docs/make_benchmarks.py
 
