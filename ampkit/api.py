@@ -213,9 +213,12 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
     ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters. Masters
     that are split are lent as float32 copies, and what is written to one is taken over when the next is asked for.
-    Raises nothing of its own: inside of a `scale_loss` block the gradients are still scaled.
+    Raises nothing of its own: inside of a `scale_loss` block, after the backward pass, gradients are still scaled, which is told
+    once.
     """
     wrapper = wrapper_of(validation.unwrapped(optimizer))
+    if wrapper is not None and wrapper.gradients.is_open and wrapper.gradients.has_fresh:
+        wrapper.warn_of_scaled()
     if wrapper is not None and not wrapper.gradients.is_open:
         wrapper.synchronize_gradients()
     if wrapper is not None:

@@ -22,6 +22,7 @@ from ..casting.engine import active_casting
 from ..casting.tensors import cast_state
 from ..dtypes import LOWER_PRECISION
 from ..errors import ClosureError, ConfigurationError
+from ..logs import logger
 from ..models.weights import Float32Value, write_lower
 from ..optimizers.fused import FusedOptimizer, StepInputs
 from ..optimizers.scales import on
@@ -57,6 +58,7 @@ class OptimizerWrapper:
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
         self._used: list[FoundInf] = []  # by the last step
         self.active = True
+        self._has_warned_of_scaled = False
         self.gradients = Gradients()
         self._takes_step_inputs = _takes_step_inputs(optimizer)
         self._clears_as_torch = _clears_as_torch(optimizer)
@@ -276,6 +278,17 @@ class OptimizerWrapper:
         """In the place of a step, for gradients that are not finite."""
         self._used, self._skipped = [found], True
         self._skip()
+
+    def warn_of_scaled(self) -> None:
+        """Say once that gradients are looked at before the block has unscaled them, as where a script clips there."""
+        if self._has_warned_of_scaled:
+            return
+        self._has_warned_of_scaled = True
+        logger.warning(
+            "master_params was asked for inside the scale_loss block, where gradients are still multiplied by the loss scale and "
+            "master weights have none yet: clipping there does not clip what the step uses. Do it after the block, on the level "
+            "of `with`."
+        )
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""

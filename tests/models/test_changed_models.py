@@ -371,6 +371,31 @@ def test_queue_and_loaded_weights_are_no_averages(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_vectors_of_spectral_norm_are_no_averages(norm, caplog):
+    model = make_net()
+    for index in (0, 2):
+        norm(model[index])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        o2(model, optimizer)
+        train(model, optimizer, 9)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_weights_that_train_once_they_are_unfrozen_are_no_averages(level, caplog):
+    model = make_net()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        train(model, optimizer, 2)
+        model[2].requires_grad_(True)
+        train(model, optimizer, 9)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "settings",
     ({}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),

@@ -469,6 +469,23 @@ def test_backward_through_the_scaled_loss_is_not_told(backward, caplog):
     assert "scaled loss" not in caplog.text
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_inside_of_the_block_is_told_once(level, caplog):
+    model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
+    for clips_inside in (False, True, True):
+        with ampkit.scale_loss(model(torch.randn(3, 4)).float().sum(), optimizer) as scaled:
+            list(ampkit.master_params(optimizer))  # before the backward pass there is nothing to clip
+            scaled.backward()
+            if clips_inside:
+                torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)
+        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)
+        assert bool(caplog.records) is clips_inside
+        optimizer.step()
+        optimizer.zero_grad()
+    [record] = caplog.records
+    assert "inside the scale_loss block" in record.getMessage() and "after the block" in record.getMessage()
+
+
 @pytest.mark.parametrize("level, said", [("O0", True), ("O1", False), ("O2", False), ("O3", True)])
 def test_loss_scale_that_does_nothing_useful_is_told(level, said, caplog):
     initialize_quietly(nn.Linear(4, 2), sgd, level, loss_scale=128.0)
