@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .. import kernels
 from ..dtypes import CASTABLE
@@ -384,6 +386,9 @@ def _warn_of_average(model: nn.Module, record: WeightRecord, entry: Float32Value
     changed = before != lower
     by_little = changed & ((lower - before).abs() <= before.abs() / 8)
     entry.synchronize(lower)
+    # A weight that was unfrozen since trains by its optimizer, and the vectors of spectral norm settle, they do not add up.
+    if lower.requires_grad or _is_of_spectral_norm(model, lower):
+        return
     if 2 * by_little.sum() > changed.sum():
         name = _name_for_keeping(model, lower)
         record.averages.add(name)
@@ -395,6 +400,17 @@ def _warn_of_average(model: nn.Module, record: WeightRecord, entry: Float32Value
             round(1 / torch.finfo(lower.dtype).eps) * 2,
             name,
         )
+
+
+def _is_of_spectral_norm(model: nn.Module, buffer: torch.Tensor) -> bool:
+    for module in model.modules():
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+        names = [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
+        if isinstance(module, _SpectralNorm):
+            names += ["_u", "_v"]
+        if any(module._buffers.get(name) is buffer for name in names):
+            return True
+    return False
 
 
 _TOO_OFTEN = 8
