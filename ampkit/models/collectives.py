@@ -16,7 +16,7 @@ import torch
 import torch.nn.parallel.distributed as ddp
 from torch import nn
 
-from ..patching import SharedPatch
+from ..patching import PatchSet
 from .weights import lower_entries, note_uncounted_write
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
@@ -29,25 +29,33 @@ _WRITING = (
 
 
 class Collectives:
-    """The patches: put there by the first session that needs them, taken away by the last."""
+    """The patches, counted: put there by the first session that needs them, taken away by the last."""
 
     def __init__(self) -> None:
-        self._patches: list[SharedPatch] = []
-        if torch.distributed.is_available():
-            group = torch.distributed.ProcessGroup
-            self._patches = [
-                SharedPatch(lambda: group, name, _noting_writes) for name in _WRITING if hasattr(group, name)
-            ]
-            if hasattr(ddp, "_sync_module_states"):
-                self._patches.append(SharedPatch(lambda: ddp, "_sync_module_states", _with_float32_values))
+        self._users = 0
+        self._patches = PatchSet()
 
     def acquire(self) -> None:
-        for patch in self._patches:
-            patch.acquire()
+        self._users += 1
+        try:
+            if self._users == 1 and torch.distributed.is_available():
+                self._patch()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
-        for patch in self._patches:
-            patch.release()
+        self._users -= 1
+        if not self._users:
+            self._patches.restore()
+
+    def _patch(self) -> None:
+        group = torch.distributed.ProcessGroup
+        for name in _WRITING:
+            if hasattr(group, name):
+                self._patches.set(group, name, _noting_writes(getattr(group, name)))
+        if hasattr(ddp, "_sync_module_states"):
+            self._patches.set(ddp, "_sync_module_states", _with_float32_values(ddp._sync_module_states))
 
 
 def _noting_writes(original: Callable) -> Callable:
