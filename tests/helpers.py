@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,26 +178,48 @@ def results_of_ranks(script: str, folder: Path, count: int) -> list[Any]:
     files = [folder / f"rank{rank}.pt" for rank in range(count)]
     for _ in range(2):  # gloo may abort once a process is done: its file counts, and one retry is allowed
         (folder / "rendezvous").unlink(missing_ok=True)
-        command = [sys.executable, script, str(folder)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(count)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            for rank in range(count)
-        ]
+        ranks = subprocess.Popen(
+            [sys.executable, script, str(folder), str(count)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            output = [rank.communicate(timeout=300)[0].decode() for rank in ranks]
+            output = ranks.communicate(timeout=300)[0].decode()
         finally:
-            for rank in ranks:
-                rank.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ranks.pid, signal.SIGKILL)
         if all(file.exists() for file in files):
             return [torch.load(file, weights_only=True) for file in files]
-    pytest.fail("\n".join(output))
+    pytest.fail(output)
 
 
 def as_one_of_two_ranks(work: Callable[[int], Any]) -> None:
-    """In a process of `results_of_two_ranks` or `results_of_ranks`: hand ``work(rank)`` back, and end."""
-    folder, rank, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    """In the process of `results_of_two_ranks` or `results_of_ranks`: hand ``work(rank)`` of each rank back, and end.
+
+    The ranks are forks of it, since torch and what optimizers, DDP and FSDP2 import takes seconds of work to load.
+    """
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401
+
+    folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    for rank in range(count):
+        if os.fork() == 0:
+            try:
+                _be_rank(work, rank, count, folder)
+            except BaseException:
+                traceback.print_exc()
+            finally:  # not to what a fork must not do a second time
+                sys.stdout.flush()
+                os._exit(1)
+    for _ in range(count):
+        if os.wait()[1] != 0:  # the others would wait for it
+            break
+    os._exit(0)
+
+
+def _be_rank(work: Callable[[int], Any], rank: int, count: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     torch.save(work(rank), folder / f"rank{rank}.pt")
     dist.barrier()
