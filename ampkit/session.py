@@ -33,7 +33,7 @@ from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import Block, LossScaling
 from .kernels.backend import implementation
 from .logs import logger, stdout_lines
-from .models import copies, direct_calls, exporting, forward, keep_fp32, operators, sharded, weights
+from .models import copies, direct_calls, exporting, forward, keep_fp32, layers, operators, sharded, weights
 from .models.averaging import averages
 from .models.collectives import collectives
 from .models.forward import ForwardCasts, Watcher
@@ -273,13 +273,18 @@ class Session:
         weights.cast_weights(model, self.plan.cast_model_type, kept, values, is_sharded)
         for module in kept.bridged():
             keep_fp32.bridge(module, self.plan.cast_model_type)
+        of_torch = set(layers.layers(model))
+        for module in of_torch:
+            layers.take_the_weights_dtype(module)
         if kept.mixes_precisions():
             for module in model.modules():
                 # What FSDP2 shards is in lower precision only while it is gathered.
-                if module is not model and (is_sharded or keep_fp32.own_precision(module) is not None):
+                lower = is_sharded or keep_fp32.own_precision(module) is not None
+                if lower and module is not model and module not in of_torch:
                     keep_fp32.take_inputs_down(module)
         for module in direct_calls.entrances(model) if not is_sharded else ():
-            direct_calls.cast_direct_calls(module)
+            if module not in of_torch:
+                direct_calls.cast_direct_calls(module)
         operators.widen_targets(model)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:

@@ -2,7 +2,7 @@
 
 Outside of the model's forward nobody has cast their inputs. A hook does, as the model's forward would; inside of a forward it looks
 at one attribute and is done. Blocks that repeat (what is in a ModuleList or a Sequential) are called by the module
-around them, and have none.
+around them, and have none. torch's layers cast whoever calls them: see layers.py.
 """
 
 from __future__ import annotations

@@ -325,10 +325,10 @@ def test_what_follows_a_kept_module_takes_its_float32(taker, training, level):
 
 
 @pytest.mark.parametrize("level", CAST)
-def test_ordinary_models_get_no_hook_for_it(level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+def test_layers_have_one_hook_and_others_none(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
     initialized(model, level, keep_fp32=[nn.BatchNorm1d])
-    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 0
+    assert [len(module._forward_pre_hooks) for module in model] == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("level", CAST)

@@ -132,6 +132,14 @@ FAULTS = [
         tests=("models/test_keep_fp32.py::test_what_follows_a_kept_module_takes_its_float32",),
     ),
     Mutant(
+        "layers: none takes float32",
+        "ampkit/models/layers.py",
+        "return cast_floating(args, dtype), cast_floating(kwargs, dtype)",
+        "return None",
+        breaks="layers take what a model makes in float32",
+        tests=("models/test_layers.py::test_embedding_of_the_time_is_computed_in_float32_and_taken",),
+    ),
+    Mutant(
         "keep: only the outermost kept module is float32",
         "ampkit/models/keep_fp32.py",
         "for module in root.modules():\n                if _has_forward(module)",

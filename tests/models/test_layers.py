@@ -1,0 +1,128 @@
+"""What a model at O2, O3, O5 makes in float32 inside of its forward, and gives to layers with lower-precision weights.
+
+torch's layers refuse such a mixture, where torch.autocast casts. Results are compared with the same module in float64.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ampkit
+
+LOW = torch.bfloat16
+LEVELS = ("O2", "O3", "O5")
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    ampkit.close()
+
+
+def sine(*shape):
+    return torch.arange(float(torch.Size(shape).numel())).sin().view(shape)
+
+
+class Net(nn.Module):
+    """Gives a layer what it has made itself, in the precision of ``made_in``."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.block = nn.ModuleList([layer])
+        self.call, self.made_in = call, torch.float32
+
+    def forward(self):
+        return self.call(self.block[0], lambda *shape: sine(*shape).to(self.made_in))
+
+
+CALLS = {
+    "linear": (lambda: nn.Linear(8, 4), lambda layer, make: layer(make(3, 8))),
+    "linear by name": (lambda: nn.Linear(8, 4), lambda layer, make: layer(input=make(3, 8))),
+    "bilinear": (lambda: nn.Bilinear(8, 5, 4), lambda layer, make: layer(make(3, 8), make(3, 5))),
+    "convolution": (lambda: nn.Conv2d(2, 4, 3), lambda layer, make: layer(make(1, 2, 5, 5))),
+    "transposed convolution": (lambda: nn.ConvTranspose1d(2, 4, 3), lambda layer, make: layer(make(1, 2, 5))),
+    "LSTM with states": (lambda: nn.LSTM(8, 4), lambda layer, make: layer(make(2, 3, 8), (make(1, 3, 4),) * 2)[0]),
+    "GRU cell": (lambda: nn.GRUCell(8, 4), lambda layer, make: layer(make(3, 8), make(3, 4))),
+    "LSTM cell": (lambda: nn.LSTMCell(8, 4), lambda layer, make: layer(make(3, 8), (make(3, 4),) * 2)[0]),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda layer, make: layer(*[make(3, 2, 8)] * 3)[0]),
+    "attention with a mask": (
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda layer, make: layer(*[make(3, 2, 8)] * 2, value=make(3, 2, 8), attn_mask=make(3, 3))[0],
+    ),
+    "weight norm": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)),
+        lambda layer, make: layer(make(3, 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", CALLS)
+def test_layer_takes_what_the_model_made_in_float32(kind, level):
+    torch.manual_seed(0)
+    make_layer, call = CALLS[kind]
+    model = Net(make_layer(), call)
+    exact = copy.deepcopy(model).double()
+    exact.made_in = torch.float64
+    wanted = exact()
+    wanted.square().sum().backward()
+    settings = {} if level == "O5" else {"cast_model_type": LOW}
+    model = ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
+    found = model()
+    found.square().sum().backward()
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
+    found, wanted = (torch.cat([p.grad.double().flatten() for p in m.parameters()]) for m in (model, exact))
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_embedding_of_the_time_is_computed_in_float32_and_taken():
+    """sin(999) is -0.026, and sin(1000), which 999 is in bfloat16, 0.83."""
+
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Sequential(nn.Linear(2, 2, bias=False))
+            nn.init.eye_(self.embed[0].weight)
+
+        def forward(self, x, t):
+            return x + self.embed(torch.stack([t.float().sin(), t.float().cos()], -1))
+
+    model = ampkit.initialize(Denoiser(), opt_level="O2", verbosity=0, cast_model_type=LOW)
+    wanted = torch.tensor([[-0.0264608, 0.9996499]])
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        torch.testing.assert_close(run(torch.zeros(1, 2), torch.tensor([999])), wanted, rtol=0.004, atol=0)
+
+
+def test_subclass_with_a_forward_of_its_own_gets_what_it_was_given():
+    class Exact(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.float(), self.bias.float())
+
+    model = Net(Exact(8, 4), lambda layer, make: layer(make(3, 8)))
+    ampkit.initialize(model, opt_level="O2", verbosity=0, cast_model_type=LOW)
+    layer = model.block[0]
+    wanted = sine(3, 8).double() @ layer.weight.double().T + layer.bias.double()
+    torch.testing.assert_close(model().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_functional_call_with_float32_weights_computes_in_float32():
+    """``state_dict()`` is float32 at O2; an average of it may be called so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = ampkit.initialize(model, opt_level="O2", verbosity=0, cast_model_type=LOW)
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    x = torch.ones(2, 8)
+    hidden = (x.double() @ weights["0.weight"].double().T + weights["0.bias"].double()).tanh()
+    wanted = hidden @ weights["2.weight"].double().T + weights["2.bias"].double()
+    found = torch.func.functional_call(model, weights, (x,))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_encoder_layer_whose_norms_are_cast_keeps_its_one_kernel(level):
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 8))
+    ampkit.initialize(model, opt_level=level, verbosity=0, keep_batchnorm_fp32=False, cast_model_type=LOW)
+    assert not any(module._forward_pre_hooks for module in model[0].modules())
+    assert model[1]._forward_pre_hooks
