@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..errors import ConfigurationError
 
 # Words of 32 bits: the flag, the three of a dynamic loss scale, then two for the index of each list.
 _HEADER = 4
@@ -56,8 +57,15 @@ class HostCopy:
 
     def read(self) -> Any:
         """The words that were sent, as a buffer; waits for them where it must."""
+        if self._words.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigurationError(
+                "While a CUDA graph is captured the host cannot learn whether gradients are finite, and something asks: the step "
+                "of an ordinary optimizer, step_was_skipped() or state_dict(). Steps of ampkit.optimizers, and of torch's with "
+                "fused=True, are decided on the device; with loss_scale=1.0 nothing is decided."
+            )
         if self._on_host is None:
-            return bytes(_memory_of(self._words.cpu()))
+            words = self._words.cpu()  # held until its memory has been copied
+            return bytes(_memory_of(words))
         if self._event is not None:
             self._event.synchronize()
         if self._array is None:

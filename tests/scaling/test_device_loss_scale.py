@@ -1,19 +1,22 @@
 """The loss scale on the device: an iteration that never asks the host, and a host that learns of it late and exactly."""
 
 import math
+import struct
 import types
+import weakref
 from contextlib import contextmanager
 
 import pytest
 import torch
 from helpers import ScaleOnPaper, backward, initialize_quietly, net_with_norm, random_batch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit import DynamicLossScale
-from ampkit.iteration.found_inf import HostCopy
+from ampkit.iteration.found_inf import FoundInf, HostCopy
 from ampkit.iteration.loss_scale import LossScaler
 from ampkit.kernels import reference
 from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
@@ -390,6 +393,36 @@ def test_a_scale_of_the_moment_stays_what_it_was():
     assert scaler.current(cpu) is entered
     scaler.update(torch.ones(1))
     assert float(entered) == 65536.0 and float(scaler.current(cpu)) == 32768.0
+
+
+def test_what_asks_the_host_while_a_graph_is_captured_is_told_what_to_do(monkeypatch):
+    """CUDA would say that the operation is not permitted. A fake tensor says that it is on CUDA."""
+    with FakeTensorMode():
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        found = FoundInf(torch.device("cuda"), 1)
+        found.send()
+        assert found.is_captured and not found.is_known
+        with pytest.raises(ampkit.ConfigurationError, match=r"captured.*fused=True"):
+            _ = found.overflowed
+
+
+def test_words_that_come_from_a_device_are_read_before_their_memory_is_gone():
+    """The copy on the host has no other owner; here its memory is written over as soon as nobody holds it."""
+    copy = HostCopy(torch.device("cpu"), 1)
+    copy._on_host, copy._words = None, _OverwrittenAtItsEnd(copy._words)
+    assert struct.unpack_from("ffii", copy.read()) == (0.0, 0.0, 0, 0)
+
+
+class _OverwrittenAtItsEnd:
+    is_cuda = False
+
+    def __init__(self, words):
+        self.memory = words.clone()
+
+    def cpu(self):
+        whole, handed_out = self.memory, self.memory.view(-1)
+        weakref.finalize(handed_out, whole.fill_, -1)
+        return handed_out
 
 
 @pytest.mark.cuda
