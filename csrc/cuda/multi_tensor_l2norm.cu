@@ -36,10 +36,9 @@ std::tuple<Tensor, Tensor> multi_tensor_l2norm_cuda(const TensorList& tensors, b
   const cudaStream_t stream = current_stream(device);
   TensorLists<1> lists("multi_tensor_l2norm", {{{"tensors", tensors, Role::kRead}}});
   const std::vector<int64_t> first = first_blocks(lists.flat());
-  Tensor sums = vector_beside(tensors.front(), first.back(), torch::headeronly::ScalarType::Double);
-  double* sum_of_block = static_cast<double*>(sums.mutable_data_ptr());
-  multi_tensor_apply(lists.flat(), SumOfSquaresKernel{sum_of_block}, stream);
-  return finish_norms(tensors.front(), sum_of_block, first, {1.0, nullptr}, per_tensor, stream);
+  const Norms norms(tensors.front(), first, per_tensor);
+  multi_tensor_apply(lists.flat(), SumOfSquaresKernel{norms.sum_of_block()}, stream);
+  return norms.finish({1.0, nullptr}, stream);
 }
 
 }  // namespace ampkit

@@ -39,11 +39,10 @@ std::tuple<Tensor, Tensor> multi_tensor_restore_l2norm_cuda(const TensorList& gr
   const cudaStream_t stream = current_stream(device);
   TensorLists<2> lists(op, {{{"grads", grads, Role::kRead}, {"exacts", exacts, Role::kRead}}});
   const std::vector<int64_t> first = first_blocks(lists.flat());
-  Tensor sums = vector_beside(grads.front(), first.back(), torch::headeronly::ScalarType::Double);
-  double* sum_of_block = static_cast<double*>(sums.mutable_data_ptr());
+  const Norms norms(grads.front(), first, per_tensor);
   const Number inverse = number(op, "inv_scale", inv_scale, inv_scale_tensor, grads[0]);
-  multi_tensor_apply(lists.flat(), RestoredSquaresKernel{inverse, zeros_count, sum_of_block}, stream);
-  return finish_norms(grads.front(), sum_of_block, first, {1.0, nullptr}, per_tensor, stream);
+  multi_tensor_apply(lists.flat(), RestoredSquaresKernel{inverse, zeros_count, norms.sum_of_block()}, stream);
+  return norms.finish({1.0, nullptr}, stream);
 }
 
 }  // namespace ampkit

@@ -57,11 +57,10 @@ std::tuple<Tensor, Tensor> multi_tensor_unscale_l2norm_cuda(const TensorList& in
   TensorLists<2> lists(op, {{{"inputs", inputs, Role::kRead},
                              {"outputs", writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
   const std::vector<int64_t> first = first_blocks(lists.flat());
-  Tensor sums = vector_beside(inputs.front(), first.back(), torch::headeronly::ScalarType::Double);
-  double* sum_of_block = static_cast<double*>(sums.mutable_data_ptr());
-  multi_tensor_apply(lists.flat(), UnscaleKernel{factor, findings, sum_of_block, writes}, stream);
+  const Norms norms(inputs.front(), first, per_tensor);
+  multi_tensor_apply(lists.flat(), UnscaleKernel{factor, findings, norms.sum_of_block(), writes}, stream);
   lists.finish();
-  return finish_norms(inputs.front(), sum_of_block, first, factor, per_tensor, stream);
+  return norms.finish(factor, stream);
 }
 
 }  // namespace ampkit

@@ -96,17 +96,33 @@ struct FinishNorm {
   }
 };
 
-// (norm of all, norm of each or [0]) from the sums of squares of all blocks.
-inline std::tuple<Tensor, Tensor> finish_norms(TensorView beside, const double* sums, const std::vector<int64_t>& first_blocks,
-                                               Number factor, bool per_tensor, cudaStream_t stream) {
-  using torch::headeronly::ScalarType;
-  const int64_t count = static_cast<int64_t>(first_blocks.size()) - 1;
-  Tensor norm = vector_beside(beside, 1, ScalarType::Float);
-  Tensor norms = vector_beside(beside, per_tensor ? count : 0, ScalarType::Float);
-  if (per_tensor)
-    for_each_tensor(first_blocks, FinishNorm{sums, factor, static_cast<float*>(norms.mutable_data_ptr())}, stream);
-  for_each_tensor({0, first_blocks.back()}, FinishNorm{sums, factor, static_cast<float*>(norm.mutable_data_ptr())}, stream);
-  return {norm, norms};
-}
+// What a reduction leaves: the sums of squares of all blocks, then the norm of all tensors and of each, or [0]. Made before the first
+// launch: where memory is short nothing has been written yet, and the call may be made again.
+class Norms {
+ public:
+  Norms(TensorView beside, const std::vector<int64_t>& first_blocks, bool per_tensor)
+      : first_blocks_(first_blocks),
+        sums_(vector_beside(beside, first_blocks.back(), ScalarType::Double)),
+        norm_(vector_beside(beside, 1, ScalarType::Float)),
+        norms_(vector_beside(beside, per_tensor ? static_cast<int64_t>(first_blocks.size()) - 1 : 0, ScalarType::Float)),
+        per_tensor_(per_tensor) {}
+
+  double* sum_of_block() const { return static_cast<double*>(sums_.mutable_data_ptr()); }
+
+  std::tuple<Tensor, Tensor> finish(Number factor, cudaStream_t stream) const {
+    if (per_tensor_)
+      for_each_tensor(first_blocks_, FinishNorm{sum_of_block(), factor, static_cast<float*>(norms_.mutable_data_ptr())}, stream);
+    for_each_tensor({0, first_blocks_.back()}, FinishNorm{sum_of_block(), factor, static_cast<float*>(norm_.mutable_data_ptr())},
+                    stream);
+    return {norm_, norms_};
+  }
+
+ private:
+  using ScalarType = torch::headeronly::ScalarType;
+
+  const std::vector<int64_t>& first_blocks_;
+  Tensor sums_, norm_, norms_;
+  bool per_tensor_;
+};
 
 }  // namespace ampkit

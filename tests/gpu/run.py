@@ -84,6 +84,10 @@ PARTS: dict[str, list[Step]] = {
             )
             for file in test_files()
         ),
+        *(
+            Step(f"recipe {name}", f"python examples/recipes/{name}.py")
+            for name in ("cuda_graph", "data_parallel", "ddp_devices")
+        ),
     ],
     "sanitizer": [
         LOADED,
