@@ -13,6 +13,7 @@ import torch
 from ampkit.apex import running
 from ampkit.casting.library import dispatch
 from ampkit.kernels import implementation
+from ampkit.libraries import BUILD
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,7 +71,7 @@ def facts() -> list[tuple[str, str]]:
         ]
     lines.append(("O1's wrappers", f"in {dispatch().name}: {dispatch().why}"))
     if kernels.name != "extension" or dispatch().library is None:
-        lines.append(("to build them", "pip install --no-build-isolation ."))
+        lines.append(("to build them", BUILD))
     return lines
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from .errors import ExtensionError
@@ -16,9 +17,13 @@ from .logs import logger
 
 Library = TypeVar("Library")
 
+_IN_A_CLONE = (Path(__file__).resolve().parents[1] / "setup.py").exists()
+#: What builds the libraries. In a clone, whose sources hide an ampkit that was installed as a copy, it puts them among the sources.
+BUILD = f"pip install --no-build-isolation {'--editable ' if _IN_A_CLONE else ''}."
+
 #: Where a library must be there, and what builds it.
 _STRICT = {
-    "require": "pip install --no-build-isolation .",
+    "require": BUILD,
     "emulated": "make venv; pytest finds it in a checkout",
 }
 
@@ -49,4 +54,4 @@ def report_broken(why: str, error: Exception) -> None:
     wish = os.environ.get("AMPKIT_EXTENSION", "auto")
     if wish in _STRICT:
         raise ExtensionError(f"AMPKIT_EXTENSION={wish}, but {why}. Build it with: {_STRICT[wish]}") from error
-    logger.warning("%s. ampkit works without it, slower; pip install --no-build-isolation . builds it anew.", why)
+    logger.warning("%s. ampkit works without it, slower; %s builds it anew.", why, BUILD)

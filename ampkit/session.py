@@ -32,6 +32,7 @@ from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import Block, LossScaling
 from .kernels.backend import implementation
+from .libraries import BUILD
 from .logs import logger, stdout_lines
 from .models import copies, direct_calls, exporting, forward, keep_fp32, layers, operators, sharded, weights
 from .models.averaging import averages
@@ -474,8 +475,8 @@ def _tell_of_missing_kernels() -> None:
     kernels = implementation()
     if kernels.name == "reference" and kernels.why != "AMPKIT_EXTENSION=off":
         logger.info(
-            "The compiled kernels are missing: every feature works, slower. 'pip install --no-build-isolation .' builds them; "
-            "'python -m ampkit info' says more."
+            "The compiled kernels are missing: every feature works, slower. '%s' builds them; 'python -m ampkit info' says more.",
+            BUILD,
         )
 
 

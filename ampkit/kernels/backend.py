@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampkit.libraries import cuda_is_emulated, load_library, report_broken
+from ampkit.libraries import BUILD, cuda_is_emulated, load_library, report_broken
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _load_cuda(extension) -> tuple[bool, str]:
     try:
         return True, f"built with torch {extension.load_cuda_kernels()}"
     except ModuleNotFoundError:
-        return False, "the CUDA library was not built: AMPKIT_CUDA=1 pip install --no-build-isolation ."
+        return False, f"the CUDA library was not built: AMPKIT_CUDA=1 {BUILD}"
     except (ImportError, OSError) as error:
         why = f"the CUDA library could not be loaded: {error}"
         report_broken(why, error)

@@ -135,7 +135,8 @@ def test_missing_kernels_are_told_once_with_the_cure(capsys, monkeypatch):
         session_module._tell_of_missing_kernels.cache_clear()
         monkeypatch.setattr(session_module, "implementation", lambda why=why: Implementation("reference", why))
         lines = first_words(capsys, opt_level="O2") + first_words(capsys, opt_level="O1")
-        assert sum("pip install --no-build-isolation ." in line for line in lines) == times
+        # Not a copy: the sources in this folder would hide it.
+        assert sum("pip install --no-build-isolation --editable ." in line for line in lines) == times
     session_module._tell_of_missing_kernels.cache_clear()
 
 
