@@ -34,7 +34,8 @@ plain_norm = nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
 optimizer.step()
 
 model, optimizer = build()
-model, optimizer = ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+low = ampkit.DynamicLossScale(init_scale=2.0**10)  # one step leaves no time for 2**16 to come down in float16
+model, optimizer = ampkit.initialize(model, optimizer, opt_level="O2", loss_scale=low, verbosity=0)
 with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled_loss:
     scaled_loss.backward()
 norm = ampkit.clip_grad_norm_(optimizer, MAX_NORM)  # the norm before

@@ -38,7 +38,8 @@ plain_loss.backward()
 optimizer.step()
 
 model, optimizer = build()
-model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+low = ampkit.DynamicLossScale(init_scale=2.0**10)  # one step leaves no time for 2**16 to come down in float16
+model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=low, verbosity=0)
 loss = loss_of(model)
 with ampkit.scale_loss(loss, optimizer) as scaled_loss:
     scaled_loss.backward()

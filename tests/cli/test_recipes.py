@@ -30,6 +30,10 @@ def test_a_recipe_fits_on_a_screen(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_close_to_float32_and_prints_one_line(path, capsys, monkeypatch):
+    run_and_check(path, capsys, monkeypatch, torch.cuda.is_available())
+
+
+def run_and_check(path, capsys, monkeypatch, in_float16):
     monkeypatch.setattr(sys, "argv", [str(path)])
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)  # ddp.py fills in what is missing
@@ -43,8 +47,15 @@ def test_a_recipe_is_close_to_float32_and_prints_one_line(path, capsys, monkeypa
     assert waits == line.endswith("nothing was run") == (waits and ROWS[path.stem].startswith("needs"))
     percentages = [float(number) for number in re.findall(r"([\d.]+)%(?= from| away| \(O)", line)]
     assert all(number < FURTHEST for number in percentages)
-    if not waits and not torch.cuda.is_available():
+    if not waits and not in_float16:
         assert re.sub(r"[\d.]+", "#", line.split(": ", 1)[1]) == re.sub(r"[\d.]+", "#", ROWS[path.stem])
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem not in GPUS], ids=lambda path: path.stem)
+def test_a_recipe_holds_in_float16_as_on_a_gpu(path, capsys, monkeypatch):
+    """Where the first loss scale is 2**16, and a gradient that it takes out of range costs the only step."""
+    monkeypatch.setenv("AMPKIT_LOWER_PRECISION", "float16")
+    run_and_check(path, capsys, monkeypatch, in_float16=True)
 
 
 @pytest.mark.slow
