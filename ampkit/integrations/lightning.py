@@ -19,7 +19,9 @@ from ..registry import session_of
 from ..session import Session
 from . import framework
 
-Precision = framework("lightning.pytorch", "pytorch_lightning", install="lightning").plugins.Precision
+_lightning = framework("lightning.pytorch", "pytorch_lightning", install="lightning")
+Precision = _lightning.plugins.Precision
+WeightAveraging: Any = getattr(_lightning.callbacks, "WeightAveraging", ())  # since 2.6
 
 
 class AmpkitPrecision(Precision):
@@ -41,6 +43,9 @@ class AmpkitPrecision(Precision):
         module = self._module = model.module if isinstance(model, DistributedDataParallel) else model
         initialize(module, optimizers, **self._settings)
         self._session = session_of(module)
+        if self._session.plan.casts_weights:
+            for callback in module.trainer.callbacks:
+                _average_float32(callback, self._session)
         if model is not module:
             self._session.on_close(module.register_forward_pre_hook(_before_forward).remove)
             if self._session.plan.casts_weights:  # DDP has laid out its buckets for float32
@@ -92,6 +97,28 @@ class AmpkitPrecision(Precision):
         self._session = None
         if device is not None:
             self._module.to(device)  # Lightning has moved it, and masters were where it had been
+
+
+def _average_float32(callback: Any, session: Session) -> None:
+    """Have Lightning's `WeightAveraging` exchange float32 values with the model (at O3, which has none, rounded ones).
+
+    It writes to the model's lower-precision weights through ``.data``: the average would be rounded to them at each validation, and
+    lost when training ends.
+    """
+    if not isinstance(callback, WeightAveraging):
+        return
+
+    def copy_average(module: torch.nn.Module) -> None:
+        module.load_state_dict(callback._average_model.module.state_dict())
+
+    def swap(module: torch.nn.Module) -> None:
+        current = {name: value.clone() for name, value in module.state_dict().items()}
+        copy_average(module)
+        callback._average_model.module.load_state_dict(current)
+
+    for name, method in (("_copy_average_to_current", copy_average), ("_swap_models", swap)):
+        setattr(callback, name, method)
+        session.on_close(vars(callback).pop, name, None)
 
 
 def _before_forward(module: Any, *_: Any) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import net_with_norm, random_batch
+from torch.optim.swa_utils import AveragedModel
 
 import ampkit
 
@@ -61,11 +62,25 @@ def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks,
         def _wrap_closure(self, model, optimizer, closure):
             return closure()
 
-    stand_in = SimpleNamespace(plugins=SimpleNamespace(Precision=Precision))
+    class WeightAveraging:
+        """Lightning's: what stands behind the weights is not written to."""
+
+        def _copy_average_to_current(self, module):
+            for average, current in zip(self._average_model.module.parameters(), module.parameters()):
+                current.data.copy_(average.data)
+
+    stand_in = SimpleNamespace(
+        plugins=SimpleNamespace(Precision=Precision), callbacks=SimpleNamespace(WeightAveraging=WeightAveraging)
+    )
     monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
     monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(pytorch=stand_in))
     precision = importlib.import_module("ampkit.integrations.lightning").AmpkitPrecision("O2", verbosity=0)
     net = Net()
+    averaging = WeightAveraging()
+    net.trainer = SimpleNamespace(callbacks=[object(), averaging])
+    averaging._average_model = AveragedModel(Net())
+    averaged = {name: value.clone().add_(1) for name, value in averaging._average_model.module.state_dict().items()}
+    averaging._average_model.module.load_state_dict(averaged)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     precision.connect(net, [optimizer], [])
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -82,7 +97,13 @@ def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks,
     state = precision.state_dict()
     assert state["loss_scaler0"]["loss_scale"] == 2.0**15
     precision.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1}})
+    averaging._swap_models(net)  # for a validation
+    averaging._swap_models(net)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    averaging._copy_average_to_current(net)
     precision.teardown()
+    assert all(torch.equal(value, averaged[name]) for name, value in net.state_dict().items())
+    assert vars(averaging).keys() == {"_average_model"}
     assert precision.state_dict()["loss_scaler0"]["loss_scale"] == 64.0
     assert {param.dtype for param in net.parameters()} == {torch.float32}
     sys.modules.pop("ampkit.integrations.lightning")  # the next one is for the Lightning that is there

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import backward, net_with_norm, random_batch
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import ampkit
 
@@ -153,6 +154,33 @@ def test_evaluation_computes_at_the_level_too(lightning, tmp_path):
     in_float32 = F.mse_loss(module.net(x), y).item()
     model = ampkit.initialize(module.net, **settings_of("O2"))
     assert module.norms[-1] == F.mse_loss(model(x), y).item() != in_float32
+
+
+@pytest.mark.parametrize("validates", (False, True))
+@pytest.mark.parametrize("level", ("O1", "O2", "O5", "split"))
+def test_the_average_of_lightnings_callback_is_float32_and_remains(level, validates, lightning, tmp_path):
+    settings = {**settings_of("O5"), "master_weights": "split"} if level == "split" else settings_of(level)
+    module = lightning.Module("FusedAdam")
+    average = AveragedModel(net_with_norm(), avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
+    callback = importlib.import_module("lightning.pytorch.callbacks").EMAWeightAveraging(decay=0.5)
+    precision = lightning.AmpkitPrecision(**settings)
+    evaluation = dict(val_check_interval=2, num_sanity_val_steps=0, limit_val_batches=int(validates))
+    lightning.trainer(tmp_path, 6, precision, callbacks=[callback], **evaluation).fit(module, batches(6), batches(1))
+
+    twin = net_with_norm()
+    optimizer = lightning.Module("FusedAdam").make_optimizer(twin.parameters())
+    twin, optimizer = ampkit.initialize(twin, optimizer, **settings)
+    for step in range(6):
+        x, y = random_batch(seed=step)
+        optimizer.zero_grad()
+        backward(F.mse_loss(twin(x).float(), y), optimizer)
+        optimizer.step()
+        average.update_parameters(twin)
+    assert_equal(module.net.state_dict(), average.module.state_dict())
+    if validates:
+        twin.load_state_dict(average.module.state_dict())
+        x, y = random_batch(seed=0)
+        assert module.norms[-1] == F.mse_loss(twin(x).float(), y).item()
 
 
 def test_steps_by_hand_with_two_optimizers(lightning, tmp_path):
