@@ -40,7 +40,7 @@ from .grad_scaler import GradScaler
 from .iteration.loss_scale import DynamicLossScale
 from .models.forward import cast_inputs
 from .policy import Policy
-from .registry import current_session
+from .session import current_session
 
 __version__ = "0.1.0"
 __all__ = [

@@ -24,11 +24,12 @@ from .logs import logger
 from .models.incoming import Incoming
 from .plan import SETTINGS, Plan, resolve, unknown_setting
 from .policy import Policy
-from .registry import collect_orphans, not_initialized
 from .session import (
     Session,
+    collect_orphans,
     current_session,
     live_sessions,
+    not_initialized,
     refuse_second_lower_precision,
     session_of,
     sessions_sharing_with,

@@ -18,8 +18,7 @@ from .errors import ConfigurationError, NotInitializedError
 from .iteration.found_inf import FoundInf
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
-from .registry import not_initialized
-from .session import Session, current_session, session_of
+from .session import Session, current_session, not_initialized, session_of
 
 
 class GradScaler(TorchGradScaler):

@@ -2,30 +2,30 @@
 
 `Session.prepare` casts the models, gives the optimizers masters and methods, and patches torch, in that order; `Session.close`
 takes it all back in reverse. The session holds its models and optimizers weakly: when the last of them is gone, it
-closes itself. `LossScaling` holds the part of it that runs in every iteration.
+closes itself. `LossScaling` holds the part of it that runs in every iteration. Below stand the live sessions of the process, and
+which of them owns a model or an optimizer.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
-from typing import cast as as_type
 
 import torch
 from torch import nn
 
-from . import registry
 from .casting.decorators import cast_models
 from .casting.engine import Casting, active_casting
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
-from .errors import ConfigurationError
+from .errors import ConfigurationError, NotInitializedError
 from .iteration.loss_scale import LossScaler
 from .iteration.master_weights import Slots
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
@@ -43,7 +43,6 @@ from .models.incoming import Incoming
 from .models.keep_fp32 import Kept
 from .models.weights import Float32Value
 from .plan import OPT_LEVELS, Plan, defaults_of
-from .registry import not_initialized
 from .sharding import fsdp_modules, is_unreduced
 
 # Levels at which no gradient is saved from underflow by a loss scale, and what to do.
@@ -480,11 +479,53 @@ def _tell_of_missing_kernels() -> None:
         )
 
 
-# registry.py's own, with a session's whole type: it knows the part that it asks for.
-live_sessions = as_type(list[Session], registry.live_sessions)
-current_session = as_type("Callable[[], Session | None]", registry.current_session)
-session_of = as_type("Callable[[Any], Session | None]", registry.session_of)
-sessions_sharing_with = as_type("Callable[[Sequence[nn.Module]], list[Session]]", registry.sessions_sharing_with)
+live_sessions: list[Session] = []
+"""Every session that is neither closed nor without models and optimizers, oldest first."""
+
+
+def session_of(thing: Any) -> Session | None:
+    """The live session that owns a model or an optimizer."""
+    for session in reversed(live_sessions):
+        if session.owns(thing):
+            return session
+    return None
+
+
+def sessions_sharing_with(models: Sequence[nn.Module]) -> list[Session]:
+    """The live sessions that have initialized a module or a parameter of ``models`` as part of another model."""
+    parts = {part for model in models for part in (*model.modules(), *model.parameters())}
+    return [
+        session
+        for session in live_sessions
+        if any(part in parts for model in session.models for part in (*model.modules(), *model.parameters()))
+    ]
+
+
+def current_session() -> Session | None:
+    """The newest live session, or None."""
+    return live_sessions[-1] if live_sessions else None
+
+
+def collect_orphans(closing: Sequence[Session]) -> None:
+    """Let sessions of models and optimizers that only reference cycles keep alive close before a new one starts.
+
+    Sessions in ``closing`` are about to be closed and no reason to collect.
+    """
+    if any(session not in closing for session in live_sessions):
+        gc.collect()
+
+
+def not_initialized(optimizer: Any) -> NotInitializedError:
+    """The error for an optimizer that no live session owns."""
+    if not live_sessions:
+        return NotInitializedError(
+            "scale_loss was used before initialize. Call model, optimizer = ampkit.initialize(model, optimizer, opt_level=...) "
+            "first."
+        )
+    return NotInitializedError(
+        f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "
+        "that scale_loss will see: ampkit.initialize(model, [optimizer, ...])."
+    )
 
 
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:

@@ -11,8 +11,7 @@ import torch
 from ..errors import ConfigurationError, NotInitializedError
 from ..grad_scaler import GradScaler
 from ..iteration.optimizer_wrapper import wrapper_of
-from ..registry import current_session
-from ..session import Session
+from ..session import Session, current_session
 from . import clipping
 
 

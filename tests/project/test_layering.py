@@ -20,7 +20,6 @@ LAYERS = [
     ["session"],
     [
         "validation",
-        "registry",
         "plan",
         "iteration",
         "devices",

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.casting import early_bound as early_bound_room
-from ampkit.registry import live_sessions
+from ampkit.session import live_sessions
 
 early_bound = {"linear": F.linear}  # for O1 to rebind
 

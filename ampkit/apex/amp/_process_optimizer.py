@@ -18,8 +18,7 @@ from ...errors import NotInitializedError
 from ...iteration.found_inf import FoundInf
 from ...iteration.master_weights import Slot
 from ...iteration.optimizer_wrapper import wrapper_of
-from ...registry import session_of
-from ...session import Session
+from ...session import Session, session_of
 from ._amp_state import _amp_state
 from .scaler import LossScaler
 

@@ -15,7 +15,7 @@ import torch
 from ...errors import ConfigurationError
 from ...iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from ...plan import OPT_LEVELS, defaults_of, resolve
-from ...registry import live_sessions
+from ...session import live_sessions
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._initialize import open_session
 

@@ -12,8 +12,7 @@ from ... import api, validation
 from ...casting.engine import Casting
 from ...errors import LossIdError
 from ...iteration.loss_scale import LossScaler as CoreScaler
-from ...registry import live_sessions, session_of
-from ...session import Session
+from ...session import Session, live_sessions, session_of
 from . import utils
 from ._amp_state import _amp_state
 from .opt import OptimWrapper

@@ -325,7 +325,7 @@ FAULTS = [
     ),
     Mutant(
         "sessions: sharing is not seen",
-        "ampkit/registry.py",
+        "ampkit/session.py",
         "any(part in parts for model in session.models",
         "any(False for model in session.models",
         breaks="initialize of a wrapper closes the session of the wrapped",
