@@ -14,11 +14,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
-from .optimizers import LARC, FusedAdam, FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from .optimizers import LARC, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 from .plan import Plan
 from .sharding import fsdp_modules, gathered, has_run, is_sharded
 
-_WITH_NORMS_OF_TENSORS = (FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad, LARC)
+_WITH_NORMS_OF_TENSORS = (FusedLAMB, FusedLARS, FusedNovoGrad, LARC)
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
 
 
@@ -219,8 +219,8 @@ def split_masters(model_list: list[nn.Module], optimizer_list: list[Any], plan: 
     if plan.rest_dtype is None:
         return
     for optimizer in optimizer_list:
-        steps = getattr(type(optimizer), "update", None)
-        if steps not in (FusedAdam.update, FusedSGD.update) or getattr(optimizer, "master_weights", False):
+        updates_rests = getattr(type(optimizer), "update", None) in (FusedAdam.update, FusedSGD.update)
+        if not updates_rests or isinstance(optimizer, FusedLARS) or getattr(optimizer, "master_weights", False):
             raise ConfigurationError(
                 f"master_weights={plan.master_weights!r}: a {type(optimizer).__name__} was given, and of split masters only "
                 "FusedAdam (without masters of its own) and FusedSGD update both halves. Use one of ampkit.optimizers, or "

@@ -144,6 +144,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     takes_complex = False  # torch.optim squares real and imaginary parts apart
     rounding = Rounding()
     inputs: StepInputs | None = None  # of the step that runs
+    more_defaults: dict[str, Any] = {}  # noqa: RUF012  (settings of groups that a derived optimizer has besides)
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, {**defaults, **self.more_defaults})
 
     @property
     def keeps_narrow_state(self) -> bool:

@@ -22,10 +22,12 @@ class FusedLAMB(FusedOptimizer):
     Source: You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, algorithm 2.
     """
 
+    _global_grad_norm: torch.Tensor | None = None  # of the step that runs
+
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -59,12 +61,30 @@ class FusedLAMB(FusedOptimizer):
         super().update_groups()
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
-        _lamb(self, group, batch, step, self._global_grad_norm)
+        factors, norm = batch.factors, self._global_grad_norm
+        if norm is not None and group["max_grad_norm"] is not None:
+            own = kernels.clip_factor(norm, group["max_grad_norm"])
+            factors["clip"] = own if batch.clip is None else own * on(batch.clip, own.device)
+        kernels.multi_tensor_lamb(
+            batch.grads,
+            batch.targets,
+            self.moments(batch.params, "exp_avg"),
+            self.moments(batch.params, "exp_avg_sq"),
+            batch.lower,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=step,
+            weight_decay=group["weight_decay"],
+            decoupled=bool(self.adam_w_mode),
+            bias_correction=bool(group["bias_correction"]),
+            grad_averaging=bool(group["grad_averaging"]),
+            trusts=bool(self.use_nvlamb or group["weight_decay"]),
+            **factors,
+        )
 
-    _global_grad_norm: torch.Tensor | None = None
 
-
-class FusedMixedPrecisionLamb(FusedOptimizer):
+class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` that owns float32 copies of lower-precision parameters, with rate and step count in tensors.
 
     ``reduced_precision_dtype`` names the parameters' lower precision; by default every float16 or bfloat16 parameter gets
@@ -91,24 +111,22 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        refuse_amsgrad(self, amsgrad)
+        self.more_defaults = {"step": step}
         super().__init__(
             params,
-            dict(
-                lr=lr,
-                step=step,
-                bias_correction=bias_correction,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                grad_averaging=grad_averaging,
-                max_grad_norm=max_grad_norm,
-            ),
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
         )
         for group in self.param_groups:
             group["lr"], group["step"] = group["lr"].clone(), group["step"].clone()  # each group its own
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.use_nvlamb = use_nvlamb
         self.reduced_precision_dtype = reduced_precision_dtype
 
     @property
@@ -123,10 +141,6 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
         return self.step_under(grad_scaler, closure)
 
-    def update_groups(self) -> None:
-        self._global_grad_norm = self.global_norm()
-        super().update_groups()
-
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[torch.Tensor | None, Batch]]:
         one_more = on(batches[0].one_more(), group["step"].device)
         group["step"] += one_more.to(group["step"].dtype) if isinstance(one_more, torch.Tensor) else 1
@@ -136,9 +150,6 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
     def batches(self, group: dict[str, Any]) -> list[Batch]:
         batches = super().batches(group)
         return [part for batch in batches for part in batch.apart([self._master_of(param) for param in batch.params])]
-
-    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
-        _lamb(self, group, batch, step, self._global_grad_norm)
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         # The step stands in the group here, as in Apex.
@@ -152,31 +163,3 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         if "master_param" not in state:
             state["master_param"] = param.detach().clone().float()
         return state["master_param"]
-
-    _global_grad_norm: torch.Tensor | None = None
-
-
-def _lamb(
-    optimizer: Any, group: dict[str, Any], batch: Batch, step: torch.Tensor, global_grad_norm: torch.Tensor | None
-) -> None:
-    factors = batch.factors
-    if global_grad_norm is not None and group["max_grad_norm"] is not None:
-        own = kernels.clip_factor(global_grad_norm, group["max_grad_norm"])
-        factors["clip"] = own if batch.clip is None else own * on(batch.clip, own.device)
-    kernels.multi_tensor_lamb(
-        batch.grads,
-        batch.targets,
-        optimizer.moments(batch.params, "exp_avg"),
-        optimizer.moments(batch.params, "exp_avg_sq"),
-        batch.lower,
-        lr=group["lr"],
-        betas=group["betas"],
-        eps=group["eps"],
-        step=step,
-        weight_decay=group["weight_decay"],
-        decoupled=bool(optimizer.adam_w_mode),
-        bias_correction=bool(group["bias_correction"]),
-        grad_averaging=bool(group["grad_averaging"]),
-        trusts=bool(optimizer.use_nvlamb or group["weight_decay"]),
-        **factors,
-    )

@@ -8,11 +8,11 @@ import torch
 from torch.optim.optimizer import required
 
 from .. import kernels
-from .fused import Batch, FusedOptimizer
-from .fused_sgd import refuse_negative, refuse_odd_nesterov, step_with_momentum
+from .fused import Batch
+from .fused_sgd import FusedSGD
 
 
-class FusedLARS(FusedOptimizer):
+class FusedLARS(FusedSGD):
     """SGD with a learning rate for each tensor: ``lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``.
 
     Groups with ``is_skipped=True`` move as in plain SGD; norms and biases are usually among them. Raises ValueError as `FusedSGD`
@@ -21,7 +21,7 @@ class FusedLARS(FusedOptimizer):
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
     """
 
-    counts_steps = False
+    takes_complex = False
 
     def __init__(
         self,
@@ -37,36 +37,26 @@ class FusedLARS(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        refuse_negative(lr=0.0 if lr is required else lr, momentum=momentum, weight_decay=weight_decay)
-        refuse_odd_nesterov(nesterov, momentum, dampening)
+        self.more_defaults = dict(trust_coefficient=trust_coefficient, eps=eps, is_skipped=False)
         super().__init__(
             params,
-            dict(
-                lr=lr,
-                momentum=momentum,
-                dampening=dampening,
-                weight_decay=weight_decay,
-                trust_coefficient=trust_coefficient,
-                eps=eps,
-                nesterov=nesterov,
-                is_skipped=False,
-            ),
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            wd_after_momentum,
+            materialize_master_grads,
+            set_grad_none,
         )
-        self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
-        self.set_grad_none = set_grad_none
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
 
-    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
-        step_with_momentum(self, group, batch, None if group["is_skipped"] else _trust)
-
-
-def _trust(group: dict[str, Any], part: Batch) -> torch.Tensor:
-    return kernels.lars_trust(
-        part.gradient_norms(),
-        kernels.gradient_norms(part.targets),
-        trust_coefficient=group["trust_coefficient"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-    )
+    def trust(self, group: dict[str, Any], batch: Batch) -> torch.Tensor | None:
+        if group["is_skipped"]:
+            return None
+        return kernels.lars_trust(
+            batch.gradient_norms(),
+            kernels.gradient_norms(batch.targets),
+            trust_coefficient=group["trust_coefficient"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +41,17 @@ class FusedSGD(FusedOptimizer):
         rounding: str = "nearest",
         seed: int = 0,
     ) -> None:
-        refuse_negative(lr=0.0 if lr is required else lr, momentum=momentum, weight_decay=weight_decay)
-        refuse_odd_nesterov(nesterov, momentum, dampening)
+        for name, value in (
+            ("lr", 0.0 if lr is required else lr),
+            ("momentum", momentum),
+            ("weight_decay", weight_decay),
+        ):
+            if value < 0.0:
+                raise ValueError(f"Invalid {name}: {value}; expected 0 or more.")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"Nesterov momentum requires a momentum and zero dampening; found momentum={momentum}, dampening={dampening}."
+            )
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         self.rounding = Rounding.of(self, state_dtype, rounding, seed)
         self.counts_steps = self.rounding.draws  # random numbers hang on it
@@ -55,62 +63,39 @@ class FusedSGD(FusedOptimizer):
         self.scale_set_by_backward = False
 
     def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
-        step_with_momentum(self, group, batch, step=step)
+        for first_run, part in self._split_by_buffer(group, batch):
+            kernels.multi_tensor_sgd(
+                part.grads,
+                part.targets,
+                self.moments(part.params, "momentum_buffer") if group["momentum"] else None,
+                part.lower,
+                lr=group["lr"],
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+                first_run=first_run,
+                wd_after_momentum=self.wd_after_momentum,
+                trust=self.trust(group, part),
+                step=1.0 if step is None else step,
+                **part.factors,
+                **self.numbers(group, part),
+            )
 
+    def trust(self, group: dict[str, Any], batch: Batch) -> torch.Tensor | None:
+        """A factor of the learning rate for each tensor, or None: for LARS."""
+        return None
 
-def step_with_momentum(
-    optimizer: FusedOptimizer,
-    group: dict[str, Any],
-    batch: Batch,
-    trust_of: Callable[[dict[str, Any], Batch], torch.Tensor] | None = None,
-    step: torch.Tensor | None = None,
-) -> None:
-    """SGD on a batch, with rates times ``trust_of(group, part)``, one number for each tensor, where that is given.
-
-    ``step`` is the number of this step, where random numbers are drawn.
-    """
-    for first_run, part in _split_by_buffer(optimizer, group, batch):
-        kernels.multi_tensor_sgd(
-            part.grads,
-            part.targets,
-            optimizer.moments(part.params, "momentum_buffer") if group["momentum"] else None,
-            part.lower,
-            lr=group["lr"],
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            first_run=first_run,
-            wd_after_momentum=optimizer.wd_after_momentum,
-            trust=None if trust_of is None else trust_of(group, part),
-            step=1.0 if step is None else step,
-            **part.factors,
-            **optimizer.numbers(group, part),
-        )
-
-
-def _split_by_buffer(optimizer: FusedOptimizer, group: dict[str, Any], batch: Batch) -> list[tuple[bool, Batch]]:
-    """(True, parameters that have no momentum yet) and (False, the others)."""
-    if not group["momentum"]:
-        return [(False, batch)]
-    # torch.optim.SGD saves None where it has no momentum.
-    first = [i for i, p in enumerate(batch.params) if optimizer.state[p].get("momentum_buffer") is None]
-    later = [i for i, p in enumerate(batch.params) if optimizer.state[p].get("momentum_buffer") is not None]
-    parts = [(False, batch.part(later))] if later else []
-    # Without dampening a first momentum is what zeros become, also after steps that were skipped. With it the host has to
-    # know whether this is the first step that is taken.
-    skipped = first and group["dampening"] and batch.found_inf is not None and bool(batch.found_inf.item())
-    return parts if not first or skipped else [*parts, (True, batch.part(first))]
-
-
-def refuse_negative(**values: float) -> None:
-    for name, value in values.items():
-        if value < 0.0:
-            raise ValueError(f"Invalid {name}: {value}; expected 0 or more.")
-
-
-def refuse_odd_nesterov(nesterov: bool, momentum: float, dampening: float) -> None:
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            f"Nesterov momentum requires a momentum and zero dampening; found momentum={momentum}, dampening={dampening}."
-        )
+    def _split_by_buffer(self, group: dict[str, Any], batch: Batch) -> list[tuple[bool, Batch]]:
+        """(True, parameters that have no momentum yet) and (False, the others)."""
+        if not group["momentum"]:
+            return [(False, batch)]
+        # torch.optim.SGD saves None where it has no momentum.
+        has_none = [self.state[param].get("momentum_buffer") is None for param in batch.params]
+        first = [i for i, none in enumerate(has_none) if none]
+        later = [i for i, none in enumerate(has_none) if not none]
+        parts = [(False, batch.part(later))] if later else []
+        # Without dampening a first momentum is what zeros become, also after steps that were skipped. With it the host has to
+        # know whether this is the first step that is taken.
+        skipped = first and group["dampening"] and batch.found_inf is not None and bool(batch.found_inf.item())
+        return parts if not first or skipped else [*parts, (True, batch.part(first))]
