@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,47 +99,38 @@ def _as_written(value: Any) -> str:
     return value.__qualname__ if isinstance(value, type) else " ".join(repr(value).split())
 
 
-@dataclass(frozen=True)
-class OptLevel:
-    """One row of the table of opt levels. ``LOWER`` stands for the lower precision of the device at hand."""
+class OptLevel(NamedTuple):
+    """One row of the table of opt levels: what differs from the defaults of `Plan`."""
 
     brief: str
-    cast_model_type: object = None
-    patch_torch_functions: bool = False
-    patch_torch_functions_type: object = None
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool = False
-    loss_scale: float | str = 1.0
+    settings: dict[str, Any]
 
 
+#: Stands in the table for the lower precision of the device at hand.
 LOWER = object()
 
-OPT_LEVELS: dict[str, OptLevel] = {
-    "O0": OptLevel("O0: pure float32 training, the baseline", cast_model_type=torch.float32),
+_PATCHED = dict(patch_torch_functions=True)
+_WITH_MASTERS = dict(keep_batchnorm_fp32=True, master_weights=True)
+_SCALED = dict(loss_scale=DynamicLossScale())
+
+OPT_LEVELS = {
+    "O0": OptLevel("O0: pure float32 training, the baseline", dict(cast_model_type=torch.float32)),
     "O1": OptLevel(
         "O1: casts around torch functions, float32 weights",
-        patch_torch_functions=True,
-        patch_torch_functions_type=LOWER,
-        loss_scale="dynamic",
+        dict(patch_torch_functions_type=LOWER, **_PATCHED, **_SCALED),
     ),
     "O2": OptLevel(
         "O2: lower-precision model with float32 norms and master weights",
-        cast_model_type=LOWER,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-        loss_scale="dynamic",
+        dict(cast_model_type=LOWER, **_WITH_MASTERS, **_SCALED),
     ),
-    "O3": OptLevel("O3: pure lower-precision training", cast_model_type=LOWER, keep_batchnorm_fp32=False),
+    "O3": OptLevel("O3: pure lower-precision training", dict(cast_model_type=LOWER, keep_batchnorm_fp32=False)),
     "O4": OptLevel(
         "O4: casts around torch functions to bfloat16, float32 weights, no loss scale",
-        patch_torch_functions=True,
-        patch_torch_functions_type=torch.bfloat16,
+        dict(patch_torch_functions_type=torch.bfloat16, **_PATCHED),
     ),
     "O5": OptLevel(
         "O5: bfloat16 model with float32 norms and master weights, no loss scale",
-        cast_model_type=torch.bfloat16,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
+        dict(cast_model_type=torch.bfloat16, **_WITH_MASTERS),
     ),
 }
 
@@ -185,19 +176,11 @@ def defaults_of(opt_level: str, device_type: str) -> Plan:
             f"Unexpected opt_level {opt_level!r}. Choose one of {', '.join(map(repr, OPT_LEVELS))} "
             "(a capital letter O and a digit, not two digits)."
         )
-
-    def settled(value: object) -> Any:
-        return default_lower_precision(device_type) if value is LOWER else value
-
-    return Plan(
-        opt_level=opt_level,
-        cast_model_type=settled(level.cast_model_type),
-        patch_torch_functions=level.patch_torch_functions,
-        patch_torch_functions_type=settled(level.patch_torch_functions_type),
-        keep_batchnorm_fp32=level.keep_batchnorm_fp32,
-        master_weights=level.master_weights,
-        loss_scale=DynamicLossScale() if level.loss_scale == "dynamic" else float(level.loss_scale),
-    )
+    settings = {
+        name: default_lower_precision(device_type) if value is LOWER else value
+        for name, value in level.settings.items()
+    }
+    return Plan(opt_level=opt_level, **settings)
 
 
 # What settings are called elsewhere, and what is meant.
@@ -366,7 +349,7 @@ _check_scope_word = _word(
 
 def _check_scope(name: str, value: Any, level: str) -> str:
     scope: str = _check_scope_word(name, value, level)
-    if scope == "forward" and not OPT_LEVELS[level].patch_torch_functions:
+    if scope == "forward" and level not in ("O1", "O4"):
         raise ConfigurationError(f"scope='forward' is about casts of calls, which {level} does not make. Use O1 or O4.")
     return scope
 

@@ -6,8 +6,8 @@ FAULTS = [
     Mutant(
         "plan: O5 in float16",
         "ampkit/plan.py",
-        "cast_model_type=torch.bfloat16,\n        keep_batchnorm_fp32=True",
-        "cast_model_type=LOWER,\n        keep_batchnorm_fp32=True",
+        "dict(cast_model_type=torch.bfloat16, **_WITH_MASTERS)",
+        "dict(cast_model_type=LOWER, **_WITH_MASTERS)",
         breaks="O5 is bfloat16 on every device",
         tests=("sessions/test_plan.py::test_defaults_on_an_accelerator",),
     ),
