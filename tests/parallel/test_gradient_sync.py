@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
-from ampkit.gradient_sync import GradientSync, SyncSettings, average, broadcast_parameters
+from ampkit.apex.parallel.gradient_sync import GradientSync, SyncSettings, average, broadcast_parameters
 
 # name: settings, with the parameters that trigger by name
 SETTINGS = {

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "ampkit"
 # From the top down; within a line, from left to right.
 LAYERS = [
     ["__main__", "apex", "parallel", "integrations"],
-    ["gradient_sync", "grad_scaler"],
+    ["grad_scaler"],
     ["api"],
     ["session"],
     [

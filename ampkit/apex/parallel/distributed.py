@@ -1,6 +1,6 @@
 """``apex.parallel.distributed``: DistributedDataParallel and Reducer with Apex's arguments.
 
-What reduces gradients is ``ampkit.gradient_sync``: Apex's wrapper reduced after every backward pass, and torch's does so
+What reduces gradients is gradient_sync.py: Apex's wrapper reduced after every backward pass, and torch's does so
 once for each forward pass. It is torch's class all the same to everything that asks, `ampkit.initialize` among them.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
-from ...gradient_sync import GradientSync, SyncSettings, average, broadcast_parameters
+from .gradient_sync import GradientSync, SyncSettings, average, broadcast_parameters
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):

@@ -2,8 +2,8 @@
 
 torch's DistributedDataParallel reduces once for each forward pass, and waits for every parameter. `GradientSync` hangs on
 the parameters instead: two losses may go back through one forward pass, and a pass may leave parameters out, on some ranks
-only, too. Buckets are reduced while the backward pass still runs, or all at its end. The drop-in's
-DistributedDataParallel is a module around it.
+only, too. Buckets are reduced while the backward pass still runs, or all at its end. DistributedDataParallel
+(distributed.py) is a module around it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from .models.weights import lower_entries
+from ...models.weights import lower_entries
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Mutant(
         "gradient sync: predivision is not made up for",
-        "ampkit/gradient_sync.py",
+        "ampkit/apex/parallel/gradient_sync.py",
         "values.mul_(settings.predivide / dist.get_world_size(bucket.group))",
         "values.mul_(1.0 / dist.get_world_size(bucket.group))",
         breaks="gradients are averages, whatever they are divided by before",
@@ -65,7 +65,7 @@ FAULTS = [
     ),
     Mutant(
         "gradient sync: the last backward is not forgotten",
-        "ampkit/gradient_sync.py",
+        "ampkit/apex/parallel/gradient_sync.py",
         "flags[i] = 0.0",
         "flags[i] = 1.0",
         breaks="parameters that no rank reached keep no gradient",
