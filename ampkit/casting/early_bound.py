@@ -145,7 +145,7 @@ class Swap:
         self._keep_keys = keep_keys
         self._new: dict[int, Any] = {}
         self._old: list[Any] = []  # an id means something while its object lives
-        self._handlers: dict[type, _Handler | None] = {}
+        self._handlers = _Handlers()
         for old, new in pairs:
             if old is not new and id(old) not in self._new:
                 self._new[id(old)] = new
@@ -158,11 +158,7 @@ class Swap:
         """Whether ``value`` is to be replaced, or is a partial or a table with something that is."""
         if id(value) in self._new:
             return True
-        try:
-            handler = self._handlers[type(value)]
-        except KeyError:
-            handler = self._handler_of(type(value))
-        if handler is None:
+        if self._handlers[type(value)] is None:
             return False
         if type(value) is functools.partial:
             return not self._new.keys().isdisjoint(map(id, _parts(value)))
@@ -178,24 +174,12 @@ class Swap:
             if id(value) in new:
                 replacement = new[id(value)]
             else:
-                try:
-                    handler = handlers[type(value)]
-                except KeyError:
-                    handler = self._handler_of(type(value))
+                handler = handlers[type(value)]
                 if handler is None or name in skipped or not self.holds(value):
                     continue
                 replacement = handler(self, value)
             if replacement is not value and namespace.get(name) is value:
                 namespace[name] = replacement
-
-    def _handler_of(self, cls: type) -> _Handler | None:
-        """How to replace inside an object of this class. Handlers return it, or what shall stand in its place."""
-        if cls not in self._handlers:
-            handler = next((handler for base, handler in _HANDLERS if issubclass(cls, base)), None)
-            if handler is None and any("__dataclass_fields__" in vars(c) for c in cls.__mro__):
-                handler = Swap._in_record
-            self._handlers[cls] = handler
-        return self._handlers[cls]
 
     def _element(self, value: Any) -> Any:
         if type(value) is functools.partial:
@@ -249,6 +233,17 @@ _HANDLERS = (
     (tuple, Swap._in_tuple),
     (types.SimpleNamespace, Swap._in_record),
 )
+
+
+class _Handlers(dict[type, "_Handler | None"]):
+    """By class, how to replace inside an object: handlers return it, or what shall stand in its place. None for most."""
+
+    def __missing__(self, cls: type) -> _Handler | None:
+        handler = next((handler for base, handler in _HANDLERS if issubclass(cls, base)), None)
+        if handler is None and any("__dataclass_fields__" in vars(c) for c in cls.__mro__):
+            handler = Swap._in_record
+        self[cls] = handler
+        return handler
 
 
 def swap_in_modules(swap: Swap) -> None:
@@ -324,12 +319,9 @@ def isinstance_of(value: Any, classes: type | tuple[type, ...]) -> bool:
 
 def _loaded_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, namespace) of every loaded module that is to be searched, each once."""
-    seen, left_alone = set(), _known_to_be_left_alone(_LEFT_ALONE)
+    seen = set()
     for key, module in list(sys.modules.items()):
-        if key in left_alone or module is None:
-            continue
-        if str(key).partition(".")[0] in _LEFT_ALONE:
-            left_alone.add(key)
+        if module is None or str(key).partition(".")[0] in _LEFT_ALONE:
             continue
         namespace = namespace_of(module)
         if namespace is None or id(namespace) in seen:
@@ -339,12 +331,6 @@ def _loaded_modules() -> Iterator[tuple[str, dict[str, Any]]]:
         name = name if type(name) is str else str(key)
         if name.partition(".")[0] not in _LEFT_ALONE:  # torch and ampkit under another name
             yield name, namespace
-
-
-@functools.cache
-def _known_to_be_left_alone(packages: frozenset[str]) -> set[Any]:
-    """Names of modules of these packages: thousands, and each search goes past them."""
-    return set()
 
 
 def _search_class(swap: Swap, cls: type, found: list[str]) -> None:
