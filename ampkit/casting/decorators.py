@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -44,10 +44,6 @@ class CastModels:
     def release(self) -> None:
         self._sessions -= 1
 
-    @property
-    def are_there(self) -> bool:
-        return self._sessions > 0
-
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, is cast."""
         return self._sessions > 0 and self._suspensions.number == 0
@@ -65,17 +61,11 @@ class CastModels:
 cast_models = CastModels()
 
 
-def casts_of_calls_disabled() -> AbstractContextManager[Any]:
+@contextmanager
+def casts_of_calls_disabled() -> Iterator[None]:
     """Casts of calls off in this thread, whatever the levels of the live sessions."""
     casting = active_casting()
-    if not cast_models.are_there:
-        return nullcontext() if casting is None else casting.disabled()
-    return cast_models.disabled() if casting is None else _both_disabled(casting)
-
-
-@contextmanager
-def _both_disabled(casting: Casting) -> Iterator[None]:
-    with cast_models.disabled(), casting.disabled():
+    with cast_models.disabled(), nullcontext() if casting is None else casting.disabled():
         yield
 
 
