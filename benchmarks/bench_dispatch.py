@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.nn.functional as F
 
-from ampkit.casting import Casting
+from ampkit.casting.engine import Casting
 from ampkit.casting.library import dispatch
 
 CALLS = 400

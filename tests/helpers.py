@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.casting import Casting
+from ampkit.casting.engine import Casting
 
 #: The folder that holds setup.py.
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,52 +1,25 @@
 """The multi-tensor operators: defined in plain torch (reference.py, reference_optimizers.py), routed to the compiled kernels where
 there are some (routing.py)."""
 
-from ampkit.kernels.backend import Implementation, implementation
-from ampkit.kernels.reference import (
-    multi_tensor_accumulate,
-    multi_tensor_axpby,
-    multi_tensor_l2norm,
-    multi_tensor_restore,
-    multi_tensor_restore_l2norm,
-    multi_tensor_scale,
-    multi_tensor_unscale_l2norm,
-    update_scale,
-)
-from ampkit.kernels.reference_optimizers import (
-    clip_coefficient,
-    clip_factor,
-    gradient_norms,
-    lars_trust,
-    multi_tensor_adagrad,
-    multi_tensor_adam,
-    multi_tensor_lamb,
-    multi_tensor_novograd,
-    multi_tensor_sgd,
-)
-from ampkit.kernels.routing import NO_BAD
-from ampkit.kernels.split import join, split
-
-__all__ = [
-    "NO_BAD",
-    "Implementation",
-    "clip_coefficient",
-    "clip_factor",
-    "gradient_norms",
-    "implementation",
-    "join",
-    "lars_trust",
-    "multi_tensor_accumulate",
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_lamb",
-    "multi_tensor_novograd",
-    "multi_tensor_restore",
-    "multi_tensor_restore_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "split",
-    "update_scale",
-]
+from ampkit.kernels.backend import Implementation as Implementation
+from ampkit.kernels.backend import implementation as implementation
+from ampkit.kernels.reference import multi_tensor_accumulate as multi_tensor_accumulate
+from ampkit.kernels.reference import multi_tensor_axpby as multi_tensor_axpby
+from ampkit.kernels.reference import multi_tensor_l2norm as multi_tensor_l2norm
+from ampkit.kernels.reference import multi_tensor_restore as multi_tensor_restore
+from ampkit.kernels.reference import multi_tensor_restore_l2norm as multi_tensor_restore_l2norm
+from ampkit.kernels.reference import multi_tensor_scale as multi_tensor_scale
+from ampkit.kernels.reference import multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm
+from ampkit.kernels.reference import update_scale as update_scale
+from ampkit.kernels.reference_optimizers import clip_coefficient as clip_coefficient
+from ampkit.kernels.reference_optimizers import clip_factor as clip_factor
+from ampkit.kernels.reference_optimizers import gradient_norms as gradient_norms
+from ampkit.kernels.reference_optimizers import lars_trust as lars_trust
+from ampkit.kernels.reference_optimizers import multi_tensor_adagrad as multi_tensor_adagrad
+from ampkit.kernels.reference_optimizers import multi_tensor_adam as multi_tensor_adam
+from ampkit.kernels.reference_optimizers import multi_tensor_lamb as multi_tensor_lamb
+from ampkit.kernels.reference_optimizers import multi_tensor_novograd as multi_tensor_novograd
+from ampkit.kernels.reference_optimizers import multi_tensor_sgd as multi_tensor_sgd
+from ampkit.kernels.routing import NO_BAD as NO_BAD
+from ampkit.kernels.split import join as join
+from ampkit.kernels.split import split as split

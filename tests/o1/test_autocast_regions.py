@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 import ampkit.casting.engine as engine_module
-from ampkit.casting import active_casting
+from ampkit.casting.engine import active_casting
 from ampkit.casting.library import Dispatch
-from ampkit.policy import CastKind
+from ampkit.policy.cast_rules import CastKind
 
 pytestmark = pytest.mark.switch
 

@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit.casting.engine as engine_module
-from ampkit.casting import Casting, active_casting
+from ampkit.casting.engine import Casting, active_casting
 from ampkit.casting.wrappers import autocast_would_cast
 from ampkit.errors import ConfigurationError, RefusedOperation
-from ampkit.policy import CastKind, expand, tables_for
+from ampkit.policy.cast_rules import CastKind, expand
+from ampkit.policy.tables import tables_for
 
 pytestmark = pytest.mark.switch
 

@@ -10,7 +10,7 @@ from helpers import o1
 
 import ampkit
 import ampkit.casting.engine as engine_module
-from ampkit.casting import (
+from ampkit.casting.decorators import (
     bfloat16_function,
     float_function,
     half_function,

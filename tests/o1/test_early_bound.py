@@ -353,7 +353,8 @@ def test_walk_keeps_nothing_alive(module):
 WALKS = """
 import torch
 import torch.nn.functional as F
-from ampkit.casting import Casting, early_bound
+from ampkit.casting import early_bound
+from ampkit.casting.engine import Casting
 
 walks = []
 early_bound.swap_in_holders = lambda swap: walks.append(len(swap))

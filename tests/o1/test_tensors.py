@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampkit.casting import cast_floating, map_tensors
+from ampkit.casting.tensors import cast_floating, map_tensors
 
 Point = namedtuple("Point", "x y")
 
