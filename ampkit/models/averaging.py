@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,28 +18,19 @@ from ..patching import SharedPatch
 from .weights import lower_entries
 
 
-class _Float32Values:
-    """A model's parameters and buffers, as far as an average asks for them, with the float32 values behind them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._entries = dict(lower_entries(model))
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return map(self._value, self._model.parameters())
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        return map(self._value, self._model.buffers())
-
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        entry = self._entries.get(tensor)
-        return tensor if entry is None else entry.current(tensor)
-
-
 def _averaging(original: Any) -> Any:
     @functools.wraps(original)
     def update_parameters(self: Any, model: nn.Module) -> None:
-        original(self, _Float32Values(model))
+        entries = dict(lower_entries(model))
+
+        def values(tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+            return (entries[tensor].current(tensor) if tensor in entries else tensor for tensor in tensors)
+
+        # As much of a model as an average asks for.
+        float32 = SimpleNamespace(
+            parameters=lambda: values(model.parameters()), buffers=lambda: values(model.buffers())
+        )
+        original(self, float32)
 
     return update_parameters
 

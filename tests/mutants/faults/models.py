@@ -310,7 +310,7 @@ FAULTS = [
     Mutant(
         "averages: AveragedModel averages rounded weights",
         "ampkit/models/averaging.py",
-        "original(self, _Float32Values(model))",
+        "original(self, float32)",
         "original(self, model)",
         breaks="AveragedModel averages float32 values",
         tests=("models/test_changed_models.py::test_averaged_models_defaults_average_the_float32_values",),
