@@ -14,7 +14,7 @@ from torch import nn
 from . import validation
 from .casting.decorators import casts_of_calls_disabled
 from .casting.engine import switch_off_left_on
-from .casting.tensors import cast_state
+from .casting.tensors import cast_state, params_of, states_to_cast
 from .devices import device_type_of
 from .dtypes import LOWER_PRECISION
 from .errors import CheckpointError, ConfigurationError, NotInitializedError
@@ -225,8 +225,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     if wrapper is not None:
         yield from wrapper.lend_masters()
         return
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    yield from params_of(optimizer)
 
 
 def clip_grad_norm_(
@@ -413,14 +412,8 @@ def _state_over_cast_weights(optimizers: Sequence[Any]) -> list[tuple[torch.Tens
 
     A notebook's cell that is run again builds its optimizer over the weights that an earlier session has cast.
     """
-    return [
-        (param, optimizer.state[param])
-        for optimizer in optimizers
-        if not getattr(optimizer, "keeps_narrow_state", False)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.dtype in LOWER_PRECISION and param in optimizer.state
-    ]
+    states = (pair for optimizer in optimizers for pair in states_to_cast(optimizer))
+    return [(param, state) for param, state in states if param.dtype in LOWER_PRECISION]
 
 
 def _lower_precision_of(

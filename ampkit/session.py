@@ -22,6 +22,7 @@ from torch import nn
 
 from .casting.decorators import cast_models
 from .casting.engine import Casting, active_casting
+from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
@@ -299,13 +300,7 @@ class Session:
 
     def _settle(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         """Let go of float32 values that nobody needs. Last of all: what failed before could still be undone exactly."""
-        trained = {
-            param
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.requires_grad
-        }
+        trained = {param for optimizer in optimizers for param in params_of(optimizer) if param.requires_grad}
         matched = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).matched_state()]
         for optimizer in optimizers:
             wrapper_of(optimizer).split_masters()

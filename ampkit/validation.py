@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .casting.tensors import params_of
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
@@ -137,13 +138,12 @@ def weights(
                 )
     known = {param for model in model_list for param in model.parameters()}
     for optimizer in optimizer_list:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.dtype in LOWER_PRECISION and param not in known:
-                    raise ConfigurationError(
-                        f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
-                        "models. Build the optimizer from parameters of the models passed with it."
-                    )
+        for param in params_of(optimizer):
+            if param.dtype in LOWER_PRECISION and param not in known:
+                raise ConfigurationError(
+                    f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
+                    "models. Build the optimizer from parameters of the models passed with it."
+                )
 
 
 def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
@@ -166,7 +166,7 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
                 "reduces. Call initialize() before the first forward, or shard a float32 model."
             )
         for optimizer in optimizer_list:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
+            params = params_of(optimizer)
             if params and known.isdisjoint(params):
                 raise ConfigurationError(
                     f"The {type(optimizer).__name__} holds none of the parameters of the models, one of which is sharded: "
@@ -174,8 +174,7 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
                     "parameters, then initialize(model, optimizer, ...)."
                 )
     for optimizer in optimizer_list:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(map(is_sharded, params)) and isinstance(optimizer, _WITH_NORMS_OF_TENSORS):
+        if any(map(is_sharded, params_of(optimizer))) and isinstance(optimizer, _WITH_NORMS_OF_TENSORS):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
                 "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD, FusedAdagrad."

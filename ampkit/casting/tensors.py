@@ -67,6 +67,19 @@ def cast_state(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {key: cast_floating(value, dtype) for key, value in state.items() if key != "step"}
 
 
+def params_of(optimizer: Any) -> list[Tensor]:
+    """What an optimizer's groups hold, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def states_to_cast(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """(parameter, its state) where the optimizer has some; none where it was asked to keep its state in lower precision."""
+    if not getattr(optimizer, "keeps_narrow_state", False):
+        for param in params_of(optimizer):
+            if param in optimizer.state:
+                yield param, optimizer.state[param]
+
+
 def tensors_in(*values: Any) -> Iterator[Tensor]:
     """Every tensor that `map_tensors` would visit."""
     found: list[Tensor] = []

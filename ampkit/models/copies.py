@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
 from .classes import own_class
 
@@ -116,8 +117,7 @@ def hand_out_plain_state(optimizer: Any, values: Mapping[torch.Tensor, Any]) -> 
 
     ``values`` are the `Float32Value` of the weights. Moments become float32 as well: torch's optimizers cannot mix dtypes.
     """
-    held = {param for group in optimizer.param_groups for param in group["params"]}
-    its_values = {param: values[param] for param in held & values.keys()}
+    its_values = {param: values[param] for param in params_of(optimizer) if param in values}
     optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer), its_values)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casting.tensors import cast_state, tensors_in
+from ..casting.tensors import cast_state, states_to_cast, tensors_in
 from ..dtypes import LOWER_PRECISION
 
 
@@ -64,8 +64,6 @@ class Incoming:
                 found.append((model, widened[0], len(widened)))
                 _flatten_again(model)
         for optimizer in optimizers:
-            if getattr(optimizer, "keeps_narrow_state", False):
-                continue
             for param, state in self._states(optimizer):
                 if id(param) in taken_over:
                     continue
@@ -94,11 +92,10 @@ class Incoming:
 
     def _states(self, optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """Each parameter that came in lower precision and has state in the optimizer, and that state."""
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                ref, _ = self._parameters.get(id(param), (None, None))
-                if ref is not None and ref() is param and param in optimizer.state:
-                    yield param, optimizer.state[param]
+        for param, state in states_to_cast(optimizer):
+            ref, _ = self._parameters.get(id(param), (None, None))
+            if ref is not None and ref() is param:
+                yield param, state
 
 
 def _lower_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

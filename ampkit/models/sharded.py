@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..casting.engine import active_casting
-from ..casting.tensors import cast_state
+from ..casting.tensors import cast_state, states_to_cast
 from ..dtypes import LOWER_PRECISION
 from ..sharding import unsharded_params
 
@@ -26,18 +26,15 @@ def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | 
     Returns the dtype that they came in, None where there were none. For good: FSDP2 has its own record of their storage, which
     follows a change of dtype only through ``_apply`` and before its first forward.
     """
-    lower = [param for param in model.parameters() if param.dtype in LOWER_PRECISION]
+    lower = {param: param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION}
     if not lower:
         return None
-    dtype = lower[0].dtype
     model._apply(lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
     for optimizer in optimizers:
-        if getattr(optimizer, "keeps_narrow_state", False):
-            continue
-        for param in lower:
-            if param in optimizer.state:
-                optimizer.state[param].update(cast_state(optimizer.state[param], torch.float32))
-    return dtype
+        for param, state in states_to_cast(optimizer):
+            if param in lower:
+                state.update(cast_state(state, torch.float32))
+    return next(iter(lower.values()))
 
 
 def keep_no_casts_of_gathered(module: nn.Module) -> Callable[[], None]:
