@@ -54,6 +54,10 @@ class LARC:
         return getattr(self.optim, "keeps_float32_state", False)
 
     @property
+    def keeps_narrow_state(self) -> bool:
+        return getattr(self.optim, "keeps_narrow_state", False)
+
+    @property
     def defaults(self) -> dict[str, Any]:
         return self.optim.defaults
 

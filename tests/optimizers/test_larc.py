@@ -9,6 +9,7 @@ from helpers import saved_and_loaded
 from torch import nn
 
 import ampkit
+from ampkit.optimizers import FusedAdam
 from ampkit.parallel import LARC
 
 
@@ -88,3 +89,15 @@ def test_larc_is_copied_without_what_initialize_put_on_it(level, copied):
     expected = before[1] - 0.5 * 0.25 * before[1].norm() / 5.0 * param.grad.new_tensor([[3.0, 4.0]])
     assert torch.allclose(param, expected) and torch.equal(model.weight, before[0])
     assert (twin.trust_coefficient, twin.clip, twin.eps) == (0.25, False, 0.0)
+
+
+def test_larc_leaves_moments_of_its_optimizer_in_the_dtype_that_was_asked_for():
+    model = torch.nn.Linear(2, 1).bfloat16()
+    optimizer = LARC(FusedAdam(model.parameters(), state_dtype="bfloat16"))
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    dtypes = [state["exp_avg"].dtype for state in optimizer.state.values()]
+    ampkit.close()
+    dtypes += [state["exp_avg"].dtype for state in optimizer.state.values()]
+    assert dtypes == [torch.bfloat16] * 4
