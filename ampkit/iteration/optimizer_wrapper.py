@@ -269,7 +269,7 @@ class OptimizerWrapper:
         for slot in masters if not self._splits else ():
             entry, version = slot.entry, slot.master._version
             if version != entry.value_version:  # the step has written both
-                entry.value_version, entry.lower_version = version, slot.param._version
+                entry.value_version, entry.lower_version, entry.put_aside = version, slot.param._version, None
         gradients.end_step()
         drop_casts()
         return result

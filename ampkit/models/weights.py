@@ -36,8 +36,9 @@ class Float32Value:
     two last agreed, as long as no step was taken: until then DDP and others write the same values again. Writes to a weight with
     a master are told by its version counter; ``counted`` is False for others, whose values are compared: torch's batch norm
     updates running statistics without counting, a momentum encoder is written to through ``.data``. ``gradient`` is the float32
-    gradient that stood in the tensor when it was cast, until the master takes it. ``lender`` has the slot of a split master
-    whose value a script may still hold, and write to.
+    gradient that stood in the tensor when it was cast, until the master takes it. ``put_aside`` is the master that other weights
+    were written over, until the next step: an evaluation with averaged weights puts its own back, in lower precision.
+    ``lender`` has the slot of a split master whose value a script may still hold, and write to.
     """
 
     value: torch.Tensor | None
@@ -51,12 +52,14 @@ class Float32Value:
     rest: torch.Tensor | None = None
     before: torch.Tensor | None = None
     loaded: torch.Tensor | None = None
+    put_aside: torch.Tensor | None = None
     writes: int = 0
     lender: Callable[[], Any] | None = None
     _in_copies: Callable[[], nn.Parameter | None] = lambda: None
 
     def agree(self, lower: torch.Tensor) -> None:
         """Note that both hold the same value now."""
+        self.put_aside = None
         self.value_version = self.value._version if self.value is not None else 0
         self.lower_version = lower._version
         self.lower = lower
@@ -90,8 +93,11 @@ class Float32Value:
             and self.lower_size == lower.numel()  # ``p.data = p.data[:n]`` stays where it was
         )
 
-    def synchronize(self, lower: torch.Tensor) -> None:
-        """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed."""
+    def synchronize(self, lower: torch.Tensor, for_training: bool = False) -> None:
+        """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed.
+
+        What was there before may come back (see ``put_aside``), but not where the model trains on with what was written.
+        """
         if self.rest is not None:
             if self.lender is not None and (slot := self.lender()) is not None:
                 slot.master.settle(slot)
@@ -102,10 +108,11 @@ class Float32Value:
         if self.value is None or self.value._version != self.value_version:
             return  # What was written to the value is newer, and reaches the model before its next forward.
         if not (self.counted and self.lower is lower and self.is_unwritten(lower)):
-            self._take_over(lower)
+            self._take_over(lower, for_training)
 
     @torch.no_grad()
-    def _take_over(self, lower: torch.Tensor) -> None:
+    def _take_over(self, lower: torch.Tensor, for_training: bool = False) -> None:
+        aside = None
         if self.value.shape != lower.shape:  # ``p.data = ...``, as where an embedding gets more rows
             self.value.grad = None
             put_in_place(self.value, lower.detach().to(self.value.device, torch.float32))
@@ -113,8 +120,15 @@ class Float32Value:
             local = self.value.to(lower.device)
             same = local.to(lower.dtype) == lower
             if self.counted or not same.all():
-                self.value.copy_(torch.where(same, local, lower.float()))
+                written = lower.float()
+                if self.put_aside is not None and self.put_aside.shape == lower.shape:
+                    earlier = self.put_aside.to(lower.device)
+                    written = torch.where(earlier.to(lower.dtype) == lower, earlier, written)
+                if self.counted and not for_training and not _is_capturing(lower) and not same.all():
+                    aside = local.clone()
+                self.value.copy_(torch.where(same, local, written))
         self.agree(lower)
+        self.put_aside = aside
 
     def split(self, lower: torch.Tensor, rest_dtype: torch.dtype) -> None:
         """Keep the value as ``lower`` and the rest of its bits from now on."""
@@ -328,6 +342,7 @@ def sync_weights(model: nn.Module) -> None:
     for parameters that are new since ``initialize``, by name.
     """
     stale: list[tuple[Float32Value, torch.Tensor]] = []
+    for_training = torch.is_grad_enabled()
     for module in walk(model):
         record = module.__dict__.get(RECORD_KEY)
         if record is None:
@@ -355,7 +370,7 @@ def sync_weights(model: nn.Module) -> None:
             ):
                 if not entry.counted:
                     _warn_of_average(model, record, entry, tensor)
-                entry.synchronize(tensor)
+                entry.synchronize(tensor, for_training)
                 if value is None:
                     _warn_of_lost_rests(model, record, entry, tensor)
         for name, entry in record.buffers.items():
@@ -372,6 +387,11 @@ def sync_weights(model: nn.Module) -> None:
             entry.agree(tensor)
 
 
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether the device cannot be asked anything now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @torch.no_grad()
 def _warn_of_average(model: nn.Module, record: WeightRecord, entry: Float32Value, lower: torch.Tensor) -> None:
     """Say it once if what no optimizer trains is written to by small steps, as an average is: most are lost in lower precision.
@@ -379,8 +399,7 @@ def _warn_of_average(model: nn.Module, record: WeightRecord, entry: Float32Value
     Looked at when it is written to for the first, second, fourth, eighth time and so on: it asks the device.
     """
     entry.writes += 1
-    capturing = lower.is_cuda and torch.cuda.is_current_stream_capturing()
-    if record.averages or capturing or entry.writes & (entry.writes - 1) or entry.value.shape != lower.shape:
+    if record.averages or _is_capturing(lower) or entry.writes & (entry.writes - 1) or entry.value.shape != lower.shape:
         return
     before = entry.value.to(lower.device).to(lower.dtype)
     changed = before != lower

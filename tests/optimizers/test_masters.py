@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.optimizers import FusedAdagrad
+from ampkit.models.copies import RECORD_KEY
+from ampkit.optimizers import FusedAdagrad, FusedSGD
 
 pytestmark = pytest.mark.switch
 
@@ -493,3 +494,68 @@ def test_a_cell_that_is_run_again_trains_as_at_first(make_optimizer, level):
     again = sums(cell(level))
     assert [total.dtype for total in again] == [total.dtype for total in first]
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+def _by_data(weight, value):
+    weight.data = value
+
+
+def _by_copy(weight, value):
+    with torch.no_grad():
+        weight.copy_(value)
+
+
+def _by_copy_to_data(weight, value):
+    weight.data.copy_(value)
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["evaluates", "saves"])
+@pytest.mark.parametrize("put", [_by_data, _by_copy, _by_copy_to_data], ids=["data", "copy", "copy to data"])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD], ids=["torch", "fused"])
+def test_weights_put_back_after_an_evaluation_keep_their_float32_digits(make_optimizer, put, saves):
+    """Averaged weights for an evaluation. Steps of 1e-4 are too small for bfloat16, and add up in the masters only."""
+
+    def trained(swaps):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = make_optimizer(model.parameters(), lr=1e-4)
+        x = torch.randn(4, 8)
+        with ampkit.session(model, optimizer, "O5", verbosity=0) as (model, optimizer):
+            averages = [p.detach().clone() for p in model.parameters()]
+            for _ in range(4):
+                with ampkit.scale_loss(model(x).square().mean(), optimizer) as loss:
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if swaps:
+                    averages = [(a + p.detach()) / 2 + 0.125 for a, p in zip(averages, model.parameters())]
+                    own = [p.data if put is _by_data else p.detach().clone() for p in model.parameters()]
+                    for p, average in zip(model.parameters(), averages):
+                        put(p, average)
+                    if saves and put is not _by_copy_to_data:  # torch counts no such write
+                        assert torch.equal(model.state_dict()["weight"], averages[0].float())
+                    with torch.no_grad():
+                        torch.testing.assert_close(
+                            model(x), torch.nn.functional.linear(x.bfloat16(), *averages).float()
+                        )
+                    for p, value in zip(model.parameters(), own):
+                        put(p, value)
+            return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    for found, wanted in zip(trained(True).values(), trained(False).values()):
+        assert torch.equal(found, wanted)
+
+
+def test_what_was_put_aside_is_freed_by_the_next_step():
+    model = nn.Linear(8, 8)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    with ampkit.session(model, optimizer, "O5", verbosity=0) as (model, optimizer):
+        with torch.no_grad():
+            model.weight.mul_(2)
+            model(torch.ones(2, 8))
+        entry = model.__dict__[RECORD_KEY].parameters[id(model.weight)]
+        assert entry.put_aside is not None
+        with ampkit.scale_loss(model(torch.ones(2, 8)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        assert entry.put_aside is None
