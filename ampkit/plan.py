@@ -176,7 +176,7 @@ def defaults_of(opt_level: str, device_type: str) -> Plan:
             f"Unexpected opt_level {opt_level!r}. Choose one of {', '.join(map(repr, OPT_LEVELS))} "
             "(a capital letter O and a digit, not two digits)."
         )
-    settings = {
+    settings: dict[str, Any] = {
         name: default_lower_precision(device_type) if value is LOWER else value
         for name, value in level.settings.items()
     }
