@@ -25,7 +25,6 @@ from .casting.engine import Casting, active_casting
 from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
-from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.loss_scale import LossScaler
 from .iteration.master_weights import Slots
@@ -238,9 +237,9 @@ class Session:
                 self._cast_weights(model, choice, values)
         if plan.master_weights and not plan.casts_weights:
             for model in models:
-                if any(param.dtype in LOWER_PRECISION for param in model.parameters()):
+                if (dtype := direct_calls.precision_in(model)) is not None:
                     self._undo_if_alive(weights.restore_weights, model)
-                    weights.cast_weights(model, _lower_precision_in(model), keep_fp32.AsTheyAre(), values)
+                    weights.cast_weights(model, dtype, keep_fp32.AsTheyAre(), values)
         if kept:
             names = [
                 name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()
@@ -541,10 +540,6 @@ def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -
                     f"{name}={wanted!r}: a live session patches torch functions with {active!r}, and the patches are "
                     "process-wide. Use the same value, or close that session first (ampkit.close())."
                 )
-
-
-def _lower_precision_in(model: nn.Module) -> torch.dtype:
-    return next(param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION)
 
 
 def _some_parameter(model: nn.Module) -> nn.Parameter | None:

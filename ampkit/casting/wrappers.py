@@ -264,7 +264,7 @@ def _reject(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if state.is_on():
             first = args[0] if args else kwargs.get("input")
-            if isinstance(first, Tensor) and first.dtype is torch.float16 and _is_ours(first, state):
+            if isinstance(first, Tensor) and first.dtype is torch.float16 and state.casts_on(first.device.type):
                 raise RefusedOperation(
                     f"{name}() was called on a float16 tensor while O1 is active: its result may not fit into float16, "
                     f"and in place it cannot become float32. Call {name.rstrip('_')}(), which returns float32, or put "
@@ -283,7 +283,7 @@ def _ban(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if state.is_on():
             for x in tensors_in(args, kwargs):
-                if x.dtype in LOWER_PRECISION and _is_ours(x, state):
+                if x.dtype in LOWER_PRECISION and state.casts_on(x.device.type):
                     raise RefusedOperation(
                         f"{name}() was called with a {x.dtype} tensor while O1 is active: {_ADVICE.get(name, _ANY_ADVICE)}"
                     )
@@ -373,10 +373,6 @@ def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Conve
         return lambda x: x
     convert = _converter(dtype, state, name)
     return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not dtype else x
-
-
-def _is_ours(x: Tensor, state: CastingState) -> bool:
-    return state.casts_on(x.device.type)
 
 
 def _is_sizes(value: Any) -> bool:

@@ -31,7 +31,7 @@ running = _Running()
 
 def entrances(model: nn.Module) -> list[nn.Module]:
     """The submodules of ``model`` that somebody may call on their own, and that have lower-precision weights."""
-    return [module for module in dict.fromkeys(_inside(model)) if _precision_in(module) is not None]
+    return [module for module in dict.fromkeys(_inside(model)) if precision_in(module) is not None]
 
 
 def cast_direct_calls(module: nn.Module) -> None:
@@ -55,11 +55,12 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 def _cast_if_outside(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     if running.inputs is not None:
         return None
-    dtype = _precision_in(module)
+    dtype = precision_in(module)
     return None if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
 
 
-def _precision_in(module: nn.Module) -> torch.dtype | None:
+def precision_in(module: nn.Module) -> torch.dtype | None:
+    """The lower precision of the first parameter inside that has one."""
     for param in module.parameters():
         if param.dtype in LOWER_PRECISION:
             return param.dtype

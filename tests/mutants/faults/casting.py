@@ -66,8 +66,8 @@ FAULTS = [
     Mutant(
         "wrappers: banned lets bfloat16 through",
         "ampkit/casting/wrappers.py",
-        "if x.dtype in LOWER_PRECISION and _is_ours(x, state):",
-        "if x.dtype is torch.float16 and _is_ours(x, state):",
+        "if x.dtype in LOWER_PRECISION and state.casts_on(x.device.type):",
+        "if x.dtype is torch.float16 and state.casts_on(x.device.type):",
         breaks="what the policy bans is refused in either lower precision",
         tests=("o1/test_casting.py::test_binary_cross_entropy_is_refused_in_lower_precision",),
     ),
