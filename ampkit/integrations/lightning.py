@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..api import clip_grad_norm_, initialize, master_params, scale_loss
+from ..errors import NotInitializedError
 from ..iteration.loss_scale import load_scalers, save_scalers
 from ..models.forward import watchers
 from ..session import Session, session_of
@@ -56,6 +57,11 @@ class AmpkitPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
+        if self._session is None:
+            raise NotInitializedError(
+                "AmpkitPrecision runs in a Trainer, which connects it to model and optimizers. For Fabric use "
+                "ampkit.integrations.fabric.AmpkitFabricPrecision."
+            )
         # A step may call parts of the module, and not its forward.
         _before_forward(self._module)
         yield

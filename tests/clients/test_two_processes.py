@@ -1,4 +1,4 @@
-"""Lightning and Accelerate with DDP, under torchrun, judged by one process in float32 on the batches of both."""
+"""Lightning, Accelerate and transformers' Trainer with DDP, under torchrun, judged by one process in float32."""
 
 import importlib.util
 import os
@@ -28,7 +28,7 @@ def trained_in_float32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-@pytest.mark.parametrize("framework", ("lightning", "accelerate"))
+@pytest.mark.parametrize("framework", ("lightning", "accelerate", "transformers"))
 def test_two_processes_train_as_one(framework, level, tmp_path):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"`make clients` installs {framework}")

@@ -84,10 +84,49 @@ def with_accelerate(settings):
     return bare, skipped
 
 
+def with_transformers(settings):
+    import transformers
+
+    from ampkit.integrations.transformers import AmpkitMixin
+
+    class WithLoss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.step = net_with_norm(), 0
+
+        def forward(self, x, labels):
+            self.step += 1
+            return {"loss": loss_of(self.net, (x, labels), self.step - 1, dist.get_rank())}
+
+    class Trainer(AmpkitMixin, transformers.Trainer):
+        ampkit_settings = settings
+
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(
+                [{"x": x, "labels": y} for x, y in batches(self.accelerator.process_index)], batch_size=None
+            )
+
+    class Notes(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            skipped.append(trainer.accelerator.optimizer_step_was_skipped)
+
+    skipped, model = [], WithLoss()
+    arguments = transformers.TrainingArguments(
+        sys.argv[3] + "-output", use_cpu=True, max_steps=STEPS // ACCUMULATE, gradient_accumulation_steps=ACCUMULATE, report_to=[],
+        lr_scheduler_type="constant", max_grad_norm=CLIP, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    optimizers = (make_optimizer(model.parameters()), None)
+    trainer = Trainer(model, arguments, train_dataset=[0] * STEPS, optimizers=optimizers, callbacks=[Notes()])
+    trainer.train()
+    ampkit.close()
+    return model.net, skipped
+
+
 if __name__ == "__main__":
     framework, level, file = sys.argv[1:]
     settings = {"opt_level": level, "verbosity": 0, "loss_scale": ampkit.DynamicLossScale(init_scale=256.0)}
-    model, skipped = {"lightning": with_lightning, "accelerate": with_accelerate}[framework](settings)
+    train = {"lightning": with_lightning, "accelerate": with_accelerate, "transformers": with_transformers}[framework]
+    model, skipped = train(settings)
     rank = dist.get_rank()
     torch.save(([param.detach() for param in model.parameters()], skipped), f"{file}{rank}")
     dist.barrier()
