@@ -182,7 +182,10 @@ PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
   static const int32_t device_type = kDeviceType();
   if (count != arity(kFunction) + 1)
     return PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", arity(kFunction) + 1, count);
-  if (tensor_access == nullptr || !tensor_access->nobody_listens()) {
+  // The first tensor tells whether it is another library's turn.
+  const bool has_first = PyList_Check(given[1]) && PyList_Size(given[1]) > 0;
+  if (tensor_access == nullptr || !tensor_access->nobody_listens() ||
+      (has_first && plain_tensor_on(device_type, PyList_GetItem(given[1], 0)) == nullptr)) {
     Py_INCREF(Py_NotImplemented);
     return Py_NotImplemented;
   }
@@ -230,6 +233,7 @@ inline PyObject* use_tensor_access(PyObject*, PyObject* capsule) {
       AMPKIT_DIRECT(multi_tensor_unscale_l2norm, device, type), AMPKIT_DIRECT(multi_tensor_sgd, device, type),             \
       AMPKIT_DIRECT(multi_tensor_adam, device, type), AMPKIT_DIRECT(multi_tensor_adagrad, device, type),                   \
       AMPKIT_DIRECT(multi_tensor_novograd, device, type), AMPKIT_DIRECT(multi_tensor_lamb, device, type),                  \
+      AMPKIT_DIRECT(update_scale, device, type),                                                                           \
       {"use_tensor_access", ampkit::use_tensor_access, METH_O, nullptr}, {                                                 \
     nullptr, nullptr, 0, nullptr                                                                                           \
   }

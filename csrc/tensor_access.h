@@ -13,7 +13,8 @@ struct TensorAccess {
   // Whether nobody has to be told of operators that this thread calls: no mode, transform, trace or profiler.
   bool (*nobody_listens)();
   // The tensor of this object, which need not be given back and lives as long as the object does; nullptr unless it is a plain
-  // one: of torch's own class, with memory of its own and nothing lazy about it.
+  // one: of torch's own class, or of one that treats functions of torch no differently, with memory of its own and nothing lazy
+  // about it.
   AtenTensorHandle (*plain_tensor)(PyObject* object);
   // A new object for a tensor that is given away.
   PyObject* (*wrap)(AtenTensorHandle tensor);

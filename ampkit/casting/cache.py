@@ -140,8 +140,8 @@ class CastCaches:
 
     def drop(self, before_backward: bool = False) -> None:
         """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
-        for store in self._stores():
-            store.drop(before_backward=before_backward)
+        for cache in list(self._caches.values()):  # another thread may need one more meanwhile
+            cache.store.drop(before_backward=before_backward)
 
     def pairs(self) -> dict[Tensor, Tensor]:
         """The casts of weights that are kept now, by weight."""

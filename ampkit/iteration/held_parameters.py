@@ -51,6 +51,8 @@ class FirstSteps:
 
     def end(self, optimizer: Any) -> None:
         """After it: raise where it wrote to the model's weights and left their masters alone. The weights go back."""
+        if not self._before:
+            return
         before, self._before = self._before, []
         mastered = [(slot, lower, master) for slot, lower, master in before if master is not None]
         stepped = {slot for slot, _, master in mastered if not torch.equal(slot.master, master)}

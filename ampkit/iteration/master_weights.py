@@ -33,6 +33,8 @@ class MasterWeight(nn.Parameter):
 
     _slot: Callable[[], Slot | None] | None = None
     _gradients: Callable[[], Any] | None = None
+    #: What stands there, without a conversion.
+    raw_grad = _grad
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -79,15 +81,6 @@ class MasterWeight(nn.Parameter):
         slot.entry.synchronize(slot.param)
         slot.entry.value_version = UNCOUNTED
         return slot.entry
-
-    @property
-    def raw_grad(self) -> torch.Tensor | None:
-        """What stands there, without a conversion."""
-        return _grad.__get__(self)
-
-    @raw_grad.setter
-    def raw_grad(self, value: torch.Tensor | None) -> None:
-        _grad.__set__(self, value)
 
     def belongs_to(self, slot: Slot, gradients: Any) -> None:
         """Have these `Gradients`, while they live, convert what there is before anybody sees the gradient."""

@@ -472,4 +472,7 @@ def _first_nonfinite(wrapper: OptimizerWrapper | None, found: FoundInf) -> str:
 
 def _home(wrappers: Sequence[OptimizerWrapper]) -> torch.device:
     """Where the loss scale of these optimizers lives."""
-    return next((slot.param.device for wrapper in wrappers for slot in wrapper.gradients.slots), _CPU)
+    for wrapper in wrappers:  # not next(...): asked in every iteration
+        if wrapper.gradients.slots:
+            return wrapper.gradients.slots[0].param.device
+    return _CPU

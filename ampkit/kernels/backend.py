@@ -34,6 +34,11 @@ def kernel_of(function: Callable) -> Callable | None:
     return None if _extension is None else _extension.kernel(function)
 
 
+def direct_kernel_of(function: Callable) -> Callable | None:
+    """The same past torch's dispatcher, NotImplemented where that is needed; None where nobody can go past it."""
+    return None if _extension is None else _extension.direct_kernel(function)
+
+
 def _import() -> tuple:
     from ampkit.kernels import extension
 

@@ -5,12 +5,14 @@ raises ImportError where that cannot be done. Lists given to these functions lie
 and bfloat16 only; routing.py sees to that.
 """
 
+import functools
 import importlib
 import inspect
-import math
 from collections.abc import Callable
 
 import torch
+
+from ampkit.kernels.signatures import with_signature_of
 
 # By name: `from ampkit import _C` would call a library that was never built a circular import.
 _C = importlib.import_module("ampkit._C")
@@ -32,49 +34,66 @@ except AttributeError as error:
 _direct: list = []  # libraries whose operators are called without the dispatcher
 _callers: dict[str, Callable] = {}
 
+# Arguments of operators, and what stands for them. Nothing where a list is scaled in place: each tensor would be handed over twice.
 _SPECIAL = {
-    "multi_tensor_scale": {"inputs": "_source(inputs, outputs)"},
+    "multi_tensor_scale": {"inputs": "[] if not torch.compiler.is_compiling() and inputs is outputs else inputs"},
     "update_scale": {"found_inf": "_beside(found_inf, scale)"},
 }
+_SPECIAL_DIRECTLY = {"multi_tensor_scale": {"inputs": "[] if inputs is outputs else inputs"}}
 
 
 def kernel(function: Callable) -> Callable:
-    """The operator of this name, to be called with the arguments of ``function``.
+    """The operator of this name, to be called with the arguments of ``function``."""
+    op, written = ops[function.__name__], _written(function.__name__)
 
-    Its schema lists the same arguments, flat. What stands for each is an expression (see `_expression`), and all of them are
-    compiled here into one call: a loop over the schema would take longer than the work on small tensors.
+    def call(*arguments):
+        result = op(*arguments)
+        _mark_written(*[arguments[i] for i in written])
+        return result
+
+    # By a name of this module, where torch.compile looks.
+    _callers[function.__name__] = call
+    return with_signature_of(function, f"_callers[{function.__name__!r}]({_given(function, _SPECIAL)})", globals())
+
+
+def direct_kernel(function: Callable) -> Callable | None:
+    """The same past the dispatcher (csrc/direct.h); it answers NotImplemented, having done nothing, where that is needed."""
+    name = function.__name__
+    mask = sum(1 << i for i in _written(name))
+    methods = [functools.partial(getattr(library, name), mask) for library in _direct if hasattr(library, name)]
+    if not methods:
+        return None
+    first, *others = methods
+
+    def call(*arguments):
+        result = first(*arguments)
+        return others[0](*arguments) if result is NotImplemented else result
+
+    parameters = inspect.signature(function).parameters.values()
+    lists = [one.name for one in parameters if one.annotation == "Tensors"]
+    condition = f" if {lists[0]} else NotImplemented" if lists else ""  # where nothing lies on any device
+    names = {**globals(), "call": call if others else first}
+    return with_signature_of(function, f"call({_given(function, _SPECIAL_DIRECTLY)}){condition}", names)
+
+
+def _written(name: str) -> list[int]:
+    """Which arguments of an operator are written to."""
+    schema = ops[name]._schema.arguments
+    return [i for i, one in enumerate(schema) if one.alias_info is not None and one.alias_info.is_write]
+
+
+def _given(function: Callable, special: dict[str, dict[str, str]]) -> str:
+    """What the operator of this name is given, in terms of the parameters of ``function``.
+
+    Its schema lists the same arguments, flat. What stands for each is an expression (``special``, or `_expression`), and all of
+    them are compiled into one call: a loop over the schema would take longer than the work on small tensors.
     """
     parameters = inspect.signature(function).parameters
     schema = ops[function.__name__]._schema.arguments
     names = {one.name for one in schema}
     numbers = {name for name in names if f"{name}_tensor" in names}
-    special = _SPECIAL.get(function.__name__, {})
-    arguments = [special.get(one.name) or _expression(one, parameters, numbers) for one in schema]
-    written = [i for i, one in enumerate(schema) if one.alias_info is not None and one.alias_info.is_write]
-    _callers[function.__name__] = _caller(function.__name__, written)
-    call = f"_callers[{function.__name__!r}]({', '.join(arguments)})"
-    # Keywords follow one another in any order; `operator` gives all of them.
-    bare = [f"{one.name}={None if one.default is one.empty else one.default}" for one in parameters.values()]
-    return eval(f"lambda {', '.join(bare)}: {call}", {**globals(), "inf": math.inf})
-
-
-def _caller(name: str, written: list[int]) -> Callable:
-    """Calls an operator: directly where the library can read the tensors (csrc/direct.h), else through torch's dispatcher."""
-    op = ops[name]
-    directly = [getattr(library, name) for library in _direct if hasattr(library, name)]
-    mask = sum(1 << i for i in written)
-
-    def call(*arguments):
-        if not torch.compiler.is_compiling():
-            for method in directly:
-                result = method(mask, *arguments)
-                if result is not NotImplemented:
-                    return result
-        result = op(*arguments)
-        _mark_written(*[arguments[i] for i in written])
-        return result
-
-    return call
+    of_operator = special.get(function.__name__, {})
+    return ", ".join(of_operator.get(one.name) or _expression(one, parameters, numbers) for one in schema)
 
 
 def _give_tensor_access(library) -> None:
@@ -131,11 +150,6 @@ def _tensor(number):
         return None
     fits = number.dtype is torch.float32 and number.is_contiguous() and not number.requires_grad
     return number if fits else number.detach().to(torch.float32).contiguous()
-
-
-def _source(inputs, outputs):
-    """Nothing where a list is scaled in place: the dispatcher would hand over every tensor twice."""
-    return [] if not torch.compiler.is_compiling() and inputs is outputs else inputs
 
 
 def _beside(found_inf, scale):

@@ -27,6 +27,7 @@ from torch import Tensor
 from ampkit.dtypes import CASTABLE
 from ampkit.kernels import backend
 from ampkit.kernels.checks import check_flag, check_lists
+from ampkit.kernels.signatures import with_signature_of
 from ampkit.sharding import is_sharded, local
 
 Function = TypeVar("Function", bound=Callable)
@@ -49,12 +50,13 @@ def operator(
 ) -> Function:
     """The operator that ``function`` defines, itself ``operator.__wrapped__``; autograd does not see what it does.
 
-    ``before(given)`` is called first, with all arguments by name, and may change them. ``after(given, results)`` makes what the
-    operator returns of what it returned for each group of tensors: (indices or None, result).
+    ``before(given)`` is called first, with all arguments by name, and may change them. Where the kernels do not serve a call at
+    once, ``after(given, results)`` makes what the operator returns of what it returned for each group of tensors: (indices or
+    None, result).
     """
     if function is None:
         return functools.partial(operator, before=before, after=after)
-    bind, plan = _binder(function), _Plan(function)
+    plan = _Plan(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,14 +64,13 @@ def operator(
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            given = bind(*args, **kwargs)
-            if before is None and after is None and _is_plain(plan, given):
-                try:
-                    return plan.kernel(*given.values())
-                except RuntimeError:
-                    pass  # below it is found out why
             if before is not None:
-                before(given)
+                args, kwargs = (), plan.bind(*args, **kwargs)
+                before(kwargs)
+            result = _served_at_once(plan.direct, args, kwargs)
+            if result is not NotImplemented:
+                return result
+            given = plan.bind(*args, **kwargs)
             results = _serve(plan, given)
             return None if after is None else after(given, results)
         finally:
@@ -78,13 +79,14 @@ def operator(
     return call
 
 
-def _is_plain(plan: _Plan, given: dict[str, Any]) -> bool:
-    """Whether the lists begin on a device with kernels, where all single tensors lie: they check the rest, and refuse in time."""
-    tensors = given[plan.lists[0]]
-    if not tensors or is_sharded(tensors[0]) or torch.compiler.is_compiling():
-        return False
-    device = tensors[0].device
-    return device.type in backend.kernel_devices and _singles_lie_on(device, plan, given)
+def _served_at_once(direct: Callable | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What the kernels return where these arguments are as they take them, which they see for themselves; else NotImplemented."""
+    if direct is None or not backend.kernel_devices or torch.compiler.is_compiling():
+        return NotImplemented
+    try:
+        return direct(*args, **kwargs)
+    except RuntimeError:
+        return NotImplemented  # whoever serves it next finds out why
 
 
 def _singles_lie_on(device: torch.device, plan: _Plan, given: dict[str, Any]) -> bool:
@@ -98,10 +100,12 @@ def _singles_lie_on(device: torch.device, plan: _Plan, given: dict[str, Any]) ->
 
 def operator_without_lists(function: Function) -> Function:
     """The same for a function that writes to its first argument, and is computed where that is."""
-    kernel = backend.kernel_of(function)
+    kernel, direct = backend.kernel_of(function), backend.direct_kernel_of(function)
 
     @functools.wraps(function)
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _served_at_once(direct, (first, *args), kwargs) is not NotImplemented:
+            return first
         if first.device.type in backend.kernel_devices:
             kernel(first, *args, **kwargs)
         else:
@@ -121,25 +125,15 @@ class _Plan:
             if name != "return":
                 kinds.setdefault(annotation.removesuffix(" | None"), []).append(name)
         self.name = function.__name__
-        names = list(inspect.signature(function).parameters)
-        self.reference = lambda *values: function(**dict(zip(names, values)))
-        self.kernel = backend.kernel_of(function)
+        names = inspect.signature(function).parameters
+        self.bind = with_signature_of(function, f"dict({', '.join(f'{name}={name}' for name in names)})", {})
+        self.reference = function
+        self.kernel, self.direct = backend.kernel_of(function), backend.direct_kernel_of(function)
         self.lists = kinds.get("Tensors", [])
         self.vectors = kinds.get("PerTensor", [])
         self.read = [*kinds.get("Number", []), *kinds.get("Tensor", [])]
         self.flags = kinds.get("Flag", [])
         self.singles = [*self.read, *self.flags, *self.vectors]
-
-
-def _binder(function: Callable) -> Callable[..., dict[str, Any]]:
-    """A function with the signature of ``function`` that returns its arguments by name: Python binds them, and refuses."""
-    signature = inspect.signature(function)
-    bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
-    signature = signature.replace(parameters=bare, return_annotation=signature.empty)
-    names = ", ".join(f"{name!r}: {name}" for name in signature.parameters)
-    bind = eval(f"lambda {str(signature)[1:-1]}: {{{names}}}", {"inf": float("inf")})
-    bind.__name__ = bind.__qualname__ = function.__name__
-    return bind
 
 
 def on(number: Number | None, device: torch.device) -> Number | None:
@@ -240,7 +234,7 @@ def _compute(
     plan: _Plan, given: dict[str, Any], compute: Callable, device: torch.device, indices: list[int] | None
 ) -> Any:
     if indices is None and _singles_lie_on(device, plan, given):
-        return compute(*given.values())
+        return compute(**given)
     here = dict(given)
     for name in plan.read:
         here[name] = on(given[name], device)
@@ -255,7 +249,7 @@ def _compute(
     if indices is not None:
         for name in plan.lists:
             here[name] = None if given[name] is None else [given[name][i] for i in indices]
-    results = compute(*here.values())
+    results = compute(**here)
     for name in plan.flags:
         if here[name] is not given[name]:
             _bring_home(name, here[name], given[name], indices)

@@ -55,7 +55,7 @@ class Batch:
     """Parameters of one group and device that one multi-tensor call updates: all have a weight to write, or none has.
 
     ``params`` are the keys of their state, ``targets`` what is updated: the same, but for optimizers with masters of their
-    own. ``slots`` are those of parameters whose gradients have to be restored first.
+    own. ``slots`` are those of parameters whose gradients have to be restored first, and ``states`` the states of all.
     """
 
     params: list[torch.Tensor]
@@ -66,6 +66,7 @@ class Batch:
     found_inf: torch.Tensor | None = None
     targets: list[torch.Tensor] = field(default_factory=list)
     slots: list[Any] | None = None
+    states: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.targets = self.targets or self.params
@@ -83,7 +84,7 @@ class Batch:
         """Some of it."""
         if len(indices) == len(self.params):
             return self
-        names = ("params", "grads", "lower", "targets", "slots")
+        names = ("params", "grads", "lower", "targets", "slots", "states")
         lists = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: [values[i] for i in indices] for name, values in lists.items()})
 
@@ -203,6 +204,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         batches = self.batches(group)
         if batches:
             restore = (self.inputs or _NOTHING).restore
+            for batch in batches:
+                batch.states = self.states_of(batch.params)
             for step, batch in self.counted(group, batches):
                 for part in batch.restored(restore):
                     self.update(group, part, step)
@@ -280,9 +283,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 yield None, batch
                 continue
             one_more = batch.one_more()
-            steps = [state.get("step") for state in self.states_of(batch.params)]
+            steps = [state.get("step") for state in batch.states]
             holders: dict[int, tuple[torch.Tensor | None, list[int]]] = {}
-            if all(step is steps[0] for step in steps):
+            if len(set(map(id, steps))) == 1:
                 holders[0] = (steps[0], list(range(len(steps))))
             else:
                 for i, step in enumerate(steps):
@@ -302,10 +305,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         for i in indices:
             self.state[batch.params[i]]["step"] = step
 
-    def moments(self, params: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    def moments(self, batch: Batch, name: str) -> list[torch.Tensor]:
         """The state of this name of each parameter, made of zeros on first use, at least float32."""
         found = []
-        for param, state in zip(params, self.states_of(params)):
+        for param, state in zip(batch.params, batch.states):
             moment = state.get(name)
             if moment is None:
                 moment = state[name] = self.rounding.zeros(param)

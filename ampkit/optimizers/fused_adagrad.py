@@ -39,7 +39,7 @@ class FusedAdagrad(FusedOptimizer):
         kernels.multi_tensor_adagrad(
             batch.grads,
             batch.targets,
-            self.moments(batch.params, "sum"),
+            self.moments(batch, "sum"),
             batch.lower,
             lr=lr,
             eps=group["eps"],

@@ -110,8 +110,8 @@ class FusedAdam(FusedOptimizer):
         kernels.multi_tensor_adam(
             batch.grads,
             batch.targets,
-            self.moments(batch.params, "exp_avg"),
-            self.moments(batch.params, "exp_avg_sq"),
+            self.moments(batch, "exp_avg"),
+            self.moments(batch, "exp_avg_sq"),
             batch.lower,
             lr=group["lr"],
             betas=group["betas"],

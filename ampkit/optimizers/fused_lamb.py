@@ -68,8 +68,8 @@ class FusedLAMB(FusedOptimizer):
         kernels.multi_tensor_lamb(
             batch.grads,
             batch.targets,
-            self.moments(batch.params, "exp_avg"),
-            self.moments(batch.params, "exp_avg_sq"),
+            self.moments(batch, "exp_avg"),
+            self.moments(batch, "exp_avg_sq"),
             batch.lower,
             lr=group["lr"],
             betas=group["betas"],

@@ -63,7 +63,7 @@ class FusedNovoGrad(FusedOptimizer):
         kernels.multi_tensor_novograd(
             batch.grads,
             batch.targets,
-            self.moments(batch.params, "exp_avg"),
+            self.moments(batch, "exp_avg"),
             norms,
             batch.lower,
             lr=group["lr"],

@@ -67,7 +67,7 @@ class FusedSGD(FusedOptimizer):
             kernels.multi_tensor_sgd(
                 part.grads,
                 part.targets,
-                self.moments(part.params, "momentum_buffer") if group["momentum"] else None,
+                self.moments(part, "momentum_buffer") if group["momentum"] else None,
                 part.lower,
                 lr=group["lr"],
                 momentum=group["momentum"],
@@ -91,7 +91,7 @@ class FusedSGD(FusedOptimizer):
         if not group["momentum"]:
             return [(False, batch)]
         # torch.optim.SGD saves None where it has no momentum.
-        has_none = [self.state[param].get("momentum_buffer") is None for param in batch.params]
+        has_none = [state.get("momentum_buffer") is None for state in batch.states]
         first = [i for i, none in enumerate(has_none) if none]
         later = [i for i, none in enumerate(has_none) if not none]
         parts = [(False, batch.part(later))] if later else []

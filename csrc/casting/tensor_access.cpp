@@ -20,8 +20,19 @@ bool nobody_listens() {
       !at::hasCallbacks();
 }
 
+// Whether the class of this tensor is to be told of functions of torch. Parameters are not, nor are classes made of them that
+// leave it at that, as master weights are.
+bool has_torch_function(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
+  static PyObject* const nothing = PyObject_GetAttr(ParameterClass, name);
+  PyObject* function = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), name);
+  if (function == nullptr) PyErr_Clear();
+  Py_XDECREF(function);
+  return function == nullptr || function != nothing;
+}
+
 AtenTensorHandle plain_tensor(PyObject* object) {
-  if (!THPVariable_CheckExact(object)) return nullptr;
+  if (!THPVariable_CheckExact(object) && (!THPVariable_Check(object) || has_torch_function(object))) return nullptr;
   const at::Tensor& tensor = THPVariable_Unpack(object);
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   static const uint64_t plain = (c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::AutogradFunctionality,

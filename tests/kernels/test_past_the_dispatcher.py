@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import kernels
+from ampkit.iteration.master_weights import MasterWeight
 
 pytestmark = [pytest.mark.compiled("kernels"), pytest.mark.compiled("wrappers")]
 WRITES_OUTPUTS = 0b10
@@ -38,16 +39,30 @@ def test_plain_tensors_are_served_at_once():
     assert [out.flatten().tolist() for out in outputs] == [[0.5] * 3, [0.5] * 4]
     assert [t._version for t in (*inputs, *outputs)] == [0, 0, 1, 1]
     assert scale_directly(tuple(inputs), (torch.nn.Parameter(torch.zeros(3)), outputs[1])) is None
+    assert scale_directly(inputs, (MasterWeight(torch.zeros(3)), outputs[1])) is None
     norm, norms = library().multi_tensor_l2norm(0, outputs, True)
     assert norm.item() == pytest.approx(1.75**0.5) and norms.tolist() == pytest.approx([0.75**0.5, 1.0])
+
+
+def test_a_loss_scale_moves_at_once():
+    scale, counters = torch.full((1,), 8.0), [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
+    assert library().update_scale(0b111, scale, *counters, torch.ones(()), 2.0, 0.5, 2000, 1, 1.0, 16.0) is None
+    assert scale.item() == 4.0 and [t._version for t in (scale, *counters)] == [1, 1, 1]
 
 
 class Subclass(torch.Tensor):
     pass
 
 
+class Told(torch.nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 NOT_PLAIN = {
     "a subclass": lambda: torch.ones(3).as_subclass(Subclass),
+    "a parameter that is told of functions": lambda: Told(torch.ones(3)),
     "a lazy conjugate": lambda: torch.ones(3, dtype=torch.complex64).conj(),
     "a lazy negative": lambda: torch._neg_view(torch.ones(3)),
     "another device": lambda: torch.ones(3, device="meta"),

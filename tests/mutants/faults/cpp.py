@@ -348,6 +348,14 @@ FAULTS = [
         tests=("kernels/test_past_the_dispatcher.py::test_whoever_listens_hears_of_operators",),
     ),
     Mutant(
+        "cpp direct: classes that are told of functions of torch are not",
+        "csrc/casting/tensor_access.cpp",
+        "return function == nullptr || function != nothing;",
+        "return false;",
+        breaks="what is not plain goes through the dispatcher",
+        tests=("kernels/test_past_the_dispatcher.py::test_what_is_not_plain_goes_through_the_dispatcher_untouched",),
+    ),
+    Mutant(
         "cpp direct: lazy tensors are taken as they lie",
         "csrc/casting/tensor_access.cpp",
         "(impl->key_set().raw_repr() & ~plain) == 0",

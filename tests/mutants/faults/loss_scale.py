@@ -12,6 +12,14 @@ FAULTS = [
         tests=("scaling/test_device_loss_scale.py::test_the_device_rule_is_the_rule",),
     ),
     Mutant(
+        "step: a flag that the host knows to be set is left out",
+        "ampkit/iteration/optimizer_wrapper.py",
+        "one.is_known and not one.overflowed for",
+        "one.is_known for",
+        breaks="torch's fused optimizers skip a step that overflowed",
+        tests=("scaling/test_device_loss_scale.py::test_torchs_fused_optimizers_are_not_read_either",),
+    ),
+    Mutant(
         "loss scale: loaded below the floor",
         "ampkit/iteration/loss_scale.py",
         "self._loss_scale = max(saved, self.min_loss_scale)",
