@@ -150,9 +150,14 @@ class Swap:
             if old is not new and id(old) not in self._new:
                 self._new[id(old)] = new
                 self._old.append(old)
+        self._given = set(map(id, self._new.values()))
 
     def __len__(self) -> int:
         return len(self._old)
+
+    def gives(self, value: Any) -> bool:
+        """Whether ``value`` is put in the place of something, which it may hold for its own use."""
+        return id(value) in self._given
 
     def holds(self, value: Any) -> bool:
         """Whether ``value`` is to be replaced, or is a partial or a table with something that is."""
@@ -293,7 +298,7 @@ def out_of_reach(swap: Swap, models: Iterable[nn.Module] = (), searched: Collect
             continue
         for value in list(namespace.values()):
             if type(value) is types.FunctionType:
-                if value.__module__ == name:
+                if value.__module__ == name and not swap.gives(value):
                     _search_function(swap, value, found)
             elif issubclass(type(value), type) and vars(value).get("__module__") == name:
                 _search_class(swap, value, found)

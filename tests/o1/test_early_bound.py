@@ -447,6 +447,14 @@ def test_what_stays_is_logged_once_by_name(caplog, nothing_logged_yet):
     assert named == OUT_OF_REACH | {local}
 
 
+def test_what_stands_in_the_place_of_torchvisions_functions_is_not_logged(caplog, nothing_logged_yet):
+    pytest.importorskip("torchvision")
+    with caplog.at_level(logging.INFO, logger="ampkit"):
+        ampkit.initialize(nn.Linear(1, 1), opt_level="O1")
+    assert "torchvision" not in caplog.text
+    ampkit.close()
+
+
 def test_what_is_cast_by_what_it_calls_is_not_logged(caplog, nothing_logged_yet):
     class Local(nn.Linear):
         loss = staticmethod(F.cross_entropy)
