@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -357,12 +358,13 @@ class Session:
         delay_overflow_check: bool,
     ) -> AbstractContextManager[torch.Tensor]:
         """See `ampkit.scale_loss`. Among ``optimizers`` may be those of other sessions: ``scaler`` is the one for all of them."""
-        wrappers = []
+        wrappers, thread = [], threading.get_ident()
         for optimizer in optimizers:
             wrapper = wrapper_of(optimizer)
             if wrapper is None:
                 raise not_initialized(optimizer)
             wrapper.follow_groups()
+            wrapper.thread = thread
             wrappers.append(wrapper)
         if not self._knows_sharding:
             self._refuse_sharded_since()
@@ -372,7 +374,7 @@ class Session:
         for session in live_sessions:
             for ref in session._optimizers:
                 wrapper = wrapper_of(ref())
-                if wrapper is not None and wrapper not in wrappers:
+                if wrapper is not None and wrapper not in wrappers and not wrapper.trains_beside(thread):
                     unnamed.append(wrapper)
         return Block(
             self.scaling, loss, wrappers, unnamed, scaler, delay_unscale, delay_overflow_check, self._is_unreduced

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +53,7 @@ class OptimizerWrapper:
         self._patches = PatchSet()
         self.found: list[FoundInf] = []  # since the last step
         self.blocks: list[Any] = []  # the scale_loss blocks that are open and name this optimizer
+        self.thread: int | None = None  # that has entered the last of them
         self.delayed_checks: list[tuple[LossScaler, FoundInf]] = []  # of blocks with delay_overflow_check=True
         self.delayed_with: LossScaler | None = None
         self._skipped: bool | torch.Tensor = False
@@ -94,6 +96,12 @@ class OptimizerWrapper:
             if self._skipped and self.gradients.used_flag is not None:
                 self.gradients.drop_overflowed(found for found in self._used if found.overflowed)
         return self._skipped
+
+    def trains_beside(self, thread: int) -> bool:
+        """Whether another thread than this one trains it: the gradients that it has at the moment are that one's alone."""
+        if self.thread is None or self.thread == thread:
+            return False
+        return any(other.ident == self.thread for other in threading.enumerate())
 
     def process_groups(self) -> list[Any]:
         """The groups of processes that have to agree whether to step: those that its parameters lie on, and its session's."""

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -260,3 +262,36 @@ def test_weights_replaced_through_data_reach_the_masters(level):
     optimizer.step()
     assert torch.equal(model.state_dict()["linear.weight"], torch.full((2, 4), 3.0))
     assert torch.equal(model.linear.weight, torch.full((2, 4), 3.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_block_leaves_alone_what_another_thread_trains(level):
+    """The gradients of the other thread's optimizer wait for its step while the block is open here."""
+    pairs = []
+    for _ in range(2):
+        model = nn.Linear(4, 2, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        pairs.append(ampkit.initialize(model, optimizer, opt_level=level, verbosity=0))
+    x = torch.ones(1, 4)
+    before = [next(ampkit.master_params(optimizer)).detach().clone() for _, optimizer in pairs]
+    has_gradients, block_is_open = threading.Event(), threading.Event()
+
+    def train_the_other():
+        model, optimizer = pairs[1]
+        with ampkit.scale_loss(5 * model(x).sum(), optimizer) as scaled:
+            scaled.backward()
+        has_gradients.set()
+        assert block_is_open.wait(60)
+        optimizer.step()
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(train_the_other)
+        assert has_gradients.wait(60)
+        model, optimizer = pairs[0]
+        with ampkit.scale_loss(3 * model(x).sum(), optimizer) as scaled:
+            block_is_open.set()
+            other.result()
+            scaled.backward()
+        optimizer.step()
+    moved = [value - next(ampkit.master_params(optimizer)) for value, (_, optimizer) in zip(before, pairs)]
+    assert torch.allclose(moved[0], torch.tensor(3.0)) and torch.allclose(moved[1], torch.tensor(5.0))
