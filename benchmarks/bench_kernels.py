@@ -6,8 +6,8 @@ For each kernel, the copy, ours and torch's run in turn, round after round, and 
 does hits all alike. Ours and torch's take turns in following the copy, which leaves nothing else in the caches. Bytes are
 those that the operation must move: each input read once, each output written once. The copy is of float32, as many bytes as
 the largest list has. Where torch has no fused optimizer of the kind, its foreach calls are the other side
-(ampkit/kernels/reference_optimizers.py). `--minima` takes the smallest time of one thread instead, not counting when it waited: for
-a machine that has other work. `gpt2_quarter` is gpt2 with half the width.
+(ampkit/kernels/reference_optimizers.py); moments in 8 bits are compared with ours in float32. `--minima` takes the smallest time
+of one thread instead, not counting when it waited: for a machine that has other work. `gpt2_quarter` is gpt2 with half the width.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import time
 import torch
 
 from ampkit import kernels
+from ampkit.kernels import moments
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -256,6 +257,19 @@ def plain_step(kernel, states, settings):
     return make
 
 
+def packed_adam(shapes, device):
+    """Adam of masters with moments in 8 bits, against our own with moments in float32, which moves 28 bytes."""
+    grads, masters, weights = random(shapes, device, BF16), random(shapes, device), zeros(shapes, device, BF16)
+    wide = [zeros(shapes, device) for _ in range(2)]
+    packed = [[moments.pack(x, i == 0) for x in column] for i, column in enumerate(wide)]
+    settings = dict(_ADAM, decoupled=True, weight_decay=0.01)
+    drawn = dict(settings, positions=torch.arange(len(shapes), dtype=F32, device=device), seed=0)
+    return (
+        lambda: kernels.multi_tensor_adam(grads, masters, *packed, weights, **drawn),
+        lambda: kernels.multi_tensor_adam(grads, masters, *wide, weights, **settings),
+    )
+
+
 def fused(cls, **settings):
     return lambda params: cls(params, fused=True, **settings)
 
@@ -307,6 +321,7 @@ CASES = {
     "plain step, adagrad": (plain_step("adagrad", 1, dict(lr=1e-3, eps=1e-10, weight_decay=0.01)), 20),
     "plain step, novograd": (plain_step("novograd", 1, dict(_ADAM, weight_decay=0.01)), 20),
     "plain step, lamb": (plain_step("lamb", 2, dict(_ADAM, weight_decay=0.01)), 40),
+    "adam, moments in 8 bits, beside float32 ones": (packed_adam, 16),
     "update_scale": (scale_rule, 0),
 }
 

@@ -9,8 +9,15 @@
 
 namespace ampkit {
 
-static_assert(kMomentBlock == 32 * kWidth && kDraws == kWidth, "a warp takes one block of moments, a thread one call of Philox");
+static_assert(kMomentBlock == 32 * kWidth && kDraws == 2 * kWidth, "a warp takes one block of moments, two threads a call of Philox");
 static_assert(kChunkSize % kMomentBlock == 0, "chunks hold whole blocks of moments");
+
+// Two words, which are numbers for as many elements as a thread takes.
+struct DrawnWords {
+  uint32_t word[2];
+
+  __device__ uint32_t number(int k) const { return number_of(word[k / 4], k % 4); }
+};
 
 template <class Code>
 struct PackedMoment {
@@ -38,12 +45,13 @@ struct PackedMoment {
       values[k] = __uint_as_float(Code::decode(words[k / 4] >> (k % 4 * 8) & 0xff, base));
   }
 
-  // All lanes of a warp must come here. Beyond the end values are zeros, whose place is the lowest.
-  __device__ void store(int i, int size, const float (&values)[kWidth], const uint32_t (&dither)[kWidth]) const {
+  // All lanes of a warp must come here. What lies beyond the end has the lowest place, whatever became of it.
+  __device__ void store(int i, int size, const float (&values)[kWidth], const DrawnWords& drawn, bool draws) const {
     uint32_t places[kWidth], found = 0;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      places[k] = Code::place(__float_as_uint(values[k]), dither[k]);
+      places[k] = Code::place(__float_as_uint(values[k]), draws ? place_dither(drawn.number(k)) : kHalfPlace);
+      if (i + k >= size) places[k] = 0;
       if (places[k] > found) found = places[k];
     }
     for (int bits = 16; bits > 0; bits /= 2) {
@@ -82,7 +90,7 @@ struct RoundedStepKernel {
     __shared__ Functor shared;
     if (threadIdx.x == 0) shared = Functor(settings);
     __syncthreads();
-    const Functor functor = shared;
+    const Functor& functor = shared;  // read again for each element: too many numbers to be held
     const float of_tensor = functor.each(each == nullptr ? 1.0f : each[chunk.tensor]);
     const bool splits = is_rest(chunk.dtype[kLower]);
     const Philox philox = rounding.draws() ? rounding.numbers_of(chunk.tensor) : Philox{0, 0, 0, 0};
@@ -90,7 +98,7 @@ struct RoundedStepKernel {
     for (int begin = static_cast<int>(threadIdx.x) / 32 * kMomentBlock; begin < chunk.size; begin += kStride) {
       const int i = begin + static_cast<int>(threadIdx.x) % 32 * kWidth;
       float g[kWidth], p[kWidth], a[kWidth] = {}, b[kWidth] = {};
-      uint32_t drawn[kWidth] = {};
+      DrawnWords drawn = {};
       chunk.load(0, i, g);
       if (splits)
         chunk.join_rests(kLower, chunk.fetch(1, i), chunk.fetch(kLower, i), p);
@@ -125,31 +133,29 @@ struct RoundedStepKernel {
 
   template <class Code>
   __device__ void store(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth],
-                        const uint32_t (&drawn)[kWidth]) const {
+                        const DrawnWords& drawn) const {
     if (chunk.dtype[list] != DType::kPacked) return store_drawn(chunk, list, i, values, drawn, rounding.draws());
-    uint32_t dither[kWidth];
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) dither[k] = rounding.draws() ? place_dither(drawn[k]) : kHalfPlace;
-    PackedMoment<Code>(chunk, list).store(i, chunk.size, values, dither);
+    PackedMoment<Code>(chunk, list).store(i, chunk.size, values, drawn, rounding.draws());
   }
 
   // By numbers drawn where this is lower precision, and they are asked for.
   static __device__ void store_drawn(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth],
-                                     const uint32_t (&drawn)[kWidth], bool draws) {
+                                     const DrawnWords& drawn, bool draws) {
     if (draws && chunk.dtype[list] == DType::kBFloat16) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k)
-        values[k] = __uint_as_float(drawn_bfloat16(__float_as_uint(values[k]), drawn[k]) << 16);
+        values[k] = __uint_as_float(drawn_bfloat16(__float_as_uint(values[k]), drawn.number(k)) << 16);
     }
     chunk.store(list, i, values);
   }
 
-  static __device__ void draw(const ChunkOfStep& chunk, int i, const Philox& philox, uint32_t stream,
-                              uint32_t (&drawn)[kWidth]) {
+  static __device__ void draw(const ChunkOfStep& chunk, int i, const Philox& philox, uint32_t stream, DrawnWords& drawn) {
     uint32_t words[4];
-    philox((chunk.offset + i) / kDraws, stream, words);
+    const int64_t element = chunk.offset + i;
+    philox(element / kDraws, stream, words);
+    const bool is_second = element % kDraws != 0;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) drawn[k] = words[k / 2] >> (k % 2 * 16) & 0xffff;
+    for (int k = 0; k < 2; ++k) drawn.word[k] = is_second ? words[2 + k] : words[k];
   }
 };
 

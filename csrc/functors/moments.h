@@ -23,8 +23,9 @@ AMPKIT_INLINE int64_t packed_bytes(int64_t numel) {
 }
 
 // What is added before bits are dropped: half of them rounds to nearest, a number drawn from all of them rounds up as often as
-// the value is close to the upper neighbour. Sixteen bits are drawn; a value on the grid stays where it is.
-AMPKIT_INLINE uint32_t place_dither(uint32_t drawn) { return (drawn << (kDropped - 16)) + (1u << (kDropped - 17)); }
+// the value is close to the upper neighbour. A value on the grid stays where it is.
+constexpr uint32_t kDitherMask = (1u << kDropped) - 1;
+AMPKIT_INLINE uint32_t place_dither(uint32_t drawn) { return drawn & kDitherMask; }
 
 AMPKIT_INLINE uint32_t place_of(uint32_t magnitude, uint32_t dither) {
   const uint32_t rounded = (magnitude + dither) >> kDropped;
@@ -35,6 +36,7 @@ AMPKIT_INLINE uint32_t place_of(uint32_t magnitude, uint32_t dither) {
 
 // A first moment: a sign, and places of which the lowest of 127 is 2^-15.75 of the highest; what is lower becomes 0.
 struct SignedCode {
+  static constexpr bool kSigned = true;
   static constexpr uint32_t kHighest = 127;
 
   static AMPKIT_INLINE uint32_t place(uint32_t bits, uint32_t dither) { return place_of(bits & 0x7fffffffu, dither); }
@@ -50,6 +52,7 @@ struct SignedCode {
 // A second moment, which others are divided by: places of which the lowest of 255 is 2^-31.75 of the highest. What is lower is
 // raised to it: only zeros become 0.
 struct UnsignedCode {
+  static constexpr bool kSigned = false;
   static constexpr uint32_t kHighest = 255;
 
   static AMPKIT_INLINE uint32_t place(uint32_t bits, uint32_t dither) {
@@ -69,10 +72,10 @@ AMPKIT_INLINE uint32_t base_of(uint32_t highest) {
   return highest > Code::kHighest ? highest - Code::kHighest : 0;
 }
 
-// bfloat16 by way of sixteen bits drawn: the upper neighbour as often as the value is close to it. Finite values stay finite.
+// bfloat16 by way of a number drawn: the upper neighbour as often as the value is close to it. Finite values stay finite.
 AMPKIT_INLINE uint32_t drawn_bfloat16(uint32_t bits, uint32_t drawn) {
   const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t rounded = (magnitude + drawn) >> 16;
+  const uint32_t rounded = (magnitude + (drawn & 0xffffu)) >> 16;
   const uint32_t finite = rounded < 0x7f80u ? rounded : 0x7f7fu;
   const uint32_t other = magnitude > 0x7f800000u ? 0x7fc0u : 0x7f80u;
   return (magnitude < 0x7f800000u ? finite : other) | (bits >> 16 & 0x8000u);

@@ -32,14 +32,15 @@ def chosen_patterns():
 
 def nearest(values, kept):
     """Values rounded to so many upper bits, ties away from zero, by distances in float64; 2^128 is beyond the last."""
+    bits = values.view(torch.int32)
     unit = 2 ** (32 - kept)
-    magnitudes = bits_of(values) & 0x7FFFFFFF
-    below = magnitudes // unit * unit
+    magnitudes = bits & 0x7FFFFFFF
+    below = magnitudes & -unit
     above = below + unit
-    as_double = lambda bits: torch.where(bits >= 0x7F800000, 2.0**128, values_of(bits).double())  # noqa: E731
-    low, x, high = as_double(below), as_double(magnitudes), as_double(above)
-    rounded = torch.where(x - low >= high - x, above, below) | (bits_of(values) & 2**31)
-    return values_of(torch.where(values.isinf(), bits_of(values), rounded))
+    low, x, high = below.view(F32).double(), magnitudes.view(F32).double(), above.view(F32).double()
+    high = torch.where(above == 0x7F800000, 2.0**128, high)
+    rounded = torch.where(x - low >= high - x, above, below) | (bits & -(2**31))
+    return torch.where(x.isinf(), bits, rounded).view(F32)
 
 
 def assert_split(values, rest_dtype):
@@ -48,10 +49,13 @@ def assert_split(values, rest_dtype):
     assert weights.dtype is BF16 and rests.dtype is rest_dtype and together.dtype is F32
     is_nan = values.isnan()
     kept = values if rest_dtype is torch.int16 else nearest(values, 24)
-    expected = torch.where(is_nan, NAN_BITS, bits_of(kept))
-    assert torch.equal(bits_of(together), expected)
-    assert torch.equal(bits_of(weights.float())[~is_nan], bits_of(nearest(kept, 16))[~is_nan])
-    assert weights[is_nan].isnan().all() and not rests[is_nan].any()
+    assert_same_bits(together, torch.where(is_nan, torch.tensor(NAN_BITS, dtype=torch.int32).view(F32), kept))
+    assert_same_bits(torch.where(is_nan, 0, weights.float()), torch.where(is_nan, 0, nearest(kept, 16)))
+    assert torch.equal(weights.isnan(), is_nan) and not (is_nan & (rests != 0)).any()
+
+
+def assert_same_bits(found, expected):
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("rest_dtype", [torch.int16, torch.int8])
@@ -59,11 +63,17 @@ def test_a_value_is_its_weight_and_rest_bit_for_bit(rest_dtype):
     assert_split(values_of(chosen_patterns()), rest_dtype)
 
 
+PARTS = 8
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("rest_dtype", [torch.int16, torch.int8])
-def test_every_bit_pattern(rest_dtype):
-    for start in range(0, 2**32, 2**24):
-        assert_split(values_of(torch.arange(start, start + 2**24)), rest_dtype)
+def test_every_bit_pattern(rest_dtype, part):
+    """All 2^32, in pieces that stay in a cache: that is five times as fast as pieces that do not."""
+    size, piece = 2**32 // PARTS, 2**16
+    for start in range(part * size, (part + 1) * size, piece):
+        assert_split(values_of(torch.arange(start, start + piece)), rest_dtype)
 
 
 def test_weights_of_24_bits_are_off_by_no_more_than_is_said():
