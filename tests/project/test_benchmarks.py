@@ -52,7 +52,7 @@ def check_bench_kernels():
     printed = run("bench_kernels.py", "--lists", "tiny", "--rounds", "1", "--device", "cpu")
     assert "tiny: 5000 tensors, 0.5 M elements, on cpu, 1 threads" in printed
     table = printed[printed.index("operation ") :].splitlines()[1:]
-    assert len(table) == 16
+    assert len(table) == 21
     (line,) = (line for line in table if line.startswith("check, sgd with masters"))
     moved, ours, rate, share, theirs, ratio = numbers(line)
     assert moved == 22 and rate == pytest.approx(0.5e6 * 22 / (ours / 1e3) / 1e9, rel=0.02, abs=0.05)
