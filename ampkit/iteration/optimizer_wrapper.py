@@ -36,6 +36,9 @@ from .loss_scale import LossScaler
 from .master_weights import Slot, Slots, put_params_back
 from .running_statistics import Snapshot, after_step
 
+# Bound once: asked in every step.
+_compiling = torch.compiler.is_dynamo_compiling
+
 WRAPPER_KEY = "_ampkit"
 
 
@@ -211,6 +214,8 @@ class OptimizerWrapper:
         # wraps() carries over the marks that learning-rate schedulers leave on the function.
         @functools.wraps(original)
         def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if _compiling():  # what is told by version counters is no part of a graph
+                return torch._dynamo.disable(method)(call_original, *args, **kwargs)
             return method(call_original, *args, **kwargs) if self.active else call_original(*args, **kwargs)
 
         self._patches.set(optimizer, name, types.MethodType(replacement, optimizer))

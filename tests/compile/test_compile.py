@@ -392,6 +392,30 @@ def test_step_compiled_with_its_loss_trains_as_uncompiled(level):
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=4e-3)
 
 
+@pytest.mark.parametrize(("level", "part"), [("O1", "step"), ("O2", "step"), ("O2", "iteration")])
+def test_step_of_the_optimizer_may_be_in_compiled_code(level, part):
+    losses = {}
+    for way in ("eager", "compiled"):
+        model, optimizer, inputs, targets = initialized(make_mlp, level)
+        step = optimizer.step
+        if part == "step" and way == "compiled":
+            step = torch.compile(lambda own=step: own(), backend="aot_eager")
+
+        def iteration(model=model, optimizer=optimizer, step=step, inputs=inputs, targets=targets):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            with ampkit.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            step()
+            return loss
+
+        if part == "iteration" and way == "compiled":
+            iteration = torch.compile(iteration, backend="aot_eager")
+        losses[way] = [iteration().item() for _ in range(3)]
+        ampkit.close()
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=4e-3)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_classes_of_models_do_not_share_their_graphs(level):
     class Other(MLP):
