@@ -628,15 +628,20 @@ def test_gradients_are_clipped_to_any_norm_of_all_shards(everything):
 
 
 @pytest.fixture
-def shards_of_one():
-    """A model in one group of FSDP2, on a process of its own; and that group, its state and its first parameter."""
+def group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    ampkit.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def shards_of_one(group_of_one):
+    """A model in one group of FSDP2, on a process of its own; and that group, its state and its first parameter."""
     model = fully_shard(nn.Linear(6, 3), opt_level="O1")
     state = model._get_fsdp_state()
     group = state._fsdp_param_group
-    yield {"model": model, "state": state, "group": group, "param": group.fsdp_params[0]}
-    ampkit.close()
-    dist.destroy_process_group()
+    return {"model": model, "state": state, "group": group, "param": group.fsdp_params[0]}
 
 
 @pytest.mark.parametrize(
@@ -677,16 +682,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("level, masters", [("O2", "split"), ("O5", "split24")])
-def test_split_masters_of_shards_are_refused_and_leave_the_model_trainable(shards_of_one, level, masters):
+def test_split_masters_of_shards_are_refused_and_leave_the_model_trainable(group_of_one, level, masters):
     """A shard is float32 and its own master; beside it there is no bfloat16 weight whose rest could be kept."""
-    model = shards_of_one["model"]
+    model = fully_shard(nn.Linear(6, 3), opt_level=level, cast_model_type=torch.bfloat16)
     optimizer = FusedAdam(model.parameters())
     with pytest.raises(ampkit.ConfigurationError, match=f"master_weights='{masters}'.*FSDP2.*Leave master_weights out"):
         ampkit.initialize(
             model, optimizer, opt_level=level, cast_model_type=torch.bfloat16, master_weights=masters, verbosity=0
         )
     before = whole(model.state_dict())
-    model(torch.ones(2, 6)).sum().backward()
+    model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     # By the learning rate of Adam's first step: all gradients have one sign.
     for name, value in whole(model.state_dict()).items():
