@@ -120,12 +120,13 @@ class Float32Value:
             local = self.value.to(lower.device)
             same = local.to(lower.dtype) == lower
             if self.counted or not same.all():
-                written = lower.float()
-                if self.put_aside is not None and self.put_aside.shape == lower.shape:
-                    earlier = self.put_aside.to(lower.device)
-                    written = torch.where(earlier.to(lower.dtype) == lower, earlier, written)
-                if self.counted and not for_training and not _is_capturing(lower) and not same.all():
-                    aside = local.clone()
+                fits = self.put_aside is not None and self.put_aside.shape == lower.shape
+                earlier = self.put_aside.to(lower.device) if fits else local
+                is_back = earlier.to(lower.dtype) == lower
+                written = torch.where(is_back, earlier, lower.float())
+                if self.counted and not for_training and not _is_capturing(lower):
+                    # It stays aside while one average follows another, until it is back.
+                    aside = self.put_aside if same.all() else (local if is_back.all() else earlier).clone()
                 self.value.copy_(torch.where(same, local, written))
         self.agree(lower)
         self.put_aside = aside
@@ -193,7 +194,7 @@ UNCOUNTED = -1  # the version of what was written to since
 
 def note_uncounted_write(tensor: torch.Tensor) -> None:
     """Have a weight, or a float32 value, that lies where ``tensor`` does be taken as written to. Of others nothing is known."""
-    address = tensor.data_ptr() if tensor.numel() else 0
+    address = tensor.data_ptr() if torch._C._has_storage(tensor) else 0  # sparse ones have none, empty ones lie at 0
     entry = _at_address.get(address)
     if entry is None or not address:
         return

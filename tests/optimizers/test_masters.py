@@ -546,6 +546,20 @@ def test_weights_put_back_after_an_evaluation_keep_their_float32_digits(make_opt
         assert torch.equal(found, wanted)
 
 
+def test_weights_come_back_after_several_averages_with_their_float32_digits():
+    """Two averages, the second one written twice, and then the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    wanted = model.weight.detach().clone()
+    with ampkit.session(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0), torch.no_grad():
+        own = model.weight.clone()
+        for value in (wanted + 1, wanted + 2, wanted + 2, own):
+            model.weight.copy_(value)
+            model(torch.ones(2, 8))
+        assert not torch.equal(wanted, wanted.bfloat16().float())
+        assert torch.equal(model.state_dict()["weight"], wanted)
+
+
 def test_what_was_put_aside_is_freed_by_the_next_step():
     model = nn.Linear(8, 8)
     optimizer = FusedSGD(model.parameters(), lr=0.1)

@@ -110,6 +110,14 @@ def test_a_look_at_a_masters_data_keeps_what_was_written_to_the_weight():
     assert looked_at[0] == 0.25 and (model[0].weight == 0.25).all() and (values_of(model)["0.weight"] == 0.25).all()
 
 
+def test_a_sparse_tensor_is_reduced_beside_a_cast_model(group_of_one):
+    """Its memory has no address to be known by."""
+    held = prepared("O5")
+    sparse = torch.tensor([1.0, 0.0, 2.0, 0.0]).to_sparse()
+    dist.all_reduce(sparse)
+    assert held and sparse.to_dense().tolist() == [1.0, 0.0, 2.0, 0.0]
+
+
 # On two processes.
 
 

@@ -22,10 +22,18 @@ FAULTS = [
     Mutant(
         "weights: what is put back is rounded",
         "ampkit/models/weights.py",
-        "torch.where(earlier.to(lower.dtype) == lower, earlier, written)",
-        "written",
+        "torch.where(is_back, earlier, lower.float())",
+        "lower.float()",
         breaks="an evaluation with other weights leaves the float32 digits of the masters",
         tests=("optimizers/test_masters.py::test_weights_put_back_after_an_evaluation_keep_their_float32_digits",),
+    ),
+    Mutant(
+        "weights: a second average takes the place of the weights that were put aside",
+        "ampkit/models/weights.py",
+        "(local if is_back.all() else earlier).clone()",
+        "local.clone()",
+        breaks="an evaluation with several averages leaves the float32 digits of the masters",
+        tests=("optimizers/test_masters.py::test_weights_come_back_after_several_averages_with_their_float32_digits",),
     ),
     Mutant(
         "weights: a write rounds its neighbours",
