@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import validation
-from .casting.decorators import casts_of_calls_disabled
+from .casting.decorators import CastsOfCallsDisabled, casts_of_calls_disabled
 from .casting.engine import switch_off_left_on
 from .casting.tensors import cast_state, params_of, states_to_cast
 from .devices import device_type_of
@@ -341,13 +341,13 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
 
 
 def disable_casts() -> Any:
-    """``with disable_casts():`` switches casts of calls off, in this thread; nests, and survives exceptions.
+    """``with disable_casts():`` switches casts of calls off, in this thread; nests, and survives exceptions. Also a decorator.
 
     At O1 and O4 ``with torch.autocast(device_type, enabled=False):`` does the same, and so the body of a compiled function may use
     either. At O2, O3 and O5 `float_function` alone casts calls; the weights stay in the precision that they are in.
     """
     switch_off_left_on()
-    return casts_of_calls_disabled()
+    return casts_of_calls_disabled() if torch.compiler.is_compiling() else CastsOfCallsDisabled()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +67,21 @@ def casts_of_calls_disabled() -> Iterator[None]:
     casting = active_casting()
     with cast_models.disabled(), nullcontext() if casting is None else casting.disabled():
         yield
+
+
+class CastsOfCallsDisabled(ContextDecorator):
+    """The same as an object that may be entered again, also inside of itself. torch.compile cannot trace it."""
+
+    def __init__(self) -> None:
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        scope = casts_of_calls_disabled()
+        scope.__enter__()
+        self._entered.append(scope)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def half_function(fn: F) -> F:

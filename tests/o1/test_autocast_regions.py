@@ -260,6 +260,26 @@ def test_region_across_yield_holds_until_it_is_left():
     assert seen == [torch.float32, torch.float32, LOW]
 
 
+@pytest.mark.parametrize(("level", "given", "cast"), [("O1", torch.float32, LOW), ("O2", LOW, torch.float32)])
+def test_one_disable_casts_is_entered_again_inside_of_itself_and_by_calls(level, given, cast):
+    @ampkit.float_function
+    def in_float32(x, y):
+        return torch.mm(x, y)
+
+    x = torch.ones(2, 2, dtype=given)
+    off = ampkit.disable_casts()
+    with ampkit.session(nn.Linear(2, 2), opt_level=level, verbosity=0):
+        product = torch.mm if level == "O1" else in_float32
+        for _ in range(2):
+            with off:
+                with off:
+                    assert product(x, x).dtype is given
+                assert product(x, x).dtype is given
+            assert product(x, x).dtype is cast
+        by_calls = off(lambda: product(x, x).dtype)
+        assert [by_calls(), by_calls(), product(x, x).dtype] == [given, given, cast]
+
+
 def test_disable_casts_may_be_written_either_way_and_nested():
     with o1():
         with ampkit.disable_casts():
