@@ -204,8 +204,10 @@ def as_one_of_two_ranks(work: Callable[[int], Any]) -> None:
     import torch.distributed.fsdp  # noqa: F401
 
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    ranks = set()
     for rank in range(count):
-        if os.fork() == 0:
+        ranks.add(pid := os.fork())
+        if pid == 0:
             try:
                 _be_rank(work, rank, count, folder)
             except BaseException:
@@ -213,9 +215,12 @@ def as_one_of_two_ranks(work: Callable[[int], Any]) -> None:
             finally:  # not to what a fork must not do a second time
                 sys.stdout.flush()
                 os._exit(1)
-    for _ in range(count):
-        if os.wait()[1] != 0:  # the others would wait for it
-            break
+    while ranks:
+        ended, status = os.wait()
+        ranks.discard(ended)
+        if status != 0:  # the others would wait for it; all have handed back what they found before one may end
+            for pid in ranks:
+                os.kill(pid, signal.SIGKILL)
     os._exit(0)
 
 
