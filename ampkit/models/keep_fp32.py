@@ -242,7 +242,8 @@ def have_it_called(module: nn.Module) -> None:
 
 def own_precision(module: nn.Module) -> torch.dtype | None:
     """The lower precision of the module's own weights, if they have one: parameters, parametrized ones, running statistics."""
-    for param in module._parameters.values():
+    # DataParallel's replicas hold their parameters apart.
+    for param in (module.__dict__.get("_former_parameters") or module._parameters).values():
         if param is not None and param.dtype in LOWER_PRECISION:
             return param.dtype
     parametrizations = module._modules.get("parametrizations")

@@ -77,6 +77,24 @@ def test_layer_takes_what_the_model_made_in_float32(kind, level):
     assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
+def replica(module):
+    """As DataParallel makes them, on one device."""
+    made = module._replicate_for_data_parallel()
+    made._former_parameters = dict(module._parameters)
+    for name, param in module._parameters.items():
+        setattr(made, name, param.view_as(param))
+    for name, child in module._modules.items():
+        setattr(made, name, replica(child))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["linear", "GRU cell", "weight norm"])
+def test_layer_of_a_replica_takes_it_too(kind):
+    make_layer, call = CALLS[kind]
+    model = ampkit.initialize(Net(make_layer(), call), opt_level="O2", verbosity=0, cast_model_type=LOW)
+    assert torch.equal(replica(model)(), model())
+
+
 def test_embedding_of_the_time_is_computed_in_float32_and_taken():
     """sin(999) is -0.026, and sin(1000), which 999 is in bfloat16, 0.83."""
 
