@@ -271,7 +271,8 @@ class Session:
     def _cast_weights(self, model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float32Value]) -> None:
         """Cast all but what is kept, and have inputs cast where kept and other modules meet."""
         is_sharded = bool(fsdp_modules(model))
-        weights.cast_weights(model, self.plan.cast_model_type, kept, values, is_sharded)
+        has_masters = bool(self.plan.master_weights)
+        weights.cast_weights(model, self.plan.cast_model_type, kept, values, is_sharded, has_masters)
         for module in kept.bridged():
             keep_fp32.bridge(module, self.plan.cast_model_type)
         of_torch = set(layers.layers(model))

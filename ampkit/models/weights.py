@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .. import kernels
 from ..dtypes import CASTABLE
@@ -25,6 +23,7 @@ from ..errors import ConfigurationError
 from ..logs import logger
 from .copies import RECORD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .keep_fp32 import ACTIVATION_KEY, Kept
+from .stalling import WrittenThroughData, is_capturing, warn_of_average, warn_of_loaded_average
 
 
 @dataclass
@@ -85,6 +84,10 @@ class Float32Value:
                 self.value.copy_(value)
             self.agree(lower)
 
+    def agrees_with(self, lower: torch.Tensor) -> bool:
+        """Whether neither was written to since they agreed, as far as torch counts."""
+        return self.value is not None and self.value._version == self.value_version and self.is_unwritten(lower)
+
     def is_unwritten(self, lower: torch.Tensor) -> bool:
         """Whether neither a counted write nor ``p.data = ...`` has changed ``lower`` since they agreed."""
         return (
@@ -104,14 +107,15 @@ class Float32Value:
             self._follow(lower)
             return
         if self.value is not None and self.value.shape != lower.shape:
-            self._take_over(lower)
+            self.take_over(lower)
         if self.value is None or self.value._version != self.value_version:
             return  # What was written to the value is newer, and reaches the model before its next forward.
         if not (self.counted and self.lower is lower and self.is_unwritten(lower)):
-            self._take_over(lower, for_training)
+            self.take_over(lower, for_training)
 
     @torch.no_grad()
-    def _take_over(self, lower: torch.Tensor, for_training: bool = False) -> None:
+    def take_over(self, lower: torch.Tensor, for_training: bool = False) -> None:
+        """Have the value be what ``lower`` holds, where that is not its rounding anyway."""
         aside = None
         if self.value.shape != lower.shape:  # ``p.data = ...``, as where an embedding gets more rows
             self.value.grad = None
@@ -124,7 +128,7 @@ class Float32Value:
                 earlier = self.put_aside.to(lower.device) if fits else local
                 is_back = earlier.to(lower.dtype) == lower
                 written = torch.where(is_back, earlier, lower.float())
-                if self.counted and not for_training and not _is_capturing(lower):
+                if self.counted and not for_training and not is_capturing(lower):
                     # It stays aside while one average follows another, until it is back.
                     aside = self.put_aside if same.all() else (local if is_back.all() else earlier).clone()
                 self.value.copy_(torch.where(same, local, written))
@@ -210,17 +214,25 @@ class WeightRecord:
 
     ``parameters`` (by id), ``kept``, and what was warned of, ``averages`` and weights ``rounded`` again and again, are those of the
     whole model, in one object.
-    ``sharded`` says that FSDP2 casts the parameters while it gathers them: only buffers were cast here.
+    ``sharded`` says that FSDP2 casts the parameters while it gathers them: only buffers were cast here. ``has_masters`` says that
+    what optimizers train has a master.
     """
 
     lower_precision: torch.dtype
     in_float32: bool = False
     sharded: bool = False
+    has_masters: bool = True
+    through_data: WrittenThroughData = field(default_factory=WrittenThroughData)
     parameters: dict[int, Float32Value] = field(default_factory=dict)
     averages: set[str] = field(default_factory=set)
     rounded: set[str] = field(default_factory=set)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, Float32Value] = field(default_factory=dict)
+
+    @staticmethod
+    def all_lower() -> list[torch.Tensor]:
+        """The lower-precision tensors of all live sessions."""
+        return [entry.lower for entry in _at_address.values() if entry.lower is not None]
 
     def entry(self, name: str, tensor: torch.Tensor) -> Float32Value:
         """The float32 value of one lower-precision tensor. A new one is its own value: `sync_weights` says which may be new."""
@@ -264,13 +276,14 @@ def cast_weights(
     kept: Kept,
     shared: dict[torch.Tensor, Float32Value],
     sharded: bool = False,
+    has_masters: bool = True,
 ) -> None:
     """Cast everything that is not kept, in place: parameters stay the same objects and their old storage stays theirs.
 
     ``shared`` carries the float32 values from model to model of one ``initialize``, so that tied weights share one. Of a
     ``sharded`` model only buffers are cast.
     """
-    record = WeightRecord(lower_precision, sharded=sharded)
+    record = WeightRecord(lower_precision, sharded=sharded, has_masters=has_masters)
     for module in model.modules():
         # Scripted modules have no weights here: see validation.py.
         if RECORD_KEY in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
@@ -344,6 +357,7 @@ def sync_weights(model: nn.Module) -> None:
     """
     stale: list[tuple[Float32Value, torch.Tensor]] = []
     for_training = torch.is_grad_enabled()
+    record_of_model = model.__dict__[RECORD_KEY]
     for module in walk(model):
         record = module.__dict__.get(RECORD_KEY)
         if record is None:
@@ -369,8 +383,8 @@ def sync_weights(model: nn.Module) -> None:
                 or tensor.numel() != entry.lower_size
                 or entry.lender is not None
             ):
-                if not entry.counted:
-                    _warn_of_average(model, record, entry, tensor)
+                if value is not None and not (entry.counted and tensor.requires_grad):
+                    warn_of_average(model, record, entry, tensor)
                 entry.synchronize(tensor, for_training)
                 if value is None:
                     _warn_of_lost_rests(model, record, entry, tensor)
@@ -381,56 +395,16 @@ def sync_weights(model: nn.Module) -> None:
             if entry.value._version != entry.value_version:
                 stale.append((entry, tensor))
             elif entry.lower is tensor and not entry.is_unwritten(tensor):
-                _warn_of_average(model, record, entry, tensor)
+                if warn_of_average(model, record, entry, tensor):
+                    entry.synchronize(tensor)
+    through_data = record_of_model.through_data
+    through_data.forwards += 1
+    if through_data.forwards == through_data.next_look:
+        through_data.look(model, walk(model))
     if stale:
         write_lower([entry.value for entry, _ in stale], [tensor for _, tensor in stale])
         for entry, tensor in stale:
             entry.agree(tensor)
-
-
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether the device cannot be asked anything now."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-@torch.no_grad()
-def _warn_of_average(model: nn.Module, record: WeightRecord, entry: Float32Value, lower: torch.Tensor) -> None:
-    """Say it once if what no optimizer trains is written to by small steps, as an average is: most are lost in lower precision.
-
-    Looked at when it is written to for the first, second, fourth, eighth time and so on: it asks the device.
-    """
-    entry.writes += 1
-    if record.averages or _is_capturing(lower) or entry.writes & (entry.writes - 1) or entry.value.shape != lower.shape:
-        return
-    before = entry.value.to(lower.device).to(lower.dtype)
-    changed = before != lower
-    by_little = changed & ((lower - before).abs() <= before.abs() / 8)
-    entry.synchronize(lower)
-    # A weight that was unfrozen since trains by its optimizer, and the vectors of spectral norm settle, they do not add up.
-    if lower.requires_grad or _is_of_spectral_norm(model, lower):
-        return
-    if 2 * by_little.sum() > changed.sum():
-        name = _name_for_keeping(model, lower)
-        record.averages.add(name)
-        logger.warning(
-            "%s is no trained weight and is written to by small steps, like an average, in %s, where steps below 1/%d of a value "
-            "are lost. To have it in float32: initialize(..., keep_fp32=%r).",
-            name,
-            lower.dtype,
-            round(1 / torch.finfo(lower.dtype).eps) * 2,
-            name,
-        )
-
-
-def _is_of_spectral_norm(model: nn.Module, buffer: torch.Tensor) -> bool:
-    for module in model.modules():
-        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
-        names = [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
-        if isinstance(module, _SpectralNorm):
-            names += ["_u", "_v"]
-        if any(module._buffers.get(name) is buffer for name in names):
-            return True
-    return False
 
 
 _TOO_OFTEN = 8
@@ -449,17 +423,6 @@ def _warn_of_lost_rests(model: nn.Module, record: WeightRecord, entry: Float32Va
             entry.writes,
             lower.dtype,
         )
-
-
-def _name_for_keeping(model: nn.Module, tensor: torch.Tensor) -> str:
-    """The outermost module around an untrained parameter in which nothing is trained; else the tensor's own name."""
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    name = next(name for name, one in tensors if one is tensor)
-    parts = name.split(".")[:-1] if isinstance(tensor, nn.Parameter) else []
-    around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next(
-        (one for one in around if not any(p.requires_grad for p in model.get_submodule(one).parameters())), name
-    )
 
 
 def walk(model: nn.Module) -> Iterator[nn.Module]:
@@ -565,6 +528,7 @@ def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metad
                 values = loaded.detach().to(tensor.device, torch.float32)
                 state_dict[prefix + name], entry.loaded = kernels.split(values, entry.rest.dtype)
         elif entry.value is not None and isinstance(loaded, torch.Tensor) and loaded.shape == entry.value.shape:
+            warn_of_loaded_average(module.__dict__[RECORD_KEY], entry, tensor, loaded, prefix + name)
             with torch.no_grad():
                 entry.value.copy_(loaded)
 

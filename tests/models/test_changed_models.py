@@ -341,9 +341,84 @@ def test_average_that_a_model_keeps_is_warned_of_and_right_when_kept(how, kept, 
         assert abs(moved - wanted) <= 0.1 * wanted
     else:
         assert state[full].to(BF16).equal(average_of(model))  # the checkpoint has what the model has
-        if how != "through .data":
-            [record] = caplog.records
-            assert f"keep_fp32={name!r}" in record.getMessage()
+        [record] = caplog.records
+        assert f"keep_fp32={name!r}" in record.getMessage()
+
+
+def through_data(target, online):
+    for mine, its in zip(target.parameters(), online.parameters()):
+        mine.data.mul_(DECAY).add_((1 - DECAY) * its.data)
+
+
+def by_lerp(target, online):
+    with torch.no_grad():
+        torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), 1 - DECAY)
+
+
+def by_loading(target, online):
+    its = dict(online.named_parameters())
+    target.load_state_dict({name: mine * DECAY + its[name] * (1 - DECAY) for name, mine in target.named_parameters()})
+
+
+def by_vector(target, online):
+    mine, its = (nn.utils.parameters_to_vector(m.parameters()).detach() for m in (target, online))
+    nn.utils.vector_to_parameters(mine * DECAY + its * (1 - DECAY), target.parameters())
+
+
+def copied_through_data(target, online):
+    for mine, its in zip(target.parameters(), online.parameters()):
+        mine.data.copy_(its.data)
+
+
+def copied(target, online):
+    with torch.no_grad():
+        for mine, its in zip(target.parameters(), online.parameters()):
+            mine.copy_(its)
+
+
+def copied_by_loading(target, online):
+    target.load_state_dict(dict(online.named_parameters()))
+
+
+def warnings_about_a_target(update, caplog, owned="online", frozen=False, every=1, **settings):
+    """What is said of a target network that is a model of its own, as in SAC and DQN."""
+    online = make_net()
+    target = copy.deepcopy(online).requires_grad_(not frozen)
+    params = [*online.parameters(), *(target.parameters() if owned == "both" else ())]
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        (online, target), optimizer = ampkit.initialize(
+            [online, target],
+            torch.optim.SGD(params, lr=0.3),
+            opt_level="O2",
+            verbosity=0,
+            keep_fp32=[target] if settings else (),
+        )
+        for step in range(STEPS):
+            with torch.no_grad():
+                wanted = target(X).float() + 1
+            iterate(lambda wanted=wanted: (online(X).float() - wanted).square().mean(), optimizer, 1)
+            if step % every == every - 1:
+                update(target, online)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("owned, frozen", (("online", False), ("online", True), ("both", True)))
+@pytest.mark.parametrize("update", (through_data, by_lerp, by_loading, by_vector))
+def test_target_network_that_stalls_is_warned_of(update, owned, frozen, caplog):
+    if update is by_loading and owned == "both":
+        pytest.skip("the other two show it")
+    [message] = warnings_about_a_target(update, caplog, owned, frozen)
+    assert "like an average, in torch.bfloat16" in message and "keep_fp32=" in message
+
+
+def test_target_network_in_float32_is_not_warned_of(caplog):
+    assert not warnings_about_a_target(through_data, caplog, keep=True)
+
+
+@pytest.mark.parametrize("every", (1, 7))
+@pytest.mark.parametrize("update", (copied_through_data, copied, copied_by_loading))
+def test_target_network_that_is_copied_now_and_then_is_no_average(update, every, caplog):
+    assert not warnings_about_a_target(update, caplog, every=every)
 
 
 def test_queue_and_loaded_weights_are_no_averages(caplog):
