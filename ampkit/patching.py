@@ -54,24 +54,32 @@ class PatchSet:
                 _write(owner, name, before)
 
 
-class SharedPatch:
-    """One attribute that several sessions want replaced by ``wrap(original)``: done for the first, undone after the last."""
+class SharedPatches:
+    """What several sessions want patched: ``patch(patches)`` is called for the first of them, and undone after the last."""
 
-    def __init__(self, owner: Callable[[], Any], name: str, wrap: Callable[[Any], Any]) -> None:
-        self._owner, self._name, self._wrap = owner, name, wrap
+    def __init__(self, patch: Callable[[PatchSet], None]) -> None:
+        self._patch = patch
         self._users = 0
         self._patches = PatchSet()
 
     def acquire(self) -> None:
         if not self._users:
-            owner = self._owner()
-            self._patches.set(owner, self._name, self._wrap(getattr(owner, self._name)))
+            try:
+                self._patch(self._patches)
+            except BaseException:
+                self._patches.restore()
+                raise
         self._users += 1
 
     def release(self) -> None:
         self._users -= 1
         if not self._users:
             self._patches.restore()
+
+
+def shared_patch(owner: Callable[[], Any], name: str, wrap: Callable[[Any], Any]) -> SharedPatches:
+    """The same for one attribute, which is replaced by ``wrap(original)``."""
+    return SharedPatches(lambda patches: patches.set(owner(), name, wrap(getattr(owner(), name))))
 
 
 def _write(owner: Any, name: str, value: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from ..patching import SharedPatch
+from ..patching import shared_patch
 from .weights import lower_entries
 
 
@@ -35,4 +35,4 @@ def _averaging(original: Any) -> Any:
     return update_parameters
 
 
-averages = SharedPatch(lambda: swa_utils.AveragedModel, "update_parameters", _averaging)
+averages = shared_patch(lambda: swa_utils.AveragedModel, "update_parameters", _averaging)

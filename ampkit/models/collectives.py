@@ -16,7 +16,7 @@ import torch
 import torch.nn.parallel.distributed as ddp
 from torch import nn
 
-from ..patching import PatchSet
+from ..patching import PatchSet, SharedPatches
 from .weights import lower_entries, note_uncounted_write
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
@@ -28,34 +28,18 @@ _WRITING = (
 )
 
 
-class Collectives:
-    """The patches, counted: put there by the first session that needs them, taken away by the last."""
+def _patch(patches: PatchSet) -> None:
+    if not torch.distributed.is_available():
+        return
+    group = torch.distributed.ProcessGroup
+    for name in _WRITING:
+        if hasattr(group, name):
+            patches.set(group, name, _noting_writes(getattr(group, name)))
+    if hasattr(ddp, "_sync_module_states"):
+        patches.set(ddp, "_sync_module_states", _with_float32_values(ddp._sync_module_states))
 
-    def __init__(self) -> None:
-        self._users = 0
-        self._patches = PatchSet()
 
-    def acquire(self) -> None:
-        self._users += 1
-        try:
-            if self._users == 1 and torch.distributed.is_available():
-                self._patch()
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self._patches.restore()
-
-    def _patch(self) -> None:
-        group = torch.distributed.ProcessGroup
-        for name in _WRITING:
-            if hasattr(group, name):
-                self._patches.set(group, name, _noting_writes(getattr(group, name)))
-        if hasattr(ddp, "_sync_module_states"):
-            self._patches.set(ddp, "_sync_module_states", _with_float32_values(ddp._sync_module_states))
+collectives = SharedPatches(_patch)
 
 
 def _noting_writes(original: Callable) -> Callable:
@@ -104,6 +88,3 @@ def _with_float32_values(original: Callable) -> Callable:
                 entry.put(tensor, value)
 
     return sync_module_states
-
-
-collectives = Collectives()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patching import SharedPatch
+from ..patching import shared_patch
 from .forward import watchers
 from .weights import lower_entries
 
@@ -37,4 +37,4 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
-exports = SharedPatch(lambda: torch.export, "export", _exporting)
+exports = shared_patch(lambda: torch.export, "export", _exporting)
