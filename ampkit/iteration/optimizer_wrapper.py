@@ -214,9 +214,11 @@ class OptimizerWrapper:
         # wraps() carries over the marks that learning-rate schedulers leave on the function.
         @functools.wraps(original)
         def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if _compiling():  # what is told by version counters is no part of a graph
-                return torch._dynamo.disable(method)(call_original, *args, **kwargs)
-            return method(call_original, *args, **kwargs) if self.active else call_original(*args, **kwargs)
+            if not self.active:
+                return call_original(*args, **kwargs)
+            # Uncompiled: it asks version counters for who wrote last, and a graph cannot.
+            run = torch._dynamo.disable(method) if _compiling() else method
+            return run(call_original, *args, **kwargs)
 
         self._patches.set(optimizer, name, types.MethodType(replacement, optimizer))
 
