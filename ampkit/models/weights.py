@@ -130,10 +130,37 @@ class Float32Value:
                 written = torch.where(is_back, earlier, lower.float())
                 if self.counted and not for_training and not is_capturing(lower):
                     # It stays aside while one average follows another, until it is back.
-                    aside = self.put_aside if same.all() else (local if is_back.all() else earlier).clone()
-                self.value.copy_(torch.where(same, local, written))
+                    aside = self.put_aside if same.all() else (None if is_back.all() else earlier.clone())
+                # What is back as a whole is back to the last digit, also where something else had rounded to the same.
+                self.value.copy_(torch.where(same & ~is_back.all(), local, written))
         self.agree(lower)
         self.put_aside = aside
+
+    @torch.no_grad()
+    def take_float32(self, lower: torch.Tensor, precision: torch.dtype, for_training: bool) -> None:
+        """After ``p.data = float32 values``: the value is these, and ``lower`` their rounding."""
+        given = lower.detach()
+        lower.data = given.to(precision)
+        if self.rest is not None:
+            weights, rest = kernels.split(given, self.rest.dtype)
+            lower.data.copy_(weights)
+            self.put_rest(lower, rest)
+        elif self.value is None or self.value.shape != given.shape:
+            self.synchronize(lower, for_training)
+        else:
+            aside = self.value.clone() if self.put_aside is None else self.put_aside
+            self.value.copy_(given)
+            self.agree(lower)
+            self.put_aside = aside if self.counted and not for_training else None
+
+    def is_float32_of_itself(self, lower: torch.Tensor, precision: torch.dtype) -> bool:
+        """Whether a weight that is float32 now holds what it held in lower precision, as after ``model.float()``."""
+        rounded = lower.detach().to(precision)
+        if not torch.equal(rounded.float(), lower.detach()):
+            return False
+        if self.value is None or self.value._version != self.value_version:
+            return True
+        return torch.equal(self.value.detach().to(lower.device, precision), rounded)
 
     def split(self, lower: torch.Tensor, rest_dtype: torch.dtype) -> None:
         """Keep the value as ``lower`` and the rest of its bits from now on."""
@@ -352,10 +379,11 @@ def sync_weights(model: nn.Module) -> None:
     """Let edits on either side reach the other before the next forward, and refuse what cannot be right.
 
     In-place writes to tensors of ``state_dict()`` (they are the float32 values) reach the model; counted in-place writes
-    to the model's weights reach the float32 values. Raises `ConfigurationError` for weights whose dtype was changed and
-    for parameters that are new since ``initialize``, by name.
+    to the model's weights, and ``p.data = values`` in either precision, reach the float32 values. Raises
+    `ConfigurationError` for weights whose dtype was changed and for parameters that are new since ``initialize``, by name.
     """
     stale: list[tuple[Float32Value, torch.Tensor]] = []
+    in_float32: list[tuple[Float32Value, nn.Module, str, torch.Tensor, WeightRecord]] = []
     for_training = torch.is_grad_enabled()
     record_of_model = model.__dict__[RECORD_KEY]
     for module in walk(model):
@@ -369,6 +397,9 @@ def sync_weights(model: nn.Module) -> None:
             entry = parameters.get(id(tensor))
             if entry is None:
                 _accept_unknown(model, module, name, tensor, record)
+                continue
+            if tensor.dtype is torch.float32:
+                in_float32.append((entry, module, name, tensor, record))
                 continue
             if tensor.dtype is not lower_precision:
                 raise _foreign_weight(model, module, name, tensor, record)
@@ -397,6 +428,13 @@ def sync_weights(model: nn.Module) -> None:
             elif entry.lower is tensor and not entry.is_unwritten(tensor):
                 if warn_of_average(model, record, entry, tensor):
                     entry.synchronize(tensor)
+    if in_float32:
+        if all(entry.is_float32_of_itself(tensor, record.lower_precision) for entry, *_, tensor, record in in_float32):
+            _, module, name, tensor, record = in_float32[0]
+            raise _foreign_weight(model, module, name, tensor, record)
+        for entry, *_, tensor, record in in_float32:
+            if tensor.dtype is torch.float32:  # of tied weights the first is done
+                entry.take_float32(tensor, record.lower_precision, for_training)
     through_data = record_of_model.through_data
     through_data.forwards += 1
     if through_data.forwards == through_data.next_look:

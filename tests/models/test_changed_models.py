@@ -276,6 +276,70 @@ def test_model_without_forward_is_refused(model):
         o2(model)
 
 
+# Values put in the place of weights in float32
+
+
+def assigned(model, values):
+    for param, value in zip(model.parameters(), values):
+        param.data = value
+
+
+def from_vector(model, values):
+    nn.utils.vector_to_parameters(torch.cat([value.flatten() for value in values]), model.parameters())
+
+
+@pytest.mark.parametrize("put", (assigned, from_vector))
+@pytest.mark.parametrize(
+    "settings", ({"opt_level": "O2"}, {"opt_level": "O3"}, {"opt_level": "O5", "master_weights": "split"})
+)
+def test_float32_values_put_in_the_place_of_weights_are_taken(settings, put):
+    model = make_net()
+    optimizer = ampkit.optimizers.FusedAdam(model.parameters(), lr=0.01)
+    ampkit.initialize(model, optimizer, verbosity=0, **settings)
+    train(model, optimizer)
+    values = [param.detach().float() * 1.001 + 1e-4 for param in model.parameters()]
+    put(model, [value.clone() for value in values])
+    outputs = model(X)
+    lower = model[0].weight.dtype
+    assert lower in (torch.float16, BF16)
+    for param, value, saved in zip(model.parameters(), values, model.state_dict().values()):
+        one_bit_of_the_rest = (
+            0.0 if settings["opt_level"] == "O2" else 2**-8 if settings["opt_level"] == "O3" else 2**-23
+        )
+        torch.testing.assert_close(saved, value, atol=0, rtol=one_bit_of_the_rest)
+        assert torch.equal(param, value.to(lower))
+    assert torch.equal(outputs, model(X))
+    train(model, optimizer)
+
+
+def test_float32_average_put_in_for_an_evaluation_leaves_the_masters_their_digits():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    o2(model, optimizer)
+    train(model, optimizer)
+    own = [param.data for param in model.parameters()]
+    masters = {name: value.clone() for name, value in model.state_dict().items()}
+    for factor in (1.5, 1 + 2**-20):  # the second rounds to the same
+        averages = [value * factor for value in masters.values()]
+        assigned(model, [value.clone() for value in averages])
+        with torch.no_grad():
+            model(X)
+        assert all(map(torch.equal, model.state_dict().values(), averages))
+        assigned(model, own)
+        with torch.no_grad():
+            model(X)
+        assert all(torch.equal(value, masters[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+def test_model_made_float32_is_still_refused(level):
+    model = make_net()
+    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    model.float()
+    with pytest.raises(ampkit.ConfigurationError, match=r"'0.weight' is torch.float32.*Do not change the dtype"):
+        model(X)
+
+
 # Averages
 
 STEPS, DECAY = 30, 0.99

@@ -547,13 +547,13 @@ def test_weights_put_back_after_an_evaluation_keep_their_float32_digits(make_opt
 
 
 def test_weights_come_back_after_several_averages_with_their_float32_digits():
-    """Two averages, the second one written twice, and then the weights."""
+    """Two averages, the second one written twice, then the weights, and once more."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     wanted = model.weight.detach().clone()
     with ampkit.session(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0), torch.no_grad():
         own = model.weight.clone()
-        for value in (wanted + 1, wanted + 2, wanted + 2, own):
+        for value in (wanted + 1, wanted + 2, wanted + 2, own, wanted + 3, own):
             model.weight.copy_(value)
             model(torch.ones(2, 8))
         assert not torch.equal(wanted, wanted.bfloat16().float())

@@ -30,7 +30,7 @@ FAULTS = [
     Mutant(
         "weights: a second average takes the place of the weights that were put aside",
         "ampkit/models/weights.py",
-        "(local if is_back.all() else earlier).clone()",
+        "(None if is_back.all() else earlier.clone())",
         "local.clone()",
         breaks="an evaluation with several averages leaves the float32 digits of the masters",
         tests=("optimizers/test_masters.py::test_weights_come_back_after_several_averages_with_their_float32_digits",),
@@ -38,7 +38,7 @@ FAULTS = [
     Mutant(
         "weights: a write rounds its neighbours",
         "ampkit/models/weights.py",
-        "torch.where(same, local, written)",
+        "torch.where(same & ~is_back.all(), local, written)",
         "written",
         breaks="a write to some elements of a weight leaves the float32 digits of the others",
         tests=("optimizers/test_masters.py::test_write_to_the_models_weight_reaches_the_master",),
