@@ -8,6 +8,7 @@ when the host has learned of it.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import deque
@@ -46,6 +47,7 @@ class LossScaling:
         self.held_scale: float | torch.Tensor | None = None  # of gradients that FSDP2 has yet to reduce
         #: Whether a backward pass has gone through a scaled loss. Until then every block looks whether its own does.
         self.scaled_loss_was_used = False
+        self.has_looked_for_hooks = False
         # What was found before steps that were skipped or taken on the device.
         self._unreported: deque[tuple[weakref.ref[OptimizerWrapper], list[FoundInf]]] = deque()
         # Found where raising would have been out of place: the next block raises it.
@@ -234,6 +236,9 @@ class Block:
             if scaled.requires_grad and not self.scaling.scaled_loss_was_used:
                 self._arrivals = []
                 scaled.register_hook(self._arrivals.append)
+            if not self.scaling.has_looked_for_hooks:
+                self.scaling.has_looked_for_hooks = True
+                self._warn_of_hooks()
         self.scaled = scaled
         self._enter_others()
         if not self._is_plain:
@@ -318,6 +323,21 @@ class Block:
         """Those that no block inside of this one has named."""
         return [one for one in self.unnamed if one.gradients.is_open and not one.gradients.is_named]
 
+    def _warn_of_hooks(self) -> None:
+        """Say it if a script's hook on a parameter will see gradients at the loss scale, where a clamp clamps nearly all."""
+        if self.scaler.is_one:
+            return
+        for wrapper in self.named:
+            for slot in wrapper.gradients.slots:
+                if _has_hook_of_script(slot.param):
+                    logger.warning(
+                        "Parameter %s has a hook on its gradient, which runs in the backward pass and sees the gradient multiplied "
+                        "by the loss scale. Multiplying by a mask is right there, a clamp, a threshold or a statistic is not: do "
+                        "these to p.grad after the scale_loss block, where it is unscaled, or train in bfloat16 at loss_scale=1.",
+                        wrapper.owner.name_of(slot.param),
+                    )
+                    return
+
     def _warn_of_unscaled(self) -> bool:
         """Whether gradients came from something else than the scaled loss: they will be divided by the scale. Says so."""
         arrived = any(
@@ -333,6 +353,17 @@ class Block:
                 "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'."
             )
         return arrived
+
+
+def _has_hook_of_script(param: torch.Tensor) -> bool:
+    """Whether hooks other than torch's and ours are on a parameter: what averages gradients is right at any scale."""
+    for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+        for hook in (hooks or {}).values():
+            while isinstance(hook, functools.partial):
+                hook = hook.func
+            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "ampkit", "horovod"):
+                return True
+    return False
 
 
 class _Other:

@@ -527,3 +527,50 @@ def test_training_does_without_numpy_which_torch_does_not_bring(level, monkeypat
         optimizer.step()
         assert ampkit.step_was_skipped(optimizer) == (factor != 1.0)
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
+
+
+# Hooks on parameters, which see gradients at the loss scale
+
+
+def clamp(gradient):
+    return gradient.clamp(-1, 1)
+
+
+def clamp_in_place(param):
+    param.grad.clamp_(-1, 1)
+
+
+HOOKS = {
+    "on the gradient": lambda param: param.register_hook(clamp),
+    "after it was added": lambda param: param.register_post_accumulate_grad_hook(clamp_in_place),
+}
+
+
+@pytest.mark.parametrize("level", ("O1", "O2"))
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hook_on_a_parameter_is_told_of_the_loss_scale_once(kind, level, caplog):
+    model, optimizer = initialize_quietly(
+        net_with_norm(), lambda p: torch.optim.SGD(p, lr=0.1), level, loss_scale=1024.0
+    )
+    name, param = list(model.named_parameters())[-1]
+    HOOKS[kind](param)
+    for x, y in batches(2):
+        with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as loss:
+            loss.backward()
+        # The gradient at the scale was clamped to 1, and is unscaled then.
+        assert param.grad.abs().max() <= 1 / 1024
+        optimizer.step()
+        optimizer.zero_grad()
+    [message] = [record.getMessage() for record in caplog.records if "hook" in record.getMessage()]
+    assert f"Parameter {name!r} has a hook" in message
+
+
+@pytest.mark.parametrize("scale, of_torch", ((1.0, False), (1024.0, True)))
+def test_hook_on_a_parameter_is_not_told_where_it_is_right(scale, of_torch, caplog):
+    model, optimizer = initialize_quietly(net_with_norm(), lambda p: torch.optim.SGD(p, lr=0.1), "O2", loss_scale=scale)
+    for param in model.parameters():
+        param.register_hook(torch.clone if of_torch else clamp)
+    [(x, y)] = batches(1)
+    with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as loss:
+        loss.backward()
+    assert not [record for record in caplog.records if "hook" in record.getMessage()]
