@@ -135,7 +135,6 @@ def trained(rank, case):
     return found
 
 
-@pytest.mark.slow
 def test_ddp_gives_all_ranks_the_float32_values_of_one(tmp_path):
     first, second = results_of_two_ranks(__file__, tmp_path)
     for case in SETTINGS:
