@@ -80,7 +80,7 @@ CXX_FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
-    "-Wno-maybe-uninitialized",  # gcc's own intrinsics trip over it
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # gcc's own intrinsics trip over them
     "-Wno-psabi",  # vectors are passed to inlined functions only
     "-g0",
 ]
