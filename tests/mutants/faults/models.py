@@ -38,8 +38,8 @@ FAULTS = [
     Mutant(
         "weights: a write rounds its neighbours",
         "ampkit/models/weights.py",
-        "torch.where(same & ~is_back.all(), local, written)",
-        "written",
+        "self.value.copy_(torch.where(same & ~is_back.all(), local, written))",
+        "self.value.copy_(lower)",
         breaks="a write to some elements of a weight leaves the float32 digits of the others",
         tests=("optimizers/test_masters.py::test_write_to_the_models_weight_reaches_the_master",),
     ),
