@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import as_one_of_two_ranks, backward, results_of_two_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -625,14 +624,6 @@ def test_gradients_are_clipped_to_any_norm_of_all_shards(everything):
         for name, (norm, after) in rank["norms"].items():
             torch.testing.assert_close(norm, expected[name][0], rtol=1e-4, atol=0, msg=name)
             assert after == pytest.approx(0.1, rel=1e-3), name
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    ampkit.close()
-    dist.destroy_process_group()
 
 
 @pytest.fixture

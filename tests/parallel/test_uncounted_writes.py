@@ -14,14 +14,6 @@ from ampkit.optimizers import FusedSGD
 SETTINGS = {"O1": {}, "O2": {}, "O5": {}, "O5 split": {"master_weights": "split"}}
 
 
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    ampkit.close()
-    dist.destroy_process_group()
-
-
 def prepared(case="O5", seed=0):
     make = FusedSGD if "split" in case else torch.optim.SGD
     return initialize_quietly(net_with_norm(seed=seed), lambda p: make(p, lr=0.5), case.split()[0], **SETTINGS[case])
