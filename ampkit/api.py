@@ -214,10 +214,10 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
     ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters. Masters
     that are split are lent as float32 copies, and what is written to one is taken over when the next is asked for.
-    Raises nothing of its own: inside of a `scale_loss` block, after the backward pass, gradients are still scaled, which is told
-    once.
+    Raises TypeError for what is no optimizer. Inside of a `scale_loss` block, after the backward pass, gradients are still scaled,
+    which is told once.
     """
-    wrapper = wrapper_of(validation.unwrapped(optimizer))
+    wrapper = wrapper_of(validation.optimizer(optimizer, "master_params"))
     if wrapper is not None and wrapper.gradients.is_open and wrapper.gradients.has_fresh:
         wrapper.warn_of_scaled()
     if wrapper is not None and not wrapper.gradients.is_open:
@@ -239,10 +239,15 @@ def clip_grad_norm_(
     are left as they are: a loss scale that checks will skip the step.
 
     ``max_norm`` is in units of the unscaled gradients. The norm returned is a float32 scalar on the gradients' device, 0 where
-    there are none. Raises `ConfigurationError` inside of a `scale_loss` block, where gradients are still scaled, and
-    RuntimeError for a norm that is not finite with ``error_if_nonfinite=True``.
+    there are none. Raises TypeError for what is no optimizer, `ConfigurationError` for a ``max_norm`` that is no number of at
+    least 0, and inside of a `scale_loss` block, where gradients are still scaled, and RuntimeError for a norm that is not finite
+    with ``error_if_nonfinite=True``.
     """
-    wrapper = wrapper_of(validation.unwrapped(optimizer))
+    wrapper = wrapper_of(validation.optimizer(optimizer, "clip_grad_norm_"))
+    if isinstance(max_norm, str) or max_norm is None or not float(max_norm) >= 0.0:
+        raise ConfigurationError(
+            f"clip_grad_norm_: max_norm={max_norm!r} is not accepted: expected a number of at least 0."
+        )
     if wrapper is None or norm_type != 2.0:
         params = list(master_params(optimizer))
         grads = [param.grad for param in params if param.grad is not None]
@@ -277,9 +282,9 @@ def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last ``optimizer.step()`` was skipped for an overflow. Lets a script hold back its scheduler.
 
     Waits for the device where that was decided there, as fused optimizers do. False before the first step, and for an
-    optimizer that was not initialized.
+    optimizer that was not initialized. Raises TypeError for what is no optimizer.
     """
-    wrapper = wrapper_of(validation.unwrapped(optimizer))
+    wrapper = wrapper_of(validation.optimizer(optimizer, "step_was_skipped"))
     return wrapper is not None and wrapper.skipped
 
 

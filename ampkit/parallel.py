@@ -100,8 +100,10 @@ def convert_syncbn_model(
     in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it. ``layer_class`` takes the place of
     `SyncBatchNorm` where that would be made.
 
-    Raises ValueError for a lazy batch norm that has not seen a batch.
+    Raises ValueError for a lazy batch norm that has not seen a batch, and TypeError for what is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"convert_syncbn_model expects a model (torch.nn.Module), found a {type(module).__name__}.")
     tensors = [*module.parameters(), *module.buffers()]
     on_cuda = any(tensor.is_cuda for tensor in tensors)
     replaced: dict[nn.Module, nn.Module] = {}  # a layer used in two places stays one layer

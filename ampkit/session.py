@@ -514,10 +514,15 @@ def collect_orphans(closing: Sequence[Session]) -> None:
 
 def not_initialized(optimizer: Any) -> NotInitializedError:
     """The error for an optimizer that no live session owns."""
+    if isinstance(optimizer, (torch.Tensor, torch.nn.Module)):
+        return NotInitializedError(
+            f"scale_loss was given a {type(optimizer).__name__} where it expects the optimizer. The loss comes first: "
+            "with ampkit.scale_loss(loss, optimizer) as scaled_loss."
+        )
     if not live_sessions:
         return NotInitializedError(
-            "scale_loss was used before initialize. Call model, optimizer = ampkit.initialize(model, optimizer, opt_level=...) "
-            "first."
+            "scale_loss was used before initialize, or after close. Call model, optimizer = ampkit.initialize(model, optimizer, "
+            "opt_level=...) first."
         )
     return NotInitializedError(
         f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "

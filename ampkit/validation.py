@@ -72,7 +72,8 @@ def models(value: Any) -> list[nn.Module]:
         )
     for model in found:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"initialize() expects models (torch.nn.Module), found {_describe(model)}.")
+            advice = _instead_of(model) or " Pass the model as the first argument."
+            raise TypeError(f"initialize() expects models (torch.nn.Module), found {_describe(model)}.{advice}")
         for name, module in model.named_modules():
             if isinstance(module, (DataParallel, DistributedDataParallel)):
                 raise ConfigurationError(
@@ -100,10 +101,36 @@ def optimizers(value: Any) -> list[Any]:
         if missing:
             raise TypeError(
                 f"initialize() expects optimizers, single or in a list or tuple; {_describe(optimizer)} has no "
-                f"{', '.join(missing)}. Pass the optimizer as the second argument."
+                f"{', '.join(missing)}.{_instead_of(optimizer) or ' Pass the optimizer as the second argument.'}"
             )
     _refuse_repeats(found, "optimizer")
     return found
+
+
+def _instead_of(thing: Any) -> str:
+    """What to write in the place of what is neither a model nor an optimizer."""
+    if isinstance(thing, type):
+        return f" That is a class: make an object of it first, {thing.__name__}(...)."
+    if isinstance(thing, dict):
+        return " Pass them as a list: initialize(list(models.values()), ...)."
+    if isinstance(thing, nn.Module):
+        return " The models come first: initialize(models, optimizers)."
+    if all(hasattr(thing, name) for name in _OPTIMIZER_ATTRIBUTES):
+        return " The optimizers are the second argument: initialize(models, optimizers)."
+    return ""
+
+
+def optimizer(thing: Any, function: str) -> Any:
+    """The one optimizer that ``function`` was given, without what frameworks put around it. TypeError for anything else."""
+    inner = unwrapped(thing)
+    if not hasattr(inner, "param_groups"):
+        advice = (
+            "Call it once for each optimizer."
+            if isinstance(thing, (list, tuple))
+            else f"Write {function}(optimizer, ...)."
+        )
+        raise TypeError(f"{function} expects the optimizer that was initialized, found {_describe(thing)}. {advice}")
+    return inner
 
 
 def closures(optimizer_list: list[Any], plan: Plan) -> None:
@@ -130,7 +157,7 @@ def weights(
     """
     for model in model_list:
         if not recast.issuperset((*model.parameters(), *model.buffers())):
-            _refuse_unfit_weights(model, recast, lower_precision_weights)
+            _refuse_unfit_weights(model, recast, plan, lower_precision_weights)
             if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
                 raise ConfigurationError(
                     f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. "
@@ -273,9 +300,16 @@ def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
         refuse_what_no_call_keeps(kept, plan.opt_level)
 
 
-def _refuse_unfit_weights(model: nn.Module, recast: set[torch.Tensor], lower_precision_weights: str) -> None:
+def _refuse_unfit_weights(
+    model: nn.Module, recast: set[torch.Tensor], plan: Plan, lower_precision_weights: str
+) -> None:
     first: tuple[str, torch.dtype] | None = None  # the first tensor in lower precision
     for kind, name, tensor in _named_tensors(model):
+        if tensor.is_meta and plan.casts_weights:
+            raise ConfigurationError(
+                f"{kind} {name!r} is on the meta device and holds no values, and {plan.opt_level} makes masters of them. Give the "
+                "model its weights first: model.to_empty(device=...), then load_state_dict()."
+            )
         if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
             raise ConfigurationError(
                 f"{kind} {name!r} is not initialized yet (a lazy module). Run one forward pass before initialize()."

@@ -88,6 +88,8 @@ def half_function(fn: F) -> F:
     """``fn`` with its floating-point tensors, those in containers too, cast to the session's lower precision at O1 and O4.
 
     Elsewhere, and inside `disable_casts`, ``fn`` is called as it is. float64 tensors are left alone.
+
+    Raises TypeError for what is no function, as the other decorators do.
     """
     return _decorated(fn, CastKind.LOWER_PRECISION_FP)
 
@@ -110,7 +112,8 @@ def promote_function(fn: F) -> F:
 def register_half_function(module: Any, name: str) -> None:
     """Cast the tensors given to ``module.name`` to the session's lower precision, as `half_function` does.
 
-    Before `initialize` or after it. Raises `ConfigurationError` where ``module`` has no such function.
+    Before `initialize` or after it. Raises `ConfigurationError` where ``module`` has no such function, and TypeError for a ``name``
+    that is no string.
     """
     _register(CastKind.LOWER_PRECISION_FP, module, name)
 
@@ -133,6 +136,10 @@ def register_promote_function(module: Any, name: str) -> None:
 def _decorated(fn: Any, kind: CastKind) -> Any:
     if isinstance(fn, (staticmethod, classmethod)):
         return type(fn)(_decorated(fn.__func__, kind))
+    if not callable(fn):
+        raise TypeError(
+            f"Expected a function to cast the arguments of, found {fn!r}. To name one, use register_half_function."
+        )
     label = getattr(fn, "__name__", type(fn).__name__)
 
     @functools.wraps(fn)
@@ -158,8 +165,12 @@ def _region_dtype(kind: CastKind, casting: Casting) -> torch.dtype | None:
 
 
 def _register(kind: CastKind, module: Any, name: str) -> None:
-    known = name in module if isinstance(module, dict) else hasattr(module, name)
-    if not known:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"Expected the name of a function as the second argument, found {name!r}: register_half_function(module, 'name')."
+        )
+    function = module.get(name) if isinstance(module, dict) else getattr(module, name, None)
+    if not callable(function):
         label = "the dict" if isinstance(module, dict) else getattr(module, "__name__", repr(module))
         raise ConfigurationError(
             f"There is no function {name!r} in {label}. Register the object that holds it, with the name it has there: "

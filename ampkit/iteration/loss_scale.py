@@ -354,8 +354,8 @@ class LossScaler:
         missing = [name for name in _GRAD_SCALER_KEYS if name not in state]
         if missing:
             raise CheckpointError(
-                f"A GradScaler's state must have {', '.join(map(repr, _GRAD_SCALER_KEYS))}; {', '.join(map(repr, missing))} is "
-                "missing. Pass what torch.amp.GradScaler.state_dict() returned."
+                f"A GradScaler's state must have {', '.join(map(repr, _GRAD_SCALER_KEYS))}; found "
+                f"{', '.join(map(repr, state))}. Pass what torch.amp.GradScaler.state_dict() returned."
             )
         entry = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
         validate_scaler_state(entry)
@@ -415,7 +415,11 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
     in_use = sum(len(group) for group in groups)
     if len(saved) == 1 and len(state) == in_use:  # entries that do not say of which session they are
         groups, saved = [[scaler for group in groups for scaler in group]], {None: list(state.values())}
-    if len(saved) != len(groups):
+    if not groups and saved:
+        logger.warning(
+            "load_state_dict was called before initialize(), or after close(): no loss scale was loaded. Call it after."
+        )
+    elif len(saved) != len(groups):
         logger.warning(
             "The state dict holds the loss scalers of %d initialize calls and %d are alive: those of the newest %d are loaded.",
             len(saved),

@@ -10,6 +10,7 @@ and cast their outputs back. Copies and close leave out hooks by the module that
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from typing import Any
 
@@ -167,6 +168,9 @@ class Kept:
                 modules[module] = name
         return modules, parameters
 
+    def modules_by_name(self) -> list[tuple[str, nn.Module]]:
+        return list(self._model.named_modules())
+
     def _name_attentions(self) -> None:
         """torch's attention never calls its ``out_proj``: who names that names the attention."""
         for name, module in self._model.named_modules():
@@ -185,11 +189,24 @@ def refuse_unmatched(kept: list[Kept]) -> None:
     """An item of ``keep_fp32=`` that matches nothing in any of the models is a mistake worth an error."""
     unmatched = [item for item in kept[0].unmatched if all(item in one.unmatched for one in kept)] if kept else []
     if unmatched:
-        shown = [type(item).__name__ if isinstance(item, nn.Module) else item for item in unmatched]
-        raise ConfigurationError(
-            f"keep_fp32 items {shown} match no module and no parameter. Give modules of the model, module types, or name "
-            "patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
+        shown = ", ".join(
+            f"a {type(item).__name__}" if isinstance(item, nn.Module) else repr(item) for item in unmatched
         )
+        raise ConfigurationError(
+            f"keep_fp32: {shown} matches no module and no parameter.{_near(unmatched[0], kept)} Give modules of the model, module "
+            "types, or name patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
+        )
+
+
+def _near(item: Any, kept: list[Kept]) -> str:
+    """What was probably meant by an item that matches nothing."""
+    modules = {name: module for one in kept for name, module in one.modules_by_name() if name}
+    if not isinstance(item, str):
+        return " That one belongs to another model." if isinstance(item, nn.Module) else ""
+    if any(type(module).__name__ == item for module in modules.values()):
+        return f" {item} is a type: give the class itself, without quotes."
+    near = difflib.get_close_matches(item, modules, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def refuse_what_no_call_keeps(kept: list[Kept], level: str) -> None:

@@ -10,6 +10,7 @@ it stands in the parameter group.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -132,6 +133,23 @@ class Batch:
         return norms
 
 
+def _check_settings(optimizer: str, group: dict[str, Any]) -> None:
+    """ValueError for a rate, decay or momentum that is no number of 0 or more, and for betas that are no two numbers below 1."""
+    for name in ("lr", "weight_decay", "eps", "momentum", "trust_coefficient"):
+        value = group.get(name, 0.0)
+        if not isinstance(value, torch.Tensor) and not _is_number(value, float("inf")):  # a tensor may lie on a device
+            raise ValueError(f"{optimizer}: {name}={value!r} is not accepted: expected a number of at least 0.")
+    betas = group.get("betas", (0.0, 0.0))
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(beta, 1.0) for beta in betas):
+        raise ValueError(
+            f"{optimizer}: betas={betas!r} is not accepted: expected two numbers, each at least 0 and below 1."
+        )
+
+
+def _is_number(value: Any, bound: float) -> bool:
+    return isinstance(value, numbers.Real) and 0.0 <= value < bound
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step runs over lists of tensors."""
 
@@ -156,7 +174,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.rounding.is_narrow
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; complex parameters are refused where real and imaginary parts would have to be squared apart."""
+        """As in torch; complex parameters are refused where real and imaginary parts would have to be squared apart.
+
+        Raises ValueError for settings out of their range, and leaves the groups as they were.
+        """
         super().add_param_group(param_group)
         for name in _OF_ALL_GROUPS:
             if name in self.param_groups[-1]:
@@ -169,6 +190,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param.is_complex() and not self.takes_complex:
                 del self.param_groups[-1]
                 raise self.complex_error(param)
+        try:
+            _check_settings(type(self).__name__, self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
         self._place_settings(self.param_groups[-1])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

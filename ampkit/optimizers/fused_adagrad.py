@@ -13,7 +13,8 @@ from .fused import Batch, FusedOptimizer
 class FusedAdagrad(FusedOptimizer):
     """``torch.optim.Adagrad`` over lists of tensors.
 
-    ``adagrad_w_mode=True`` decouples the weight decay from the gradient, as AdamW does.
+    ``adagrad_w_mode=True`` decouples the weight decay from the gradient, as AdamW does. Takes floating-point parameters of any
+    shape. Raises RuntimeError for gradients that are sparse, and ValueError for a rate, ``eps`` or decay below 0.
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods", JMLR 2011.
     """

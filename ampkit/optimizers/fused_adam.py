@@ -29,7 +29,8 @@ class FusedAdam(FusedOptimizer):
     without masters. Random numbers are a function of ``seed``, which checkpoints hold, and of the number of steps.
 
     Takes floating-point parameters of any shape. Raises RuntimeError for ``amsgrad``, for ``master_weights`` without ``capturable``
-    and for gradients that are sparse, and ValueError for a ``state_dtype``, ``rounding`` or ``seed`` that does not exist.
+    and for gradients that are sparse. Raises ValueError for a rate, ``eps`` or decay below 0, for ``betas`` outside of [0, 1), and
+    for a ``state_dtype``, ``rounding`` or ``seed`` that does not exist.
 
     Source: Kingma and Ba, "Adam", ICLR 2015; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
     """

@@ -17,7 +17,8 @@ class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's direction, with a step as long as the weights' norm times the learning rate.
 
     Gradients of all groups together are clipped to ``max_grad_norm`` first. Parameters of groups without weight decay
-    move as in Adam, unless ``use_nvlamb``. Norms are float32, whatever the parameters' dtype. Raises RuntimeError for ``amsgrad``.
+    move as in Adam, unless ``use_nvlamb``. Norms are float32, whatever the parameters' dtype. Raises RuntimeError for ``amsgrad``,
+    and ValueError for settings as `FusedAdam` does.
 
     Source: You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, algorithm 2.
     """

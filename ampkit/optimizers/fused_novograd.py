@@ -18,7 +18,8 @@ class FusedNovoGrad(FusedOptimizer):
     ``norm_type`` is 2, or 0 for the maximum norm. The running norm starts from the first gradient's, or from 0 with
     ``init_zero``. ``reg_inside_moment`` normalises and decays before the momentum, as the paper does, instead of after.
 
-    Raises RuntimeError for ``amsgrad`` and for another ``norm_type``, and `CheckpointError` for a state of another kind of norm.
+    Takes floating-point parameters of any shape. Raises RuntimeError for ``amsgrad`` and for another ``norm_type``,
+    `CheckpointError` for a state of another kind of norm, and ValueError for settings as `FusedAdam` does.
 
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", 2019.
     """

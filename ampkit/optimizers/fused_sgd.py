@@ -19,8 +19,8 @@ class FusedSGD(FusedOptimizer):
     momentum. ``materialize_master_grads`` is kept for Apex's sake: under `initialize` master gradients come into being when
     somebody iterates ``master_params``. ``state_dtype``, ``rounding`` and ``seed`` as in `FusedAdam`.
 
-    Raises ValueError for a negative rate, momentum or decay, and for ``nesterov`` without momentum or with dampening; for the three
-    settings as `FusedAdam` does.
+    Raises ValueError for a rate, momentum or decay that is no number of at least 0, and for ``nesterov`` without momentum or with
+    dampening; for the last three settings as `FusedAdam` does.
     """
 
     counts_steps = False
@@ -41,14 +41,7 @@ class FusedSGD(FusedOptimizer):
         rounding: str = "nearest",
         seed: int = 0,
     ) -> None:
-        for name, value in (
-            ("lr", 0.0 if lr is required else lr),
-            ("momentum", momentum),
-            ("weight_decay", weight_decay),
-        ):
-            if value < 0.0:
-                raise ValueError(f"Invalid {name}: {value}; expected 0 or more.")
-        if nesterov and (momentum <= 0 or dampening != 0):
+        if nesterov and (not momentum or dampening != 0):
             raise ValueError(
                 f"Nesterov momentum requires a momentum and zero dampening; found momentum={momentum}, dampening={dampening}."
             )

@@ -17,10 +17,17 @@ class LARC:
     optimizer's learning rate, without it the two are multiplied. Weight decay is part of the scaled gradient. Learning-rate
     schedulers take the inner optimizer, ``.optim``; ``initialize`` and ``scale_loss`` take the whole.
 
+    Raises TypeError for what is no optimizer.
+
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; the clipping is NVIDIA's.
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"LARC goes around an optimizer, found a {type(optimizer).__name__}. Build the optimizer first: "
+                "LARC(torch.optim.SGD(model.parameters(), lr=0.1))."
+            )
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip

@@ -350,3 +350,13 @@ def test_float_function_inside_a_cast_model_beside_a_session_at_o1():
     ampkit.initialize(torch.nn.Linear(2, 2), opt_level="O1", patch_torch_functions_type=LOW, verbosity=0)
     x, ours, _ = model(torch.randn(8, 4))
     assert (ours - plain_variance(x.double())).abs().max() < 1e-5
+
+
+def test_a_decorator_of_no_function_and_a_name_that_is_none_say_what_was_expected():
+    for decorator in (half_function, bfloat16_function, float_function):
+        with pytest.raises(TypeError, match="Expected a function to cast the arguments of, found 'linear'"):
+            decorator("linear")
+    with pytest.raises(TypeError, match=r"second argument, found <module.*register_half_function\(module, 'name'\)"):
+        register_half_function("linear", torch.nn.functional)
+    with pytest.raises(ampkit.ConfigurationError, match="There is no function 'float32' in torch"):
+        register_half_function(torch, "float32")

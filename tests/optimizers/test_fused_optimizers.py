@@ -296,6 +296,29 @@ def test_fused_sgd_refuses_what_torchs_refuses(settings):
 
 
 @pytest.mark.parametrize("name", FUSED_SETTINGS)
+@pytest.mark.parametrize(
+    "wrong", [dict(lr=-0.1), dict(lr="0.1"), dict(lr=None), dict(lr=float("nan")), dict(weight_decay=-1)], ids=str
+)
+def test_a_setting_out_of_its_range_is_refused_by_name_and_value(name, wrong):
+    (setting, value), cls = *wrong.items(), getattr(optimizers, name)
+    with pytest.raises(
+        ValueError, match=f"{name}: {setting}={value!r} is not accepted: expected a number of at least 0"
+    ):
+        cls(several_params(torch.float32), **FUSED_SETTINGS[name] | wrong)
+    params = several_params(torch.float32)
+    optimizer = cls(params[:1], **FUSED_SETTINGS[name])
+    with pytest.raises(ValueError, match=setting):
+        optimizer.add_param_group({"params": params[1:], **wrong})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (1.0, 0.999), ("0.9", 0.999)], ids=str)
+def test_betas_that_are_no_two_numbers_below_1_are_refused(betas):
+    with pytest.raises(ValueError, match="expected two numbers, each at least 0 and below 1"):
+        optimizers.FusedAdam(several_params(torch.float32), betas=betas)
+
+
+@pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_sparse_gradients_are_refused_by_name(name):
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = getattr(optimizers, name)(embedding.parameters(), **FUSED_SETTINGS[name])

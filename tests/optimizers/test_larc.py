@@ -101,3 +101,8 @@ def test_larc_leaves_moments_of_its_optimizer_in_the_dtype_that_was_asked_for():
     ampkit.close()
     dtypes += [state["exp_avg"].dtype for state in optimizer.state.values()]
     assert dtypes == [torch.bfloat16] * 4
+
+
+def test_larc_around_parameters_says_what_it_goes_around():
+    with pytest.raises(TypeError, match=r"LARC goes around an optimizer, found a generator.*LARC\(torch.optim.SGD"):
+        LARC(nn.Linear(2, 2).parameters())

@@ -155,6 +155,11 @@ def test_convert_a_lazy_batch_norm_says_what_to_do():
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm2d()))
 
 
+def test_convert_of_what_is_no_model_says_what_was_found():
+    with pytest.raises(TypeError, match=r"expects a model .torch.nn.Module., found a SGD"):
+        convert_syncbn_model(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+
+
 def test_syncbn_with_the_wrong_channels_names_both_numbers():
     with pytest.raises(ValueError, match=r"got 5 channels .* num_features=3"):
         SyncBatchNorm(CHANNELS)(torch.randn(2, 5))

@@ -78,6 +78,12 @@ def test_states_that_cannot_be_are_refused_and_change_nothing(state):
     assert ampkit.to_grad_scaler()["scale"] == 65536.0 and ampkit.to_grad_scaler()["growth_interval"] == 2000
 
 
+def test_the_state_of_ampkit_given_as_a_grad_scalers_is_told_by_its_keys():
+    at_o1()
+    with pytest.raises(ampkit.CheckpointError, match=r"must have 'scale', .* found 'loss_scaler0'"):
+        ampkit.from_grad_scaler(ampkit.state_dict())
+
+
 def test_without_a_session_there_is_no_loss_scale():
     with pytest.raises(ampkit.NotInitializedError):
         ampkit.to_grad_scaler()

@@ -389,3 +389,94 @@ def test_optimizer_without_weak_references_leaves_no_session():
     with pytest.raises(TypeError):
         ampkit.initialize(make_model(), optimizer, verbosity=0)
     assert live_sessions == []
+
+
+@pytest.mark.parametrize(
+    "wrong, advice",
+    [
+        (lambda model, optimizer: (optimizer, model), r"found a Adam. The optimizers are the second argument"),
+        (
+            lambda model, optimizer: (model.parameters(), optimizer),
+            r"found a generator. Pass the model as the first argument",
+        ),
+        (
+            lambda model, optimizer: (nn.Linear, optimizer),
+            r"found a type. That is a class: make an object of it.*Linear\(\.\.\.\)",
+        ),
+        (lambda model, optimizer: ({"net": model}, optimizer), r"found a dict. Pass them as a list"),
+        (lambda model, optimizer: (model, model), r"a Sequential has no .*step. The models come first"),
+        (
+            lambda model, optimizer: (model, model.parameters()),
+            r"a generator has no .*Pass the optimizer as the second argument",
+        ),
+        (lambda model, optimizer: (model, torch.optim.Adam), r"a type has no .*That is a class.*Adam\(\.\.\.\)"),
+    ],
+)
+def test_what_is_no_model_or_no_optimizer_is_answered_with_what_to_write(wrong, advice):
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(TypeError, match=advice):
+        ampkit.initialize(*wrong(model, optimizer), verbosity=0)
+    assert type(model) is nn.Sequential and ampkit.current_session() is None
+
+
+@pytest.mark.parametrize(
+    "item, advice",
+    [
+        ("hed", "'hed' matches no module and no parameter. Did you mean 'head'"),
+        ("Linear", "Linear is a type: give the class itself, without quotes"),
+        (nn.Linear(1, 1), "a Linear matches no module and no parameter. That one belongs to another model"),
+        (nn.Conv2d, "Conv2d.* matches no module"),
+    ],
+    ids=str,
+)
+def test_what_keep_fp32_does_not_find_is_answered_with_what_was_meant(item, advice):
+    model = nn.ModuleDict({"head": nn.Linear(2, 2)})
+    model.forward = model["head"].forward
+    with pytest.raises(ampkit.ConfigurationError, match=advice):
+        ampkit.initialize(model, opt_level="O2", keep_fp32=item, verbosity=0)
+
+
+def test_weights_on_the_meta_device_are_refused_where_masters_are_made_of_them():
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(
+        ampkit.ConfigurationError, match=r"'weight' is on the meta device .* O2 makes masters.*to_empty"
+    ):
+        ampkit.initialize(model, opt_level="O2", verbosity=0)
+    ampkit.initialize(model, opt_level="O1", verbosity=0)  # calls are cast, and no weight
+
+
+@pytest.mark.parametrize("function", [ampkit.clip_grad_norm_, ampkit.step_was_skipped, ampkit.master_params])
+@pytest.mark.parametrize("given", ["parameters", "model", "list", "none"])
+def test_functions_of_an_optimizer_say_so_where_they_are_given_something_else(function, given):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    thing = {"parameters": model.parameters(), "model": model, "list": [optimizer], "none": None}[given]
+    more = [1.0] if function is ampkit.clip_grad_norm_ else []
+    advice = "Call it once for each optimizer" if given == "list" else rf"Write {function.__name__}\(optimizer"
+    with pytest.raises(
+        TypeError, match=f"{function.__name__} expects the optimizer that was initialized, found .*{advice}"
+    ):
+        list(function(thing, *more))
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan"), None, "1"], ids=str)
+def test_a_norm_that_no_gradients_can_have_is_refused(max_norm):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, verbosity=0)
+    with pytest.raises(ampkit.ConfigurationError, match=f"max_norm={max_norm!r} is not accepted"):
+        ampkit.clip_grad_norm_(optimizer, max_norm)
+
+
+def test_scale_loss_given_its_arguments_in_the_wrong_order_or_the_model_says_so():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, verbosity=0)
+    loss = model(torch.ones(1, 2)).sum()
+    for given in ((optimizer, loss), (loss, model)):
+        with pytest.raises(
+            ampkit.NotInitializedError, match=r"where it expects the optimizer.*scale_loss\(loss, optimizer\)"
+        ):
+            ampkit.scale_loss(*given)

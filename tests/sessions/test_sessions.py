@@ -90,6 +90,11 @@ def test_folds_that_only_cycles_hold_are_not_saved():
     del current
 
 
+def test_a_state_that_comes_before_initialize_is_told_to_come_after_it(caplog):
+    ampkit.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}})
+    assert "before initialize(), or after close(): no loss scale was loaded" in caplog.text
+
+
 def test_losses_of_one_session_are_loaded_from_the_first_on(caplog):
     """A file that does not say which session was which is Apex's, or of one session: its order is that of the losses."""
     pair = make_pair()
