@@ -36,13 +36,16 @@ from .kernels.backend import implementation
 from .libraries import BUILD
 from .logs import logger, stdout_lines
 from .models import copies, direct_calls, exporting, forward, keep_fp32, layers, operators, sharded, weights
+from .models.agreement import sync_weights
 from .models.averaging import averages
 from .models.collectives import collectives
+from .models.float32_values import Float32Value
 from .models.forward import ForwardCasts, Watcher
 from .models.forward_scope import cast_submodules
 from .models.incoming import Incoming
 from .models.keep_fp32 import Kept
-from .models.weights import Float32Value
+from .models.parts import some_parameter
+from .models.records import lower_entries
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .sharding import fsdp_modules, is_unreduced
 
@@ -402,7 +405,7 @@ class Session:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
         if not self.plan.master_weights:
             return {}
-        return {tensor: entry for model in self.models for tensor, entry in weights.lower_entries(model)}
+        return {tensor: entry for model in self.models for tensor, entry in lower_entries(model)}
 
     def name_of(self, param: torch.Tensor | None) -> str:
         """The parameter's name in its model, for the log."""
@@ -419,7 +422,7 @@ class Session:
         if self.plan.casts_weights:
             if not self._knows_sharding:
                 self._refuse_sharded_since()
-            weights.sync_weights(model)
+            sync_weights(model)
             operators.operators.catch_up()
         else:
             _refuse_changed_dtype(model, self._left_as[model])
@@ -433,7 +436,7 @@ class Session:
 
     def _cast_where_it_is(self, model: nn.Module) -> None:
         """The model may have moved since: ask one of its parameters."""
-        first = _some_parameter(model)
+        first = some_parameter(model)
         if first is not None and first.device.type in self.casting.device_types:
             return
         here = device_types([model]) if first is None else {first.device.type}
@@ -548,15 +551,6 @@ def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -
                     f"{name}={wanted!r}: a live session patches torch functions with {active!r}, and the patches are "
                     "process-wide. Use the same value, or close that session first (ampkit.close())."
                 )
-
-
-def _some_parameter(model: nn.Module) -> nn.Parameter | None:
-    """One of the model's parameters; ``next(model.parameters())`` costs as much as a small layer, in every iteration."""
-    for module in weights.walk(model):
-        for param in module._parameters.values():
-            if param is not None:
-                return param
-    return None
 
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:

@@ -16,7 +16,6 @@ import torch
 
 from .. import kernels
 from ..errors import ConfigurationError
-from ..models.weights import move_like
 from ..optimizers.scales import Scale, inverse, is_one, on, ratio
 from ..sharding import by_placement, is_sharded, local, process_groups, total_over
 from .found_inf import FoundInf, places_for
@@ -536,8 +535,7 @@ class Gradients:
 
 def _gradient_of_master(slot: Slot) -> torch.Tensor:
     """The tensor for a master's gradient: the one that is there, that of the exact value, or a new one."""
-    if not slot.is_split:
-        move_like(slot.master, slot.param)
+    slot.master.move_like(slot.param)
     gradient, exact = slot.master.raw_grad, slot.exact
     if gradient is None or is_sparse(gradient) or gradient.device != slot.param.device:
         fits = exact is not None and exact.values.dtype is torch.float32 and exact.values.device == slot.param.device

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..models.weights import UNCOUNTED, Float32Value
+from ..models.float32_values import UNCOUNTED, Float32Value
 from ..optimizers.scales import Scale
 from .found_inf import FoundInf
 from .split_masters import SplitMaster
@@ -81,6 +81,13 @@ class MasterWeight(nn.Parameter):
         slot.entry.synchronize(slot.param)
         slot.entry.value_version = UNCOUNTED
         return slot.entry
+
+    def move_like(self, param: torch.Tensor) -> None:
+        """Move it and its gradient to the device of its weight, as no write of a script."""
+        if self.device != param.device:
+            gradient, self.raw_grad = self.raw_grad, None
+            _data.__set__(self, self.detach().to(param.device))
+            self.raw_grad = None if gradient is None else gradient.to(param.device)
 
     def belongs_to(self, slot: Slot, gradients: Any) -> None:
         """Have these `Gradients`, while they live, convert what there is before anybody sees the gradient."""

@@ -24,7 +24,7 @@ from ..casting.tensors import cast_state
 from ..dtypes import LOWER_PRECISION
 from ..errors import ClosureError, ConfigurationError
 from ..logs import logger
-from ..models.weights import Float32Value, write_lower
+from ..models.float32_values import Float32Value, write_lower
 from ..optimizers.fused import FusedOptimizer, StepInputs
 from ..optimizers.scales import on
 from ..patching import PatchSet
@@ -177,7 +177,7 @@ class OptimizerWrapper:
         lent, self._lent = self._lent, set()
         for slot in lent:
             slot.master.end_step()
-            slot.entry.lender = None
+            slot.entry.rest.lender = None
 
     def _param_of_master(self) -> dict[torch.Tensor, torch.Tensor]:
         """The parameters by the masters that stand in their places."""
@@ -282,7 +282,8 @@ class OptimizerWrapper:
             optimizer.inputs = None
             gradients.is_stepping = False
             for slot in masters if self._splits else ():  # the step has written weights and rests
-                slot.entry.before, slot.entry.lower_version = None, slot.param._version
+                entry = slot.entry
+                entry.rest.before, entry.lower_version = None, slot.param._version
             self._end_lending()
         for slot in masters if not self._splits else ():
             entry, version = slot.entry, slot.master._version

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import kernels
 from ..errors import ConfigurationError
 
 _grad = torch.Tensor.grad
@@ -115,7 +114,7 @@ class SplitMaster:
         lent._is_old = False
         _grad.__set__(lent, self.raw_grad)
         self._version, self._ptr = lent._version, lent.data_ptr()
-        slot.entry.lender = lent._slot
+        slot.entry.rest.lender = lent._slot
         try:
             yield lent
         finally:
@@ -131,6 +130,9 @@ class SplitMaster:
         if is_written or _grad.__get__(lent) is not self.raw_grad:
             self._take_back(slot, lent)
 
+    def move_like(self, param: torch.Tensor) -> None:
+        """There is nothing to move: the value is where the weight is, and a gradient is made there anew."""
+
     def end_step(self) -> None:
         """After a step: what is lent out is an old value."""
         lent, self._lent = self._lent() if self._lent is not None else None, None
@@ -145,7 +147,5 @@ class SplitMaster:
             self.raw_grad = gradient
             slot.note_gradient()
         is_counted, self._version, self._ptr = lent._version != self._version, lent._version, lent.data_ptr()
-        weights, rest = kernels.split(lent.detach(), self.rest_dtype)
         # A write through .data is not counted here either, and a value that nobody wrote to is what it was.
-        (slot.param if is_counted else slot.param.data).copy_(weights)
-        slot.entry.put_rest(slot.param, rest)
+        slot.entry.put(slot.param, lent, is_counted)

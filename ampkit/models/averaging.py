@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 from ..patching import shared_patch
-from .weights import lower_entries
+from .records import lower_entries
 
 
 def _averaging(original: Any) -> Any:

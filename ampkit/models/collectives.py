@@ -17,7 +17,8 @@ import torch.nn.parallel.distributed as ddp
 from torch import nn
 
 from ..patching import PatchSet, SharedPatches
-from .weights import lower_entries, note_uncounted_write
+from .float32_values import note_uncounted_write
+from .records import lower_entries
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
 #: functions: scripts import those by name, and torch.compile knows them by identity.

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..patching import shared_patch
 from .forward import watchers
-from .weights import lower_entries
+from .records import lower_entries
 
 
 def _exporting(original: Any) -> Any:

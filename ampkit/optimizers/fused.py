@@ -38,7 +38,7 @@ class StepInputs:
 
     ``mastered`` maps the ids of masters to their slots: ``slot.param`` receives the master, rounded, and its gradient is read
     unless it was ``slot.converted`` into the master's. Where the slot ``is_split`` the parameter is the weight itself, and is
-    updated together with its ``slot.entry.rest``. Of some gradients more is known (``slot.exact``), which ``restore``
+    updated together with its ``slot.entry.rest.bits``. Of some gradients more is known (``slot.exact``), which ``restore``
     gives in float32, for a list of slots. Gradients are multiplied by ``inv_scale``, and those for masters by ``clip``. With a
     ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
     """
@@ -282,7 +282,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.params.append(param)
             batch.grads.append(gradient)
             if kind:
-                batch.lower.append(slot.entry.rest if slot.is_split else slot.param)
+                batch.lower.append(slot.entry.rest.bits if slot.is_split else slot.param)
                 if kind == 2:
                     batch.slots.append(slot)
         return list(batches.values())

@@ -567,7 +567,7 @@ def test_what_was_put_aside_is_freed_by_the_next_step():
         with torch.no_grad():
             model.weight.mul_(2)
             model(torch.ones(2, 8))
-        entry = model.__dict__[RECORD_KEY].parameters[id(model.weight)]
+        entry = model.__dict__[RECORD_KEY].whole.parameters[id(model.weight)]
         assert entry.put_aside is not None
         with ampkit.scale_loss(model(torch.ones(2, 8)).sum(), optimizer) as loss:
             loss.backward()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from ...models.weights import lower_entries
+from ...models.records import lower_entries
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from ..mutant import Mutant
 FAULTS = [
     Mutant(
         "split masters: a counted write keeps the rest",
-        "ampkit/models/weights.py",
-        "                self.rest.zero_()\n",
-        "                pass\n",
+        "ampkit/models/rests.py",
+        "            self.bits.zero_()\n",
+        "            pass\n",
         breaks="what is written to a weight is its value",
         tests=("optimizers/test_split_masters.py::test_a_counted_write_is_the_value_from_then_on",),
     ),
     Mutant(
         "split masters: a broadcast drops the rest",
-        "ampkit/models/weights.py",
-        "torch.where(self.before == lower, self.rest, 0)",
-        "torch.where(self.before != lower, self.rest, 0)",
+        "ampkit/models/rests.py",
+        "torch.where(self.before == lower, self.bits, 0)",
+        "torch.where(self.before != lower, self.bits, 0)",
         breaks="weights that are written again as they are keep their float32 values",
         tests=(
             "optimizers/test_split_masters.py::test_what_writes_the_same_weights_before_the_first_step_changes_nothing",
@@ -23,24 +23,24 @@ FAULTS = [
     ),
     Mutant(
         "split masters: loaded rests are lost",
-        "ampkit/models/weights.py",
-        "        if rest is not None and tensor._version != entry.lower_version:\n",
-        "        if rest is not None and tensor._version == entry.lower_version:\n",
+        "ampkit/models/state_dicts.py",
+        "if bits is not None and tensor._version != entry.lower_version:",
+        "if bits is not None and tensor._version == entry.lower_version:",
         breaks="a checkpoint is loaded bit for bit",
         tests=("optimizers/test_split_masters.py::test_a_resumed_run_is_the_same_run",),
     ),
     Mutant(
         "split masters: the weights are kept after the step",
         "ampkit/iteration/optimizer_wrapper.py",
-        "slot.entry.before, slot.entry.lower_version = None, slot.param._version",
-        "slot.entry.lower_version = slot.param._version",
+        "entry.rest.before, entry.lower_version = None, slot.param._version",
+        "entry.lower_version = slot.param._version",
         breaks="14 bytes per parameter",
         tests=("optimizers/test_split_masters.py::test_bytes_per_parameter",),
     ),
     Mutant(
         "split masters: gradients of several blocks are bfloat16",
         "ampkit/optimizers/fused.py",
-        "batch.lower.append(slot.entry.rest if slot.is_split else slot.param)",
+        "batch.lower.append(slot.entry.rest.bits if slot.is_split else slot.param)",
         "batch.lower.append(slot.param)",
         breaks="a step updates weight and rest",
         tests=("optimizers/test_split_masters.py::test_blocks_are_added_in_float32",),
@@ -48,8 +48,8 @@ FAULTS = [
     Mutant(
         "split masters: what is written to a lent value stays there",
         "ampkit/iteration/split_masters.py",
-        "(slot.param if is_counted else slot.param.data).copy_(weights)\n        slot.entry.put_rest(slot.param, rest)",
-        "slot.entry.put_rest(slot.param, slot.entry.rest)",
+        "slot.entry.put(slot.param, lent, is_counted)",
+        "slot.entry.agree(slot.param)",
         breaks="what is written to master_params reaches the weights",
         tests=(
             "optimizers/test_split_masters.py::test_master_params_are_float32_and_what_is_written_to_them_comes_home",
@@ -83,7 +83,7 @@ FAULTS = [
     ),
     Mutant(
         "split masters: an older write undoes what is loaded",
-        "ampkit/models/weights.py",
+        "ampkit/models/state_dicts.py",
         "            entry.synchronize(tensor)  # what was written to a master before is older\n",
         "",
         breaks="load_state_dict() is newer than writes before it",
@@ -94,7 +94,7 @@ FAULTS = [
     Mutant(
         "split masters: a forward pass does not see what was written to a list of them",
         "ampkit/iteration/split_masters.py",
-        "        slot.entry.lender = lent._slot\n",
+        "        slot.entry.rest.lender = lent._slot\n",
         "",
         breaks="counted writes to masters are seen before the next step",
         tests=(
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Mutant(
         "split masters: bits of float16 pass for those of bfloat16",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "        if self.rest is not None and lower.dtype is torch.bfloat16:\n            # Not",
         "        if self.rest is not None:\n            # Not",
         breaks="close() leaves weights that are not bfloat16 any more as they are",

@@ -21,7 +21,7 @@ FAULTS = [
     ),
     Mutant(
         "weights: what is put back is rounded",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "torch.where(is_back, earlier, lower.float())",
         "lower.float()",
         breaks="an evaluation with other weights leaves the float32 digits of the masters",
@@ -29,7 +29,7 @@ FAULTS = [
     ),
     Mutant(
         "weights: a second average takes the place of the weights that were put aside",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "(None if is_back.all() else earlier.clone())",
         "local.clone()",
         breaks="an evaluation with several averages leaves the float32 digits of the masters",
@@ -37,7 +37,7 @@ FAULTS = [
     ),
     Mutant(
         "weights: a write rounds its neighbours",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "self.value.copy_(torch.where(same & ~is_back.all(), local, written))",
         "self.value.copy_(lower)",
         breaks="a write to some elements of a weight leaves the float32 digits of the others",
@@ -45,7 +45,7 @@ FAULTS = [
     ),
     Mutant(
         "weights: load_state_dict rounds",
-        "ampkit/models/weights.py",
+        "ampkit/models/state_dicts.py",
         "entry.value.copy_(loaded)",
         "pass",
         breaks="loaded weights keep their float32 digits",
@@ -69,7 +69,7 @@ FAULTS = [
     ),
     Mutant(
         "weights: a loaded buffer stays out of the model",
-        "ampkit/models/weights.py",
+        "ampkit/models/agreement.py",
         "for name, entry in record.buffers.items():",
         "for name, entry in ():",
         breaks="a write to a buffer's float32 value reaches the model",
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Mutant(
         "weights: a changed dtype is not refused",
-        "ampkit/models/weights.py",
+        "ampkit/models/agreement.py",
         "if tensor.dtype is not lower_precision:",
         "if False:",
         breaks="weights whose dtype was changed are refused by name",
@@ -237,7 +237,7 @@ FAULTS = [
     ),
     Mutant(
         "copies: weights are rounded",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "value = self.current(lower)\n",
         "value = lower.detach().float()\n",
         breaks="a copy has the float32 values, not rounded ones",
@@ -253,7 +253,7 @@ FAULTS = [
     ),
     Mutant(
         "copies: a write before the copy is missed",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "self.synchronize(lower)\n        if self.rest is not None and lower.dtype",
         "if self.rest is not None and lower.dtype",
         breaks="a copy has what was written to the weights before",
@@ -261,7 +261,7 @@ FAULTS = [
     ),
     Mutant(
         "copies: a master and its weight are two",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "if isinstance(self.value, nn.Parameter):\n            return self",
         "if False:\n            return self",
         breaks="an optimizer that is copied or pickled along trains the copy",
@@ -277,7 +277,7 @@ FAULTS = [
     ),
     Mutant(
         "copies: tied weights are torn",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "found = self._in_copies()",
         "found = None",
         breaks="a frozen weight at two places is one parameter in copies",
@@ -285,9 +285,9 @@ FAULTS = [
     ),
     Mutant(
         "changed models: a moved weight is foreign",
-        "ampkit/models/weights.py",
-        "found = self.parameters.get(id(tensor)) if",
-        "found = self.parameters.get(name) if",
+        "ampkit/models/records.py",
+        "found = self.whole.parameters.get(id(tensor)) if",
+        "found = self.whole.parameters.get(name) if",
         breaks="weights are found by themselves, not by name",
         tests=("models/test_changed_models.py::test_moved_weight_keeps_its_float32_digits",),
     ),
@@ -301,7 +301,7 @@ FAULTS = [
     ),
     Mutant(
         "changed models: another shape breaks the undo",
-        "ampkit/models/weights.py",
+        "ampkit/models/float32_values.py",
         "if self.value is not None and self.value.shape != lower.shape:",
         "if False:",
         breaks="close gives a parameter of another shape back",
@@ -326,7 +326,7 @@ FAULTS = [
     Mutant(
         "averages: a copy of another weight is one",
         "ampkit/models/stalling.py",
-        " and not _is_copy_of_another(record, lower, now)",
+        " and not _is_copy_of_another(lower, now)",
         "",
         breaks="a target network that is copied now and then is no average",
         tests=("models/test_changed_models.py::test_target_network_that_is_copied_now_and_then_is_no_average",),
