@@ -28,10 +28,11 @@ from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.loss_scale import LossScaler
+from .iteration.loss_scaling import LossScaling
 from .iteration.master_weights import Slots
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
-from .iteration.scale_loss import Block, LossScaling
+from .iteration.scale_loss import Block
 from .kernels.backend import implementation
 from .libraries import BUILD
 from .logs import logger, stdout_lines

@@ -441,7 +441,7 @@ class OptimizerWrapper:
         self._used = overflows = [found for found in self._take_found() if found.overflowed]
         self._skipped = bool(overflows)
         if overflows:
-            self.owner.scaling.report_skip(self, overflows[-1])
+            self.owner.scaling.reports.report(self, overflows[-1])
         return self._skipped
 
     def _found_inf(self) -> torch.Tensor | None:
@@ -451,7 +451,7 @@ class OptimizerWrapper:
             flag = found[0].flag
             for one in found[1:]:
                 flag = torch.maximum(flag, on(one.flag, flag.device))
-            self.owner.scaling.report_late(self, found)
+            self.owner.scaling.reports.report_late(self, found)
             gradients.used_flag = flag
             gradients.used += found
         elif gradients.used_flag is not None:

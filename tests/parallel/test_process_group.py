@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.iteration.scale_loss import _CHECKS_RANKS
+from ampkit.iteration.loss_scaling import _CHECKS_RANKS
 from ampkit.optimizers import FusedAdam
 
 CASES = [
@@ -158,16 +158,16 @@ def judged_again():
     """Where ranks may differ in their scales, which this is not about, no ranks are compared."""
     rank = dist.get_rank()
     ALONE[:] = [dist.new_group([one]) for one in range(2)]
-    from ampkit.iteration import scale_loss
+    from ampkit.iteration import loss_scaling
 
-    scale_loss._CHECKS_RANKS, before = False, scale_loss._CHECKS_RANKS
+    loss_scaling._CHECKS_RANKS, before = False, loss_scaling._CHECKS_RANKS
     try:
         return {
             "touched": {str(case): touched(rank, *case) for case in touched_cases()},
             "norms": {str(by_hand): norms_taken(rank, by_hand) for by_hand in (False, True)},
         }
     finally:
-        scale_loss._CHECKS_RANKS = before
+        loss_scaling._CHECKS_RANKS = before
 
 
 ALONE = []

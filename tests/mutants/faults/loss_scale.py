@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Mutant(
         "scaling: a delayed check is forgotten",
-        "ampkit/iteration/scale_loss.py",
+        "ampkit/iteration/loss_scaling.py",
         "found = found or scaler.found_inf",
         "found = scaler.found_inf",
         breaks="what delay_overflow_check found moves the scale at the next exit",
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Mutant(
         "scaling: one optimizer of two is told",
-        "ampkit/iteration/scale_loss.py",
+        "ampkit/iteration/loss_scaling.py",
         "for wrapper in named:\n        wrapper.found.append(found)",
         "for wrapper in named[:1]:\n        wrapper.found.append(found)",
         breaks="an overflow skips the step of every optimizer of the loss",
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Mutant(
         "scaling: two optimizers unscale twice",
-        "ampkit/iteration/scale_loss.py",
+        "ampkit/iteration/loss_scaling.py",
         "wrapper.gradients.collect(scale, found, local, exact_in_place, done, was_reached)",
         "wrapper.gradients.collect(scale, found, local, exact_in_place, None, was_reached)",
         breaks="parameters of two optimizers are unscaled once",

@@ -406,7 +406,7 @@ FAULTS = [
     ),
     Mutant(
         "gradients: those of unnamed optimizers keep the loss scale",
-        "ampkit/iteration/scale_loss.py",
+        "ampkit/iteration/loss_scaling.py",
         "for wrapper in unnamed:\n        gradients",
         "for wrapper in ():\n        gradients",
         breaks="an optimizer that a block did not name finds its gradients unscaled",

@@ -29,7 +29,7 @@ FAULTS = [
     ),
     Mutant(
         "fsdp2: each rank checks its own shard",
-        "ampkit/iteration/scale_loss.py",
+        "ampkit/iteration/loss_scaling.py",
         "highest(found.flag, dict.fromkeys(groups))",
         "pass",
         breaks="an inf in one shard skips on every rank",

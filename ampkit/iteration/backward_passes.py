@@ -1,0 +1,66 @@
+"""Which parameters a backward pass came to, and whether the passes of two blocks, one inside the other, came to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .optimizer_wrapper import OptimizerWrapper
+
+Block = Any  # of scale_loss.py, which imports this module
+
+
+class Reached:
+    """Whether a backward pass came to a parameter: its graph is walked when somebody asks, which is rare."""
+
+    def __init__(self, scaled: torch.Tensor) -> None:
+        self._scaled = scaled
+        self._params: set[torch.Tensor] | None = None
+
+    def __call__(self, param: torch.Tensor) -> bool:
+        if self._params is None:
+            self._params = set()
+            waiting = [self._scaled.grad_fn]
+            seen = set(waiting)
+            while waiting:
+                node = waiting.pop()
+                if node is None:
+                    continue
+                if hasattr(node, "variable"):
+                    self._params.add(node.variable)
+                following = {following for following, _ in node.next_functions} - seen
+                seen |= following
+                waiting += following
+        return param in self._params
+
+    def any_of(self, wrappers: Iterable[OptimizerWrapper]) -> bool:
+        """Whether it came to a parameter of these."""
+        return any(self(slot.param) for wrapper in wrappers for slot in wrapper.gradients.slots)
+
+
+class Nesting:
+    """A block and one inside of it: finds out whether their gradients meet."""
+
+    def __init__(self, outer: Block, inner: Block) -> None:
+        self._outer, self._inner = outer, inner
+        self._passes: list[None] = []  # backward passes of the outer's loss inside of the inner block
+        if outer.scaled.requires_grad:
+            outer.scaled.register_hook(self._before_pass_of_outer)
+
+    def _before_pass_of_outer(self, _: torch.Tensor) -> None:
+        if not self._inner.is_over:
+            self._passes.append(None)
+        elif not self._outer.is_over:
+            self._inner.give_back_taken()
+
+    def is_mixed(self) -> bool:
+        """Whether parameters that one of them unscales have got gradients of the other, at another scale."""
+        outer, inner = self._outer, self._inner
+        if outer.scale is inner.scale:
+            return False
+        has_met = Reached(inner.scaled).any_of([*outer.named, *outer.unnamed_still_open()])
+        if not has_met and self._passes:
+            has_met = Reached(outer.scaled).any_of([*inner.named, *inner.unnamed])
+        return has_met and float(outer.scale) != float(inner.scale)
