@@ -20,11 +20,13 @@ def walk(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own parameters and buffers, by name."""
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                yield name, tensor
+    """The module's own parameters and buffers, by name, without what torch.func.functional_call lends it for parameters."""
+    for name, tensor in module._parameters.items():
+        if isinstance(tensor, nn.Parameter):
+            yield name, tensor
+    for name, tensor in module._buffers.items():
+        if tensor is not None:
+            yield name, tensor
 
 
 def some_parameter(model: nn.Module) -> nn.Parameter | None:

@@ -4,6 +4,7 @@ torch's layers refuse such a mixture, where torch.autocast casts. Results are co
 """
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -136,6 +137,40 @@ def test_functional_call_with_float32_weights_computes_in_float32():
     wanted = hidden @ weights["2.weight"].double().T + weights["2.bias"].double()
     found = torch.func.functional_call(model, weights, (x,))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_batch_of_tasks_adapts_what_functional_call_lends_the_model(level):
+    """One step of each task's own, as in MAML: vmap and grad put tensors without storage in the place of the weights."""
+    model, rate = nn.Linear(3, 1, bias=False), 0.1
+    ampkit.initialize(model, opt_level=level, verbosity=0, cast_model_type=LOW)
+    x, y = sine(4, 5, 3), sine(4, 5, 1).cos()
+
+    def error(weights, x, y):
+        return (torch.func.functional_call(model, weights, (x,)) - y).square().mean()
+
+    def adapted(weights, x, y):
+        gradients = torch.func.grad(error)(weights, x, y)
+        return error({name: weights[name] - rate * gradients[name] for name in weights}, x, y)
+
+    weights = dict(model.named_parameters())
+    w = model.weight.detach().double().T
+    for _ in range(4):
+        found = torch.func.vmap(adapted, in_dims=(None, 0, 0))(weights, x, y)
+        steps = 2 * x.double().mT @ (x.double() @ w - y.double()) / 5
+        wanted = (x.double() @ (w - rate * steps) - y.double()).square().mean((1, 2))
+        torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0)
+
+
+def test_what_functional_call_lends_is_given_back():
+    """Its graph holds the activations of a whole forward."""
+    model = ampkit.initialize(nn.Linear(3, 1), opt_level="O2", verbosity=0, cast_model_type=LOW)
+    lent = model.weight * 2
+    gone = weakref.ref(lent)
+    for _ in range(4):
+        torch.func.functional_call(model, {"weight": lent}, (torch.ones(2, 3),))
+    del lent
+    assert gone() is None
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
