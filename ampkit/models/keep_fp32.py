@@ -27,6 +27,7 @@ from ..errors import ConfigurationError
 ACTIVATION_KEY = "_ampkit_activation_dtype"
 
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _NormBase)
+_QUANTISERS = ("torch.ao.quantization.fake_quantize.FakeQuantizeBase", "torch.ao.quantization.observer.ObserverBase")
 _NORM_SUFFIXES = ("Norm", "Norm1d", "Norm2d", "Norm3d")
 
 
@@ -36,7 +37,13 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def needs_float32(module: nn.Module) -> bool:
-    """Orthogonal parametrizations: in bfloat16 two of the maps have no kernels, and the third gives NaN."""
+    """Whether torch has no lower precision for it.
+
+    Orthogonal parametrizations: in bfloat16 two of the maps have no kernels, and the third gives NaN. Fake quantisation: its
+    kernels write to float32 ranges and scales only.
+    """
+    if any(f"{cls.__module__}.{cls.__name__}" in _QUANTISERS for cls in type(module).__mro__):
+        return True
     return isinstance(module, ParametrizationList) and any(isinstance(one, _Orthogonal) for one in module)
 
 

@@ -188,7 +188,15 @@ TODAY = (
         ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback"),
         "coordinates need more than 8 or 11 bits",
     ),
-    RuleGroup(FP32, TORCH, ("fake_quantize_per_tensor_affine",), "its results are points of a grid that bfloat16 does not hold"),
+    RuleGroup(
+        FP32,
+        TORCH,
+        (
+            "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine", "_fake_quantize_learnable_per_tensor_affine",
+            "_fake_quantize_learnable_per_channel_affine", "fused_moving_avg_obs_fake_quant",
+        ),
+        "its results are points of a grid that bfloat16 does not hold",
+    ),
     RuleGroup(FP32, F, ("rms_norm", "instance_norm"), "sums of squares; float32 weights want a float32 input"),
     RuleGroup(
         FP32,

@@ -566,3 +566,24 @@ def test_compiled_model_keeps_as_eager_does(kind, level):
     sum(y.float().sum() for y in found).backward()
     compiled(x)
     assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own
+@pytest.mark.parametrize("level", LEVELS)
+def test_quantisation_aware_training_keeps_its_ranges_in_float32(level):
+    """torch's kernel writes to them, and takes no lower precision."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 3), nn.ReLU(), quantization.DeQuantStub()).train()
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    quantization.prepare_qat(model, inplace=True)
+    twin = copy.deepcopy(model)
+    ampkit.initialize(model, opt_level=level, verbosity=0, loss_scale=1.0)
+    x = torch.linspace(-1, 2, 32).view(8, 4)
+    found, wanted = model(x), twin(x)
+    found.float().sum().backward()
+    wanted.sum().backward()
+    # Seven bits from -1 to 2.
+    torch.testing.assert_close(model[0].activation_post_process.scale, torch.tensor([3 / 127]), rtol=1e-6, atol=0)
+    step = model[1].activation_post_process.scale.item()
+    torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=1.01 * step)
+    torch.testing.assert_close(model[1].weight.grad.float(), twin[1].weight.grad, rtol=0.02, atol=0.05)

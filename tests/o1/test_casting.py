@@ -200,6 +200,12 @@ FP32_CALLS = {
     "F.upsample": lambda a, v, b, i: F.upsample(i, scale_factor=2),
     "torch.grid_sampler": lambda a, v, b, i: torch.grid_sampler(i, i.movedim(1, -1), 0, 0, False),
     "torch.fft.rfft": lambda a, v, b, i: torch.fft.rfft(v).abs(),
+    "torch.fake_quantize_per_channel_affine": lambda a, v, b, i: torch.fake_quantize_per_channel_affine(
+        a, torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int32), 0, -128, 127
+    ),
+    "torch._fake_quantize_learnable_per_tensor_affine": lambda a, v, b, i: (
+        torch._fake_quantize_learnable_per_tensor_affine(a, torch.tensor([0.1]), torch.zeros(1), -128, 127, 1.0)
+    ),
 }
 UNARY = "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan".split()
 
