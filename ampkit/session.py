@@ -451,7 +451,7 @@ class Session:
 
     def _warn_of_useless_loss_scale(self) -> None:
         plan = self.plan
-        if plan.loss_scale != 1.0 and plan.opt_level in _UNSCALED_LEVELS:
+        if plan.loss_scale != 1.0 and plan.opt_level in _UNSCALED_LEVELS and active_casting() is None:
             scale = "dynamic" if plan.has_dynamic_loss_scale else f"{plan.loss_scale:g}"
             logger.warning(
                 "loss_scale=%s does nothing useful at %s: %s.", scale, plan.opt_level, _UNSCALED_LEVELS[plan.opt_level]

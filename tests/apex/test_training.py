@@ -369,8 +369,6 @@ def test_the_first_api_of_apex(amp, capsys):
     handle = amp.init(loss_scale="dynamic")
     model = nn.Linear(4, 1)
     optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), num_loss=2)
-    with pytest.raises(RuntimeError, match=r"The old Amp API is no longer supported\. Please move to the new API"):
-        handle.scale_loss(torch.ones(1), optimizer)
     x = torch.ones(2, 4)
     for scaler in ampkit.current_session().scalers:
         scaler.loss_scale = 8.0  # 2**16 is infinite in float16
@@ -394,3 +392,60 @@ def test_the_first_api_of_apex(amp, capsys):
     with pytest.raises(NotImplementedError):
         optimizer.step(lambda: None)
     handle._deactivate()
+
+
+def test_the_first_api_without_a_wrapped_optimizer(amp, capsys, caplog):
+    handle = amp.init()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.ones(2, 4)
+
+    def iterate(*factors):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        for factor in factors:
+            with handle.scale_loss(factor * model(x).float().mean(), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        return before - model.weight.detach()
+
+    with handle.scale_loss(torch.ones(1), optimizer):  # makes the scaler
+        pass
+    ampkit.current_session().scalers[0].loss_scale = 8.0  # 2**16 is infinite in float16
+    assert torch.allclose(iterate(1.0, 2.0), torch.full((1, 4), 1.5), rtol=1e-3)
+    assert torch.equal(iterate(float("inf"), 1.0), torch.zeros(1, 4)) and "Gradient overflow" in capsys.readouterr().out
+    assert torch.allclose(iterate(1.0), torch.full((1, 4), 0.5), rtol=1e-3)
+    handle._deactivate()
+    with handle.scale_loss(torch.ones(1), optimizer) as scaled:
+        assert torch.equal(scaled, torch.ones(1))
+    assert "does nothing useful" not in caplog.text  # what is cast to float16 can underflow
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_attack_scales_its_loss_without_optimizers(amp, level):
+    """Loops of adversarial training: the input's gradient from a loss of no optimizer, then a step with cleared gradients."""
+    torch.manual_seed(0)
+    model, x, target = nn.Linear(4, 3), torch.randn(8, 4), torch.arange(8) % 3
+    twin = nn.Linear(4, 3)
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, level, verbosity=False)
+    scaler = amp._amp_state.loss_scalers[0]
+    if level in ("O1", "O2"):
+        scaler._loss_scale = 128.0
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for _ in range(3):
+        attacked, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with amp.scale_loss(F.cross_entropy(model(attacked).float(), target), []) as scaled:
+            scaled.backward()
+        F.cross_entropy(twin(wanted), target).backward()
+        assert torch.allclose(attacked.grad / scaler.loss_scale(), wanted.grad, rtol=0.02, atol=1e-4)
+        attacked = x + 0.1 * wanted.grad.sign()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        with amp.scale_loss(F.cross_entropy(model(attacked).float(), target), optimizer) as scaled:
+            scaled.backward()
+        F.cross_entropy(twin(attacked), target).backward()
+        optimizer.step()
+        plain.step()
+    assert torch.allclose(model.weight.float(), twin.weight, rtol=0.02, atol=2e-3)

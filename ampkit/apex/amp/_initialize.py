@@ -73,7 +73,7 @@ def open_session(
             opt_level=level,
             cast_model_outputs=cast_model_outputs,
             num_losses=num_losses,
-            verbosity=max(_amp_state.verbosity, 0),
+            verbosity=max(int(_amp_state.verbosity), 0),  # scripts say False, too
             min_loss_scale=_amp_state.min_loss_scale or None,
             max_loss_scale=_amp_state.max_loss_scale,
             policy="apex",

@@ -30,13 +30,17 @@ def scale_loss(
     """Apex's ``amp.scale_loss``: see `ampkit.scale_loss`.
 
     ``optimizers`` may come from several ``initialize`` calls, and may be wrapped (``.optim`` or ``.optimizer``) since.
-    ``loss_id`` is a place in ``_amp_state.loss_scalers``, which the newest ``initialize`` made for all of them.
+    ``loss_id`` is a place in ``_amp_state.loss_scalers``, which the newest ``initialize`` made for all of them. Without
+    optimizers, ``[]``, the loss is scaled and nothing else is done: attacks on a model's input want its gradient alone.
     """
     if _switched_off_by_hand():
         yield loss
         return
     found = [_initialized(optimizer) for optimizer in validation.flatten(optimizers)]
     sessions = [session_of(optimizer) for optimizer in found]
+    if not found and _amp_state.is_enabled:
+        yield loss.float() * _scaler(loss_id).loss_scale
+        return
     ours = bool(sessions) and all(session is not None and session.plan.enabled for session in sessions)
     if not ours or not _amp_state.is_enabled or not isinstance(loss, torch.Tensor):
         # The core says what is wrong, or yields the loss.
@@ -63,6 +67,7 @@ class AmpHandle:
         self._verbose = verbose
         self._default_scaler: Any = loss_scale
         self._all_wrappers: list[Any] = []
+        self._unwrapped: dict[int, OptimWrapper] = {}  # by the id of the optimizer, which its wrapper keeps alive
         self._saved_functions: list[tuple[Any, str, Callable]] = []
         self._casting: Casting | None = None
         self._anchor: Any = None
@@ -93,6 +98,7 @@ class AmpHandle:
         """Give torch its functions back. Loss scaling goes on."""
         while self._saved_functions:
             utils.set_func(*self._saved_functions.pop())
+        self._unwrapped.clear()
         casting, self._casting = self._casting, None
         if casting is None:
             return
@@ -133,12 +139,17 @@ class AmpHandle:
         self._all_wrappers.append(wrapper)
         return wrapper
 
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
-        raise RuntimeError(
-            "The old Amp API is no longer supported. Please move to the new API: call amp.initialize(model, optimizer, ...) "
-            "and use 'with amp.scale_loss(loss, optimizer) as scaled_loss:', or wrap the optimizer with "
-            "handle.wrap_optimizer(optimizer)."
-        )
+    @contextmanager
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+        """For an optimizer that was not wrapped: all its losses share one loss scale, and its own ``step()`` skips."""
+        wrapper = optimizer if isinstance(optimizer, OptimWrapper) else self._unwrapped.get(id(optimizer))
+        if wrapper is None:
+            wrapper = OptimWrapper(optimizer, self, 1, self._default_scaler or "dynamic")
+            self._unwrapped[id(optimizer)] = wrapper
+        if wrapper is not optimizer:
+            wrapper.begin_iteration()
+        with wrapper.scale_loss(loss) as scaled:
+            yield scaled
 
 
 class NoOpHandle:

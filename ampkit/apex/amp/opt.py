@@ -19,7 +19,7 @@ class OptimWrapper:
     Each of its ``num_loss`` losses has a dynamic loss scale of its own; an overflow in any of them skips the step.
     """
 
-    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int, loss_scale: float | str = "dynamic") -> None:
         self._optimizer = optimizer
         self._amp_handle = amp_handle
         self._num_loss = num_loss
@@ -33,7 +33,7 @@ class OptimWrapper:
                 optimizer,
                 opt_level="O0",
                 cast_model_type=False,
-                loss_scale="dynamic",
+                loss_scale=loss_scale,
                 num_losses=num_loss,
                 verbosity=0,
                 on_floor="warn",
@@ -60,8 +60,12 @@ class OptimWrapper:
     def step(self, closure: Callable | None = None) -> Any:
         if closure is not None:
             raise _NoClosures("The optimizers of amp.init() take no closure. Call it yourself, and step() without it.")
-        self._loss_idx = 0
+        self.begin_iteration()
         return self._optimizer.step()
+
+    def begin_iteration(self) -> None:
+        """The next loss is the first one again."""
+        self._loss_idx = 0
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()

@@ -38,7 +38,7 @@ FAULTS = [
     Mutant(
         "opt: losses of the next iteration are refused",
         "ampkit/apex/amp/opt.py",
-        "self._loss_idx = 0\n        return self._optimizer.step()",
+        "self.begin_iteration()\n        return self._optimizer.step()",
         "return self._optimizer.step()",
         breaks="step() begins a new iteration of an optimizer of amp.init()",
         tests=("apex/test_training.py::test_the_first_api_of_apex",),
