@@ -17,8 +17,9 @@ from torch import nn
 
 import ampkit
 from ampkit import optimizers as core
-from ampkit.apex import optimizers
+from ampkit.apex import amp_C, optimizers
 from ampkit.apex.contrib import optimizers as contrib
+from ampkit.apex.multi_tensor_apply import multi_tensor_applier
 
 pytestmark = pytest.mark.switch
 
@@ -163,6 +164,118 @@ def test_fused_sgd_at_o2_gives_unscaled_master_gradients_and_skips_an_overflow(m
     after = next(ampkit.master_params(optimizer)).detach()
     assert torch.allclose(after, before - 1.25 * torch.tensor([[1.0, 2.0]]))
     assert torch.equal(model.weight.detach(), after.to(model.weight.dtype))
+
+
+# Scripts that subclass
+
+
+class AsInFairseq(optimizers.FusedAdam):
+    """Lists, and one call for each group, with what Apex's optimizer had on ``self``."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if len(self.state[p]) == 0:
+                    self.state[p] = {name: torch.zeros_like(p.data) for name in ("exp_avg", "exp_avg_sq")}
+            lists = [
+                [p.grad.data for p in params],
+                [p.data for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+            ]
+            multi_tensor_applier(
+                self.multi_tensor_adam,
+                self._dummy_overflow_buf,
+                lists,
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["step"],
+                self.adam_w_mode,
+                1 if group["bias_correction"] else 0,
+                group["weight_decay"],
+            )
+
+
+def test_a_subclass_steps_with_the_kernels_that_it_finds_on_itself():
+    params = several_params(torch.float32)
+    twins = [nn.Parameter(p.detach().double()) for p in params]
+    ours, reference = AsInFairseq(params, **ADAM), torch.optim.AdamW(twins, **ADAM)
+    for step in range(4):
+        for p, twin, gradient in zip(params, twins, drawn_gradients(step, params)):
+            p.grad, twin.grad = gradient, gradient.double()
+        ours.step()
+        reference.step()
+        if step == 1:
+            saved = saved_and_loaded(ours.state_dict())
+            ours = AsInFairseq(params, **ADAM)
+            ours.load_state_dict(saved)
+    assert_all_close(params, twins, 1e-6)
+
+
+KERNELS = {
+    "FusedAdam": "multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master",
+    "FusedLAMB": "multi_tensor_l2norm multi_tensor_lamb",
+    "FusedSGD": "multi_tensor_sgd",
+    "FusedAdagrad": "multi_tensor_adagrad",
+    "FusedNovoGrad": "multi_tensor_novograd",
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_optimizers_carry_their_kernels_and_one_flag(name):
+    optimizer = getattr(optimizers, name)(several_params(torch.float32), **FUSED_SETTINGS[name])
+    assert all(getattr(optimizer, kernel) is getattr(amp_C, kernel) for kernel in KERNELS[name].split())
+    flag = optimizer._dummy_overflow_buf
+    assert flag.dtype is torch.int32 and flag.tolist() == [0] and optimizer._dummy_overflow_buf is flag
+    assert "_dummy_overflow_buf" not in optimizer.state_dict()
+
+
+# Scripts of before amp
+
+
+@pytest.mark.parametrize("cls", [optimizers.FusedAdam, contrib.FusedAdam])
+def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls):
+    """The BERT scripts of 2019: a float16 model, FusedAdam(max_grad_norm=1.0), and FP16_Optimizer around it."""
+    halves = [p.half() for p in several_params(torch.float32)]
+    params = [nn.Parameter(p.detach()) for p in halves]
+    twins = [nn.Parameter(p.detach().double()) for p in params]
+    settings = [{"weight_decay": 0.01}, {"weight_decay": 0.0}]
+    groups, twin_groups = (
+        [{"params": part, **one} for part, one in zip((them[:2], them[2:]), settings)] for them in (params, twins)
+    )
+    adam = cls(groups, lr=0.01, bias_correction=False, max_grad_norm=1.0)
+    optimizer = optimizers.FP16_Optimizer(adam, static_loss_scale=64.0, verbose=False)
+    moments = [[torch.zeros_like(twin), torch.zeros_like(twin)] for twin in twins]
+    for step in range(3):
+        drawn = [gradient * (step + 1) for gradient in drawn_gradients(step, params)]
+        loss = sum((p.float() * g.float()).sum() for p, g in zip(params, drawn))
+        optimizer.zero_grad()
+        optimizer.backward(loss)
+        optimizer.step()
+        for group in twin_groups:  # Adam without bias correction, in float64, from gradients as float16 holds them
+            at = [index for index, twin in enumerate(twins) if any(twin is one for one in group["params"])]
+            found = [(drawn[i].float() * 64).half().double() / 64 for i in at]
+            norm = torch.cat([g.reshape(-1) for g in found]).norm()
+            for i, g in zip(at, found):
+                g = g / max(1.0, float(norm) + 1e-6)
+                m, v = moments[i]
+                m.mul_(0.9).add_(0.1 * g)
+                v.mul_(0.999).add_(0.001 * g * g)
+                with torch.no_grad():
+                    twins[i] -= 0.01 * (m / (v.sqrt() + 1e-8) + group["weight_decay"] * twins[i])
+    masters = [master for group in optimizer.fp32_from_fp16_groups for master in group]
+    assert_all_close(masters, twins, 1e-5)
+    assert adam.param_groups[0]["max_grad_norm"] == 1.0
+
+
+def test_max_grad_norm_without_the_wrapper_clips_nothing():
+    params, others = several_params(torch.float32), several_params(torch.float32)
+    take_steps(optimizers.FusedAdam(params, max_grad_norm=1e-3, **ADAM), params, range(2))
+    take_steps(optimizers.FusedAdam(others, **ADAM), others, range(2))
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
 # apex.contrib.optimizers

@@ -157,6 +157,7 @@ class FP16_Optimizer:
             self._say(dynamic if self.loss_scaler.dynamic else self.loss_scaler.core.overflow_line())
             return None
         else:
+            self._clip_groups()
             result = self.optimizer.step()
         self._masters_to_model()
         return result
@@ -257,6 +258,14 @@ class FP16_Optimizer:
         self._scale_of_gradients = scale
         self._own_are_unscaled = False
 
+    def _clip_groups(self) -> None:
+        """``max_grad_norm`` of Apex's first FusedAdam, which left it to this wrapper: the norm of each group by itself."""
+        if not getattr(self.optimizer, "groups_are_clipped_by_wrapper", False):
+            return
+        for group in self.optimizer.param_groups:
+            if group.get("max_grad_norm", 0.0) > 0:
+                nn.utils.clip_grad_norm_(group["params"], group["max_grad_norm"])
+
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
             # The masters moved since the model last heard of them, except before the first evaluation.
@@ -272,6 +281,7 @@ class FP16_Optimizer:
                     self.loss_scaler.core.give_up_at_floor("raise")
                     self._say(f"OVERFLOW within closure! Skipping step, reducing loss scale to {self.loss_scale}")
                     loss = closure()
+            self._clip_groups()
             return loss
 
         try:

@@ -7,11 +7,15 @@ from typing import Any
 import torch
 
 from ... import optimizers as _core
+from .. import amp_C
 from .layout import StepsInGroups
+from .subclassing import ForSubclasses
 
 
-class FusedNovoGrad(StepsInGroups, _core.FusedNovoGrad):
+class FusedNovoGrad(ForSubclasses, StepsInGroups, _core.FusedNovoGrad):
     __doc__ = _core.FusedNovoGrad.__doc__
+
+    multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
 
     def state_dict(self) -> dict[str, Any]:
         """As in Apex, the norms stand in the group: a tensor for its float16 parameters, and one for the others."""

@@ -52,6 +52,14 @@ FAULTS = [
         tests=("apex/test_apex_fp16_utils.py::test_backward_passes_add_up",),
     ),
     Mutant(
+        "fp16 optimizer: groups are not clipped",
+        "ampkit/apex/fp16_utils/fp16_optimizer.py",
+        'if group.get("max_grad_norm", 0.0) > 0:',
+        'if group.get("max_grad_norm", 0.0) > 1e9:',
+        breaks="max_grad_norm of the first FusedAdam is heeded by the wrapper",
+        tests=("apex/test_apex_optimizers.py::test_the_first_fused_adam_clips_each_group_by_its_own_norm",),
+    ),
+    Mutant(
         "fp16 optimizer: an overflow is stepped on",
         "ampkit/apex/fp16_utils/fp16_optimizer.py",
         "elif self.overflow:",

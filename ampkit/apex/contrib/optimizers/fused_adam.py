@@ -14,8 +14,8 @@ from ...optimizers import FusedAdam as _FusedAdam
 class FusedAdam(_FusedAdam):
     """Adam with decoupled weight decay, whose ``step`` may be given scaled gradients of any precision.
 
-    ``max_grad_norm`` clips by the norms passed to ``step``. ``use_mt`` and ``amp_scale_adjustment`` chose kernels, and are
-    accepted.
+    ``max_grad_norm`` clips by the norms passed to ``step``, or inside of `FP16_Optimizer` by those of the groups. ``use_mt`` and
+    ``amp_scale_adjustment`` chose kernels, and are accepted.
     """
 
     takes_step_inputs = False
@@ -34,14 +34,18 @@ class FusedAdam(_FusedAdam):
         use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:
-        if eps_inside_sqrt:
-            raise RuntimeError(
-                "apex.contrib.optimizers.FusedAdam: eps_inside_sqrt=True is not provided. Leave it out; eps is then added to "
-                "the root, as in torch.optim."
-            )
-        super().__init__(params, lr, bias_correction, betas, eps, True, weight_decay, amsgrad)
-        for group in self.param_groups:
-            group.setdefault("max_grad_norm", max_grad_norm)
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            True,
+            weight_decay,
+            amsgrad,
+            max_grad_norm=max_grad_norm,
+            eps_inside_sqrt=eps_inside_sqrt,
+        )
 
     def step(
         self,
@@ -69,8 +73,9 @@ class FusedAdam(_FusedAdam):
 
     @torch.no_grad()
     def _step_group(self, group: dict[str, Any], gradients: list, copies: list, scale: float, norm: Any) -> None:
-        if norm is not None and group["max_grad_norm"] > 0:
-            scale = scale * max(1.0, (float(norm) / scale + 1e-6) / group["max_grad_norm"])
+        max_norm = group.get("max_grad_norm", 0.0)
+        if norm is not None and max_norm > 0:
+            scale = scale * max(1.0, (float(norm) / scale + 1e-6) / max_norm)
         before = [param.grad for param in group["params"]]
         try:
             for param, gradient in zip(group["params"], gradients):
