@@ -33,6 +33,35 @@ PROVIDED = {
 }
 """Apex's name of a module or package -> ours. ``apex`` itself is made by the finder."""
 
+INSTEAD = {
+    "apex.transformer": "megatron.core (pip install megatron-core) has it now",
+    "apex.transformer.amp": "torch.amp.GradScaler",
+    "apex.transformer.functional": "torch.nn.functional.scaled_dot_product_attention, or torch.softmax of the masked scores",
+    "apex.contrib.bottleneck": "torch.nn.Conv2d, BatchNorm2d and ReLU; torch.compile fuses them",
+    "apex.contrib.conv_bias_relu": "torch.nn.functional.conv2d and relu; torch.compile fuses them",
+    "apex.contrib.cudnn_gbn": "apex.parallel.SyncBatchNorm",
+    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.group_norm": "torch.nn.GroupNorm",
+    "apex.contrib.groupbn": "apex.parallel.SyncBatchNorm, or torch.nn.BatchNorm2d with torch.channels_last",
+    "apex.contrib.index_mul_2d": "in1[index] * in2",
+    "apex.contrib.layer_norm": "apex.normalization.FusedLayerNorm, or torch.nn.LayerNorm",
+    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention",
+    "apex.contrib.optimizers.DistributedFusedAdam": "torch.distributed.fsdp, or ZeroRedundancyOptimizer",
+    "apex.contrib.optimizers.DistributedFusedLAMB": "torch.distributed.fsdp, or ZeroRedundancyOptimizer",
+    "apex.contrib.optimizers.distributed_fused_adam": "torch.distributed.fsdp, or ZeroRedundancyOptimizer",
+    "apex.contrib.optimizers.distributed_fused_lamb": "torch.distributed.fsdp, or ZeroRedundancyOptimizer",
+    "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured, for 2:4 sparsity",
+    "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
+    "apex.contrib.xentropy": "torch.nn.functional.cross_entropy with reduction='none', label_smoothing= and ignore_index=",
+    "apex.fused_dense": "torch.nn.Linear and torch.nn.functional.gelu",
+    "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU",
+    "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx",
+    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
+    "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
+}
+"""What a script can use in place of modules that the drop-in does not have."""
+
 IMPORTED_BY_APEX = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Submodules that are attributes of ``apex`` after ``import apex`` alone."""
 
@@ -115,8 +144,11 @@ class _Finder:
         if ours is not None:
             spec = ModuleSpec(name, _AliasLoader(ours), origin=importlib.util.find_spec(ours).origin)
             return spec
-        if name.partition(".")[0] in _ROOTS and not _only_looking():
-            raise _not_provided(name)
+        apex_name = name.removeprefix("ampkit.")
+        # "from apex.contrib import xentropy" asks for ampkit.apex.contrib.xentropy, by the name that the package has.
+        asked = name.partition(".")[0] in _ROOTS or (apex_name != name and _instead(apex_name) is not None)
+        if asked and not _only_looking():
+            raise _not_provided(apex_name)
         return None
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
@@ -168,7 +200,7 @@ class _Apex(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in IMPORTED_BY_APEX and our_name(f"apex.{name}") is not None:
             return importlib.import_module(f"apex.{name}")
-        raise AttributeError(f"module 'apex' has no attribute {name!r}. {_what_is_provided()}")
+        raise AttributeError(f"module 'apex' has no attribute {name!r}. {_advice(f'apex.{name}')}{_what_is_provided()}")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *IMPORTED_BY_APEX})
@@ -198,13 +230,24 @@ _finder = _Finder()
 
 def _not_provided(name: str) -> ModuleNotFoundError:
     # Without name=, or "from apex import x" would swallow the error and report a poorer one.
-    return ModuleNotFoundError(f"ampkit's drop-in has no {name!r}. {_what_is_provided()}")
+    return ModuleNotFoundError(f"ampkit's drop-in has no {name!r}. {_advice(name)}{_what_is_provided()}")
+
+
+def _instead(name: str) -> str | None:
+    """What `INSTEAD` has for a module, or for the package that it is in."""
+    known = [one for one in INSTEAD if name == one or name.startswith(one + ".")]
+    return INSTEAD[max(known, key=len)] if known else None
+
+
+def _advice(name: str) -> str:
+    instead = _instead(name)
+    return "" if instead is None else f"Use in its place: {instead}. "
 
 
 def _what_is_provided() -> str:
     return (
         f"It provides {', '.join(sorted(filter(our_name, PROVIDED)))} and their submodules; the rest of "
-        "Apex (apex.transformer, apex.contrib beyond the optimizers, apex.mlp, apex.RNN, ...) has to come from NVIDIA's package, "
+        "Apex (apex.transformer, most of apex.contrib, apex.mlp, apex.RNN, ...) has to come from NVIDIA's package, "
         "with this drop-in not installed."
     )
 

@@ -27,6 +27,8 @@ NAMES = {
     "apex.contrib.optimizers.fused_sgd": "FusedSGD",
     "apex.contrib.optimizers.fused_lamb": "FusedLAMB",
     "apex.contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "apex.contrib.clip_grad": "clip_grad_norm_",
+    "apex.contrib.clip_grad.clip_grad": "clip_grad_norm_",
     "apex.fp16_utils": "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads FP16Model tofp16 "
     "master_params_to_model_params to_python_float clip_grad_norm convert_module convert_network FP16_Optimizer LossScaler "
     "DynamicLossScaler",

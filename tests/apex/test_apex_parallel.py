@@ -28,6 +28,7 @@ SETTINGS = {
     "default": {},
     "small_buckets": dict(message_size=1),
     "delayed": dict(delay_allreduce=True),
+    "delayed, in the words of 2018": dict(shared_param=True),
     "fp32": dict(allreduce_always_fp32=True),
     "predivided": dict(gradient_predivide_factor=4.0),
     "split_factor": dict(gradient_average_split_factor=2.0),
@@ -97,7 +98,6 @@ def run_construction(rank, results):
 
     errors = {}
     for name, settings in {
-        "shared": dict(shared_param=True),
         "streams": dict(delay_allreduce=True, num_allreduce_streams=2),
         "triggers": dict(delay_allreduce=True, allreduce_trigger_params=[]),
     }.items():
@@ -311,7 +311,6 @@ def test_ddp_broadcasts_masters_of_initialized_models(results):
 def test_ddp_refuses_what_apex_refused(results):
     for rank in range(2):
         errors = results[rank]["errors"]
-        assert "shared_param" in errors["shared"]
         assert "num_allreduce_streams" in errors["streams"]
         assert "allreduce_trigger_params" in errors["triggers"]
         assert "before wrapping" in errors["initialize"]

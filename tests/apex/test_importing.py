@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import ampkit.apex
+from ampkit.apex import importing
 
 MODULES = """
     apex apex.amp apex.amp._amp_state apex.amp.amp apex.amp.frontend apex.amp.handle apex.amp.scaler apex.amp._initialize
@@ -72,6 +73,7 @@ def test_the_state_is_an_object_and_its_module_a_module():
         "from apex import transformer",
         "from apex.transformer import parallel_state",
         "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss",
+        "from apex.contrib import xentropy",
         "import apex.mlp",
     ],
 )
@@ -80,10 +82,37 @@ def test_what_is_not_provided_says_so(statement):
         exec(statement)
 
 
+@pytest.mark.parametrize(
+    "statement, instead",
+    [
+        ("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss", r"torch\.nn\.functional\.cross_entropy"),
+        ("from apex.contrib import xentropy", r"torch\.nn\.functional\.cross_entropy"),
+        ("from apex.contrib.sparsity import ASP", r"semi_structured"),
+        ("from apex.contrib.optimizers import DistributedFusedAdam", r"torch\.distributed\.fsdp"),
+        ("import apex.contrib.optimizers.distributed_fused_adam", r"torch\.distributed\.fsdp"),
+        ("from apex.transformer.tensor_parallel.layers import ColumnParallelLinear", r"megatron\.core"),
+        ("from apex import pyprof", r"torch\.profiler"),
+        ("from apex.RNN.models import stackedRNN", r"torch\.nn\.LSTM"),
+    ],
+)
+def test_what_is_not_provided_names_what_torch_has_instead(statement, instead):
+    with pytest.raises(ModuleNotFoundError, match=instead):
+        exec(statement)
+
+
+@pytest.mark.parametrize("name", importing.INSTEAD)
+def test_what_has_a_replacement_is_not_there(name):
+    """Else the advice would hide a module."""
+    assert importing.our_name(name) is None
+
+
 def test_attributes_that_are_not_there_are_attribute_errors():
     import apex
+    import apex.contrib
 
-    assert not hasattr(apex, "transformer")
+    assert not hasattr(apex, "transformer") and not hasattr(apex.contrib, "xentropy")
+    with pytest.raises(AttributeError, match=r"torch\.nn\.LSTM"):
+        apex.RNN  # noqa: B018
 
 
 def test_uninstall_takes_everything_away(not_installed):

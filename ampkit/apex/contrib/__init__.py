@@ -1,1 +1,1 @@
-"""``apex.contrib``: of its many packages only ``optimizers``."""
+"""``apex.contrib``: of its many packages ``optimizers`` and ``clip_grad``."""

@@ -26,6 +26,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ``enable_allreduce()`` they stay local, and add up to the next reduction; ``no_sync()`` does both.
 
     - ``allreduce_trigger_params``: parameters after whose gradients a bucket is complete, in place of ``message_size``.
+    - ``shared_param``: what ``delay_allreduce`` was called in the first versions.
     - ``allreduce_always_fp32``: sum lower-precision gradients in float32.
     - ``gradient_average``, ``gradient_predivide_factor``: divide by the factor before the sum, and by the rest of the number
       of processes after it; without averaging, not after it.
@@ -57,11 +58,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "apex.parallel.DistributedDataParallel needs a process group. Call torch.distributed.init_process_group() "
                 "before, and start the script with torchrun; a single process needs no wrapper."
             )
-        if shared_param is not None:
-            raise ValueError(
-                "shared_param is no longer supported as an option. It was misleadingly named from the start: shared parameters "
-                "need nothing. If it was for several backward passes, leave it out, or use delay_allreduce=True."
-            )
+        delay_allreduce = delay_allreduce or bool(shared_param)
         if delay_allreduce and (num_allreduce_streams > 1 or allreduce_communicators is not None):
             raise ValueError(
                 "num_allreduce_streams and allreduce_communicators have no effect with delay_allreduce=True."
