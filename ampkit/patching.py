@@ -6,7 +6,9 @@ itself (functions of torch, methods of an optimizer) goes through one; sessions 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 _INHERITED = object()
@@ -75,6 +77,20 @@ class SharedPatches:
         self._users -= 1
         if not self._users:
             self._patches.restore()
+
+
+class Undo(ExitStack):
+    """What is to be undone, the latest first."""
+
+    def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
+        """Have ``undo(thing)`` called, unless the thing is gone by then."""
+        ref = weakref.ref(thing)
+
+        def run() -> None:
+            if (alive := ref()) is not None:
+                undo(alive)
+
+        self.callback(run)
 
 
 def shared_patch(owner: Callable[[], Any], name: str, wrap: Callable[[Any], Any]) -> SharedPatches:

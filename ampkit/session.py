@@ -14,8 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,17 +35,17 @@ from .iteration.scale_loss import Block
 from .kernels.backend import implementation
 from .libraries import BUILD
 from .logs import logger, stdout_lines
-from .models import copies, direct_calls, exporting, forward, keep_fp32, layers, operators, sharded, weights
-from .models.agreement import sync_weights
+from .models import copies, exporting, operators, sharded, weights
+from .models.agreement import Dtypes, dtypes_of, refuse_changed_dtype, sync_weights
 from .models.averaging import averages
 from .models.collectives import collectives
 from .models.float32_values import Float32Value
-from .models.forward import ForwardCasts, Watcher
-from .models.forward_scope import cast_submodules
+from .models.forward import Watcher, watchers
 from .models.incoming import Incoming
-from .models.keep_fp32 import Kept
 from .models.parts import some_parameter
+from .models.preparing import prepare_models
 from .models.records import lower_entries
+from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .sharding import fsdp_modules, is_unreduced
 
@@ -78,12 +77,10 @@ class Session:
         self.scaling = LossScaling(plan)
         self._statistics = RunningStatistics()
         self.casting: Casting | None = None
-        self._undo = ExitStack()
+        self._undo = Undo()
         self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Any]] = []
-        self._left_as: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref, torch.dtype]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._left_as: weakref.WeakKeyDictionary[nn.Module, Dtypes] = weakref.WeakKeyDictionary()
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -145,7 +142,8 @@ class Session:
             self._undo.callback(self._give_back_dtypes)
             if self._widens:
                 self._widen(models, optimizers)
-            values = self._prepare_models(models)
+            values = prepare_models(models, self.plan, self._undo)
+            self._watch(models)
             self._prepare_optimizers(optimizers, values)
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
@@ -170,16 +168,6 @@ class Session:
         self._undo.close()
         self._models.clear()
         self._optimizers.clear()
-
-    def _undo_if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
-        """Have ``undo(thing)`` called when the session closes, unless the thing is gone by then."""
-        ref = weakref.ref(thing)
-
-        def run() -> None:
-            if (alive := ref()) is not None:
-                undo(alive)
-
-        self._undo.callback(run)
 
     def on_close(self, undo: Callable[..., Any], *args: Any) -> None:
         """Have ``undo(*args)`` called when the session closes, before everything that `prepare` did is undone."""
@@ -218,89 +206,21 @@ class Session:
     def _give_back_dtypes(self) -> None:
         self.incoming.give_back(self.optimizers)
 
-    def _prepare_models(self, models: Sequence[nn.Module]) -> dict[torch.Tensor, Float32Value]:
-        plan = self.plan
-        in_forward_only = plan.patch_torch_functions and plan.scope == "forward"
-        casts = ForwardCasts(
-            inputs=plan.cast_model_type,
-            outputs=plan.cast_model_outputs or (torch.float32 if plan.cast_model_type or in_forward_only else None),
-            patched=plan.patch_torch_functions,
-            outermost_only=in_forward_only,
-        )
-        values: dict[torch.Tensor, Float32Value] = {}
-        kept = (
-            [Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32) for model in models]
-            if plan.casts_weights or (plan.patch_torch_functions and plan.keep_fp32)
-            else []
-        )
+    def _watch(self, models: Sequence[nn.Module]) -> None:
+        """Hear of what is called on the models."""
         for model in models:
-            self._undo_if_alive(forward.uninstall, model)
-            if plan.casts_weights:
-                self._undo_if_alive(weights.restore_weights, model)
-        if plan.casts_weights:
-            for model, choice in zip(models, kept):
-                self._cast_weights(model, choice, values)
-        if plan.master_weights and not plan.casts_weights:
-            for model in models:
-                if (dtype := direct_calls.precision_in(model)) is not None:
-                    self._undo_if_alive(weights.restore_weights, model)
-                    weights.cast_weights(model, dtype, keep_fp32.AsTheyAre(), values)
-        if kept:
-            names = [
-                name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()
-            ]
-            if names:
-                logger.info("Kept in float32: %d modules.", len(names))
-                logger.debug("Kept in float32: %s", ", ".join(names))
-        in_float32 = {m: None for choice in kept for m in choice.in_float32(hand_on_norms=plan.casts_weights)}
-        for module in in_float32:
-            if module not in models:
-                self._undo_if_alive(forward.uninstall, module)
-                forward.install(module, forward.KEPT)
-        for model in models:
-            if plan.patch_torch_functions:
-                for module in fsdp_modules(model):
-                    self._undo.callback(sharded.keep_no_casts_of_gathered(module))
-            if not plan.casts_weights:
-                self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
-            own = replace(casts, targets_stay=operators.is_detector(model))
-            if model in in_float32:  # keep_fp32 names the model itself
-                own = replace(own, inputs=torch.float32, patched=False)
-            forward.install(model, own)
-            if in_forward_only:
-                self._undo.callback(cast_submodules(model, casts.outputs))
-            forward.watchers[model] = Watcher(self._before_forward, self._after_zero_grad, self._statistics.forget)
-        return values
-
-    def _cast_weights(self, model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float32Value]) -> None:
-        """Cast all but what is kept, and have inputs cast where kept and other modules meet."""
-        is_sharded = bool(fsdp_modules(model))
-        has_masters = bool(self.plan.master_weights)
-        weights.cast_weights(model, self.plan.cast_model_type, kept, values, is_sharded, has_masters)
-        for module in kept.bridged():
-            keep_fp32.bridge(module, self.plan.cast_model_type)
-        of_torch = set(layers.layers(model))
-        for module in of_torch:
-            layers.take_the_weights_dtype(module)
-        if kept.mixes_precisions():
-            for module in model.modules():
-                # What FSDP2 shards is in lower precision only while it is gathered.
-                lower = is_sharded or keep_fp32.own_precision(module) is not None
-                if lower and module is not model and module not in of_torch:
-                    keep_fp32.take_inputs_down(module)
-        for module in direct_calls.entrances(model) if not is_sharded else ():
-            if module not in of_torch:
-                direct_calls.cast_direct_calls(module)
-        operators.widen_targets(model)
+            if not self.plan.casts_weights:
+                self._left_as[model] = dtypes_of(model)
+            watchers[model] = Watcher(self._before_forward, self._after_zero_grad, self._statistics.forget)
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
         slots = Slots(self.plan.rest_dtype)
         for optimizer in optimizers:
-            self._undo_if_alive(_detach_optimizer, optimizer)
+            self._undo.if_alive(_detach_optimizer, optimizer)
             wrapper = OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
             wrapper.gradients.leaves_scaled = self.plan.model_grads == "scaled"
             if self.plan.casts_weights and (not self.plan.master_weights or self.plan.rest_dtype is not None):
-                self._undo_if_alive(copies.hand_out_own_state, optimizer)
+                self._undo.if_alive(copies.hand_out_own_state, optimizer)
                 copies.hand_out_plain_state(optimizer, values)
 
     def _settle(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
@@ -426,7 +346,7 @@ class Session:
             sync_weights(model)
             operators.operators.catch_up()
         else:
-            _refuse_changed_dtype(model, self._left_as[model])
+            refuse_changed_dtype(model, self._left_as[model])
         if self.casting is not None:
             self._cast_where_it_is(model)
             if self.casting.is_behind:
@@ -565,17 +485,3 @@ def _detach_optimizer(optimizer: Any) -> None:
     wrapper = wrapper_of(optimizer)
     if wrapper is not None:
         wrapper.detach()
-
-
-def _refuse_changed_dtype(model: nn.Module, left_as: list[tuple[weakref.ref, torch.dtype]]) -> None:
-    changed = ((param, dtype) for ref, dtype in left_as if (param := ref()) is not None and param.dtype is not dtype)
-    found, dtype = next(changed, (None, None))
-    if found is None:
-        return
-    name = next((name for name, param in model.named_parameters() if param is found), None)
-    if name is None:  # it was taken out of the model
-        return
-    raise ConfigurationError(
-        f"{name!r} is {found.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
-        "(.half(), .to(dtype)): call ampkit.close() first, or initialize again with O2, O3 or O5, which cast it."
-    )

@@ -6,6 +6,7 @@ model's own parts are taken in, parameters that nobody has cast are refused.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -174,3 +175,26 @@ def _foreign_weight(model: nn.Module, module: nn.Module, name: str, tensor: torc
 def _whole(model: nn.Module, module: nn.Module) -> CastModel:
     """What `module` is a part of: it has no record where it is new, and scripted."""
     return (record_of(module) or record_of(model)).whole
+
+
+Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]
+
+
+def dtypes_of(model: nn.Module) -> Dtypes:
+    """The parameters of a model whose weights are not cast, and their dtypes."""
+    return [(weakref.ref(param), param.dtype) for param in model.parameters()]
+
+
+def refuse_changed_dtype(model: nn.Module, left_as: Dtypes) -> None:
+    """Raise where a parameter has another dtype than `dtypes_of` has found, by its name."""
+    changed = ((param, dtype) for ref, dtype in left_as if (param := ref()) is not None and param.dtype is not dtype)
+    found, dtype = next(changed, (None, None))
+    if found is None:
+        return
+    name = next((name for name, param in model.named_parameters() if param is found), None)
+    if name is None:  # it was taken out of the model
+        return
+    raise ConfigurationError(
+        f"{name!r} is {found.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
+        "(.half(), .to(dtype)): call ampkit.close() first, or initialize again with O2, O3 or O5, which cast it."
+    )
