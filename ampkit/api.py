@@ -294,7 +294,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str,
     Scalers of all live sessions are numbered in the order of ``initialize``; without any, the dict is empty. With
     ``destination`` the entries are added to it. Same keys and values as checkpoints of Apex; with more than one session
     alive, each entry has the number of its session besides. Waits for the device. ``loss_scale`` is the factor itself, and
-    ``unskipped`` counts iterations since the last overflow or growth.
+    ``unskipped`` counts iterations since the last overflow or growth. Raises nothing of its own.
     """
     destination = OrderedDict() if destination is None else destination
     collect_orphans(closing=live_sessions[-1:])
@@ -349,7 +349,8 @@ def disable_casts() -> Any:
     """``with disable_casts():`` switches casts of calls off, in this thread; nests, and survives exceptions. Also a decorator.
 
     At O1 and O4 ``with torch.autocast(device_type, enabled=False):`` does the same, and so the body of a compiled function may use
-    either. At O2, O3 and O5 `float_function` alone casts calls; the weights stay in the precision that they are in.
+    either. At O2, O3 and O5 `float_function` alone casts calls; the weights stay in the precision that they are in. Without a
+    session it does nothing. Raises nothing of its own.
     """
     switch_off_left_on()
     return casts_of_calls_disabled() if torch.compiler.is_compiling() else CastsOfCallsDisabled()

@@ -28,7 +28,9 @@ class GradScaler(TorchGradScaler):
     once, whatever the number of optimizers. ``step(optimizer)`` calls ``optimizer.step()`` only where the gradients of that
     optimizer are finite, which it reads from the device. Gradients of several ``backward()`` add up scaled, as with torch's.
 
-    ``state_dict`` and ``load_state_dict`` are in torch's format. Raises `NotInitializedError` where there is no session.
+    ``state_dict`` and ``load_state_dict`` are in torch's format. Raises `NotInitializedError` where there is no session, or for an
+    optimizer that is not of it; RuntimeError for calls out of order (``unscale_`` or ``step`` twice before ``update``), as torch's
+    does; and `ConfigurationError` for a change of the rule of a static scale.
     """
 
     def __init__(self, device: str = "cuda", *, session: Session | None = None, loss_id: int = 0) -> None:

@@ -124,8 +124,14 @@ def convert_syncbn_model(
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the joined batch of all processes of a group, for any device that the group's backend serves.
 
-    The local batches may differ in size and may even be empty. Input in a lower precision keeps its dtype, while the
-    statistics are computed in float32. In eval mode, or with one process, this is plain batch norm.
+    Takes (N, C, ...) with ``num_features`` channels C, or (N, ..., C) with ``channel_last``. The local batches may differ in size
+    and may even be empty. Input in a lower precision keeps its dtype, while the statistics are computed in float32. In eval mode,
+    or with one process, this is plain batch norm.
+
+    Raises ValueError for another number of channels, for input without a batch dimension, and in training for fewer than two values
+    per channel over all processes.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015.
     """
 
     def __init__(

@@ -178,6 +178,11 @@ class Session:
         if self.models:
             forget_traces()
 
+    def _tell(self, line: str, *values: Any) -> None:
+        """A line that is part of what `initialize` says: not at verbosity 0, where a logger of the application's may listen."""
+        if self.plan.verbosity >= 1:
+            logger.info(line, *values)
+
     def _widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Make models that come in lower precision float32, and say so."""
         if self.plan.master_weights and self.plan.casts_weights:
@@ -188,13 +193,13 @@ class Session:
             deed = "they are float32"
         for model in models:
             if fsdp_modules(model) and (dtype := sharded.widen_sharded(model, optimizers)) is not None:
-                logger.info(
+                self._tell(
                     "The sharded %s came in %s: its sharded parameters are float32 now, and stay so after close().",
                     type(model).__name__,
                     dtype,
                 )
         for model, dtype, count in self.incoming.widen(models, optimizers):
-            logger.info(
+            self._tell(
                 "%d tensors of the %s came in %s: %s, until close() gives %s back.",
                 count,
                 type(model).__name__,
@@ -423,7 +428,7 @@ def sessions_sharing_with(models: Sequence[nn.Module]) -> list[Session]:
 
 
 def current_session() -> Session | None:
-    """The newest live session, or None."""
+    """The newest live session, or None before `initialize` and after `close`. Raises nothing."""
     return live_sessions[-1] if live_sessions else None
 
 

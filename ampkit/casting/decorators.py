@@ -95,17 +95,23 @@ def half_function(fn: F) -> F:
 
 
 def bfloat16_function(fn: F) -> F:
-    """``fn`` with its floating-point tensors cast to bfloat16 at O1 and O4, whatever the session's lower precision is."""
+    """``fn`` with its floating-point tensors cast to bfloat16 at O1 and O4, whatever the session's lower precision is.
+
+    Otherwise as `half_function`.
+    """
     return _decorated(fn, CastKind.BFLOAT16)
 
 
 def float_function(fn: F) -> F:
-    """``fn`` with its float16 and bfloat16 tensors cast to float32, at every level that has any."""
+    """``fn`` with its float16 and bfloat16 tensors cast to float32, at every level that has any.
+
+    Otherwise as `half_function`. What it returns is not cast.
+    """
     return _decorated(fn, CastKind.FP32)
 
 
 def promote_function(fn: F) -> F:
-    """``fn`` with its floating-point tensors cast to the widest dtype among them, at O1 and O4."""
+    """``fn`` with its floating-point tensors cast to the widest dtype among them, at O1 and O4. Otherwise as `half_function`."""
     return _decorated(fn, CastKind.PROMOTE)
 
 

@@ -20,6 +20,9 @@ def attach(accelerator: Any, session: Session | None = None) -> None:
 
     ``accelerator.optimizer_step_was_skipped`` and ``save_state`` / ``load_state`` then tell of, and hold, its loss scale. The
     accelerator must have been made with ``mixed_precision="no"``: it would cast, scale and unscale a second time.
+
+    Raises `NotInitializedError` before `ampkit.initialize`, and `ConfigurationError` for an accelerator with another
+    ``mixed_precision``, or with a ``distributed_type`` that is neither one process nor DDP.
     """
     session = session or current_session()
     if session is None:

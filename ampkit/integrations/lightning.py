@@ -30,6 +30,8 @@ class AmpkitPrecision(Precision):
     The session begins when Lightning has set up model and optimizers, and ends with its ``fit`` (``validate``, ...). Every
     backward pass is a `scale_loss` block over all optimizers. The Trainer's ``gradient_clip_val``, ``accumulate_grad_batches`` and
     checkpoints work as ever; a checkpoint holds float32 weights, and the loss scale under the name of this class.
+
+    Raises what `ampkit.initialize` raises, when ``fit`` sets up model and optimizers.
     """
 
     def __init__(self, opt_level: str = "O1", **settings: Any) -> None:

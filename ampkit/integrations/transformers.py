@@ -16,6 +16,8 @@ class AmpkitMixin:
 
     ``ampkit_settings`` are those of `ampkit.initialize`, which is called once the Trainer has its optimizer. The session goes on
     after ``train()``, so that ``evaluate`` computes alike; `ampkit.close` ends it. Leave out ``fp16=`` and ``bf16=``.
+
+    Raises what `ampkit.initialize` and `attach` raise, when the optimizer is made.
     """
 
     ampkit_settings: ClassVar[Mapping[str, Any]] = {}

@@ -129,7 +129,9 @@ def uninstall(model: nn.Module) -> None:
 def cast_inputs(function: Callable) -> Callable:
     """Decorate a method of a model so that it casts as the model's ``forward`` does once it is initialized.
 
-    Without initialize, or at levels that do not cast the model, the method is as it was.
+    At O2, O3 and O5 floating tensors among the arguments, those in containers too, are cast to the precision of the weights, and
+    floating outputs as the model's are. Without initialize, or at levels that do not cast the model, the method is as it was.
+    Raises nothing of its own.
 
     >>> class Net(torch.nn.Linear):
     ...     @cast_inputs

@@ -69,8 +69,9 @@ def _cast_weights(model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float
 
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:
     names = [name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()]
-    if names:
-        logger.info("Kept in float32: %d modules.", len(names))
+    if names and plan.verbosity >= 1:
+        first = ", ".join([name or "the model" for name in names[:3]] + ["..."] * (len(names) > 3))
+        logger.info("Kept in float32: %d module%s (%s)", len(names), "s" * (len(names) > 1), first)
         logger.debug("Kept in float32: %s", ", ".join(names))
 
 

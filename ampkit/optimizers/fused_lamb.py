@@ -16,9 +16,11 @@ from .scales import on
 class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's direction, with a step as long as the weights' norm times the learning rate.
 
-    Gradients of all groups together are clipped to ``max_grad_norm`` first. Parameters of groups without weight decay
-    move as in Adam, unless ``use_nvlamb``. Norms are float32, whatever the parameters' dtype. Raises RuntimeError for ``amsgrad``,
-    and ValueError for settings as `FusedAdam` does.
+    Takes floating-point parameters of any shape. Gradients of all groups together are clipped to ``max_grad_norm`` first.
+    Parameters of groups without weight decay move as in Adam, unless ``use_nvlamb``. Norms are float32, whatever the parameters'
+    dtype.
+
+    Raises RuntimeError for ``amsgrad``, and ValueError for settings as `FusedAdam` does.
 
     Source: You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, algorithm 2.
     """
@@ -89,7 +91,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` that owns float32 copies of lower-precision parameters, with rate and step count in tensors.
 
     ``reduced_precision_dtype`` names the parameters' lower precision; by default every float16 or bfloat16 parameter gets
-    a copy. Works inside ``torch.amp.GradScaler.step``.
+    a copy. Works inside ``torch.amp.GradScaler.step``. Raises what `FusedLAMB` raises.
     """
 
     _step_supports_amp_scaling = True

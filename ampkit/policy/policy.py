@@ -49,6 +49,10 @@ class Policy:
     ``"error"`` (refused in lower precision). ``banned`` says what becomes of functions that the tables refuse:
     ``"error"``, ``"fp32"`` or ``"allow"``.
 
+    Raises `ConfigurationError` for a base, a function, a row or a ``banned`` that does not exist, and names the nearest function.
+
+    Source of the tables: NVIDIA's apex.amp and torch.autocast; where these disagree, what docs/policy.md has measured.
+
     >>> Policy("apex", {"torch.nn.functional.gelu": "lower"}, banned="fp32")
     Policy('apex', {'torch.nn.functional.gelu': 'lower'}, banned='fp32')
     """

@@ -61,7 +61,7 @@ def test_first_words_say_what_the_level_comes_to(level, brief, in_use, capsys, m
     monkeypatch.setattr(session_module, "_tell_of_missing_kernels", lambda: None)  # once, where they are missing
     lines = first_words(capsys, opt_level=level)
     assert lines[:2] == [f"{SELECTED}{level}: {brief}", f"In use: {in_use}"]
-    assert lines[2:] == (["Kept in float32: 1 modules."] if level == "O2" else [])
+    assert lines[2:] == (["Kept in float32: 1 module (1)"] if level == "O2" else [])
 
 
 # A setting, and how the line of changes writes it, at a level that accepts it.
@@ -316,3 +316,14 @@ def test_many_skips_at_the_floor_go_on_when_asked_to():
     )
     overflow(model, optimizer, 60)
     assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+
+
+def test_the_line_of_what_is_kept_names_the_first_and_is_silent_at_verbosity_0(capsys, caplog):
+    model = nn.Sequential(nn.Linear(2, 2), *(nn.LayerNorm(2) for _ in range(5)))
+    ampkit.initialize(model, opt_level="O2")
+    assert "Kept in float32: 5 modules (1, 2, 3, ...)\n" in capsys.readouterr().out
+    ampkit.close()
+    caplog.clear()
+    with caplog.at_level("INFO", logger="ampkit"):
+        ampkit.initialize(model.bfloat16(), opt_level="O2", verbosity=0)
+    assert not caplog.records
