@@ -1,7 +1,8 @@
 """The places of torch around the functions that O1 patches: they look through wrappers, or past what casting relies on.
 
-Parameters are written through ``.data``, data loaders run transforms, autograd runs formulas and functions, torch.jit compiles
-sources and records traces, inductor collects kernels. Each is patched, from the engine's `install` to its `close`.
+Parameters are written through ``.data``, data loaders run transforms, autograd runs formulas and functions, checkpoints run
+functions again, torch.jit compiles sources and records traces, inductor collects kernels. Each is patched, from the engine's
+`install` to its `close`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverloadPacket
 from torch.autograd.function import BackwardCFunction
+from torch.utils import checkpoint
 from torch.utils.data._utils import fetch
 
 from ..patching import PatchSet
@@ -28,6 +30,7 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
     state = engine.state
     _patch_data(patches, state)
     _patch_autograd(patches, state)
+    _patch_checkpoints(patches)
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         patches.set(fetcher, "fetch", _inside(engine.disabled, fetcher.fetch))
@@ -80,6 +83,39 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
     patches.set(torch.autograd, "_engine_run_backward", run_uncast)
     patches.set(BackwardCFunction, "__init__", note_state)
     patches.set(BackwardCFunction, "apply", apply_as_forward)
+
+
+def _patch_checkpoints(patches: PatchSet) -> None:
+    """What runs again is inside regions of torch's that bring back the state of its forward; the script entered none of them."""
+    generate, forward = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.forward
+
+    @functools.wraps(generate)
+    def generate_by_regions(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        return generate(_in_regions_of_now(fn), *args, **kwargs)
+
+    @functools.wraps(forward)
+    def forward_by_regions(ctx: Any, run_function: Callable, *args: Any) -> Any:
+        return forward(ctx, _in_regions_of_now(run_function), *args)
+
+    patches.set(checkpoint, "_checkpoint_without_reentrant_generator", generate_by_regions)
+    patches.set(checkpoint.CheckpointFunction, "forward", staticmethod(forward_by_regions))
+
+
+def _in_regions_of_now(function: Callable) -> Callable:
+    """``function``, called as if it were in as many regions of torch.autocast as it would be now."""
+    regions = number_of_regions()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        more = number_of_regions() - regions
+        for _ in range(more):
+            torch.autocast_decrement_nesting()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for _ in range(more):
+                torch.autocast_increment_nesting()
+
+    return call
 
 
 def _patch_data(patches: PatchSet, state: CastingState) -> None:
