@@ -18,6 +18,7 @@ from .. import kernels
 from ..errors import ConfigurationError
 from ..optimizers.scales import Scale, inverse, is_one, on, ratio
 from ..sharding import by_placement, is_sharded, local, process_groups, total_over
+from .clipping import Clipping
 from .found_inf import FoundInf, places_for
 from .gradient_groups import grouped
 from .master_weights import Exact, Seen, Slot
@@ -35,9 +36,8 @@ class Gradients:
     ``reads_lower`` says that the optimizer takes lower-precision gradients as they are. ``delayed_scale`` is the scale at which
     gradients wait in ``param.grad`` (``delay_unscale=True``), else None. ``local`` says that they come from a backward pass
     under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either holds, gradients stay there during the
-    next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed. ``clip`` is what the step has yet to
-    multiply the gradients of masters by. ``leaves_scaled`` (``model_grads="scaled"``) leaves those of weights with masters at
-    their scale after the block, in ``param.grad``.
+    next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed. ``leaves_scaled``
+    (``model_grads="scaled"``) leaves those of weights with masters at their scale after the block, in ``param.grad``.
     """
 
     def __init__(self) -> None:
@@ -52,16 +52,12 @@ class Gradients:
         self.is_stepping = False
         self.delayed_scale: Scale | None = None
         self.local = False
-        self.clip: torch.Tensor | None = None
+        self.clipping = Clipping()
         # The flag of the last step, while its gradients are there; and what was found before each step since they were cleared.
         self.used_flag: torch.Tensor | None = None
         self.used: list[FoundInf] = []
         # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
         self.in_buckets = False
-        # What the gradients of masters were clipped by in all, and they as they were then; whether a step has used that.
-        self._clipped_by: torch.Tensor | None = None
-        self._clipped: list[tuple[Slot, Seen]] = []
-        self._is_clip_used = False
         self._groups: tuple[int, list[Any]] | None = None  # of so many slots
 
     def add(self, slots: Iterable[Slot]) -> None:
@@ -108,10 +104,10 @@ class Gradients:
         `refuse_unseen_writes` comes before: of several optimizers none is opened where one has to be refused. ``is_empty``, which
         `drop_cleared` returns, says that there are none.
         """
-        if self.clip is not None:
+        if self.clipping.pending is not None:
             self.convert()
         self._unconvert()
-        self._forget_clip()
+        self.clipping.forget()
         self.is_open, self.is_named, self.scale = True, is_named, scale
         if self.stays:
             self._rescale(scale)
@@ -304,7 +300,7 @@ class Gradients:
 
     def convert(self) -> None:
         """Bring everything, unscaled and clipped, to where ``master_params`` and ordinary optimizers look for it."""
-        clip, self.clip = self.clip, None
+        clip, self.clipping.pending = self.clipping.pending, None
         fresh = []
         for slot in self.mastered:
             if slot.converted is not None:
@@ -358,17 +354,11 @@ class Gradients:
                     "masters had been looked at (ampkit.master_params, or the parameters of the optimizer's groups), and the "
                     "step can use one of them only. Write to the model's gradients first, or to the masters' alone."
                 )
-        for slot, before in () if self._is_clip_used else self._clipped:
-            gradient = slot.param.grad
-            if slot.converted is None and gradient is not None and not before.is_still(gradient):
-                raise ConfigurationError(
-                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
-                    "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
-                )
+        self.clipping.refuse_unseen_writes()
 
     def end_step(self) -> None:
         """After a step the model's gradients count again; `drop_cleared` says whether they are to be clipped again."""
-        self.clip, self._is_clip_used = None, True
+        self.clipping.end_step()
         for slot in self.mastered:
             slot.converted = None
 
@@ -388,17 +378,14 @@ class Gradients:
         kernels.multi_tensor_scale(own, own, coefficient)
         if not self.mastered:
             return
-        self.clip = coefficient if self.clip is None else self.clip * coefficient
-        before = None if self._is_clip_used else self._clipped_by
-        self._clipped_by = coefficient if before is None else before * coefficient
-        self._is_clip_used = False
+        self.clipping.add(coefficient)
         if not self.reads_lower or any(slot.owners > 1 for slot in self.mastered):
             self.convert()
-        self._clipped = [(slot, Seen.now(slot.param.grad)) for slot in self.mastered]
+        self.clipping.note(self.mastered)
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
-        own, as_they_are, known = [], [], []
+        own, as_they_are, known, clip = [], [], [], self.clipping.pending
         for slot in self.slots:
             gradient, exact = slot.param.grad, slot.exact
             if slot.converted is not None:
@@ -407,7 +394,7 @@ class Gradients:
                 continue
             if exact is not None and not is_sparse(gradient):
                 known.append((slot, gradient))
-            elif slot.master is None and self.clip is not None:
+            elif slot.master is None and clip is not None:
                 own.append(values_of(gradient))
             else:
                 is_exact = exact is not None and exact.rounded.is_still(gradient)
@@ -416,8 +403,8 @@ class Gradients:
             as_they_are += self.in_float32([slot for slot, _ in known])
             known = []
         norms = [_norm(as_they_are), *(group.norm() for group in grouped(known))]
-        if self.clip is not None:
-            norms = [norm if norm is None else norm * on(self.clip, norm.device) for norm in norms]
+        if clip is not None:
+            norms = [norm if norm is None else norm * on(clip, norm.device) for norm in norms]
         norms = [norm for norm in (*norms, _norm(own)) if norm is not None]
         if len(norms) > 1:
             return kernels.multi_tensor_l2norm([on(norm, norms[0].device) for norm in norms])[0]
@@ -451,11 +438,8 @@ class Gradients:
         if is_empty:
             self.delayed_scale, self.local = None, False
             self._forget_found()
-        elif self._is_clip_used:
-            if self._clipped_by is not None and all(before.is_still(slot.param.grad) for slot, before in self._clipped):
-                self.clip, self._is_clip_used = self._clipped_by, False  # another step with the same gradients
-            else:
-                self._forget_clip()
+        else:
+            self.clipping.clip_again_or_forget()
         return is_empty
 
     def clear(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None, own: bool = False) -> None:
@@ -514,11 +498,7 @@ class Gradients:
 
     def _forget_found(self) -> None:
         self.used_flag, self.used = None, []
-        self._forget_clip()
-
-    def _forget_clip(self) -> None:
-        self.clip = self._clipped_by = None
-        self._clipped, self._is_clip_used = [], False
+        self.clipping.forget()
 
     def _not_in(self, done: set[Slot] | None) -> list[Slot]:
         """The slots that no other optimizer has handled; from now on nobody else does."""

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ConfigurationError
 from .master_weights import Slot
+from .optimizer_traits import is_known
 
 
 class HeldParameters:
@@ -38,7 +39,7 @@ class FirstSteps:
     """Looks at steps of an optimizer of a class that nobody knows, until one has changed a weight."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._is_over = type(optimizer).__module__.startswith(("torch.optim.", "ampkit."))
+        self._is_over = is_known(optimizer)
         self._before: list[tuple[Slot, torch.Tensor, torch.Tensor | None]] = []
 
     def begin(self, slots: Sequence[Slot]) -> None:

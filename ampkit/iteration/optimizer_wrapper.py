@@ -8,7 +8,6 @@ wrapper itself sits on the optimizer and lives as long as it does. Optimizers ar
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import types
 import weakref
@@ -25,15 +24,16 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ClosureError, ConfigurationError
 from ..logs import logger
 from ..models.float32_values import Float32Value, write_lower
-from ..optimizers.fused import FusedOptimizer, StepInputs
+from ..optimizers.fused import StepInputs
 from ..optimizers.scales import on
 from ..patching import PatchSet
-from ..sharding import highest, is_sharded
+from ..sharding import highest
 from .found_inf import FoundInf
 from .gradients import Gradients
 from .held_parameters import FirstSteps, HeldParameters
 from .loss_scale import LossScaler
 from .master_weights import Slot, Slots, put_params_back
+from .optimizer_traits import clears_as_torch, evaluates_once, takes_found_inf, takes_step_inputs
 from .running_statistics import Snapshot, after_step
 
 # Bound once: asked in every step.
@@ -65,9 +65,9 @@ class OptimizerWrapper:
         self.active = True
         self._has_warned_of_scaled = False
         self.gradients = Gradients()
-        self._takes_step_inputs = _takes_step_inputs(optimizer)
-        self._clears_as_torch = _clears_as_torch(optimizer)
-        self._takes_found_inf = not self._takes_step_inputs and _takes_found_inf(optimizer)
+        self._takes_step_inputs = takes_step_inputs(optimizer)
+        self._clears_as_torch = clears_as_torch(optimizer)
+        self._takes_found_inf = not self._takes_step_inputs and takes_found_inf(optimizer)
         self.gradients.reads_lower = self._takes_step_inputs
         self._splits = slots.splits
         self._lent: set[Slot] = set()  # since the last step
@@ -269,7 +269,7 @@ class OptimizerWrapper:
         optimizer.inputs = StepInputs(
             gradients.by_master,
             gradients.in_float32,
-            clip=gradients.clip,
+            clip=gradients.clipping.pending,
             found_inf=found_inf,
             total_norm=gradients.total_norm,
         )
@@ -324,7 +324,7 @@ class OptimizerWrapper:
     def _step_with_closure(
         self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if not _evaluates_once(self.optimizer):
+        if not evaluates_once(self.optimizer):
             return self._step_that_may_evaluate_again(original, closure, *args, **kwargs)
         with torch.enable_grad():
             loss = closure()
@@ -548,37 +548,6 @@ def _round_into_model(slots: list[Slot]) -> None:
         write_lower([slot.master for slot in slots], [slot.param for slot in slots])
         for slot in slots:
             slot.entry.agree(slot.param)
-
-
-def _evaluates_once(optimizer: Any) -> bool:
-    """Whether ``step(closure)`` is known to call the closure once, and before anything else."""
-    module = type(optimizer).__module__
-    return module.startswith(("torch.optim.", "ampkit.")) and not isinstance(optimizer, torch.optim.LBFGS)
-
-
-def _takes_step_inputs(optimizer: Any) -> bool:
-    """Whether it is a fused optimizer of ours, whose ``step`` nobody has replaced."""
-    if not isinstance(optimizer, FusedOptimizer) or "step" in vars(optimizer):
-        return False
-    step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
-    return optimizer.takes_step_inputs and step.__module__.startswith(
-        FusedOptimizer.__module__.rpartition(".")[0] + "."
-    )
-
-
-def _clears_as_torch(optimizer: Any) -> bool:
-    """Whether ``zero_grad`` is torch's or ours, and not one that a script has written."""
-    own = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
-    return "zero_grad" not in vars(optimizer) and getattr(type(optimizer), "zero_grad", None) in own
-
-
-def _takes_found_inf(optimizer: Any) -> bool:
-    """Whether it skips by itself when told to by its attribute ``found_inf``, as torch's fused optimizers do."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
-        return False  # torch takes no plain tensor beside DTensors
-    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 def drop_casts(before_backward: bool = False) -> None:

@@ -186,8 +186,8 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: a second clipping replaces the first",
-        "ampkit/iteration/gradients.py",
-        "coefficient if self.clip is None else self.clip * coefficient",
+        "ampkit/iteration/clipping.py",
+        "coefficient if self.pending is None else self.pending * coefficient",
         "coefficient",
         breaks="clipping twice multiplies both factors",
         tests=("optimizers/test_fused_step.py::test_clipping_is_torchs_in_float64",),
@@ -255,7 +255,7 @@ FAULTS = [
     Mutant(
         "gradients: no norm where nothing is pending",
         "ampkit/iteration/gradients.py",
-        "elif slot.master is None and self.clip is not None:\n                own.append(values_of(gradient))",
+        "elif slot.master is None and clip is not None:\n                own.append(values_of(gradient))",
         "elif slot.master is None:\n                continue",
         breaks="LAMB at O0 is LAMB without a session",
         tests=("optimizers/test_fused_step.py::test_lamb_clips_in_a_session_as_it_does_alone",),
@@ -460,9 +460,9 @@ FAULTS = [
     ),
     Mutant(
         "gradients: the factor of a clipping outlives the step",
-        "ampkit/iteration/gradients.py",
-        "if self._clipped_by is not None and all(before.is_still(slot.param.grad) for slot, before in self._clipped):",
-        "if self._clipped_by is not None:",
+        "ampkit/iteration/clipping.py",
+        "if self._factor is not None and all(before.is_still(slot.param.grad) for slot, before in self._clipped):",
+        "if self._factor is not None:",
         breaks="one spike does not clip every later step",
         tests=("optimizers/test_gradients_as_in_torch.py::test_clipping_ends_with_the_step_without_a_block_too",),
     ),
