@@ -39,6 +39,7 @@ from .models import copies, exporting, operators, sharded, weights
 from .models.agreement import Dtypes, dtypes_of, refuse_changed_dtype, sync_weights
 from .models.averaging import averages
 from .models.collectives import collectives
+from .models.data_reads import data_reads
 from .models.float32_values import Float32Value
 from .models.forward import Watcher, watchers
 from .models.incoming import Incoming
@@ -148,7 +149,7 @@ class Session:
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
             of_cast_weights = (cast_models, averages, operators.operators) if self.plan.casts_weights else ()
-            of_masters = (collectives,) if self.plan.casts_weights or self.plan.master_weights else ()
+            of_masters = (collectives, data_reads) if self.plan.casts_weights or self.plan.master_weights else ()
             for shared in (exporting.exports, *of_cast_weights, *of_masters):
                 shared.acquire()
                 self._undo.callback(shared.release)

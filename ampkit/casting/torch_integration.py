@@ -123,8 +123,9 @@ def _patch_data(patches: PatchSet, state: CastingState) -> None:
     data = torch._C.TensorBase.data
 
     def get(parameter: nn.Parameter) -> torch.Tensor:
+        # torch.Tensor's is looked up now: a session of O2 may have patched it since (models/data_reads.py).
         state.caches.forget(parameter)
-        return data.__get__(parameter)
+        return torch.Tensor.data.__get__(parameter)
 
     patches.set(nn.Parameter, "data", property(get, data.__set__, doc=data.__doc__))
 

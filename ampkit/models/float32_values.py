@@ -46,7 +46,9 @@ class Float32Value:
         self.put_aside = None
         self.value_version = self.value._version if self.value is not None else 0
         self.lower_version = lower._version
-        self.lower = lower
+        if self.lower is not lower:
+            self.lower = lower
+            _of_weight[id(lower)] = self
         self.lower_size = lower.numel()
         if self.lower_ptr != (address := lower.data_ptr()):
             self.lower_ptr = address
@@ -173,6 +175,8 @@ class Float32Value:
 
 
 _at_address: weakref.WeakValueDictionary[int, Float32Value] = weakref.WeakValueDictionary()
+# By the id of the lower-precision tensor.
+_of_weight: weakref.WeakValueDictionary[int, Float32Value] = weakref.WeakValueDictionary()
 
 
 def all_lower() -> list[torch.Tensor]:
@@ -190,6 +194,14 @@ def note_uncounted_write(tensor: torch.Tensor) -> None:
         entry.lower_version = UNCOUNTED
     elif entry.value is not None and entry.value.data_ptr() == address:
         entry.value_version = UNCOUNTED
+
+
+def note_data_read(tensor: torch.Tensor) -> None:
+    """Have a weight be compared with its master at their next agreement: whoever asks for its ``.data`` may write to it."""
+    entry = _of_weight.get(id(tensor))
+    # Of a split master nothing is there to compare with, and what no optimizer trains is compared anyway.
+    if entry is not None and entry.lower is tensor and isinstance(entry.value, nn.Parameter):
+        entry.lower_version = UNCOUNTED
 
 
 @torch.no_grad()

@@ -178,22 +178,62 @@ def test_write_reaches_masters_and_model(level, way):
     assert_equal_states({k: v for k, v in model.state_dict().items() if k != "first.weight"}, others)
 
 
+def clamp_counted(param):
+    with torch.no_grad():
+        param.clamp_(-0.1, 0.1)
+
+
+CLAMPS = {
+    "under no_grad": clamp_counted,
+    "through data": lambda param: param.data.clamp_(-0.1, 0.1),  # as in WGAN
+    "a mask through data": lambda param: param.data.masked_fill_(param.data > 0.1, 0.1).clamp_(min=-0.1),
+}
+
+
+@pytest.mark.parametrize("clamp", CLAMPS)
+@pytest.mark.parametrize("make", (torch.optim.SGD, FusedSGD))
 @pytest.mark.parametrize("when", ("after step", "between backward and step"))
-def test_write_to_the_models_weight_reaches_the_master(when):
-    model, optimizer = with_masters(make=lambda params: torch.optim.SGD(params, lr=0.5))
+def test_write_to_the_models_weight_reaches_the_master(when, make, clamp):
+    model, optimizer = with_masters(make=lambda params: make(params, lr=0.5))
     fit_batch(model, optimizer)
     if when == "between backward and step":
         optimizer.zero_grad()
         with ampkit.scale_loss(model(torch.ones(2, 4)).sum() * 0, optimizer) as scaled:
             scaled.backward()
     before = master_of(model, optimizer, "first.weight").detach().clone()
-    with torch.no_grad():
-        model.first.weight.clamp_(-0.1, 0.1)
+    CLAMPS[clamp](model.first.weight)
     optimizer.step() if when != "after step" else model.eval()(torch.ones(2, 4))
     # What was not clamped keeps all its float32 bits.
     edge = torch.tensor(0.1).bfloat16().float()
     expected = torch.where(before.bfloat16().abs() > 0.1, edge * before.sign(), before)
     assert torch.equal(master_of(model, optimizer, "first.weight"), expected)
+
+
+def test_looking_at_weights_through_data_leaves_masters_their_digits():
+    model, optimizer = with_masters()
+    fit_batch(model, optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for use in (lambda: model.eval()(torch.ones(2, 4)), optimizer.step, lambda: None):
+        assert all(param.data.norm() > 0.0 for name, param in model.named_parameters() if "weight" in name)
+        optimizer.zero_grad()
+        use()
+        assert_equal_states(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("first", ("O1", "O2"))
+def test_data_of_parameters_is_torchs_again_whichever_session_ends_first(first):
+    """O1 and O2 each listen to reads of it."""
+    sessions = {}
+    for level in ("O1", "O2"):
+        model, _ = with_masters(level)
+        sessions[level] = (ampkit.current_session(), model)
+    sessions[first][0].close()
+    other = sessions["O2" if first == "O1" else "O1"][1]
+    other.first.weight.data.fill_(0.5)
+    other(torch.ones(2, 4))
+    assert torch.equal(other.state_dict()["first.weight"], torch.full((8, 4), 0.5))
+    ampkit.close()
+    assert "data" not in vars(torch.Tensor) and "data" not in vars(torch.nn.Parameter)
 
 
 def test_write_to_state_dict_between_backward_and_step_is_updated_from():

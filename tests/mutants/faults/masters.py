@@ -22,6 +22,14 @@ FAULTS = [
         ),
     ),
     Mutant(
+        "masters: who reads .data is not noted",
+        "ampkit/models/data_reads.py",
+        "note_data_read(tensor)\n",
+        "pass\n",
+        breaks="what is written to a weight through .data reaches its master",
+        tests=("optimizers/test_masters.py::test_write_to_the_models_weight_reaches_the_master",),
+    ),
+    Mutant(
         "split masters: loaded rests are lost",
         "ampkit/models/state_dicts.py",
         "if bits is not None and tensor._version != entry.lower_version:",
