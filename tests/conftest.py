@@ -28,7 +28,7 @@ import torch._dynamo  # replaces torch.manual_seed; the first optimizer would im
 
 import ampkit
 from ampkit import kernels
-from ampkit.casting import early_bound
+from ampkit.casting import swapping
 from ampkit.casting.library import dispatch
 from ampkit.kernels import backend
 from ampkit.libraries import cuda_is_emulated
@@ -94,7 +94,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    early_bound._LEFT_ALONE |= TOOLS
+    swapping._LEFT_ALONE |= TOOLS
 
 
 def gpus_needed(item):

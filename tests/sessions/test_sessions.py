@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.casting import early_bound as early_bound_room
+from ampkit.casting import swapping
 from ampkit.session import live_sessions
 
 early_bound = {"linear": F.linear}  # for O1 to rebind
@@ -255,7 +255,7 @@ def shape_of(model, optimizer):
 def test_fifty_times_leaves_what_two_left(level, same_model, monkeypatch):
     # O1 walks all loaded modules for functions of torch; under tracemalloc a second a time, and one module shows it too.
     others = {name.partition(".")[0] for name in sys.modules} - {__name__}
-    monkeypatch.setattr(early_bound_room, "_LEFT_ALONE", early_bound_room._LEFT_ALONE | others)
+    monkeypatch.setattr(swapping, "_LEFT_ALONE", swapping._LEFT_ALONE | others)
     pair = make_pair() if same_model else None
     counts, shapes, memory = {}, {}, {}
     gc.collect()

@@ -316,7 +316,7 @@ FAULTS = [
     ),
     Mutant(
         "early bound: partials stay cast",
-        "ampkit/casting/early_bound.py",
+        "ampkit/casting/swapping.py",
         "if type(value) is functools.partial:\n            return self._in_partial(value)",
         "if type(value) is list:\n            return self._in_list(value)",
         breaks="partials inside containers follow",
