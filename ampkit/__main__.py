@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from ampkit import __version__
 from ampkit.apex import running
 from ampkit.casting.library import dispatch
 from ampkit.kernels import implementation
@@ -18,6 +19,7 @@ from ampkit.libraries import BUILD
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ampkit", description="Mixed precision for PyTorch scripts.")
+    parser.add_argument("--version", action="version", version=f"ampkit {__version__}")
     # torch.distributed.launch puts this in front of everything that it was given.
     parser.add_argument("--local-rank", "--local_rank", dest="local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -54,6 +56,7 @@ def info(_arguments: argparse.Namespace) -> int:
 def facts() -> list[tuple[str, str]]:
     kernels = implementation()
     lines = [
+        ("ampkit", __version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         ("CPU", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),

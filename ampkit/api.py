@@ -158,6 +158,7 @@ def initialize(
     for param, state in early_state:
         if param.dtype is torch.float32:
             state.update(cast_state(state, torch.float32))
+    validation.warn_of_strangers(model_list, optimizer_list)
     session = Session(plan, incoming, widens=lower_precision_weights == "float32", process_group=process_group)
     session.prepare(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .casting.tensors import params_of
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
+from .logs import logger
 from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
 from .optimizers import LARC, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 from .plan import Plan
@@ -171,6 +172,17 @@ def weights(
                     f"The optimizer holds a {param.dtype} parameter of shape {tuple(param.shape)} that is in none of the "
                     "models. Build the optimizer from parameters of the models passed with it."
                 )
+
+
+def warn_of_strangers(model_list: list[nn.Module], optimizer_list: list[Any]) -> None:
+    """Warn of optimizers that, taken together, update no parameter of the models: nothing would train, and nobody would say so."""
+    trainable = {param for model in model_list for param in model.parameters() if param.requires_grad}
+    updated = [param for optimizer in optimizer_list for param in params_of(optimizer)]
+    if trainable and updated and trainable.isdisjoint(updated):
+        logger.warning(
+            "The optimizer given to initialize() updates none of the parameters of the model, which will not learn. Build it over "
+            "this very model, after its last change: torch.optim.Adam(model.parameters())."
+        )
 
 
 def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from ampkit import kernels
+from ampkit import __version__, kernels
 from ampkit.casting.library import dispatch
 
 
@@ -139,7 +139,15 @@ def test_info_says_what_is_loaded_and_why():
     result = run("-m", "ampkit", "info")
     assert result.returncode == 0, result.stderr
     chosen = kernels.implementation()
-    for words in (chosen.name, chosen.why, dispatch().name, dispatch().why, "torch", "CPU"):
+    for words in (
+        chosen.name,
+        chosen.why,
+        dispatch().name,
+        dispatch().why,
+        f"ampkit           {__version__}\n",
+        "torch",
+        "CPU",
+    ):
         assert words in result.stdout
 
 

@@ -480,3 +480,18 @@ def test_scale_loss_given_its_arguments_in_the_wrong_order_or_the_model_says_so(
             ampkit.NotInitializedError, match=r"where it expects the optimizer.*scale_loss\(loss, optimizer\)"
         ):
             ampkit.scale_loss(*given)
+
+
+def test_an_optimizer_of_another_model_is_warned_of(caplog):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    ampkit.initialize(model, torch.optim.SGD(other.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    assert caplog.text.count("updates none of the parameters of the model, which will not learn") == 1
+    caplog.clear()
+    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    head = torch.optim.SGD(
+        other.parameters(), lr=0.1
+    )  # of a loss with weights of its own, beside the model's optimizer
+    ampkit.initialize(model, [torch.optim.SGD(model.parameters(), lr=0.1), head], opt_level="O2", verbosity=0)
+    image = torch.zeros(1, 2, requires_grad=True)  # what is optimized is the input of a frozen model
+    ampkit.initialize(other.requires_grad_(False), torch.optim.SGD([image], lr=0.1), opt_level="O2", verbosity=0)
+    assert "none of the parameters" not in caplog.text
