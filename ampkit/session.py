@@ -444,7 +444,7 @@ def collect_orphans(closing: Sequence[Session]) -> None:
 
 def not_initialized(optimizer: Any) -> NotInitializedError:
     """The error for an optimizer that no live session owns."""
-    if isinstance(optimizer, (torch.Tensor, torch.nn.Module)):
+    if not hasattr(optimizer, "param_groups"):
         return NotInitializedError(
             f"scale_loss was given a {type(optimizer).__name__} where it expects the optimizer. The loss comes first: "
             "with ampkit.scale_loss(loss, optimizer) as scaled_loss."

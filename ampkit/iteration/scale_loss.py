@@ -41,6 +41,13 @@ class Block:
     is_over: bool = False
     _arrivals: list[torch.Tensor] | None = None
 
+    def backward(self, *_: object, **__: object) -> None:
+        """Nothing to call: what a script has that writes ``scale_loss(loss, optimizer).backward()``, as with GradScaler.scale."""
+        raise TypeError(
+            "scale_loss is entered by 'with', since something is to be done after the backward pass: "
+            "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'."
+        )
+
     def __enter__(self) -> torch.Tensor:
         for wrapper in self.named:
             if not wrapper.active:  # closed since scale_loss was called

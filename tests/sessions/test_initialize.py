@@ -475,11 +475,20 @@ def test_scale_loss_given_its_arguments_in_the_wrong_order_or_the_model_says_so(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, verbosity=0)
     loss = model(torch.ones(1, 2)).sum()
-    for given in ((optimizer, loss), (loss, model)):
+    for given in ((optimizer, loss), (loss, model), (loss, model.parameters())):
         with pytest.raises(
             ampkit.NotInitializedError, match=r"where it expects the optimizer.*scale_loss\(loss, optimizer\)"
         ):
             ampkit.scale_loss(*given)
+
+
+def test_scale_loss_without_with_says_how_it_is_written():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, verbosity=0)
+    with pytest.raises(TypeError, match=r"entered by 'with'.*as scaled_loss: scaled_loss.backward"):
+        ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer).backward()
+    assert model.weight.grad is None
 
 
 def test_an_optimizer_of_another_model_is_warned_of(caplog):
