@@ -3,8 +3,10 @@
 import gc
 import os
 import sys
+import sysconfig
 import tempfile
 import types
+from pathlib import Path
 
 import pytest
 
@@ -48,11 +50,24 @@ COMPILED = {
 }
 
 
-# Loaded by the tests' tools and by torch.compile; they hold no functions of torch.
-TOOLS = {
+# O1 searches all loaded modules for functions of torch. These are loaded by the tests' tools and by torch.compile, and hold none.
+LEFT_ALONE = swapping._LEFT_ALONE | {
     *("_pytest", "hypothesis", "iniconfig", "mpmath", "networkx", "numpy", "PIL", "pluggy", "pygments", "pytest"),
     *("setuptools", "sortedcontainers", "sympy", "tqdm", "triton"),
 }
+LIBRARIES = pytest.StashKey[frozenset]()
+CLIENTS = Path(__file__).with_name("clients")
+
+
+def libraries() -> frozenset[str]:
+    """The packages that are installed and loaded. Only tests of clients have them searched, and those of torchvision: all that
+    transformers, timm and others import makes a session of O1 three times as slow.
+    """
+    installed = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    files = ((name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()))
+    found = frozenset(name.partition(".")[0] for name, file in files if file.startswith(installed))
+    return found - {"torchvision", "__main__"}
+
 
 WAITING = pytest.StashKey[int]()
 
@@ -89,12 +104,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = here
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     """What every test would pay for: the collector walks all that is alive, and O1 all loaded modules."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    swapping._LEFT_ALONE |= TOOLS
+    session.config.stash[LIBRARIES] = libraries()
 
 
 def gpus_needed(item):
@@ -119,6 +134,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_runtest_setup(item):
+    of_clients = CLIENTS in item.path.parents
+    swapping._LEFT_ALONE = LEFT_ALONE if of_clients else LEFT_ALONE | item.config.stash[LIBRARIES]
     for marker in item.iter_markers("compiled"):
         if (why := COMPILED[marker.args[0]]()) is not None:
             pytest.skip(f"no compiled {marker.args[0]}: {why}")
