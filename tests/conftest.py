@@ -106,8 +106,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """What every test would pay for: the collector walks all that is alive, and O1 all loaded modules."""
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     session.config.stash[LIBRARIES] = libraries()
 
@@ -150,6 +148,15 @@ def ops(request, monkeypatch, device):
     elif device.type == "cuda" and not chosen.cuda:
         pytest.skip(f"no CUDA kernels: {chosen.cuda_why}")
     return kernels
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_heap_left_alone():
+    """An `initialize` beside a live session has the collector walk the heap, where clients and compilers of earlier files have left
+    so much that it takes half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
