@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -136,6 +136,12 @@ class _Plan:
         self.singles = [*self.read, *self.flags, *self.vectors]
 
 
+@overload
+def on(number: Tensor, device: torch.device) -> Tensor: ...
+@overload
+def on(number: float, device: torch.device) -> float: ...
+@overload
+def on(number: None, device: torch.device) -> None: ...
 def on(number: Number | None, device: torch.device) -> Number | None:
     """A number where it is needed, without waiting for a GPU's work, unless it is pinned: it may be written to meanwhile."""
     if not isinstance(number, Tensor) or number.device == device:

@@ -32,6 +32,10 @@ _RESTORED_AT_ONCE = {"cpu": 2**18, "others": 2**22}
 _HOLDERS = "_ampkit_holders"
 
 
+# The gradients of these slots in float32, as exactly as they are known.
+Restore = Callable[[list[Any]], list[torch.Tensor]]
+
+
 @dataclass
 class StepInputs:
     """What is to be heeded in one step.
@@ -44,7 +48,7 @@ class StepInputs:
     """
 
     mastered: Mapping[int, Any] = field(default_factory=dict)
-    restore: Callable[[list], list[torch.Tensor]] | None = None
+    restore: Restore | None = None
     inv_scale: Scale | None = None
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
@@ -67,7 +71,7 @@ class Batch:
     found_inf: torch.Tensor | None = None
     targets: list[torch.Tensor] = field(default_factory=list)
     slots: list[Any] | None = None
-    states: list[dict[str, Any]] | None = None
+    states: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.targets = self.targets or self.params
@@ -86,22 +90,23 @@ class Batch:
         if len(indices) == len(self.params):
             return self
         names = ("params", "grads", "lower", "targets", "slots", "states")
-        lists = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(self, **{name: [values[i] for i in indices] for name, values in lists.items()})
+        lists = {name: values for name in names if (values := getattr(self, name))}
+        parts: dict[str, Any] = {name: [values[i] for i in indices] for name, values in lists.items()}
+        return replace(self, **parts)
 
     def apart(self, masters: list[torch.Tensor | None]) -> list[Batch]:
         """Parameters without a master of the optimizer's own, and those with one, which is updated and rounded into them."""
         own = [i for i, master in enumerate(masters) if master is None]
-        mastered = [i for i, master in enumerate(masters) if master is not None]
+        mastered = {i: master for i, master in enumerate(masters) if master is not None}
         parts = [self.part(own)] if own else []
         if mastered:
-            part = self.part(mastered)
-            parts.append(replace(part, targets=[masters[i] for i in mastered], lower=part.params))
+            part = self.part(list(mastered))
+            parts.append(replace(part, targets=list(mastered.values()), lower=part.params))
         return parts
 
-    def restored(self, restore: Callable[[list], list[torch.Tensor]] | None) -> Iterator[Batch]:
+    def restored(self, restore: Restore | None) -> Iterator[Batch]:
         """With gradients as exact as they are known: part by part, so that their float32 values need little memory at a time."""
-        if self.slots is None:
+        if self.slots is None or restore is None:
             yield self
             return
         limit = _RESTORED_AT_ONCE["cpu" if self.device.type == "cpu" else "others"]
@@ -112,7 +117,7 @@ class Batch:
             elements += param.numel()
             if elements >= limit or i == len(self.params) - 1:
                 part = self.part(indices)
-                yield replace(part, grads=restore(part.slots), slots=None)
+                yield replace(part, grads=restore(part.slots or []), slots=None)
                 indices, elements = [], 0
 
     def one_more(self) -> Scale:
@@ -122,12 +127,13 @@ class Batch:
     def gradient_norms(self, norm_type: int = 2) -> torch.Tensor:
         """The norm of each gradient, as it will be used."""
         if norm_type == 2 and all(gradient.dtype in CASTABLE for gradient in self.grads):
-            norms = kernels.multi_tensor_unscale_l2norm(self.grads, None, self.inv_scale, per_tensor=True)[1]
-            factors = (self.clip,)
+            norms: torch.Tensor = kernels.multi_tensor_unscale_l2norm(
+                self.grads, None, self.inv_scale, per_tensor=True
+            )[1]
+            is_unscaled = True
         else:
-            norms = kernels.gradient_norms(self.grads, norm_type)
-            factors = (self.inv_scale, self.clip)
-        for factor in factors:
+            norms, is_unscaled = kernels.gradient_norms(self.grads, norm_type), False
+        for factor in (None if is_unscaled else self.inv_scale, self.clip):
             if factor is not None:
                 norms = norms * on(factor, norms.device)
         return norms
@@ -147,7 +153,7 @@ def _check_settings(optimizer: str, group: dict[str, Any]) -> None:
 
 
 def _is_number(value: Any, bound: float) -> bool:
-    return isinstance(value, numbers.Real) and 0.0 <= value < bound
+    return isinstance(value, numbers.Real) and 0.0 <= float(value) < bound
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -157,9 +163,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     keeps_float32_state = True  # the session leaves it alone where the parameters train in lower precision
     takes_step_inputs = True  # a session need not read a finding, nor convert a gradient, for it
     counts_steps = True
-    #: Settings of groups that are tensors, which stand on the device of the parameters: a step copies nothing there, so that a
-    #: CUDA graph may hold it.
-    device_settings: dict[str, torch.dtype] = {}  # noqa: RUF012  (nobody writes to it)
     takes_complex = False  # torch.optim squares real and imaginary parts apart
     rounding = Rounding()
     inputs: StepInputs | None = None  # of the step that runs
@@ -167,6 +170,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, {**defaults, **self.more_defaults})
+
+    @property
+    def device_settings(self) -> dict[str, torch.dtype]:
+        """Settings of groups that are tensors, and stand where the parameters do.
+
+        A step copies nothing there, so that a CUDA graph may hold it.
+        """
+        return {}
 
     @property
     def keeps_narrow_state(self) -> bool:
@@ -242,16 +253,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, dtype in self.device_settings.items():
                 group[name] = torch.as_tensor(group[name], dtype=dtype, device=device)
 
-    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
-        """Move the parameters of a batch; ``step`` is the number of this step, None where nobody counts."""
+    def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
+        """Move the parameters of a batch; ``step`` is the number of this step, 1.0 where nobody counts."""
         raise NotImplementedError
 
     def batches(self, group: dict[str, Any]) -> list[Batch]:
         """The parameters of a group that have a gradient, by what one call can update."""
         inputs = self.inputs or _NOTHING
-        slot_of = inputs.mastered.get
+        slot_of: Callable[[int], Any] = inputs.mastered.get
         batches: dict[Any, Batch] = {}
-        batch = last = None
+        batch: Batch | None = None
+        last = None
         for param in group["params"]:
             slot, scale = slot_of(id(param)), None
             if slot is None:
@@ -269,7 +281,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if gradient.layout is not torch.strided:
                 raise self.sparse_error(param)
             key = (kind, param.device, None if scale is None else id(scale))
-            if key != last:
+            if batch is None or key != last:
                 last, batch = key, batches.get(key)
                 if batch is None:
                     inv_scale = inputs.inv_scale if scale is None else inverse(scale)
@@ -281,15 +293,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                         batch.slots = []
             batch.params.append(param)
             batch.grads.append(gradient)
-            if kind:
+            if batch.lower is not None:
                 batch.lower.append(slot.entry.rest.bits if slot.is_split else slot.param)
-                if kind == 2:
+                if batch.slots is not None:
                     batch.slots.append(slot)
         return list(batches.values())
 
     def states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:
         """The state of each parameter. What was looked up is kept while nothing has been exchanged."""
-        cache = self.__dict__.setdefault("_states", {})
+        states: list[dict[str, Any]]
+        cache: dict[int, Any] = self.__dict__.setdefault("_states", {})
         found = cache.get(id(params[0]))
         if found is not None:
             before, states, keys, values = found
@@ -299,14 +312,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         cache[id(params[0])] = (list(params), states, list(self.state), list(self.state.values()))
         return states
 
-    def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[torch.Tensor | None, Batch]]:
+    def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[Scale, Batch]]:
         """Count a step; yields the parameters by the number of their step, as in torch.optim.
 
         Parameters that have always stepped together share one count, so that counting is one launch.
         """
         for batch in batches:
             if not self.counts_steps:
-                yield None, batch
+                yield 1.0, batch
                 continue
             one_more = batch.one_more()
             steps = [state.get("step") for state in batch.states]

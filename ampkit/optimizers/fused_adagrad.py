@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from .. import kernels
 from .fused import Batch, FusedOptimizer
+from .scales import Scale
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -33,7 +32,7 @@ class FusedAdagrad(FusedOptimizer):
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         self.set_grad_none = set_grad_none
 
-    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+    def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         lr = group["lr"]
         if group["lr_decay"]:
             lr = lr / (1.0 + (step - 1.0) * group["lr_decay"])

@@ -11,6 +11,7 @@ from .. import kernels
 from ..dtypes import LOWER_PRECISION
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
 from .rounding import Rounding
+from .scales import Scale
 
 _REMOVED = ("grads", "output_params", "scale", "grad_norms")
 
@@ -107,7 +108,7 @@ class FusedAdam(FusedOptimizer):
             return batches
         return [part for batch in batches for part in batch.apart(self._masters_of(batch.params))]
 
-    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+    def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         kernels.multi_tensor_adam(
             batch.grads,
             batch.targets,

@@ -10,7 +10,7 @@ import torch
 from .. import kernels
 from ..dtypes import LOWER_PRECISION
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
-from .scales import on
+from .scales import Scale, on
 
 
 class FusedLAMB(FusedOptimizer):
@@ -63,7 +63,7 @@ class FusedLAMB(FusedOptimizer):
         self._global_grad_norm = self.global_norm()
         super().update_groups()
 
-    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+    def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         factors, norm = batch.factors, self._global_grad_norm
         if norm is not None and group["max_grad_norm"] is not None:
             own = kernels.clip_factor(norm, group["max_grad_norm"])
@@ -96,7 +96,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     _step_supports_amp_scaling = True
     takes_step_inputs = False  # it writes the parameters itself
-    device_settings = {"lr": torch.float32, "step": torch.int32}  # noqa: RUF012
 
     def __init__(
         self,
@@ -140,11 +139,15 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             for group in self.param_groups
         ]
 
+    @property
+    def device_settings(self) -> dict[str, torch.dtype]:
+        return {"lr": torch.float32, "step": torch.int32}
+
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
         return self.step_under(grad_scaler, closure)
 
-    def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[torch.Tensor | None, Batch]]:
+    def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[Scale, Batch]]:
         one_more = on(batches[0].one_more(), group["step"].device)
         group["step"] += one_more.to(group["step"].dtype) if isinstance(one_more, torch.Tensor) else 1
         for batch in batches:
@@ -162,7 +165,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced = self.reduced_precision_dtype
         if param.dtype is not reduced and (reduced is not None or param.dtype not in LOWER_PRECISION):
             return None
-        state = self.state[param]
+        state: dict[str, torch.Tensor] = self.state[param]
         if "master_param" not in state:
             state["master_param"] = param.detach().clone().float()
         return state["master_param"]

@@ -9,7 +9,7 @@ import torch
 from .. import kernels
 from ..errors import CheckpointError
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
-from .scales import on
+from .scales import Scale, on
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -58,7 +58,7 @@ class FusedNovoGrad(FusedOptimizer):
         self.moment_mode = 0 if reg_inside_moment else 1
         self.set_grad_none = set_grad_none
 
-    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+    def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         now = batch.gradient_norms(group["norm_type"])
         norms, before = self._running_norms(group, batch.params, now)
         kernels.multi_tensor_novograd(

@@ -10,6 +10,7 @@ from torch.optim.optimizer import required
 from .. import kernels
 from .fused import Batch, FusedOptimizer
 from .rounding import Rounding
+from .scales import Scale
 
 
 class FusedSGD(FusedOptimizer):
@@ -55,7 +56,7 @@ class FusedSGD(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def update(self, group: dict[str, Any], batch: Batch, step: torch.Tensor | None) -> None:
+    def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         for first_run, part in self._split_by_buffer(group, batch):
             kernels.multi_tensor_sgd(
                 part.grads,
@@ -70,7 +71,7 @@ class FusedSGD(FusedOptimizer):
                 first_run=first_run,
                 wd_after_momentum=self.wd_after_momentum,
                 trust=self.trust(group, part),
-                step=1.0 if step is None else step,
+                step=step,
                 **part.factors,
                 **self.numbers(group, part),
             )

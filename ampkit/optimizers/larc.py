@@ -28,7 +28,7 @@ class LARC:
                 f"LARC goes around an optimizer, found a {type(optimizer).__name__}. Build the optimizer first: "
                 "LARC(torch.optim.SGD(model.parameters(), lr=0.1))."
             )
-        self.optim = optimizer
+        self.optim: torch.optim.Optimizer = optimizer  # or what has its attributes
         self.trust_coefficient = trust_coefficient
         self.clip = clip
         self.eps = eps
