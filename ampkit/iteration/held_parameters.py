@@ -2,7 +2,8 @@
 
 At O2 and O5 these are masters. A script that assigns ``param_groups[i]["params"]`` puts the model's own weights there again,
 which is followed. An optimizer that keeps a second list of its parameters updates the model's weights behind the masters' back,
-which nobody can follow: the masters would be rounded over what it wrote. The first steps find that out.
+which nobody can follow: the masters would be rounded over what it wrote. The first steps find that out. An optimizer's state is its
+masters' too, and what a script puts under the model's weights is brought to them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError
+from ..logs import logger
 from .master_weights import Slot
 from .optimizer_traits import is_known
 
@@ -33,6 +35,34 @@ class HeldParameters:
             if not isinstance(params, list) or len(params) != len(held) or not all(map(is_, params, held)):
                 return False
         return True
+
+
+class StateOfWeights:
+    """Looks for state under a model's weight, ``optimizer.state[weight]``, where the optimizer has it under the master."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._has_warned = False
+
+    def bring_to_masters(self, optimizer: Any, slots: Sequence[Slot]) -> None:
+        """Give masters what a script has put under their weights, and take away what its look has made there. Says so once."""
+        state = optimizer.state
+        if len(state) == self._size:  # a look at what is not there makes it
+            return
+        for slot in slots:
+            if slot.target is slot.param or slot.param not in state:
+                continue
+            if put := state.pop(slot.param):
+                state.setdefault(slot.target, {}).update(put)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "optimizer.state was asked for a weight of the model, and this %s has its state under the float32 master of "
+                    "each: what was looked for is not there. Ask by what it updates, 'for p in ampkit.master_params(optimizer): "
+                    "optimizer.state[p]'.",
+                    type(optimizer).__name__,
+                )
+        self._size = len(state)
 
 
 class FirstSteps:

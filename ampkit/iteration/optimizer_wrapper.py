@@ -30,7 +30,7 @@ from ..patching import PatchSet
 from ..sharding import highest
 from .found_inf import FoundInf
 from .gradients import Gradients
-from .held_parameters import FirstSteps, HeldParameters
+from .held_parameters import FirstSteps, HeldParameters, StateOfWeights
 from .loss_scale import LossScaler
 from .master_weights import Slot, Slots, put_params_back
 from .optimizer_traits import clears_as_torch, evaluates_once, takes_found_inf, takes_step_inputs
@@ -82,6 +82,7 @@ class OptimizerWrapper:
                 self.gradients.add(slots.put_into(group, optimizer.state, values))
             self._held = HeldParameters(optimizer.param_groups)
             self._first_steps = FirstSteps(optimizer)
+            self._state_of_weights = StateOfWeights()
             self._install(optimizer)
         except BaseException:
             self.detach()
@@ -230,6 +231,7 @@ class OptimizerWrapper:
                 "first: step() belongs on the level of `with`, not inside it."
             )
         self.follow_groups()
+        self._state_of_weights.bring_to_masters(self.optimizer, self.gradients.mastered)
         if callable(closure):
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *rest, **kwargs)

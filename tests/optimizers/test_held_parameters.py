@@ -162,3 +162,35 @@ def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
     backward(model(torch.ones(1, 1)).float().sum() / 4, optimizer)
     optimizer.step()
     assert model.weight.item() == 0.75
+
+
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+@pytest.mark.parametrize("make", ("SGD", "FusedSGD"))
+def test_state_that_a_script_puts_under_the_models_weights_is_the_optimizers(make, level, caplog):
+    model = model_of_test()
+    model, optimizer = ampkit.initialize(model, OPTIMIZERS[make](model.parameters()), opt_level=level, verbosity=0)
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    for param in model.parameters():
+        optimizer.state[param]["momentum_buffer"] = torch.full(param.shape, 0.5)
+    before = {name: value.double() for name, value in model.state_dict().items()}
+    backward(loss_of(model) * 0.0, optimizer)
+    optimizer.step()
+    for name, _ in model.named_parameters():
+        expected = before[name] - 0.1 * 0.9 * 0.5
+        assert torch.allclose(model.state_dict()[name].double(), expected, atol=1e-6), name
+    assert optimizer.state_dict()["state"].keys() == set(range(len(list(model.parameters()))))
+    assert ("float32 master" in caplog.text) == (level != "O1")
+
+
+def test_a_look_for_the_state_of_the_models_weights_is_told_and_leaves_nothing(caplog):
+    model = model_of_test()
+    model, optimizer = ampkit.initialize(model, OPTIMIZERS["SGD"](model.parameters()), opt_level="O5", verbosity=0)
+    for _ in range(3):
+        assert not any(optimizer.state[param] for param in model.parameters() if param.dtype is torch.bfloat16)
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        assert all(param in optimizer.state for param in ampkit.master_params(optimizer))
+    assert len(optimizer.state) == len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+    assert caplog.text.count("was asked for a weight of the model") == 1
