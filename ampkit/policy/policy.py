@@ -113,7 +113,12 @@ class Policy:
 
 def _rule(path: Any, change: Any) -> CastRule:
     """The changed row, checked."""
-    owner_path, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    if not isinstance(path, str):
+        raise ConfigurationError(
+            f"policy={{{path!r}: ...}}: a row is named by a string, the full name of its function: "
+            "{'torch.nn.functional.gelu': 'fp32'}."
+        )
+    owner_path, _, name = path.rpartition(".")
     owner = resolve_owner(owner_path) if owner_path else None
     function = getattr(owner, name, None)
     if not callable(function):
@@ -133,10 +138,10 @@ def _rule(path: Any, change: Any) -> CastRule:
     return CastRule(accepted[change], owner, name, "changed by the caller's policy")
 
 
-def _suggestion(path: Any) -> str:
+def _suggestion(path: str) -> str:
     known = [f"{owner}.{name}" for group in tables_for("default") for owner in group.owners for name in group.names]
-    last = str(path).rpartition(".")[2]
-    near = [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(str(path), known)
+    last = path.rpartition(".")[2]
+    near = [name for name in known if name.rpartition(".")[2] == last] or difflib.get_close_matches(path, known)
     return f" Did you mean {' or '.join(repr(name) for name in near[:3])}?" if near else ""
 
 
