@@ -104,6 +104,18 @@ def test_autocast_decides_the_output():
     assert torch.allclose(norm(x), mixed(x))
 
 
+@pytest.mark.parametrize("name, tolerance", [("fused_layer_norm", 1e-3), ("fused_rms_norm", 1e-6)])
+def test_float32_activations_stay_float32_at_o1(amp, name, tolerance):
+    """O1 is a state of torch's autocast; its lower precision is for matrix products, not for what a norm is given."""
+    model = amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
+    x = torch.tensor([[1.0, 1.0003, 1.0006, 1.0012]])  # differences that float16 rounds
+    found = getattr(functional, name)(x, (4,), 1e-12)
+    wanted = by_hand(x, None, None, (1,), 1e-12, rms=name == "fused_rms_norm")
+    assert found.dtype is torch.float32 and torch.allclose(found.double(), wanted, rtol=tolerance)
+    low = model(x)
+    assert getattr(functional, name)(low, (4,), 1e-5).dtype is low.dtype is torch.float16
+
+
 @pytest.mark.parametrize(
     "level, name",
     list(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...casting.engine import active_casting
 from ...dtypes import LOWER_PRECISION
 
 Shape = int | Sequence[int]
@@ -250,8 +251,12 @@ def _in_one_dtype(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 def _in_autocast(input: torch.Tensor) -> torch.Tensor:
+    """As a script's own region of torch.autocast has it. O1 switches that on too, and leaves norms to the input's dtype."""
     device_type = input.device.type
     if input.dtype is torch.float64 or not torch.is_autocast_enabled(device_type):
+        return input
+    casting = active_casting()
+    if casting is not None and casting.is_on():
         return input
     return input.to(torch.get_autocast_dtype(device_type))
 
