@@ -10,6 +10,7 @@ master's, which then is what the step uses. All of this is done by multi-tensor 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,32 @@ from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
 LISTS_OF_A_COLLECTION = 6  #: how many lists `Gradients.collect` checks at most, but for rare mixtures
 
 
-WasReached = Callable[[torch.Tensor], bool]
+@dataclass(eq=False)
+class BackwardPass:
+    """What has to be known of a backward pass to unscale its gradients.
+
+    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``exact_in_place`` says that the scale
+    is a power of two, so that bfloat16 can be divided by it without rounding. ``done`` are the slots of several optimizers that one
+    of them has handled; None where there is only one optimizer. ``was_reached`` tells whether the pass came to a parameter.
+    """
+
+    scale: Scale
+    local: bool = False
+    exact_in_place: bool = False
+    done: set[Slot] | None = None
+    was_reached: Callable[[torch.Tensor], bool] | None = None
+
+    def not_done(self, slots: list[Slot]) -> list[Slot]:
+        """Those that no other optimizer has handled; from now on nobody else does."""
+        if self.done is None:
+            return slots
+        remaining = [slot for slot in slots if slot not in self.done]
+        self.done.update(slot for slot in remaining if slot.owners > 1)
+        return remaining
+
+    def was_cleared(self, slot: Slot) -> bool:
+        """Whether a parameter without a gradient had one, which was cleared inside of the block."""
+        return self.was_reached is not None and self.was_reached(slot.param)
 
 
 class Gradients:
@@ -131,21 +157,20 @@ class Gradients:
                 return True
         return False
 
-    def put_back(self, scale: Scale, done: set[Slot] | None = None, was_reached: WasReached | None = None) -> None:
-        """After a backward pass at ``scale`` that failed, or did not come here: the gradients as they were before it.
+    def put_back(self, backward: BackwardPass) -> None:
+        """After a backward pass that failed, or did not come here: the gradients as they were before it.
 
-        Where gradients stayed in ``param.grad``, what the pass had added to them stays too, unscaled. For ``done`` and
-        ``was_reached`` see `collect`.
+        Where gradients stayed in ``param.grad``, what the pass had added to them stays too, unscaled.
         """
         self.is_open = False
         if self.delayed_scale is not None:
-            self.delayed_scale = scale
+            self.delayed_scale = backward.scale
         elif self.local:
-            self.collect(scale, None, local=True)
+            self.collect(BackwardPass(backward.scale, local=True), None)
         else:
-            for slot in self._not_in(done):
+            for slot in backward.not_done(self.slots):
                 slot.param.grad, slot.stash = slot.stash, None
-                if slot.param.grad is not None and was_reached is not None and was_reached(slot.param):
+                if slot.param.grad is not None and backward.was_cleared(slot):
                     slot.param.grad = None
                     slot.clear()
 
@@ -169,23 +194,10 @@ class Gradients:
         self.is_open = False
         self.delayed_scale = scale
 
-    def collect(
-        self,
-        scale: Scale,
-        found: FoundInf | None,
-        local: bool = False,
-        exact_in_place: bool = False,
-        done: set[Slot] | None = None,
-        was_reached: WasReached | None = None,
-    ) -> None:
-        """After a backward pass at ``scale``: unscale fresh gradients, add them to those before, and check them on the way.
-
-        ``exact_in_place`` says that ``scale`` is a power of two, so that bfloat16 can be divided by it without rounding. ``done``
-        are slots that another optimizer has handled; those of several optimizers are added. ``was_reached`` tells whether the
-        backward pass came to a parameter: one that has no gradient all the same was cleared inside of the block.
-        """
+    def collect(self, backward: BackwardPass, found: FoundInf | None) -> None:
+        """After a backward pass: unscale fresh gradients, add them to those before, and check them on the way."""
         fresh, sums = [], []
-        for slot in self._not_in(done):
+        for slot in backward.not_done(self.slots):
             gradient, stash = slot.param.grad, slot.stash
             if stash is None:
                 if gradient is not None:
@@ -195,27 +207,27 @@ class Gradients:
                 sums.append((slot, gradient))
             else:
                 slot.stash = None
-                if was_reached is not None and was_reached(slot.param):
+                if backward.was_cleared(slot):
                     slot.clear()
                 else:
                     slot.param.grad = stash
-        inv = inverse(scale)
+        inv = inverse(backward.scale)
         if fresh:
-            self._unscale(fresh, scale, inv, found, exact_in_place)
+            self._unscale(fresh, backward, inv, found)
         if sums:
-            self._add(sums, scale, inv, found)
+            self._add(sums, backward.scale, inv, found)
         if found is not None:
             for slot, _ in (*fresh, *sums):
                 if slot.owners > 1:
                     slot.found_inf = found
         self.is_open = False
         self.delayed_scale = None
-        self.local = local
+        self.local = backward.local
         self.used_flag = None
 
-    def _unscale(self, fresh: list, scale: Scale, inv: Scale, found: FoundInf | None, exact_in_place: bool) -> None:
+    def _unscale(self, fresh: list, backward: BackwardPass, inv: Scale, found: FoundInf | None) -> None:
         """Unscale gradients where they are. What is rounded on the way is kept as it was beside them."""
-        multiplies = not is_one(inv)
+        scale, multiplies = backward.scale, not is_one(inv)
         if not multiplies and found is None:
             return
         params, inputs, outputs, kept, left = [], [], [], [], []
@@ -228,7 +240,7 @@ class Gradients:
                 if self.leaves_scaled:
                     left.append((slot, gradient))
                     continue
-                if not (exact_in_place and gradient.dtype is torch.bfloat16):
+                if not (backward.exact_in_place and gradient.dtype is torch.bfloat16):
                     if self.in_buckets or gradient._is_view():  # others see it there
                         kept.append((slot, gradient, gradient.clone()))
                     else:
@@ -499,14 +511,6 @@ class Gradients:
     def _forget_found(self) -> None:
         self.used_flag, self.used = None, []
         self.clipping.forget()
-
-    def _not_in(self, done: set[Slot] | None) -> list[Slot]:
-        """The slots that no other optimizer has handled; from now on nobody else does."""
-        if done is None:
-            return self.slots
-        remaining = [slot for slot in self.slots if slot not in done]
-        done.update(slot for slot in remaining if slot.owners > 1)
-        return remaining
 
     def _is_empty(self) -> bool:
         """Whether there is no gradient in the model, nor one set aside, as in a block."""

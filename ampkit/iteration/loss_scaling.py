@@ -19,7 +19,7 @@ from ..optimizers.scales import on
 from ..sharding import highest
 from .backward_passes import Reached
 from .found_inf import FoundInf
-from .gradients import LISTS_OF_A_COLLECTION
+from .gradients import LISTS_OF_A_COLLECTION, BackwardPass
 from .loss_scale import LossScaler
 from .master_weights import Slot
 from .optimizer_wrapper import OptimizerWrapper
@@ -95,7 +95,7 @@ class LossScaling:
         if scale is None:
             return None
         found = None if scaler.is_one else scaler.found_inf(home_of([wrapper]), LISTS_OF_A_COLLECTION)
-        wrapper.gradients.collect(scale, found, exact_in_place=scaler.is_power_of_two)
+        wrapper.gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
         if found is not None:
             _combine(found, [wrapper])
         return found
@@ -145,17 +145,17 @@ def collect(
         found, scaler.delayed_check = scaler.delayed_check, None
         found = found or scaler.found_inf(home, LISTS_OF_A_COLLECTION * len(named))
     done: set[Slot] | None = set() if unnamed or len(named) > 1 else None
-    exact_in_place = scaler.is_power_of_two
+    backward = BackwardPass(scale, local, scaler.is_power_of_two, done, was_reached)
     for wrapper in named:
-        wrapper.gradients.collect(scale, found, local, exact_in_place, done, was_reached)
+        wrapper.gradients.collect(backward, found)
     for wrapper in unnamed:
         gradients = wrapper.gradients
         # Processes that agree on what was found must all ask.
         if not (gradients.has_fresh or wrapper.process_groups()):
-            gradients.put_back(scale, done, was_reached)
+            gradients.put_back(backward)
             continue
         own = None if found is None else scaler.found_inf(home, LISTS_OF_A_COLLECTION)
-        gradients.collect(scale, own, local, exact_in_place, done, was_reached)
+        gradients.collect(backward, own)
         if own is not None:
             _combine(own, [wrapper])
             own.send()

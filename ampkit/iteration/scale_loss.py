@@ -15,9 +15,9 @@ from ..errors import ConfigurationError, NotInitializedError
 from ..logs import logger
 from ..optimizers.scales import on
 from .backward_passes import Nesting, Reached
+from .gradients import BackwardPass
 from .loss_scale import LossScaler
 from .loss_scaling import LossScaling, collect, home_of
-from .master_weights import Slot
 from .optimizer_wrapper import OptimizerWrapper, drop_casts
 
 
@@ -94,9 +94,9 @@ class Block:
             if error_type is None and not is_mixed:
                 self._end()
             else:
-                handled: set[Slot] = set()
+                failed = BackwardPass(self.scale, done=set())
                 for wrapper in (*self.named, *self.unnamed_still_open()):
-                    wrapper.gradients.put_back(self.scale, handled)
+                    wrapper.gradients.put_back(failed)
         if error_type is not None or not self.delay_unscale:
             drop_casts()
         self.is_over = True
@@ -114,7 +114,7 @@ class Block:
         self.unnamed = [one for one in self.unnamed if not (one.blocks or one.gradients.is_open)]
         self._taken = [(one, one.gradients.scale) for one in self.named if one.gradients.is_open]
         for wrapper, scale in self._taken:
-            wrapper.gradients.put_back(scale)
+            wrapper.gradients.put_back(BackwardPass(scale))
 
     def give_back_taken(self) -> None:
         """A backward pass of a block around this one begins, after this one: it may come to what this one names."""
@@ -146,14 +146,14 @@ class Block:
         scaling.held_scale = scale if unreduced else None
         if unreduced and not self.delay_unscale:
             for wrapper in (*self.named, *unnamed):
-                wrapper.gradients.put_back(scale)
+                wrapper.gradients.put_back(BackwardPass(scale))
             return
         if not self.delay_unscale:
             collect(self.named, unnamed, scaler, scale, Reached(self.scaled), local, self.delay_overflow_check)
             return
         for wrapper in (*self.named, *unnamed):
             if wrapper in unnamed and not wrapper.gradients.has_fresh:
-                wrapper.gradients.put_back(scale)
+                wrapper.gradients.put_back(BackwardPass(scale))
             else:
                 wrapper.gradients.keep_scaled(scale)
                 wrapper.delayed_with = scaler

@@ -16,6 +16,7 @@ import torch
 from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
 from ...iteration.found_inf import FoundInf
+from ...iteration.gradients import BackwardPass
 from ...iteration.master_weights import Slot
 from ...iteration.optimizer_wrapper import wrapper_of
 from ...session import Session, session_of
@@ -63,7 +64,8 @@ def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
     scale = scaler.loss_scale()
     needs_check = scaler.dynamic or scale != 1.0
     needs_check = needs_check and slot is not None
-    wrapper.gradients.collect(scale, FoundInf.of(scaler.flag_on(slot.param.device)) if needs_check else None)
+    found = FoundInf.of(scaler.flag_on(slot.param.device)) if needs_check else None
+    wrapper.gradients.collect(BackwardPass(scale), found)
 
 
 def _master_params_to_model_params(optimizer: Any) -> None:

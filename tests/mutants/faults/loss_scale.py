@@ -104,8 +104,8 @@ FAULTS = [
     Mutant(
         "scaling: two optimizers unscale twice",
         "ampkit/iteration/loss_scaling.py",
-        "wrapper.gradients.collect(scale, found, local, exact_in_place, done, was_reached)",
-        "wrapper.gradients.collect(scale, found, local, exact_in_place, None, was_reached)",
+        "scaler.is_power_of_two, done, was_reached)",
+        "scaler.is_power_of_two, None, was_reached)",
         breaks="parameters of two optimizers are unscaled once",
         tests=("scaling/test_scale_loss.py::test_parameters_in_two_optimizers_are_unscaled_once",),
     ),

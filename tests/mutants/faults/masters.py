@@ -295,8 +295,8 @@ FAULTS = [
     Mutant(
         "gradients: an exception loses gradients",
         "ampkit/iteration/gradients.py",
-        "for slot in self._not_in(done):\n                slot.param.grad, slot.stash = slot.stash, None",
-        "for slot in self._not_in(done):\n                slot.stash = None",
+        "for slot in backward.not_done(self.slots):\n                slot.param.grad, slot.stash = slot.stash, None",
+        "for slot in backward.not_done(self.slots):\n                slot.stash = None",
         breaks="an exception in scale_loss puts earlier gradients back",
         tests=("scaling/test_scale_loss.py::test_exception_inside_puts_gradients_and_scale_back",),
     ),
@@ -441,7 +441,7 @@ FAULTS = [
     Mutant(
         "gradients: what is cleared inside of a block comes back",
         "ampkit/iteration/gradients.py",
-        "if was_reached is not None and was_reached(slot.param):",
+        "if backward.was_cleared(slot):",
         "if False:",
         breaks="p.grad = None inside of a block clears",
         tests=("optimizers/test_gradients_as_in_torch.py::test_clearing_inside_the_block_clears",),
