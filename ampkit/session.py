@@ -36,7 +36,7 @@ from .kernels.backend import implementation
 from .libraries import BUILD
 from .logs import logger, stdout_lines
 from .models import copies, exporting, operators, sharded, weights
-from .models.agreement import Dtypes, dtypes_of, refuse_changed_dtype, sync_weights
+from .models.agreement import Dtypes, dtypes_of, note_new_modules, refuse_changed_dtype, sync_weights
 from .models.averaging import averages
 from .models.collectives import collectives
 from .models.data_reads import data_reads
@@ -332,6 +332,8 @@ class Session:
         """The float32 value of every lower-precision tensor of the models; empty where there are no masters."""
         if not self.plan.master_weights:
             return {}
+        for model in self.models if self.plan.casts_weights else ():
+            note_new_modules(model)
         return {tensor: entry for model in self.models for tensor, entry in lower_entries(model)}
 
     def name_of(self, param: torch.Tensor | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -130,6 +131,14 @@ def _warn_of_dropped_rests(model: nn.Module, whole: CastModel, rest: Rest, lower
             rest.drops,
             lower.dtype,
         )
+
+
+def note_new_modules(model: nn.Module) -> None:
+    """Have the lower-precision weights of modules that are new since ``initialize`` known before the next forward."""
+    for module in walk(model):
+        if RECORD_KEY not in module.__dict__:
+            with suppress(ConfigurationError):  # the next forward says what is wrong
+                _record_of_new(model, module)
 
 
 def _record_of_new(model: nn.Module, module: nn.Module) -> WeightRecord:

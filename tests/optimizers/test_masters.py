@@ -330,6 +330,27 @@ def test_unfrozen_parameter_added_to_the_optimizer_gets_a_master(level, keep_ori
     assert not torch.equal(master, original) and torch.equal(model.frozen.weight, master.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("forward_first", (False, True))
+def test_a_new_layer_that_is_added_to_the_optimizer_gets_masters(dtype, forward_first):
+    """A head that is exchanged in mid-training. Without a master Adam divides by 0 in float16, and small steps are lost."""
+    torch.manual_seed(0)
+    model, optimizer = with_masters("O2", lambda params: torch.optim.Adam(params, lr=1e-4), cast_model_type=dtype)
+    fit_batch(model, optimizer)
+    model.last = nn.Linear(model.last.in_features, model.last.out_features).to(dtype)
+    before = model.last.weight.detach().float()
+    if forward_first:
+        model(torch.ones(2, 4))
+    optimizer.add_param_group({"params": model.last.parameters()})
+    optimizer.zero_grad()
+    fit_batch(model, optimizer)
+    master = optimizer.param_groups[1]["params"][0]
+    assert master.dtype is torch.float32 and model.state_dict()["last.weight"] is not model.last.weight
+    # Adam's first step is lr for every element that has a gradient.
+    assert torch.allclose((master - before).abs(), torch.full_like(before, 1e-4), rtol=0.05)
+    assert torch.equal(model.last.weight, master.to(dtype))
+
+
 # Gradients
 
 
