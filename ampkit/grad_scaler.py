@@ -30,10 +30,18 @@ class GradScaler(TorchGradScaler):
 
     ``state_dict`` and ``load_state_dict`` are in torch's format. Raises `NotInitializedError` where there is no session, or for an
     optimizer that is not of it; RuntimeError for calls out of order (``unscale_`` or ``step`` twice before ``update``), as torch's
-    does; and `ConfigurationError` for a change of the rule of a static scale.
+    does; `ConfigurationError` for a change of the rule of a static scale; and TypeError for settings of torch's, which are
+    `initialize`'s here.
     """
 
-    def __init__(self, device: str = "cuda", *, session: Session | None = None, loss_id: int = 0) -> None:
+    def __init__(
+        self, device: str = "cuda", *, session: Session | None = None, loss_id: int = 0, **of_torch: Any
+    ) -> None:
+        for name in of_torch:
+            raise TypeError(
+                f"ampkit.GradScaler() does not take {name}=: its loss scale is that of initialize(). Say it there, with "
+                "loss_scale=ampkit.DynamicLossScale(init_scale=..., growth_interval=...), or enabled=."
+            )
         super().__init__(device, enabled=False)  # torch's own scale is never used, and never allocated
         self._session = None if session is None else weakref.ref(session)
         self._loss_id = loss_id

@@ -163,3 +163,9 @@ def test_misuse_is_answered_as_torch_does():
     assert not scaler.is_enabled()
     with pytest.raises(ampkit.NotInitializedError, match="without a session"):
         scaler.scale(torch.ones(()))
+
+
+@pytest.mark.parametrize("setting", [{"init_scale": 1024.0}, {"growth_interval": 100}, {"enabled": False}], ids=str)
+def test_settings_of_torchs_grad_scaler_are_sent_to_initialize(setting):
+    with pytest.raises(TypeError, match=rf"does not take {next(iter(setting))}=.*initialize\(\).*DynamicLossScale"):
+        ampkit.GradScaler("cpu", **setting)
