@@ -157,11 +157,8 @@ def _accept_unknown(model: nn.Module, module: nn.Module, name: str, tensor: torc
     whole = record.whole
     if whole.sharded or type(tensor) is torch.Tensor:  # torch.func.functional_call lends tensors of its own
         return
-    if record.in_float32 or id(tensor) in whole.kept:
-        is_right = tensor.dtype is torch.float32
-    else:
-        is_right = tensor.dtype not in CASTABLE or tensor.dtype is whole.lower_precision
-    if not is_right:
+    is_kept = record.in_float32 or id(tensor) in whole.kept
+    if tensor.dtype in CASTABLE and tensor.dtype is not (torch.float32 if is_kept else whole.lower_precision):
         raise _foreign_weight(model, module, name, tensor)
 
 

@@ -587,3 +587,32 @@ def test_quantisation_aware_training_keeps_its_ranges_in_float32(level):
     step = model[1].activation_post_process.scale.item()
     torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=1.01 * step)
     torch.testing.assert_close(model[1].weight.grad.float(), twin[1].weight.grad, rtol=0.02, atol=0.05)
+
+
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator: torch has no transform of lower precision, and the weight is complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 9).exp().mul(0.1).to(torch.complex64) * (1 + 0.5j))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_kept_module_with_a_complex_weight_computes_in_float32(level):
+    model = nn.Sequential(nn.Linear(16, 16), Spectral(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ampkit.initialize(model, optimizer, opt_level=level, keep_fp32=Spectral, verbosity=0, loss_scale=1.0)
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
+    before = model[1].weight.detach().clone()
+    with ampkit.scale_loss(model(torch.linspace(-1, 1, 32).view(2, 16)).float().square().sum(), optimizer) as loss:
+        loss.backward()
+    wanted = torch.fft.irfft(torch.fft.rfft(seen[0].double()) * before.to(torch.complex128), n=16)
+    assert seen[1].dtype is F32
+    torch.testing.assert_close(seen[1].double(), wanted, rtol=1e-5, atol=1e-6)
+    gradient = model[1].weight.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(model[1].weight.detach(), before - 0.1 * gradient, rtol=1e-5, atol=1e-6)
