@@ -28,6 +28,7 @@ ACTIVATION_KEY = "_ampkit_activation_dtype"
 
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _NormBase)
 _QUANTISERS = ("torch.ao.quantization.fake_quantize.FakeQuantizeBase", "torch.ao.quantization.observer.ObserverBase")
+_ROW = 16  # fewer numbers may be in order by chance
 _NORM_SUFFIXES = ("Norm", "Norm1d", "Norm2d", "Norm3d")
 
 
@@ -62,7 +63,7 @@ class AsTheyAre:
     def covers(self, module: nn.Module) -> bool:
         return False
 
-    def keeps(self, module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    def keeps(self, module: nn.Module, name: str, tensor: torch.Tensor, lower_precision: torch.dtype) -> bool:
         return True
 
 
@@ -92,9 +93,11 @@ class Kept:
     def covers(self, module: nn.Module) -> bool:
         return module in self._inside
 
-    def keeps(self, module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    def keeps(self, module: nn.Module, name: str, tensor: torch.Tensor, lower_precision: torch.dtype) -> bool:
         """Whether a float32 tensor of the module stays as it is. Frequencies of rotary embeddings do: they meet large positions."""
-        return self.covers(module) or tensor in self.parameters or name.endswith("inv_freq")
+        if self.covers(module) or tensor in self.parameters or name.endswith("inv_freq"):
+            return True
+        return name in module._buffers and _loses_its_steps(tensor, lower_precision)
 
     def bridged(self) -> list[nn.Module]:
         """Kept modules that hand on lower precision: norms and the like, outside of those that run in float32."""
@@ -183,6 +186,19 @@ class Kept:
         for name, module in self._model.named_modules():
             if isinstance(module, nn.MultiheadAttention) and module.out_proj in self.named:
                 self.named[module] = name
+
+
+def _loses_its_steps(buffer: torch.Tensor, lower_precision: torch.dtype) -> bool:
+    """Whether this is a row of numbers that rise, or fall, or turn once, whose distances lower precision does not hold.
+
+    The noise levels of a diffusion, times, positions, the edges of bins: 0.9999 becomes 1, and what divides by the rest is NaN.
+    """
+    if buffer.is_meta or buffer.dim() != 1 or len(buffer) < _ROW:
+        return False
+    steps, rounded = buffer.diff(), buffer.to(lower_precision).float().diff()
+    directions = steps.sign()[steps != 0]
+    in_order = (directions[1:] != directions[:-1]).sum() <= 1
+    return bool(in_order & ((rounded - steps).abs() > steps.abs() / 16).any())
 
 
 def _has_forward(module: nn.Module) -> bool:

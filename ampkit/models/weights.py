@@ -42,7 +42,7 @@ def cast_weights(
             is_parameter = name in module._parameters
             if tensor.dtype not in CASTABLE or (sharded and is_parameter):  # float64 and complex are never cast
                 continue
-            if tensor.dtype is torch.float32 and kept.keeps(module, name, tensor):
+            if tensor.dtype is torch.float32 and kept.keeps(module, name, tensor, lower_precision):
                 whole.kept[id(tensor)] = tensor
                 continue
             if tensor not in shared:

@@ -581,3 +581,44 @@ def test_frequencies_of_rotary_embeddings_stay_float32():
     assert model[0].inv_freq.dtype is torch.float32 and model[1].weight.dtype is BF16
     # In bfloat16 a frequency is off by up to 1/256, the angle at position 4000 by up to 15.
     torch.testing.assert_close(model(X), twin(X), atol=0.02, rtol=0.02)
+
+
+# Rows of numbers
+
+
+class Sampler(nn.Module):
+    """A diffusion of one number to rest, with the noise predicted as none."""
+
+    def __init__(self):
+        super().__init__()
+        alphas = 1 - torch.linspace(1e-4, 0.02, 300)
+        self.register_buffer("alphas", alphas)
+        self.register_buffer("left", alphas.cumprod(0))
+        self.register_buffer("bins", torch.linspace(-10, 10, 51))
+        self.register_buffer("slopes", 2 ** (-torch.arange(1.0, 33) / 4))
+        self.register_buffer("positions", torch.arange(200.0))
+        self.net = nn.Linear(1, 1)
+
+    def forward(self, x):
+        x = x.float()
+        for i in reversed(range(300)):
+            alpha = self.alphas[i]
+            x = (x - (1 - alpha) / (1 - self.left[i]).sqrt() * 0.0 * self.net(x)) / alpha.sqrt()
+        return x
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_noise_levels_of_a_diffusion_stay_float32(dtype):
+    """Rounded, the first of them is 1, what is left of it divides by 0, and the others lose their distances."""
+    model = Sampler()
+    scale = model.alphas.double().rsqrt().prod()
+    o2(model, cast_model_type=dtype)
+    assert model.alphas.dtype is model.left.dtype is torch.float32
+    assert model.slopes.dtype is dtype  # each within 1/256 of itself
+    assert model.positions.dtype is dtype  # exactly
+    if dtype is BF16:
+        assert model.bins.dtype is torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(2, 1)).double(), scale.expand(2, 1), rtol=1e-4, atol=0)
+    ampkit.close()
+    assert model.slopes.dtype is torch.float32

@@ -356,6 +356,14 @@ FAULTS = [
         tests=("models/test_changed_models.py::test_frequencies_of_rotary_embeddings_stay_float32",),
     ),
     Mutant(
+        "keep: noise levels are rounded",
+        "ampkit/models/keep_fp32.py",
+        "len(buffer) < _ROW",
+        "len(buffer) > 0",
+        breaks="rows of numbers that lower precision cannot tell apart stay float32",
+        tests=("models/test_changed_models.py::test_noise_levels_of_a_diffusion_stay_float32",),
+    ),
+    Mutant(
         "sessions: sharing is not seen",
         "ampkit/session.py",
         "any(part in parts for model in session.models",
