@@ -74,7 +74,7 @@ def facts() -> list[tuple[str, str]]:
         ]
     lines.append(("O1's wrappers", f"in {dispatch().name}: {dispatch().why}"))
     if kernels.name != "extension" or dispatch().library is None:
-        lines.append(("to build them", BUILD))
+        lines.append(("to build them", f"AMPKIT_BUILD_EXT=1 {BUILD}"))
     return lines
 
 

@@ -7,14 +7,38 @@
 
 #include <pybind11/pybind11.h>
 
+#include <type_traits>
+
 namespace ampkit {
+
+namespace {
+
+// torch 2.11 keeps nodes in a std::shared_ptr that deletes by a function of torch's, torch 2.15 in an intrusive_ptr: an edge tells which.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <typename Node>
+auto make_node(uint64_t order) {
+  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<torch::autograd::Node>>)
+    return std::shared_ptr<Node>(new Node(order), [](auto* node) { deleteNode(node); });
+  else
+    return c10::make_intrusive<Node>(order);
+}
+
+// torch.autograd.graph.node_creation_hook, in a torch that has it.
+template <typename Pointer, typename Node>
+void call_creation_hooks(const Node& node) {
+  if constexpr (requires(const Pointer& any) { fire_node_creation_hooks(any); }) fire_node_creation_hooks(Pointer(node));
+}
+
+}  // namespace
 
 void record_cast(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
   using torch::autograd::generated::ToCopyBackward0;
-  auto node = std::shared_ptr<ToCopyBackward0>(new ToCopyBackward0(order), torch::autograd::deleteNode);
+  auto node = make_node<ToCopyBackward0>(order);
   node->set_next_edges(torch::autograd::collect_next_edges(source));
   node->self_options = source.options();
   torch::autograd::set_history(cast, node);
+  call_creation_hooks<NodePointer>(node);
 }
 
 at::Tensor another_use_of(const at::Tensor& activation, const at::Tensor& cast) {

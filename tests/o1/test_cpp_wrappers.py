@@ -348,3 +348,13 @@ def test_closed_engine_is_freed():
     gc.collect()
     assert died() is None
     kept.sum().backward()
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "node_creation_hook"), reason="this torch has no node_creation_hook")
+def test_hook_on_nodes_sees_the_cast_of_a_weight_and_each_use_of_an_activations_cast(casting, w):
+    # Two linear layers at one activation: the activation and each weight are cast, so four casts have nodes besides the products.
+    b, seen = nn.Parameter(w.detach().clone()), []
+    x = a().requires_grad_() * 1
+    with torch.autograd.graph.node_creation_hook(lambda node: seen.append(node.name())):
+        F.linear(x, w), F.linear(x, b)
+    assert seen.count("ToCopyBackward0") == 4
