@@ -114,8 +114,8 @@ def gathered(model: nn.Module) -> Iterator[Gathered]:
     """Every parameter that FSDP2 shards."""
     names = {module: name for name, module in model.named_modules()}
     for group in _param_groups(model):
-        dtype = _read(_read(group, "mp_policy"), "param_dtype")
         for one in _read(group, "fsdp_params"):
+            dtype = _read(_read(one, "mp_policy"), "param_dtype")
             info = _read(one, "_module_info")
             module = _read(info, "module")
             name = ".".join(filter(None, (names.get(module), _read(info, "param_name"))))
@@ -124,8 +124,8 @@ def gathered(model: nn.Module) -> Iterator[Gathered]:
 
 def unsharded_params(module: nn.Module) -> list[nn.Parameter]:
     """What the forward of an FSDP2 module computes with, in the places of its own group's sharded parameters."""
-    group = _read(_read(module, "_get_fsdp_state")(), "_fsdp_param_group")
-    found = [_read(one, "_unsharded_param", None) for one in _read(group, "fsdp_params")] if group is not None else []
+    groups = _groups_of(_read(module, "_get_fsdp_state")())
+    found = [_read(one, "_unsharded_param", None) for group in groups for one in _read(group, "fsdp_params")]
     return [param for param in found if param is not None]
 
 
@@ -144,7 +144,15 @@ def is_unreduced(model: nn.Module) -> bool:
 
 def _param_groups(model: nn.Module) -> list[Any]:
     states = dict.fromkeys(_read(module, "_get_fsdp_state")() for module in fsdp_modules(model))
-    return [group for state in states if (group := _read(state, "_fsdp_param_group")) is not None]
+    return [group for state in states for group in _groups_of(state)]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of one ``fully_shard``: one, or one for each mesh that its parameters lie on, in a torch that allows several."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = _read(state, "_fsdp_param_group")
+    return [] if group is None else [group]
 
 
 def _read(thing: Any, name: str, *unset: Any) -> Any:
@@ -158,6 +166,6 @@ def _read(thing: Any, name: str, *unset: Any) -> Any:
         if unset and name in getattr(type(thing), "__annotations__", {}):
             return unset[0]
     raise ConfigurationError(
-        f"torch {torch.__version__} keeps what FSDP2 knows in other places than torch 2.11, where ampkit reads it: "
-        f"{type(thing).__name__} has no attribute {name!r}. Use torch 2.11, or DistributedDataParallel in the place of FSDP2."
+        f"torch {torch.__version__} keeps what FSDP2 knows in other places than torch 2.11 and 2.15, where ampkit reads it: "
+        f"{type(thing).__name__} has no attribute {name!r}. Use one of them, or DistributedDataParallel in the place of FSDP2."
     )

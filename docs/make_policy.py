@@ -170,7 +170,7 @@ SAMPLES: dict[str, tuple[Callable, Callable[[], Inputs]]] = {
     "linalg.householder_product": (torch.linalg.householder_product, lambda: factored(16)),
     "lu_solve": (torch.lu_solve, lambda: solved(16)),
     "triangular_solve": (lambda b, a: torch.triangular_solve(b, a)[0], lambda: (normal(16, 2), definite(16))),
-    "qr": (lambda a: torch.qr(a)[1].abs(), lambda: (definite(16),)),
+    "qr": (lambda a: torch.linalg.qr(a)[1].abs(), lambda: (definite(16),)),
     "linalg.qr": (lambda a: torch.linalg.qr(a)[1].abs(), lambda: (definite(16),)),
     "svd": (lambda a: torch.svd(a)[1], lambda: (definite(16),)),
     "linalg.svd": (lambda a: torch.linalg.svd(a)[1], lambda: (definite(16),)),
@@ -181,7 +181,8 @@ SAMPLES: dict[str, tuple[Callable, Callable[[], Inputs]]] = {
     "linalg.lstsq": (lambda a, b: torch.linalg.lstsq(a, b)[0], lambda: (definite(16), normal(16, 2))),
     "linalg.tensorsolve": (torch.linalg.tensorsolve, lambda: (definite(16), normal(16))),
     "linalg.tensorinv": (lambda a: torch.linalg.tensorinv(a, 1), lambda: (definite(16),)),
-    **of_matrix(torch, "cholesky", "inverse", "pinverse"),
+    "cholesky": (torch.linalg.cholesky, lambda: (definite(16),)),  # newer torch has qr and cholesky in torch.linalg only
+    **of_matrix(torch, "inverse", "pinverse"),
     **of_matrix(
         torch.linalg,
         *("cholesky", "cholesky_ex", "cond", "eigvalsh", "inv", "inv_ex", "matrix_rank", "svdvals"),

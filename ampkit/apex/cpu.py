@@ -109,6 +109,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """(object, attribute, what stands there instead), for everything."""
     for name, value in {**_cuda_functions(), **{name: getattr(torch, name) for name in _TYPES}}.items():
         yield torch.cuda, name, value
+    # torch's optimizers ask it for a stream where CUDA says that it is available.
+    yield torch.accelerator, "current_accelerator", _constant(None)
+    yield torch.accelerator, "is_available", _constant(False)
     yield torch.Tensor, "cuda", _returns_self
     yield nn.Module, "cuda", _returns_self
     yield nn.Module, "to", _module_to(nn.Module.to)

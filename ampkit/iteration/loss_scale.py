@@ -222,6 +222,11 @@ class LossScaler:
         """Have the state on this device."""
         if self._state is not None and self._state.device == device:
             return
+        # Dynamo has no tensors that share memory with the host.
+        move = torch._dynamo.disable(self._move_to) if torch.compiler.is_dynamo_compiling() else self._move_to
+        move(device)
+
+    def _move_to(self, device: torch.device) -> None:
         self._read_state()
         self._words = None
         if device.type == "cpu":

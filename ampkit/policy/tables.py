@@ -280,8 +280,8 @@ TODAY = (
         (
             "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product",
             "inv", "inv_ex", "ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq", "lu", "lu_factor", "lu_factor_ex",
-            "lu_solve", "matrix_exp", "matrix_power", "matrix_rank", "pinv", "qr", "slogdet", "solve", "solve_ex",
-            "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve", "vander",
+            "lu_solve", "matrix_exp", "matrix_power", "matrix_rank", "matrix_sqrth", "pinv", "polar", "qr", "slogdet", "solve",
+            "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve", "vander",
         ),
         "torch has no lower-precision kernel for it",
     ),

@@ -212,12 +212,14 @@ def test_everything_is_undone_at_the_end(tmp_path):
         "model, opt = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)\n"
         "torch.set_default_dtype(torch.float64)\n"
         "assert torch.zeros(1, device='cuda').type() == 'torch.cuda.DoubleTensor'\n"
+        "assert torch.accelerator.current_accelerator(check_available=True) is None\n"  # Adam asks one for its stream
     )
     import ampkit.apex
 
     ampkit.apex.uninstall()
     owners = [torch, torch.Tensor, torch.cuda, torch.nn.Module, torch.autocast, torch.UntypedStorage, torch.distributed]
     owners += [
+        torch.accelerator,
         torch.utils.data.DataLoader,
         torch.nn.parallel.DistributedDataParallel,
         torch.nn.utils.rnn.PackedSequence,

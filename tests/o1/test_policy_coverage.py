@@ -100,9 +100,10 @@ def spellings(operator: str) -> list[tuple[str, str]]:
     return sorted((path, name) for path, name in found if path != "torch._VF" or name in APEX[torch._VF].split())
 
 
-# torch.linalg's norm is spelled linalg_norm; torch.norm is the operator norm.
+# torch.linalg's norm is spelled linalg_norm; torch.norm is the operator norm. torch.linalg.polar is a decomposition.
 NOT_THIS_ONE = {
-    name: {("torch", "norm"), ("torch.Tensor", "norm")} for name in ("linalg_vector_norm", "linalg_matrix_norm")
+    **{name: {("torch", "norm"), ("torch.Tensor", "norm")} for name in ("linalg_vector_norm", "linalg_matrix_norm")},
+    "polar": {("torch.linalg", "polar")},
 }
 
 

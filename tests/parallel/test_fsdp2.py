@@ -639,16 +639,22 @@ def shards_of_one(group_of_one):
     "owner, name",
     [
         ("state", "_fsdp_param_group"),
-        ("group", "mp_policy"),
+        ("param", "mp_policy"),
         ("group", "fsdp_params"),
         ("group", "reduce_grads"),
         ("param", "_module_info"),
         ("param", "sharded_param"),
     ],
 )
-def test_fsdp2_of_another_torch_is_refused_by_its_version(shards_of_one, owner, name):
-    model = shards_of_one["model"]
-    delattr(shards_of_one[owner], name)
+def test_fsdp2_of_another_torch_is_refused_by_its_version(shards_of_one, monkeypatch, owner, name):
+    model, state = shards_of_one["model"], shards_of_one["state"]
+    if owner == "state" and hasattr(
+        state, "_fsdp_param_groups"
+    ):  # a list where this torch has several, whose first one it is
+        monkeypatch.delattr(type(state), name)
+        del state._fsdp_param_groups
+    else:
+        delattr(shards_of_one[owner], name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ampkit.ConfigurationError) as refused:
         ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
