@@ -17,7 +17,8 @@ from torch import nn
 import ampkit
 from ampkit.errors import ConfigurationError
 
-LEVELS = ("O1", "O2", "O5")
+# On the CPU O5 is O2 without a loss scale, which compiled forwards do not see.
+LEVELS = others_slow("O1", "O2", of=("O1", "O2", "O5"))
 
 
 class MLP(nn.Sequential):
@@ -203,7 +204,7 @@ def test_levels_without_master_weights_and_loss_scale_train_in_one_graph_too(lev
     assert len(set(compiled_losses)) == 3  # the weights moved
 
 
-@pytest.mark.parametrize("level", others_slow("O1", of=LEVELS))
+@pytest.mark.parametrize("level", others_slow("O1", of=("O1", "O2", "O5")))
 def test_inductor_trains_as_uncompiled(level):
     dtypes, losses = train_eagerly(make_mlp, level)
     model, *rest = initialized(make_mlp, level)
@@ -368,7 +369,7 @@ def test_initialize_takes_a_compiled_model_and_returns_it(level):
 
 
 @pytest.mark.switch
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_step_compiled_with_its_loss_trains_as_uncompiled(level):
     def loss_of(model, inputs, targets):
         return F.cross_entropy(model(inputs), targets)
