@@ -4,6 +4,8 @@ Each way is an ordinary line of a training script. The judges are the same scrip
 by hand in plain torch: ampkit may be no further from the first than the second is.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -124,6 +126,7 @@ def train(model, optimizer, backward, way, blocks, before_step=lambda: None, aft
         after_step()
 
 
+@functools.cache  # the same for all settings
 def in_float32(make_optimizer, way, blocks=1):
     model = net()
     train(model, make_optimizer(model.parameters()), lambda loss: loss().backward(), way, blocks)
@@ -132,8 +135,14 @@ def in_float32(make_optimizer, way, blocks=1):
 
 def by_hand(make_optimizer, way, settings, blocks=1):
     """The same mixed precision in plain torch: torch.autocast, or a cast model, and float32 masters updated from its gradients."""
+    dtype = None if settings["opt_level"] == "O1" else settings.get("cast_model_type", torch.bfloat16)
+    return in_mixed_precision(make_optimizer, way, dtype, blocks)
+
+
+@functools.cache
+def in_mixed_precision(make_optimizer, way, dtype, blocks):
     model = net()
-    if settings["opt_level"] == "O1":
+    if dtype is None:
 
         def backward(loss):
             with torch.autocast("cpu", torch.bfloat16):
@@ -143,7 +152,6 @@ def by_hand(make_optimizer, way, settings, blocks=1):
         train(model, make_optimizer(model.parameters()), backward, way, blocks)
         return flat(model.parameters())
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    dtype = settings.get("cast_model_type", torch.bfloat16)
     model.to(dtype)
     scale = 2.0**16 if dtype is torch.float16 else 1.0
 
