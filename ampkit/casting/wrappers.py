@@ -91,6 +91,9 @@ def keep_overloads(wrapper: Callable, original: Callable) -> None:
     """Give the wrapper of an operator (``torch.ops.torchvision.nms``) its overloads: compilers and libraries ask for them."""
     if isinstance(original, OpOverloadPacket):
         wrapper.overloads = original.overloads
+        wrapper.op_overloads = lambda: [
+            getattr(original, name) for name in original.overloads()
+        ]  # torch 2.15's, for any
         for name in original.overloads():
             setattr(wrapper, name, getattr(original, name))
 

@@ -10,6 +10,8 @@ from helpers import ROOT
 from ampkit.policy import CastKind, tables_for
 
 DOCS = ROOT / "docs"
+# The numbers on the page are of the torch that constraints.txt names.
+THE_PAGES_TORCH = f"torch=={torch.__version__.partition('+')[0]}\n" in (ROOT / "constraints.txt").read_text()
 FLOOR = 1e-6  # errors below it are float32's, and differ from processor to processor
 
 
@@ -73,7 +75,7 @@ def test_page_is_current(generator, written):
         name
         for name in new
         if (old[name][:3], old[name][6]) != (new[name][:3], new[name][6])
-        or not all(agree(*cells) for cells in zip(old[name][3:6], new[name][3:6], strict=True))
+        or (THE_PAGES_TORCH and not all(agree(*cells) for cells in zip(old[name][3:6], new[name][3:6], strict=True)))
     ]
     assert stale == [], "run python docs/make_policy.py"
 
