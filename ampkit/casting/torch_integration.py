@@ -87,7 +87,10 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
 
 def _patch_checkpoints(patches: PatchSet) -> None:
     """What runs again is inside regions of torch's that bring back the state of its forward; the script entered none of them."""
-    generate, forward = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.forward
+    generator = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpoint, f"{generator}_impl"):  # torch 2.15
+        generator += "_impl"
+    generate, forward = getattr(checkpoint, generator), checkpoint.CheckpointFunction.forward
 
     @functools.wraps(generate)
     def generate_by_regions(fn: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +100,7 @@ def _patch_checkpoints(patches: PatchSet) -> None:
     def forward_by_regions(ctx: Any, run_function: Callable, *args: Any) -> Any:
         return forward(ctx, _in_regions_of_now(run_function), *args)
 
-    patches.set(checkpoint, "_checkpoint_without_reentrant_generator", generate_by_regions)
+    patches.set(checkpoint, generator, generate_by_regions)
     patches.set(checkpoint.CheckpointFunction, "forward", staticmethod(forward_by_regions))
 
 
