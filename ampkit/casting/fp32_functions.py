@@ -27,12 +27,14 @@ from .state import CastingState
 Log = Callable[[Tensor], None]
 
 _WORTHWHILE = 1 << 16
+_IN_CACHES = 1 << 18  # elements, for each thread
 
 # Bound before anything is patched.
 _grad_enabled = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
 _tracing = torch._C._get_tracing_state
 _transform_level = torch._C._functorch.maybe_current_level
+_softmax, _log_softmax = torch.softmax, torch.log_softmax
 _native_layer_norm = torch.native_layer_norm
 _native_group_norm = torch.native_group_norm
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -116,7 +118,7 @@ class _Float32Inside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, computation: _Computation, original: Callable, x: Tensor, *rest: Any) -> Tensor:
-        result, statistics = computation.forward(original, x.float(), *rest)
+        result, statistics = computation.forward(original, x, *rest)
         ctx.computation, ctx.original = computation, original
         # Tensors go where the hooks on saved tensors see them.
         ctx.rest = [None if isinstance(value, Tensor) else value for value in rest]
@@ -179,7 +181,7 @@ def _arguments_of_layer_norm(input, normalized_shape, weight=None, bias=None, ep
 
 
 def _layer_norm(original, x, shape, weight, bias, eps):
-    result, mean, rstd = _native_layer_norm(x, shape, weight, bias, eps)
+    result, mean, rstd = _native_layer_norm(x.float(), shape, weight, bias, eps)
     return result, (mean, rstd)
 
 
@@ -216,7 +218,7 @@ def _group_norm_sizes(x, groups):
 
 def _group_norm(original, x, groups, weight, bias, eps):
     result, mean, rstd = _native_group_norm(
-        _in_memory_format_of(x, x), weight, bias, *_group_norm_sizes(x, groups), eps
+        _in_memory_format_of(x, x.float()), weight, bias, *_group_norm_sizes(x, groups), eps
     )
     return result, (mean, rstd)
 
@@ -239,8 +241,8 @@ def _arguments_of_rms_norm(input, normalized_shape, weight=None, eps=None):
 
 def _rms_norm(original, x, shape, weight, eps):
     if not x.is_cpu:  # one kernel does it all there
-        return original(x, shape, weight, eps), ()
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
+        return original(x.float(), shape, weight, eps), ()
+    x, eps = x.float(), torch.finfo(torch.float32).eps if eps is None else eps
     rstd = x.square().mean(_last(shape), keepdim=True).add_(eps).rsqrt_()
     result = x.mul_(rstd)
     return result if weight is None else result.mul_(weight), (rstd,)
@@ -284,30 +286,38 @@ def _arguments_of_cross_entropy(
     return (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) if fits else None
 
 
+def _parts(x, *others):
+    """All of it on a GPU; on the CPU a few samples at a time, whose float32 values stay in the caches."""
+    samples = len(x)
+    if x.is_cpu:
+        samples = max(1, samples * _IN_CACHES * torch.get_num_threads() // x.numel())
+    return zip(*(one.split(samples) for one in (x, *others)), strict=True)
+
+
 def _cross_entropy(original, x, target, _, __, ignore_index, ___, reduction, ____):
-    """log(sum(exp(x))) - x[target], in the memory of ``x``."""
     ignored = target == ignore_index
-    largest = x.amax(1, keepdim=True)
-    x.sub_(largest)
-    at_target = x.gather(1, target.masked_fill(ignored, 0).unsqueeze(1))
-    log_sum = x.exp_().sum(1, keepdim=True).log_()
-    losses = (log_sum - at_target).squeeze(1).masked_fill_(ignored, 0)
     # What each sample counts in the result.
     share = (~ignored).float()
+    losses = torch.empty_like(share)
+    for part, labels, loss in _parts(x, target.masked_fill(ignored, 0), losses):
+        torch.neg(_log_softmax(part, 1, torch.float32).gather(1, labels.unsqueeze(1)).squeeze(1), out=loss)
+    losses.masked_fill_(ignored, 0)
     if reduction == "mean":
         count = share.sum()
         result, share = losses.sum() / count, share.div_(count.clamp_(min=1))
     else:
         result = losses.sum() if reduction == "sum" else losses
-    return result, (log_sum.add_(largest), share)
+    return result, (share,)
 
 
 def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, ignore_index, *others):
-    log_sum, share = statistics
-    share = share.mul(grad).unsqueeze_(1)
-    dx = x.float().sub_(log_sum).exp_().mul_(share)
-    dx.scatter_add_(1, target.masked_fill(target == ignore_index, 0).unsqueeze(1), share.neg_())
-    return dx.to(x.dtype), *(None,) * 7
+    share = statistics[0].mul(grad)
+    target = target.masked_fill(target == ignore_index, 0)
+    dx = torch.empty_like(x)
+    for result, part, labels, counts in _parts(dx, x, target.unsqueeze(1), share.unsqueeze(1)):
+        dpart = _softmax(part, 1, torch.float32).mul_(counts)
+        result.copy_(dpart.scatter_add_(1, labels, counts.neg()))
+    return dx, *(None,) * 7
 
 
 _COMPUTATIONS = {

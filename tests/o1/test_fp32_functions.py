@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from helpers import o1
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ampkit.casting import fp32_functions
@@ -64,8 +66,9 @@ SHIPPED_THRESHOLD = fp32_functions._WORTHWHILE
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
-    """The cases are small; tests of the shipped threshold put it back."""
+    """The cases are small; tests of the shipped threshold put it back. Caches hold ten of 64 samples."""
     monkeypatch.setattr(fp32_functions, "_WORTHWHILE", 0)
+    monkeypatch.setattr(fp32_functions, "_IN_CACHES", 10 * 96 // torch.get_num_threads())
 
 
 def made(name, dtype):
@@ -118,6 +121,32 @@ def test_autograd_saves_no_float32_copy(name, in_python):
     with o1(in_python=in_python):
         saved = saved_by(lambda: call(x, *weights))
     assert [dtype for dtype, size in saved if size == x.numel()] == [torch.bfloat16]
+
+
+class LargestFloat32(TorchDispatchMode):
+    """The most elements of a float32 tensor that is computed."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("in_cache, samples", [(10 * 96, 10), (50, 1)])
+def test_cross_entropy_goes_through_float32_a_few_samples_at_a_time(in_cache, samples, monkeypatch):
+    monkeypatch.setattr(fp32_functions, "_IN_CACHES", in_cache)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    x = torch.randn(64, 96).bfloat16().requires_grad_()
+    with o1():
+        with LargestFloat32() as forward:
+            loss = F.cross_entropy(x, TARGET)
+        with LargestFloat32() as backward:
+            loss.backward()
+    assert forward.elements == backward.elements == max(samples * 96, 64)
 
 
 def test_what_is_saved_for_layer_norm_is_the_input_itself():

@@ -149,12 +149,12 @@ FAULTS = [
         tests=("o1/test_fp32_functions.py::test_as_accurate_as_casting_first",),
     ),
     Mutant(
-        "float32 inside: the largest logit is not added again",
+        "float32 inside: a sample larger than the caches is cast with all others",
         "ampkit/casting/fp32_functions.py",
-        "log_sum.add_(largest)",
-        "log_sum",
-        breaks="gradients of large logits are those of the softmax",
-        tests=("o1/test_fp32_functions.py::test_as_accurate_as_casting_first",),
+        "max(1, samples * _IN_CACHES * torch.get_num_threads() // x.numel())",
+        "samples * _IN_CACHES * torch.get_num_threads() // x.numel() or samples",
+        breaks="no float32 copy of all logits is made on the CPU",
+        tests=("o1/test_fp32_functions.py::test_cross_entropy_goes_through_float32_a_few_samples_at_a_time",),
     ),
     Mutant(
         "float32 inside: rms_norm loses a term",
