@@ -22,6 +22,7 @@ from torch import nn
 
 from .casting.decorators import cast_models
 from .casting.engine import Casting, active_casting
+from .casting.library import dispatch
 from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
@@ -395,15 +396,22 @@ class Session:
             changes.append(f"process_group=<{type(self.process_group).__name__}>")
         if any(changes):
             logger.info("Changed from the level's defaults: %s", ", ".join(filter(None, changes)))
-        _tell_of_missing_kernels()
+        _tell_of_missing_libraries()
 
 
 @functools.cache  # once in a process
-def _tell_of_missing_kernels() -> None:
-    kernels = implementation()
-    if kernels.name == "reference" and kernels.why != "AMPKIT_EXTENSION=off":
+def _tell_of_missing_libraries() -> None:
+    """pip hides what an install could not compile. A library that is there and broken was told of at import."""
+    libraries = {"compiled kernels": implementation(), "O1's wrappers in C++": dispatch()}
+    missing = [
+        what
+        for what, one in libraries.items()
+        if one.name in ("reference", "Python") and one.why != "AMPKIT_EXTENSION=off"
+    ]
+    if missing:
         logger.info(
-            "The compiled kernels are missing: every feature works, slower. '%s' builds them; 'python -m ampkit info' says more.",
+            "The %s are missing: every feature works, slower. '%s' builds them; 'python -m ampkit info' says more.",
+            " and ".join(missing),
             BUILD,
         )
 

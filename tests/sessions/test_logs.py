@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit.casting.library import Dispatch
 from ampkit.kernels.backend import Implementation
 
 session_module = importlib.import_module("ampkit.session")  # the name in the package is the function
@@ -58,7 +59,7 @@ SELECTED = "Selected optimization level "
 )
 def test_first_words_say_what_the_level_comes_to(level, brief, in_use, capsys, monkeypatch):
     monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
-    monkeypatch.setattr(session_module, "_tell_of_missing_kernels", lambda: None)  # once, where they are missing
+    monkeypatch.setattr(session_module, "_tell_of_missing_libraries", lambda: None)  # once, where they are missing
     lines = first_words(capsys, opt_level=level)
     assert lines[:2] == [f"{SELECTED}{level}: {brief}", f"In use: {in_use}"]
     assert lines[2:] == (["Kept in float32: 1 module (1)"] if level == "O2" else [])
@@ -127,17 +128,34 @@ def test_settings_that_are_the_defaults_anyway_are_no_changes(capsys):
     assert not any("Changed" in line for line in lines)
 
 
-def test_missing_kernels_are_told_once_with_the_cure(capsys, monkeypatch):
-    for why, times in (
-        ("the extension could not be loaded: No module named 'ampkit._C'", 1),
-        ("AMPKIT_EXTENSION=off", 0),
-    ):
-        session_module._tell_of_missing_kernels.cache_clear()
-        monkeypatch.setattr(session_module, "implementation", lambda why=why: Implementation("reference", why))
-        lines = first_words(capsys, opt_level="O2") + first_words(capsys, opt_level="O1")
-        # Not a copy: the sources in this folder would hide it.
-        assert sum("pip install --no-build-isolation --editable ." in line for line in lines) == times
-    session_module._tell_of_missing_kernels.cache_clear()
+NOT_BUILT = "could not be loaded: No module named 'ampkit.library'"
+
+
+@pytest.mark.parametrize(
+    "kernels, wrappers, missing",
+    [
+        (NOT_BUILT, NOT_BUILT, "compiled kernels and O1's wrappers in C++"),
+        (None, NOT_BUILT, "O1's wrappers in C++"),
+        (NOT_BUILT, None, "compiled kernels"),
+        ("AMPKIT_EXTENSION=off", "AMPKIT_EXTENSION=off", None),
+        (None, None, None),
+    ],
+)
+def test_libraries_that_were_not_built_are_told_once_with_the_cure(kernels, wrappers, missing, capsys, monkeypatch):
+    monkeypatch.setattr(
+        session_module, "implementation", lambda: Implementation("reference" if kernels else "extension", kernels or "")
+    )
+    monkeypatch.setattr(
+        session_module, "dispatch", lambda: Dispatch(None if wrappers else session_module, wrappers or "")
+    )
+    session_module._tell_of_missing_libraries.cache_clear()
+    lines = first_words(capsys, opt_level="O2") + first_words(capsys, opt_level="O1")
+    session_module._tell_of_missing_libraries.cache_clear()
+    # Not a copy: the sources in this folder would hide it.
+    cure = "every feature works, slower. 'pip install --no-build-isolation --editable .' builds them"
+    assert [line.split(";")[0] for line in lines if "missing" in line] == (
+        [f"The {missing} are missing: {cure}"] if missing else []
+    )
 
 
 @pytest.mark.parametrize(

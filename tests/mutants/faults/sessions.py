@@ -84,12 +84,12 @@ FAULTS = [
         tests=("sessions/test_logs.py::test_a_setting_that_differs_from_its_level_is_among_the_first_words",),
     ),
     Mutant(
-        "first words: missing kernels are told at every initialize",
+        "first words: missing libraries are told at every initialize",
         "ampkit/session.py",
         "@functools.cache  # once in a process\n",
         "",
-        breaks="missing kernels are told once",
-        tests=("sessions/test_logs.py::test_missing_kernels_are_told_once_with_the_cure",),
+        breaks="missing libraries are told once",
+        tests=("sessions/test_logs.py::test_libraries_that_were_not_built_are_told_once_with_the_cure",),
     ),
     Mutant(
         "first words: dtype= is answered with a setting of another level",
