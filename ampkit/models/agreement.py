@@ -157,8 +157,10 @@ def _accept_unknown(model: nn.Module, module: nn.Module, name: str, tensor: torc
     whole = record.whole
     if whole.sharded or type(tensor) is torch.Tensor:  # torch.func.functional_call lends tensors of its own
         return
-    is_kept = record.in_float32 or id(tensor) in whole.kept
-    if tensor.dtype in CASTABLE and tensor.dtype is not (torch.float32 if is_kept else whole.lower_precision):
+    was_kept = id(tensor) in whole.kept
+    if not was_kept and tensor.dtype not in CASTABLE:
+        return
+    if tensor.dtype is not (torch.float32 if was_kept or record.in_float32 else whole.lower_precision):
         raise _foreign_weight(model, module, name, tensor)
 
 
