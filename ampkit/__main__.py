@@ -14,7 +14,7 @@ from ampkit import __version__
 from ampkit.apex import running
 from ampkit.casting.library import dispatch
 from ampkit.kernels import implementation
-from ampkit.libraries import BUILD
+from ampkit.libraries import BUILD, SWITCHED_OFF
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def facts() -> list[tuple[str, str]]:
             ("CUDA kernels", f"{'loaded' if kernels.cuda else 'not loaded'}: {kernels.cuda_why}"),
         ]
     lines.append(("O1's wrappers", f"in {dispatch().name}: {dispatch().why}"))
-    if kernels.name != "extension" or dispatch().library is None:
+    if kernels.why != SWITCHED_OFF and (kernels.name != "extension" or dispatch().library is None):
         lines.append(("to build them", f"AMPKIT_BUILD_EXT=1 {BUILD}"))
     return lines
 

@@ -21,6 +21,9 @@ _IN_A_CLONE = (Path(__file__).resolve().parents[1] / "setup.py").exists()
 #: What builds the libraries. In a clone, whose sources hide an ampkit that was installed as a copy, it puts them among the sources.
 BUILD = f"pip install --no-build-isolation {'--editable ' if _IN_A_CLONE else ''}."
 
+#: Why a library is not used that may be there.
+SWITCHED_OFF = "AMPKIT_EXTENSION=off"
+
 #: Where a library must be there, and what builds it.
 _STRICT = {
     "require": BUILD,
@@ -39,7 +42,7 @@ def load_library(name: str, load: Callable[[], Library]) -> tuple[Library | None
     if wish not in ("auto", "off", "require", "emulated"):
         raise ExtensionError(f"AMPKIT_EXTENSION is {wish!r}; expected 'auto', 'off' or 'require'")
     if wish == "off":
-        return None, "AMPKIT_EXTENSION=off"
+        return None, SWITCHED_OFF
     try:
         return load(), f"AMPKIT_EXTENSION={wish}, and {name} loaded"
     except (ImportError, OSError, RuntimeError) as error:

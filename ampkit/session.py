@@ -34,7 +34,7 @@ from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import Block
 from .kernels.backend import implementation
-from .libraries import BUILD
+from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies, exporting, operators, sharded, weights
 from .models.agreement import Dtypes, dtypes_of, note_new_modules, refuse_changed_dtype, sync_weights
@@ -404,9 +404,7 @@ def _tell_of_missing_libraries() -> None:
     """pip hides what an install could not compile. A library that is there and broken was told of at import."""
     libraries = {"compiled kernels": implementation(), "O1's wrappers in C++": dispatch()}
     missing = [
-        what
-        for what, one in libraries.items()
-        if one.name in ("reference", "Python") and one.why != "AMPKIT_EXTENSION=off"
+        what for what, one in libraries.items() if one.name in ("reference", "Python") and one.why != SWITCHED_OFF
     ]
     if missing:
         logger.info(

@@ -34,6 +34,11 @@ PICKLES_REFUSED = (
     "file may run code of its own when it is loaded: only for files that you trust."
 )
 
+NO_CUDA = ("Found no NVIDIA driver", "Torch not compiled with CUDA")
+"""How the errors begin that torch raises where a script says ``.cuda()`` on a machine without a GPU."""
+
+RUNS_ON_THE_CPU = "ampkit: python -m ampkit run --device cpu ... runs the script's CUDA calls on the CPU."
+
 _until_exit = ExitStack()
 """In a spawned process: what holds as long as the process lives."""
 
@@ -88,6 +93,8 @@ def execute_as_main(run: Run, arguments: Sequence[str]) -> None:
     except BaseException as error:
         if isinstance(error, pickle.UnpicklingError) and not run.allow_pickle:
             error.add_note(PICKLES_REFUSED)
+        if run.device is None and str(error).startswith(NO_CUDA):
+            error.add_note(RUNS_ON_THE_CPU)
         _show_without_our_frames(error)
         raise
 

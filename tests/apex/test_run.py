@@ -185,6 +185,17 @@ def test_a_checkpoint_that_is_refused_ends_with_the_option_that_takes_it(tmp_pat
         assert any("--allow-pickle" in note for note in getattr(caught.value, "__notes__", ())) == told
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the script runs on it")
+def test_a_script_that_finds_no_gpu_ends_with_the_option_that_does_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
+    script = tmp_path / "script.py"
+    for line, told in (("torch.ones(1).cuda()", True), ("torch.ones(2) @ torch.ones(3)", False)):
+        script.write_text(f"import torch\n{line}")
+        with pytest.raises((RuntimeError, AssertionError)) as caught:
+            running.execute_as_main(running.Run(str(script)), [])
+        assert any("--device cpu" in note for note in getattr(caught.value, "__notes__", ())) == told
+
+
 def test_the_command_line_allows_pickles_only_when_told_to():
     parser = argparse.ArgumentParser()
     running.add_arguments(parser)
