@@ -91,11 +91,10 @@ def keep_overloads(wrapper: Callable, original: Callable) -> None:
     """Give the wrapper of an operator (``torch.ops.torchvision.nms``) its overloads: compilers and libraries ask for them."""
     if isinstance(original, OpOverloadPacket):
         wrapper.overloads = original.overloads
-        wrapper.op_overloads = lambda: [
-            getattr(original, name) for name in original.overloads()
-        ]  # torch 2.15's, for any
-        for name in original.overloads():
-            setattr(wrapper, name, getattr(original, name))
+        overloads = {name: getattr(original, name) for name in original.overloads()}
+        wrapper.op_overloads = lambda: list(overloads.values())  # torch 2.15 asks every operator for it
+        for name, overload in overloads.items():
+            setattr(wrapper, name, overload)
 
 
 def autocast_would_cast(rule: CastRule) -> bool:

@@ -237,7 +237,7 @@ def test_optimizers_carry_their_kernels_and_one_flag(name):
 
 
 @pytest.mark.parametrize("cls", [optimizers.FusedAdam, contrib.FusedAdam])
-def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls):
+def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, caplog):
     """The BERT scripts of 2019: a float16 model, FusedAdam(max_grad_norm=1.0), and FP16_Optimizer around it."""
     halves = [p.half() for p in several_params(torch.float32)]
     params = [nn.Parameter(p.detach()) for p in halves]
@@ -248,6 +248,7 @@ def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls):
     )
     adam = cls(groups, lr=0.01, bias_correction=False, max_grad_norm=1.0)
     optimizer = optimizers.FP16_Optimizer(adam, static_loss_scale=64.0, verbose=False)
+    caplog.set_level("WARNING", "ampkit")
     moments = [[torch.zeros_like(twin), torch.zeros_like(twin)] for twin in twins]
     for step in range(3):
         drawn = [gradient * (step + 1) for gradient in drawn_gradients(step, params)]
@@ -269,11 +270,14 @@ def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls):
     masters = [master for group in optimizer.fp32_from_fp16_groups for master in group]
     assert_all_close(masters, twins, 1e-5)
     assert adam.param_groups[0]["max_grad_norm"] == 1.0
+    assert not caplog.messages
 
 
-def test_max_grad_norm_without_the_wrapper_clips_nothing():
+def test_max_grad_norm_without_the_wrapper_clips_nothing_and_says_so_once(caplog):
     params, others = several_params(torch.float32), several_params(torch.float32)
-    take_steps(optimizers.FusedAdam(params, max_grad_norm=1e-3, **ADAM), params, range(2))
+    with caplog.at_level("WARNING", "ampkit"):
+        take_steps(optimizers.FusedAdam(params, max_grad_norm=1e-3, **ADAM), params, range(2))
+    assert len(caplog.messages) == 1 and "before step()" in caplog.messages[0]
     take_steps(optimizers.FusedAdam(others, **ADAM), others, range(2))
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 

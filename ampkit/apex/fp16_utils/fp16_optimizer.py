@@ -260,8 +260,9 @@ class FP16_Optimizer:
 
     def _clip_groups(self) -> None:
         """``max_grad_norm`` of Apex's first FusedAdam, which left it to this wrapper: the norm of each group by itself."""
-        if not getattr(self.optimizer, "groups_are_clipped_by_wrapper", False):
+        if not hasattr(self.optimizer, "groups_are_clipped"):
             return
+        self.optimizer.groups_are_clipped = True
         for group in self.optimizer.param_groups:
             if group.get("max_grad_norm", 0.0) > 0:
                 nn.utils.clip_grad_norm_(group["params"], group["max_grad_norm"])
