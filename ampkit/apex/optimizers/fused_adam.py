@@ -16,8 +16,8 @@ from .subclassing import ForSubclasses
 
 class FusedAdam(ForSubclasses, StepsInGroups, _core.FusedAdam):
     __doc__ = f"""{_core.FusedAdam.__doc__}
-    ``max_grad_norm`` is what `FP16_Optimizer` clips each parameter group to; without that wrapper nothing is clipped, which the first
-    step tells. ``use_mt`` and ``amp_scale_adjustment`` chose kernels, and are accepted.
+    ``max_grad_norm`` is what `FP16_Optimizer` clips each parameter group to; without that wrapper nothing is clipped, which the
+    first step tells. ``use_mt`` and ``amp_scale_adjustment`` chose kernels, and are accepted.
     """
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
