@@ -286,7 +286,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     optimizer that was not initialized. Raises TypeError for what is no optimizer.
     """
     wrapper = wrapper_of(validation.optimizer(optimizer, "step_was_skipped"))
-    return wrapper is not None and wrapper.skipped
+    return wrapper is not None and wrapper.findings.skipped
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str, float | int]]:

@@ -224,8 +224,7 @@ class Session:
         slots = Slots(self.plan.rest_dtype)
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
-            wrapper = OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
-            wrapper.gradients.leaves_scaled = self.plan.model_grads == "scaled"
+            OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
             if self.plan.casts_weights and (not self.plan.master_weights or self.plan.rest_dtype is not None):
                 self._undo.if_alive(copies.hand_out_own_state, optimizer)
                 copies.hand_out_plain_state(optimizer, values)

@@ -93,6 +93,7 @@ class FoundInf:
     scaler: Any = None
     moves_scale = False
     at_step = False
+    is_sent = False
     reported = False
     first_nonfinite: Sequence[torch.Tensor] = ()
     _overflowed: bool | None = None
@@ -140,6 +141,7 @@ class FoundInf:
         if isinstance(state, torch.Tensor):
             copy.state.copy_(state)
         copy.send()
+        self.is_sent = True
 
     @property
     def is_captured(self) -> bool:

@@ -9,7 +9,7 @@ master's, which then is what the step uses. All of this is done by multi-tensor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from .gradient_groups import grouped
 from .master_weights import Exact, Seen, Slot
 from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
 
+_CPU = torch.device("cpu")
 LISTS_OF_A_COLLECTION = 6  #: how many lists `Gradients.collect` checks at most, but for rare mixtures
 
 
@@ -64,14 +65,17 @@ class Gradients:
     under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either holds, gradients stay there during the
     next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed. ``leaves_scaled``
     (``model_grads="scaled"``) leaves those of weights with masters at their scale after the block, in ``param.grad``.
+    ``process_groups`` are the groups of processes that have to agree whether to step: ``given`` ones, and those that the
+    parameters lie on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads_lower: bool, leaves_scaled: bool, given: Any = None) -> None:
         self.slots: list[Slot] = []
         self.mastered: list[Slot] = []  # those that have a master
         self.by_master: dict[int, Slot] = {}  # by the id of what the optimizer's groups hold
-        self.reads_lower = False
-        self.leaves_scaled = False
+        self.reads_lower = reads_lower
+        self.leaves_scaled = leaves_scaled
+        self.process_groups = self._given = [] if given is None else [given]
         self.is_open = False
         self.is_named = True  # by the block that it is open in
         self.scale: Scale = 1.0  # of that block
@@ -79,12 +83,8 @@ class Gradients:
         self.delayed_scale: Scale | None = None
         self.local = False
         self.clipping = Clipping()
-        # The flag of the last step, while its gradients are there; and what was found before each step since they were cleared.
-        self.used_flag: torch.Tensor | None = None
-        self.used: list[FoundInf] = []
         # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
         self.in_buckets = False
-        self._groups: tuple[int, list[Any]] | None = None  # of so many slots
 
     def add(self, slots: Iterable[Slot]) -> None:
         """From now on these parameters' gradients too; where ``slots`` raises, those before stay added.
@@ -102,12 +102,12 @@ class Gradients:
                 self.mastered.append(slot)
                 self.by_master[id(slot.target)] = slot
                 slot.master.belongs_to(slot, self)
+        self.process_groups = list(dict.fromkeys([*process_groups(slot.param for slot in self.slots), *self._given]))
 
-    def process_groups(self) -> list[Any]:
-        """The groups of processes that the parameters lie on."""
-        if self._groups is None or self._groups[0] != len(self.slots):
-            self._groups = (len(self.slots), process_groups(slot.param for slot in self.slots))
-        return self._groups[1]
+    @property
+    def device(self) -> torch.device:
+        """Where what is found about them is kept."""
+        return self.slots[0].param.device if self.slots else _CPU
 
     def forget_slots(self) -> None:
         """No parameters any more."""
@@ -223,7 +223,6 @@ class Gradients:
         self.is_open = False
         self.delayed_scale = None
         self.local = backward.local
-        self.used_flag = None
 
     def _unscale(self, fresh: list, backward: BackwardPass, inv: Scale, found: FoundInf | None) -> None:
         """Unscale gradients where they are. What is rounded on the way is kept as it was beside them."""
@@ -445,11 +444,11 @@ class Gradients:
     # Clearing
 
     def drop_cleared(self) -> bool:
-        """What was found about gradients goes with them, as does a clipping. Returns whether there are none."""
+        """A clipping goes with the gradients. Returns whether there are none."""
         is_empty = self._is_empty()
         if is_empty:
             self.delayed_scale, self.local = None, False
-            self._forget_found()
+            self.clipping.forget()
         else:
             self.clipping.clip_again_or_forget()
         return is_empty
@@ -462,7 +461,7 @@ class Gradients:
         """
         if only is None:
             self.delayed_scale, self.local = None, False
-            self._forget_found()
+            self.clipping.forget()
         for slot in self.slots:
             if only is not None and slot.param not in only:
                 continue
@@ -473,13 +472,9 @@ class Gradients:
                 elif slot.param.grad is not None:
                     slot.param.grad.detach_().zero_()
 
-    def drop_overflowed(self, found: Iterable[FoundInf] = ()) -> None:
-        """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step.
-
-        What several optimizers share stays where its last contribution was not one of those found not to be finite.
-        """
-        self._forget_found()
-        found = list(found)
+    def drop_overflowed(self, found: Sequence[FoundInf]) -> None:
+        """Write zeros. What several optimizers share stays where its last contribution was not one of those ``found``."""
+        self.clipping.forget()
         for slot in self.slots:
             of_slot = slot.found_inf
             if slot.owners > 1 and of_slot is not None and of_slot not in found:
@@ -494,12 +489,6 @@ class Gradients:
             else:
                 slot.param.grad = torch.zeros_like(gradient)
 
-    def drop_known_overflow(self) -> None:
-        """Drop gradients that nobody has cleared since a step that turned out, without waiting, to have been skipped."""
-        known = [found for found in self.used if found.is_known and found.overflowed]
-        if known:
-            self.drop_overflowed(known)
-
     def first_non_finite(self) -> torch.Tensor | None:
         """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""
         for slot in self.slots:
@@ -507,10 +496,6 @@ class Gradients:
             if gradient is not None and not torch.isfinite(local(values_of(gradient))).all():
                 return slot.param
         return None
-
-    def _forget_found(self) -> None:
-        self.used_flag, self.used = None, []
-        self.clipping.forget()
 
     def _is_empty(self) -> bool:
         """Whether there is no gradient in the model, nor one set aside, as in a block."""

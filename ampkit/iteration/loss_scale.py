@@ -193,6 +193,8 @@ class LossScaler:
         if isinstance(found, torch.Tensor):
             found = FoundInf.of(found)
         found.scaler, found.moves_scale = self, moves_scale
+        if self.delayed_check is found:
+            self.delayed_check = None
         found.send(self._advance(found.flag, moves_scale) if self.dynamic else None)
         if found.is_captured:  # it stands for as many iterations as the graph is replayed
             self._was_captured = True

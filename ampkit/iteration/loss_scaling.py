@@ -26,7 +26,6 @@ from .optimizer_wrapper import OptimizerWrapper
 from .skip_reports import SkipReports
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
-_CPU = torch.device("cpu")
 
 
 class LossScaling:
@@ -90,7 +89,7 @@ class LossScaling:
     def unscale(wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
         wrapper.gradients.refuse_unseen_writes()
-        wrapper.drop_cleared()
+        wrapper.findings.drop_cleared()
         scale = wrapper.gradients.delayed_scale
         if scale is None:
             return None
@@ -108,7 +107,7 @@ class LossScaling:
         scaler.update(ended)
         if _CHECKS_RANKS:
             _check_ranks(scaler, [wrapper for wrapper, _ in found])
-        skipped = next((wrapper for wrapper, _ in found if wrapper.skipped), None)
+        skipped = next((wrapper.findings for wrapper, _ in found if wrapper.findings.skipped), None)
         if skipped is not None:
             self.reports.report(skipped, ended)
 
@@ -142,16 +141,17 @@ def collect(
     found, home = None, home_of(named)
     if not scaler.is_one:
         # What blocks with delay_overflow_check=True found belongs to this iteration.
-        found, scaler.delayed_check = scaler.delayed_check, None
-        found = found or scaler.found_inf(home, LISTS_OF_A_COLLECTION * len(named))
+        found = scaler.delayed_check or scaler.found_inf(home, LISTS_OF_A_COLLECTION * len(named))
+        found.scaler = scaler
     done: set[Slot] | None = set() if unnamed or len(named) > 1 else None
     backward = BackwardPass(scale, local, scaler.is_power_of_two, done, was_reached)
     for wrapper in named:
         wrapper.gradients.collect(backward, found)
+        wrapper.findings.add(found)
     for wrapper in unnamed:
         gradients = wrapper.gradients
         # Processes that agree on what was found must all ask.
-        if not (gradients.has_fresh or wrapper.process_groups()):
+        if not (gradients.has_fresh or gradients.process_groups):
             gradients.put_back(backward)
             continue
         own = None if found is None else scaler.found_inf(home, LISTS_OF_A_COLLECTION)
@@ -159,32 +159,28 @@ def collect(
         if own is not None:
             _combine(own, [wrapper])
             own.send()
-            wrapper.found.append(own)
+        wrapper.findings.add(own)
     if found is None:
         return
     _combine(found, named)
     if delay_overflow_check:
         scaler.delayed_check = found
-        for wrapper in named:
-            wrapper.delayed_checks.append((scaler, found))
         return
     scaler.update(found, moves_scale=not local)
     if _CHECKS_RANKS:
         _check_ranks(scaler, named)
-    for wrapper in named:
-        wrapper.found.append(found)
 
 
 def _combine(found: FoundInf, wrappers: Sequence[OptimizerWrapper]) -> None:
     """What any process has found is found by all of them: they step together or not at all."""
-    groups = [group for wrapper in wrappers for group in wrapper.process_groups()]
+    groups = [group for wrapper in wrappers for group in wrapper.gradients.process_groups]
     if groups:
         highest(found.flag, dict.fromkeys(groups))
 
 
 def _check_ranks(scaler: LossScaler, wrappers: Sequence[OptimizerWrapper]) -> None:
     """Raise where the processes do not agree on the loss scale: they would train apart from here on."""
-    groups = dict.fromkeys(group for wrapper in wrappers for group in wrapper.process_groups())
+    groups = dict.fromkeys(group for wrapper in wrappers for group in wrapper.gradients.process_groups)
     if not groups and torch.distributed.is_available() and torch.distributed.is_initialized():
         groups = {torch.distributed.group.WORLD: None}  # DDP's
     scale = scaler.loss_scale
@@ -202,5 +198,5 @@ def home_of(wrappers: Sequence[OptimizerWrapper]) -> torch.device:
     """Where the loss scale of these optimizers lives."""
     for wrapper in wrappers:  # not next(...): asked in every iteration
         if wrapper.gradients.slots:
-            return wrapper.gradients.slots[0].param.device
-    return _CPU
+            break
+    return wrapper.gradients.device

@@ -25,9 +25,8 @@ from ..errors import ClosureError, ConfigurationError
 from ..logs import logger
 from ..models.float32_values import Float32Value, write_lower
 from ..optimizers.fused import StepInputs
-from ..optimizers.scales import on
 from ..patching import PatchSet
-from ..sharding import highest
+from .findings import Findings
 from .found_inf import FoundInf
 from .gradients import Gradients
 from .held_parameters import FirstSteps, HeldParameters, StateOfWeights
@@ -54,21 +53,18 @@ class OptimizerWrapper:
         self.owner = owner
         self._slots = slots
         self._patches = PatchSet()
-        self.found: list[FoundInf] = []  # since the last step
         self.blocks: list[Any] = []  # the scale_loss blocks that are open and name this optimizer
         self.thread: int | None = None  # that has entered the last of them
-        self.delayed_checks: list[tuple[LossScaler, FoundInf]] = []  # of blocks with delay_overflow_check=True
         self.delayed_with: LossScaler | None = None
-        self._skipped: bool | torch.Tensor = False
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
-        self._used: list[FoundInf] = []  # by the last step
         self.active = True
         self._has_warned_of_scaled = False
-        self.gradients = Gradients()
         self._takes_step_inputs = takes_step_inputs(optimizer)
+        leaves_scaled = owner.plan.model_grads == "scaled"
+        self.gradients = Gradients(self._takes_step_inputs, leaves_scaled, owner.process_group)
+        self.findings = Findings(self.gradients, owner)
         self._clears_as_torch = clears_as_torch(optimizer)
         self._takes_found_inf = not self._takes_step_inputs and takes_found_inf(optimizer)
-        self.gradients.reads_lower = self._takes_step_inputs
         self._splits = slots.splits
         self._lent: set[Slot] = set()  # since the last step
         try:
@@ -92,26 +88,11 @@ class OptimizerWrapper:
     def optimizer(self) -> Any:
         return self._optimizer()
 
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step was skipped. Waits for the device where that was decided there."""
-        if isinstance(self._skipped, torch.Tensor):
-            self._skipped = bool(self._skipped.item())
-            if self._skipped and self.gradients.used_flag is not None:
-                self.gradients.drop_overflowed(found for found in self._used if found.overflowed)
-        return self._skipped
-
     def trains_beside(self, thread: int) -> bool:
         """Whether another thread than this one trains it: the gradients that it has at the moment are that one's alone."""
         if self.thread is None or self.thread == thread:
             return False
         return any(other.ident == self.thread for other in threading.enumerate())
-
-    def process_groups(self) -> list[Any]:
-        """The groups of processes that have to agree whether to step: those that its parameters lie on, and its session's."""
-        found = self.gradients.process_groups()
-        given = getattr(self.owner, "process_group", None)
-        return found if given is None or given in found else [*found, given]
 
     def detach(self) -> None:
         """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
@@ -243,12 +224,10 @@ class OptimizerWrapper:
         optimizer, found_inf = self.optimizer, None
         self.synchronize_gradients()
         if self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
-            found_inf = self._found_inf()
-            if self._used and all([one.is_known and not one.overflowed for one in self._used]):
-                found_inf = None  # with a flag the step takes longer, on the CPU by a third
+            found_inf = self.findings.flag(unless_clean=True)  # with a flag it takes longer, on the CPU by a third
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
-        elif self._must_skip():
-            return self._skip()
+        elif overflows := self.findings.overflows():
+            return self._skip(overflows)
         self._first_steps.begin(self.gradients.slots)
         try:
             with _casting_disabled():
@@ -267,7 +246,7 @@ class OptimizerWrapper:
         masters = gradients.mastered
         if not self._splits:  # edits of masters, before a step that may leave both alone
             _round_into_model([slot for slot in masters if slot.master._version != slot.entry.value_version])
-        found_inf = self._found_inf()
+        found_inf = self.findings.flag()
         optimizer.inputs = StepInputs(
             gradients.by_master,
             gradients.in_float32,
@@ -297,8 +276,8 @@ class OptimizerWrapper:
 
     def skip(self, found: FoundInf) -> None:
         """In the place of a step, for gradients that are not finite."""
-        self._used, self._skipped = [found], True
-        self._skip()
+        self.findings.verdict = True
+        self._skip([found])
 
     def warn_of_scaled(self) -> None:
         """Say once that gradients are looked at before the block has unscaled them, as where a script clips there."""
@@ -337,13 +316,13 @@ class OptimizerWrapper:
         self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Each evaluation sees the masters as they are by then; an overflow in one takes the whole step back."""
-        self._skipped = False
-        loss, evaluations = None, 0
+        self.findings.verdict = False
+        loss, evaluations, overflows = None, 0, []
         before = [(slot.target, slot.target.detach().clone()) for slot in self.gradients.slots]
         casting_off = _casting_disabled()
 
         def evaluate() -> Any:
-            nonlocal loss, evaluations
+            nonlocal loss, evaluations, overflows
             evaluations += 1
             if evaluations > 1 and self.owner.plan.has_dynamic_loss_scale:
                 raise ClosureError(
@@ -356,7 +335,7 @@ class OptimizerWrapper:
             with getattr(casting_off, "paused", nullcontext)():
                 loss = closure()
             self.synchronize_gradients()
-            if self._must_skip():
+            if overflows := self.findings.overflows():
                 raise _SkippedInClosure
             self._first_steps.begin(self.gradients.slots)
             return loss
@@ -374,7 +353,7 @@ class OptimizerWrapper:
             self.gradients.end_step()
             if isinstance(error, ClosureError):
                 raise
-            self._skip()
+            self._skip(overflows)
             return loss
         after_step(self.snapshots, None)
         self._end_step()
@@ -399,7 +378,7 @@ class OptimizerWrapper:
         gradients = self.gradients
         for slot in self._lent:
             slot.master.settle(slot)
-        self.drop_cleared()
+        self.findings.drop_cleared()
         for slot in gradients.mastered:
             entry, param = slot.entry, slot.param
             if entry.lower_version != param._version or entry.lower_ptr != param.data_ptr():
@@ -410,91 +389,18 @@ class OptimizerWrapper:
         if not for_fused_step:
             gradients.convert()
 
-    def _take_found(self) -> list[FoundInf]:
-        """What was found since the last step. Delayed checks end their iteration now at the latest."""
-        delayed_checks, self.delayed_checks = self.delayed_checks, []
-        for scaler, found in delayed_checks:
-            if scaler.delayed_check is found:
-                scaler.delayed_check = None
-                scaler.update(found)
-            # The block that ended the iteration may have been another optimizer's.
-            if found.scaler is not None and found not in self.found:
-                self.found.append(found)
-        if len(self.owner.optimizers) > 1:  # blocks that named another may have made gradients of the same parameters
-            shared = dict.fromkeys(slot.found_inf for slot in self.gradients.slots if slot.owners > 1)
-            known = {None, *self.found, *self.gradients.used}
-            self.found += [found for found in shared if found not in known]
-        self._used, self.found = self.found, []
-        if self._used and self._is_averaged_by_hand():
-            # What an average brings in came after the block had judged.
-            again = FoundInf.of(self._check_norm())
-            again.at_step = True
-            again.send()
-            self._used.insert(0, again)
-        return self._used
-
-    def _is_averaged_by_hand(self) -> bool:
-        """Whether a script may average gradients over processes between block and step. torch counts no write of a collective."""
-        if getattr(self.owner, "process_group", None) is not None:
-            return True
-        return self.owner.scaling.is_one_of_several_without_ddp and not self.gradients.process_groups()
-
-    def _must_skip(self) -> bool:
-        self._used = overflows = [found for found in self._take_found() if found.overflowed]
-        self._skipped = bool(overflows)
-        if overflows:
-            self.owner.scaling.reports.report(self, overflows[-1])
-        return self._skipped
-
-    def _found_inf(self) -> torch.Tensor | None:
-        """The flag for all gradients of this step, on the device; the host hears of it later."""
-        found, gradients = self._take_found(), self.gradients
-        if found:
-            flag = found[0].flag
-            for one in found[1:]:
-                flag = torch.maximum(flag, on(one.flag, flag.device))
-            self.owner.scaling.reports.report_late(self, found)
-            gradients.used_flag = flag
-            gradients.used += found
-        elif gradients.used_flag is not None:
-            # The step before has used it. Since then a script may have put other gradients there.
-            gradients.used_flag = self._check_norm()
-        self._skipped = False if gradients.used_flag is None else gradients.used_flag
-        return gradients.used_flag
-
-    def _check_norm(self) -> torch.Tensor:
-        """A flag that says whether the gradients of now are finite, on all processes that have to agree."""
-        norm = self.gradients.total_norm()
-        if norm is None:  # the others may have some
-            norm = torch.zeros(1, device=next((slot.param.device for slot in self.gradients.slots), "cpu"))
-        flag = norm.isfinite().logical_not().float().reshape(())
-        highest(flag, self.process_groups())
-        return flag
-
-    def drop_cleared(self) -> bool:
-        """What was found about gradients goes with them. Returns whether there are none."""
-        is_empty = self.gradients.drop_cleared()
-        if is_empty:
-            self._forget_unnamed()
-        return is_empty
-
-    def _forget_unnamed(self) -> None:
-        """What blocks found that did not name this optimizer goes with the gradients: no loss scaler counts it."""
-        if self.found:
-            self.found = [found for found in self.found if found.scaler is not None]
-
-    def _skip(self) -> None:
+    def _skip(self, overflows: list[FoundInf]) -> None:
         after_step(self.snapshots, True)
-        self.gradients.drop_overflowed(self._used)
+        self.findings.drop_overflowed(overflows)
         drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
             self.optimizer._opt_called = True
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._forget_unnamed()
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         own = self._clears_as_torch and set_to_none and getattr(self.optimizer, "set_grad_none", True)
+        self.findings.forget()
         self.gradients.clear(set_to_none, own=own)
         if not own:
             original(*args, **kwargs)

@@ -131,8 +131,8 @@ class Block:
         for wrapper in wrappers:
             gradients = wrapper.gradients
             gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
-            empty.append(wrapper.drop_cleared())
-            gradients.drop_known_overflow()
+            empty.append(wrapper.findings.drop_cleared())
+            wrapper.findings.drop_known_overflow()
         for wrapper, is_empty in zip(wrappers, empty):  # those before may hold the same parameters
             wrapper.gradients.open(self.scale, wrapper in self.named, is_empty)
 

@@ -7,8 +7,8 @@ from collections import deque
 
 from ..errors import LossScaleError
 from ..logs import logger
+from .findings import Findings
 from .found_inf import FoundInf
-from .optimizer_wrapper import OptimizerWrapper
 
 SKIPS_BEFORE_DIAGNOSIS = 25
 
@@ -19,11 +19,11 @@ class SkipReports:
     def __init__(self, on_floor: str) -> None:
         self._on_floor = on_floor
         # What was found before steps that were skipped or taken on the device.
-        self._unreported: deque[tuple[weakref.ref[OptimizerWrapper], list[FoundInf]]] = deque()
+        self._unreported: deque[tuple[weakref.ref[Findings], list[FoundInf]]] = deque()
         # Found where raising would have been out of place: the next block raises it.
         self._postponed_error: LossScaleError | None = None
 
-    def report(self, wrapper: OptimizerWrapper | None, found: FoundInf) -> None:
+    def report(self, findings: Findings | None, found: FoundInf) -> None:
         """Log a skipped step once. After many in a row name the parameter; raise where no scale will ever be small enough."""
         if found.reported or not found.overflowed:
             return
@@ -42,9 +42,9 @@ class SkipReports:
                 "Gradient overflow under no_sync(): this step is skipped; the loss scale moves at the next sync."
             )
         else:
-            self._report_backoff(wrapper, found)
+            self._report_backoff(findings, found)
 
-    def _report_backoff(self, wrapper: OptimizerWrapper | None, found: FoundInf) -> None:
+    def _report_backoff(self, findings: Findings | None, found: FoundInf) -> None:
         """The same for a step that has moved the loss scale, as most do."""
         scaler, skips = found.scaler, found.skips_in_a_row
         logger.info(scaler.overflow_line(found))
@@ -53,16 +53,16 @@ class SkipReports:
                 "Loss scaler %d: %d steps in a row were skipped; the first parameter whose gradient is not finite is %s.",
                 scaler.loss_id,
                 skips,
-                _first_nonfinite(wrapper, found),
+                _first_nonfinite(findings, found),
             )
         else:
-            logger.debug("The first parameter whose gradient is not finite is %s.", _first_nonfinite(wrapper, found))
+            logger.debug("The first parameter whose gradient is not finite is %s.", _first_nonfinite(findings, found))
         scaler.give_up_at_floor(self._on_floor, found)
 
-    def report_late(self, wrapper: OptimizerWrapper, found: list[FoundInf]) -> None:
+    def report_late(self, findings: Findings, found: list[FoundInf]) -> None:
         """A step was taken or skipped on the device: log a skip when the host has learned of it."""
         if not any([one.is_captured for one in found]):  # replays of a CUDA graph run without us
-            self._unreported.append((weakref.ref(wrapper), found))
+            self._unreported.append((weakref.ref(findings), found))
 
     def report_all(self) -> None:
         """Wait for every step, and log the skipped ones. Nothing is raised: the next block will."""
@@ -86,16 +86,11 @@ class SkipReports:
             raise error
 
     def _report_oldest(self) -> None:
-        wrapper, found = self._unreported.popleft()
+        findings, found = self._unreported.popleft()
         overflows = [one for one in found if one.overflowed]
         if overflows:
-            self.report(wrapper(), overflows[-1])
+            self.report(findings(), overflows[-1])
 
 
-def _first_nonfinite(wrapper: OptimizerWrapper | None, found: FoundInf) -> str:
-    """The name of the first parameter, in the optimizer's order, whose gradient was not finite."""
-    if wrapper is None:
-        return "not found (its optimizer is gone)"
-    among = set(found.first_nonfinite)
-    first = next((slot.param for slot in wrapper.gradients.slots if slot.param in among), None)
-    return wrapper.owner.name_of(wrapper.gradients.first_non_finite() if first is None else first)
+def _first_nonfinite(findings: Findings | None, found: FoundInf) -> str:
+    return "not found (its optimizer is gone)" if findings is None else findings.name_of_first(found)

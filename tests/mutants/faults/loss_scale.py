@@ -13,7 +13,7 @@ FAULTS = [
     ),
     Mutant(
         "step: a flag that the host knows to be set is left out",
-        "ampkit/iteration/optimizer_wrapper.py",
+        "ampkit/iteration/findings.py",
         "one.is_known and not one.overflowed for",
         "one.is_known for",
         breaks="torch's fused optimizers skip a step that overflowed",
@@ -86,7 +86,7 @@ FAULTS = [
     Mutant(
         "scaling: a delayed check is forgotten",
         "ampkit/iteration/loss_scaling.py",
-        "found = found or scaler.found_inf",
+        "found = scaler.delayed_check or scaler.found_inf",
         "found = scaler.found_inf",
         breaks="what delay_overflow_check found moves the scale at the next exit",
         tests=(
@@ -96,8 +96,8 @@ FAULTS = [
     Mutant(
         "scaling: one optimizer of two is told",
         "ampkit/iteration/loss_scaling.py",
-        "for wrapper in named:\n        wrapper.found.append(found)",
-        "for wrapper in named[:1]:\n        wrapper.found.append(found)",
+        "wrapper.findings.add(found)\n    for wrapper in unnamed",
+        "wrapper.findings.add(found if wrapper is named[0] else None)\n    for wrapper in unnamed",
         breaks="an overflow skips the step of every optimizer of the loss",
         tests=("scaling/test_scale_loss.py::test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss",),
     ),

@@ -179,8 +179,8 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: casts outlive a skipped step",
         "ampkit/iteration/optimizer_wrapper.py",
-        "drop_overflowed(self._used)\n        drop_casts()",
-        "drop_overflowed(self._used)",
+        "drop_overflowed(overflows)\n        drop_casts()",
+        "drop_overflowed(overflows)",
         breaks="a cast lives to the optimizer step at the longest, skipped or not",
         tests=("o1/test_cast_cache.py::test_step_drops_casts_that_a_later_micro_batch_made",),
     ),
@@ -202,7 +202,7 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: a later overflow is overlooked",
-        "ampkit/iteration/optimizer_wrapper.py",
+        "ampkit/iteration/findings.py",
         "for one in found[1:]:",
         "for one in found[2:]:",
         breaks="an overflow in any loss skips the step",
@@ -210,9 +210,9 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: an overflow that was passed on is forgotten",
-        "ampkit/iteration/optimizer_wrapper.py",
-        "self.found.append(found)",
-        "pass",
+        "ampkit/iteration/loss_scaling.py",
+        "findings.add(found)\n    for wrapper in unnamed",
+        "findings.add(None if delay_overflow_check else found)\n    for wrapper in unnamed",
         breaks="an overflow skips the step of the optimizer it was found in, whoever ended the iteration",
         tests=(
             "scaling/test_scale_loss.py::test_overflow_whose_check_was_delayed_skips_both_steps_and_moves_the_scale_once",
@@ -220,9 +220,9 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: a second step takes what overflowed",
-        "ampkit/iteration/optimizer_wrapper.py",
-        "gradients.used_flag = flag\n",
-        "pass\n",
+        "ampkit/iteration/findings.py",
+        "return self._flag\n",
+        "flag, self._flag = self._flag, None\n        return flag\n",
         breaks="a second step does not take what the first refused",
         tests=(
             "optimizers/test_fused_step.py::test_a_second_step_takes_the_same_gradients_again_but_none_that_overflowed",
@@ -318,7 +318,7 @@ FAULTS = [
     ),
     Mutant(
         "gradients: overflowed gradients stay",
-        "ampkit/iteration/gradients.py",
+        "ampkit/iteration/findings.py",
         "if known:",
         "if False:",
         breaks="gradients of a skipped step do not poison the next",
