@@ -37,10 +37,39 @@ def put_in_front(own: type, mixin: type[InFront], around: Callable[..., Any], *k
         forward.__code__ = forward.__code__.replace()
         namespace = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
         namespace |= {_OWN_KEY: own, "forward": forward}
-        made = _made[own, mixin, *key] = types.new_class(
-            own.__name__, (mixin, own), exec_body=lambda names: names.update(namespace)
-        )
+        if _lays_out_instances_alone(own):
+            bases, settings = (mixin, own), {}
+        else:
+            bases, settings = (own, mixin), {"metaclass": _second_base_first(type(own))}
+        made = types.new_class(own.__name__, bases, settings, lambda names: names.update(namespace))
+        _made[own, mixin, *key] = made
     return made
+
+
+def _lays_out_instances_alone(cls: type) -> bool:
+    """Whether the instances' dict comes with a class right below object.
+
+    ``class Net(Generic[T], nn.Module)`` has it from below Generic, whose instances have none. To Python these are two layouts, and
+    an object changes its class only within one: that of the first base.
+    """
+    while cls.__base__.__dictoffset__:
+        cls = cls.__base__
+    return cls.__base__ is object
+
+
+@functools.cache
+def _second_base_first(metaclass: type) -> type:
+    """A metaclass for classes that are laid out like their first base, and look for attributes in the second before it."""
+
+    class SecondBaseFirst(metaclass):
+        def mro(cls):
+            order = super().mro()
+            if _OWN_KEY not in cls.__dict__:
+                return order
+            mixed_in = [base for base in order if issubclass(base, InFront) and base is not cls]
+            return [cls, *mixed_in, *(base for base in order[1:] if base not in mixed_in)]
+
+    return SecondBaseFirst
 
 
 def own_class(cls: type) -> type:

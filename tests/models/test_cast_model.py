@@ -5,7 +5,9 @@ Values are compared with the same model in plain float32; bfloat16 has 8 bits of
 
 import copy
 import dataclasses
+from abc import ABC
 from collections import OrderedDict, namedtuple
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -471,3 +473,32 @@ def test_base_class_that_wants_arguments_of_its_subclasses_is_no_obstacle():
 
     assert cast(Tagged())(X).dtype is F32
     assert registered == [(Tagged, "tagged")]
+
+
+class Abstract(ABC, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+class Parametric(Generic[TypeVar("T")], Abstract):
+    """``Parametric[int]`` is the way to write it; the instances' layout is the same."""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("cls", [Abstract, Parametric])
+def test_model_whose_first_base_has_no_dict_can_change_its_class(cls, level):
+    """Python said: __class__ assignment: object layout differs."""
+    model = cls()
+    expected = model(torch.ones(3, 2))
+    model = ampkit.initialize(model, opt_level=level, verbosity=0)
+    assert type(model) is not cls and isinstance(model, cls)
+    lower = model(torch.ones(3, 2))
+    assert lower.dtype is (torch.bfloat16 if level == "O1" else torch.float32)
+    torch.testing.assert_close(lower.float(), expected, rtol=2e-2, atol=2e-2)
+    assert type(copy.deepcopy(model)) is cls
+    ampkit.close()
+    assert type(model) is cls and torch.equal(model(torch.ones(3, 2)), expected)
