@@ -13,12 +13,6 @@ from ampkit.models.direct_calls import _cast_if_outside
 LOW = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    ampkit.close()
-
-
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()

@@ -381,12 +381,6 @@ def test_heap_is_walked_only_for_wrappers_that_somebody_holds():
     assert run.stdout.splitlines() == ["[]", "[1]"]
 
 
-def test_wrapper_that_was_kept_is_inert_after_close():
-    with o1():
-        held = F.linear
-    assert torch.equal(held(X, W), X @ W.T)
-
-
 # What is out of reach
 
 

@@ -27,11 +27,6 @@ SETTINGS = {
 LENGTHS = torch.tensor([5, 3, 2])
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def padded(output):
     return pad_packed_sequence(output)[0] if isinstance(output, PackedSequence) else output
 

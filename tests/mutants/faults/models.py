@@ -177,7 +177,7 @@ FAULTS = [
         "(casts.inputs is not None and outer is casts.inputs)",
         "False",
         breaks="a model inside another one hands on lower precision",
-        tests=("models/test_cast_model.py::test_model_inside_another_of_the_same_session_stays_in_lower_precision",),
+        tests=("models/test_cast_model.py::test_model_inside_another_of_the_same_session_hands_on_lower_precision",),
     ),
     Mutant(
         "forward: keywords are not cast",
@@ -193,7 +193,7 @@ FAULTS = [
         "finally:\n        running.inputs = outer",
         "finally:\n        running.inputs = None",
         breaks="after an inner model the outer one goes on as before",
-        tests=("models/test_cast_model.py::test_model_that_is_called_twice_inside_another_stays_in_lower_precision",),
+        tests=("models/test_cast_model.py::test_model_inside_another_of_the_same_session_hands_on_lower_precision",),
     ),
     Mutant(
         "forward: a replaced forward is not put back",
