@@ -67,6 +67,18 @@ def iterate(loss_of: Callable[[], torch.Tensor], optimizer, times: int = 1, **fl
     return loss.item()
 
 
+def one_weight(value: float = 1.0, make_optimizer: Callable = torch.optim.SGD, **settings) -> tuple[nn.Module, Any]:
+    """A model y = w * x of one weight, and SGD with a rate of 1, so that a step is the gradient; initialized."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    return ampkit.initialize(model, make_optimizer(model.parameters(), lr=1.0), **{"verbosity": 0, **settings})
+
+
+def backward_of_one_weight(model: nn.Module, optimizer, slope: float, **flags) -> None:
+    """A backward pass that leaves ``slope`` as the gradient of the weight."""
+    backward(model(torch.ones(1, 1)).float().sum() * slope, optimizer, **flags)
+
+
 def net_with_norm(inputs: int = 6, hidden: int = 8, outputs: int = 3, seed: int = 0) -> nn.Sequential:
     """Weights that O2 and O5 cast, around a norm layer that they keep float32; the same numbers each time."""
     torch.manual_seed(seed)
@@ -115,6 +127,17 @@ def saved_and_loaded(thing: Any, weights_only: bool = True) -> Any:
     torch.save(thing, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
+
+
+def replica(module: nn.Module) -> nn.Module:
+    """As DataParallel makes them, on one device."""
+    made = module._replicate_for_data_parallel()
+    made._former_parameters = dict(module._parameters)
+    for name, param in module._parameters.items():
+        setattr(made, name, param.view_as(param))
+    for name, child in module._modules.items():
+        setattr(made, name, replica(child))
+    return made
 
 
 #: The fused optimizers by name, with settings that make each of them use all its state.

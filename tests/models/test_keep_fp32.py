@@ -5,12 +5,13 @@ within 1e-5 of that here, bfloat16 off by 1e-3 and more.
 """
 
 import copy
-import io
+import functools
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import replica, saved_and_loaded
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -421,24 +422,7 @@ def test_failure_while_modules_are_kept_leaves_nothing(level, monkeypatch):
     assert plain_state(model) == before
 
 
-def pickled(model):
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=False)
-
-
-def replica(model):
-    """As DataParallel makes them, on one device."""
-    made = model._replicate_for_data_parallel()
-    made.head = model.head._replicate_for_data_parallel()
-    for name, module in model.head.named_children():
-        made.head._modules[name] = module._replicate_for_data_parallel()
-        for key, param in module._parameters.items():
-            setattr(made.head._modules[name], key, param)
-    for name in ("first", "last"):
-        setattr(made, name, getattr(model, name))
-    return made
+pickled = functools.partial(saved_and_loaded, weights_only=False)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -8,18 +8,13 @@ import weakref
 
 import pytest
 import torch
+from helpers import replica
 from torch import nn
 
 import ampkit
 
 LOW = torch.bfloat16
 LEVELS = ("O2", "O3", "O5")
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    ampkit.close()
 
 
 def sine(*shape):
@@ -76,17 +71,6 @@ def test_layer_takes_what_the_model_made_in_float32(kind, level):
     assert (found - wanted).norm() < 0.02 * wanted.norm()
     found, wanted = (torch.cat([p.grad.double().flatten() for p in m.parameters()]) for m in (model, exact))
     assert (found - wanted).norm() < 0.05 * wanted.norm()
-
-
-def replica(module):
-    """As DataParallel makes them, on one device."""
-    made = module._replicate_for_data_parallel()
-    made._former_parameters = dict(module._parameters)
-    for name, param in module._parameters.items():
-        setattr(made, name, param.view_as(param))
-    for name, child in module._modules.items():
-        setattr(made, name, replica(child))
-    return made
 
 
 @pytest.mark.parametrize("kind", ["linear", "GRU cell", "weight norm"])

@@ -1,13 +1,12 @@
 """Losses of torch beside cast weights: computed in float32 from lower-precision tensors, as under torch.autocast."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import net_with_norm
+from helpers import net_with_norm, saved_and_loaded
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -16,14 +15,6 @@ from ampkit.casting import engine
 from ampkit.policy.tables import LOSSES
 
 LOW = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    before = {name: getattr(F, name) for name in LOSSES}
-    yield
-    ampkit.close()
-    assert all(getattr(F, name) is function for name, function in before.items())
 
 
 def cast_model(level="O2", lower=LOW, model=None):
@@ -246,10 +237,7 @@ def test_model_that_holds_a_loss_is_pickled(levels):
     for level, model in zip(levels, [plain, *others]):
         settings = {"patch_torch_functions_type": LOW} if level == "O1" else {"cast_model_type": LOW}
         ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
-    file = io.BytesIO()
-    torch.save(plain, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False), pickle.loads(pickle.dumps(plain))
+    loaded = saved_and_loaded(plain, weights_only=False), pickle.loads(pickle.dumps(plain))
     expected = plain(x)
     for one in loaded:
         assert one(x).item() == pytest.approx(expected.item(), rel=0.01)

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from helpers import backward_of_one_weight, one_weight
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -199,7 +200,6 @@ def test_what_is_done_to_gradients_counts_as_in_torch(way, optimizer, setting):
     expected = in_float32(make_optimizer, way)
     ours = (with_ampkit(make_optimizer, way, settings) - expected).norm()
     by_hands = (by_hand(make_optimizer, way, settings) - expected).norm()
-    print(f"distance {ours:.2e}, by hand {by_hands:.2e}")
     assert ours <= 1.01 * by_hands
 
 
@@ -215,25 +215,10 @@ def test_after_several_blocks_too(way, setting, optimizer):
     assert ours <= 1.5 * by_hands
 
 
-def one_weight(value=1.0, make_optimizer=torch.optim.SGD, **settings):
-    """A model y = w * x of one weight, and SGD with a rate of 1, so that a step is the gradient."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, value)
-    optimizer = make_optimizer(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, verbosity=0, **settings)
-    return model, optimizer
-
-
-def backward_of(model, optimizer, slope):
-    """A backward pass that leaves ``slope`` as the gradient of the weight."""
-    with ampkit.scale_loss(model(torch.ones(1, 1)).float().sum() * slope, optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_untouched_float16_gradients_keep_what_they_cannot_hold_unscaled(dtype):
     model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=dtype, loss_scale=2.0**16)
-    backward_of(model, optimizer, 2.0**-30)
+    backward_of_one_weight(model, optimizer, 2.0**-30)
     assert model.weight.grad.item() == (0.0 if dtype is torch.float16 else 2.0**-30)
     optimizer.step()
     assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
@@ -311,7 +296,7 @@ def test_an_optimizer_that_the_backward_pass_did_not_reach_costs_no_operator(lev
         optimizers = [make_optimizer(model.parameters(), lr=1.0) for model in models]
         ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
         for optimizer, model in zip(optimizers, models):
-            backward_of(model, optimizer, 0.25)
+            backward_of_one_weight(model, optimizer, 0.25)
         gradients = [model.weight.grad for model in models]
         loss = models[0](torch.ones(1, 1)).float().sum()
         with Operations() as operations, ampkit.scale_loss(loss, optimizers[0]) as scaled_loss:
@@ -345,7 +330,7 @@ def test_a_block_judges_what_its_own_backward_pass_made(level, make_optimizer):
 
 def test_writing_to_both_sides_is_an_error():
     model, optimizer = one_weight(opt_level="O2")
-    backward_of(model, optimizer, 0.25)
+    backward_of_one_weight(model, optimizer, 0.25)
     nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 0.125)
     model.weight.grad *= 2
     with pytest.raises(ampkit.ConfigurationError, match="was written to after the gradients of the masters"):
@@ -355,7 +340,7 @@ def test_writing_to_both_sides_is_an_error():
 
 def test_writing_after_clip_grad_norm_is_an_error():
     model, optimizer = one_weight(make_optimizer=FusedSGD, opt_level="O2")
-    backward_of(model, optimizer, 0.25)
+    backward_of_one_weight(model, optimizer, 0.25)
     ampkit.clip_grad_norm_(optimizer, 0.125)
     model.weight.grad *= 2
     with pytest.raises(ampkit.ConfigurationError, match="Clip last"):
@@ -367,7 +352,7 @@ def test_writing_after_clip_grad_norm_is_an_error():
 def test_parameters_of_the_groups_show_their_gradients(clip, make_optimizer):
     """``for group in optimizer.param_groups: for p in group["params"]:`` is an ordinary line of older scripts."""
     model, optimizer = one_weight(1.0, make_optimizer, opt_level="O2")
-    backward_of(model, optimizer, 0.25)
+    backward_of_one_weight(model, optimizer, 0.25)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if clip == "clip_grad_norm_":
         assert nn.utils.clip_grad_norm_(params, 0.125).item() == 0.25
@@ -417,7 +402,7 @@ def test_a_zero_grad_that_the_script_has_written_is_called(base):
             super().zero_grad(*args, **kwargs)
 
     model, optimizer = one_weight(make_optimizer=Counting, opt_level="O2")
-    backward_of(model, optimizer, 0.25)
+    backward_of_one_weight(model, optimizer, 0.25)
     optimizer.zero_grad()
     assert Counting.cleared == 1 and model.weight.grad is None
 
@@ -448,7 +433,7 @@ def test_clipping_ends_with_the_step(make_optimizer, level, clear):
             model.zero_grad()
         else:
             model.weight.grad = None
-        backward_of(model, optimizer, slope)
+        backward_of_one_weight(model, optimizer, slope)
         norms.append(ampkit.clip_grad_norm_(optimizer, 1.0).item())
         optimizer.step()
     assert norms == [128.0, 1.0, 1.0]
@@ -467,7 +452,7 @@ def test_clipping_ends_with_the_step_without_a_block_too():
 
 def test_clipping_float32_gradients_is_seen_and_may_be_followed_by_writes():
     model, optimizer = one_weight(0.0, FusedSGD, opt_level="O1")
-    backward_of(model, optimizer, 128.0)
+    backward_of_one_weight(model, optimizer, 128.0)
     ampkit.clip_grad_norm_(optimizer, 1.0)
     assert abs(model.weight.grad.item() - 1.0) < 1e-5
     model.weight.grad.clamp_(-0.5, 0.5)
@@ -483,7 +468,7 @@ def test_a_skipped_step_leaves_gradients_in_their_flat_buffer(make_optimizer, le
     model.weight.grad = flat.view(1, 1)
     for slope in (float("inf"), 0.25, 0.25):
         flat.zero_()
-        backward_of(model, optimizer, slope)
+        backward_of_one_weight(model, optimizer, slope)
         flat.mul_(0.5)
         optimizer.step()
     assert next(ampkit.master_params(optimizer)).item() == -0.25
@@ -503,7 +488,7 @@ def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
     for model, optimizer in zip(models, optimizers):
-        backward_of(model, optimizer, 0.25)
+        backward_of_one_weight(model, optimizer, 0.25)
     list(ampkit.master_params(optimizers[1]))
     models[1].weight.grad *= 2
     with pytest.raises(ampkit.ConfigurationError, match="was written to after"):
@@ -511,7 +496,7 @@ def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
             pass
     assert [model.weight.grad.item() for model in models] == [0.25, 0.5]
     models[1].weight.grad = None
-    backward_of(models[0], optimizers[0], 0.25)  # neither is still open
+    backward_of_one_weight(models[0], optimizers[0], 0.25)  # neither is still open
     assert models[0].weight.grad.item() == 0.5
 
 
@@ -519,24 +504,24 @@ def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_a_second_step_with_the_same_gradients_is_clipped_too(make_optimizer, level):
     model, optimizer = one_weight(0.0, make_optimizer, opt_level=level)
-    backward_of(model, optimizer, 128.0)
+    backward_of_one_weight(model, optimizer, 128.0)
     ampkit.clip_grad_norm_(optimizer, 1.0)
     for _ in range(2):
         optimizer.step()
     assert abs(next(ampkit.master_params(optimizer)).item() + 2.0) < 1e-5
-    backward_of(model, optimizer, 2.0)  # is added to what was clipped, as in torch
+    backward_of_one_weight(model, optimizer, 2.0)  # is added to what was clipped, as in torch
     optimizer.step()
     assert abs(next(ampkit.master_params(optimizer)).item() + 5.0) < 1e-5
 
 
 def test_what_float16_cannot_hold_unscaled_outlives_a_delayed_block_too():
     model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
-    backward_of(model, optimizer, 2.0**-30)
+    backward_of_one_weight(model, optimizer, 2.0**-30)
     with ampkit.scale_loss(
         model(torch.ones(1, 1)).float().sum() * 2.0**-30, optimizer, delay_unscale=True
     ) as scaled_loss:
         scaled_loss.backward()
-    backward_of(model, optimizer, 2.0**-30)
+    backward_of_one_weight(model, optimizer, 2.0**-30)
     optimizer.step()
     assert next(ampkit.master_params(optimizer)).item() == -3 * 2.0**-30
 
@@ -557,7 +542,7 @@ def test_an_infinity_of_an_earlier_block_moves_no_scale_of_a_later_one(level):
 
 def test_clipping_float16_makes_no_gradients_of_masters():
     model, optimizer = one_weight(0.0, FusedSGD, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
-    backward_of(model, optimizer, 2.0**-30)
+    backward_of_one_weight(model, optimizer, 2.0**-30)
     assert ampkit.clip_grad_norm_(optimizer, 2.0**-31).item() == 2.0**-30
     assert next(iter(optimizer.param_groups[0]["params"])).raw_grad is None
     optimizer.step()

@@ -1,11 +1,10 @@
 """Master weights: state_dict() hands out the live ones, every way of writing reaches them, and resuming is bit for bit."""
 
 import copy
-import io
 
 import pytest
 import torch
-from helpers import initialize_quietly, iterate, random_batch
+from helpers import initialize_quietly, iterate, random_batch, saved_and_loaded
 from torch import nn
 from torch.nn import functional as F
 
@@ -462,16 +461,15 @@ def test_save_load_continue_equals_not_having_stopped(level, optimizer_name):
     model, optimizer = with_masters(level, make)
     for seed in range(4):
         fit_batch(model, optimizer, seed)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}, file)
+    saved = saved_and_loaded(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}
+    )
     on = [fit_batch(model, optimizer, seed) for seed in range(4, 8)]
     final, scalers = copy.deepcopy(model.state_dict()), ampkit.state_dict()
     ampkit.close()
 
     model, optimizer = with_masters(level, make, seed=9)
     fit_batch(model, optimizer, 9)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     ampkit.load_state_dict(saved["amp"])

@@ -43,7 +43,7 @@ FAULTS = [
         "entry.rest.before, entry.lower_version = None, slot.param._version",
         "entry.lower_version = slot.param._version",
         breaks="14 bytes per parameter",
-        tests=("optimizers/test_split_masters.py::test_bytes_per_parameter",),
+        tests=("optimizers/test_bytes_per_parameter.py::test_bytes_per_parameter",),
     ),
     Mutant(
         "split masters: gradients of several blocks are bfloat16",
