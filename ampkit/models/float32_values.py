@@ -25,7 +25,8 @@ class Float32Value:
     updates running statistics without counting, a momentum encoder is written to through ``.data``. ``gradient`` is the float32
     gradient that stood in the tensor when it was cast, until the master takes it. ``put_aside`` is the master that other weights
     were written over, until the next step: an evaluation with averaged weights puts its own back, in lower precision.
-    ``writes`` counts those that stalling.py was told of.
+    ``writes`` counts those that stalling.py was told of. ``loaded_over`` is the version of ``lower`` that ``load_state_dict`` is
+    about to write over, once the value is loaded.
     """
 
     value: torch.Tensor | None
@@ -39,6 +40,7 @@ class Float32Value:
     rest: Rest | None = None
     put_aside: torch.Tensor | None = None
     writes: int = 0
+    loaded_over: int | None = None
     _in_copies: Callable[[], nn.Parameter | None] = lambda: None
 
     def agree(self, lower: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ def go_by_record(module: nn.Module, record: WeightRecord) -> None:
     module.__dict__[RECORD_KEY] = record
     module.register_state_dict_post_hook(_put_float32_values)
     module.register_load_state_dict_pre_hook(_take_float32_values)
-    module.register_load_state_dict_post_hook(_take_rests)
+    module.register_load_state_dict_post_hook(_after_load)
     hand_out_plain_copies(module)
 
 
@@ -49,15 +49,22 @@ def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metad
                 state_dict[prefix + name], entry.rest.loaded = kernels.split(values, entry.rest.bits.dtype)
         elif entry.value is not None and isinstance(loaded, torch.Tensor) and loaded.shape == entry.value.shape:
             warn_of_loaded_average(record.whole, entry, tensor, loaded, prefix + name)
+            entry.synchronize(tensor)  # a state_dict() that was kept holds the values themselves
             with torch.no_grad():
                 entry.value.copy_(loaded)
+            entry.loaded_over = tensor._version
 
 
-def _take_rests(module: nn.Module, *_: object) -> None:
-    """After torch has loaded weights whose masters are split: the bits that belong to them."""
+def _after_load(module: nn.Module, *_: object) -> None:
+    """After torch has loaded the weights: what is written to them from now on is newer than what was loaded."""
     for _, tensor, entry in module.__dict__[RECORD_KEY].lower_tensors(module):
         rest = entry.rest
         if rest is None:
+            loaded_over, entry.loaded_over = entry.loaded_over, None
+            if loaded_over is not None and tensor._version != loaded_over:
+                entry.value_version = entry.value._version
+                if torch.equal(tensor, entry.value.to(tensor.device, tensor.dtype)):
+                    entry.agree(tensor)
             continue
         bits, rest.loaded = rest.loaded, None
         if bits is not None and tensor._version != entry.lower_version:

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, remove_weight_n
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
+from ampkit.optimizers import FusedAdam
 
 BF16 = torch.bfloat16
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -620,3 +621,49 @@ def test_noise_levels_of_a_diffusion_stay_float32(dtype):
         torch.testing.assert_close(model(torch.ones(2, 1)).double(), scale.expand(2, 1), rtol=1e-4, atol=0)
     ampkit.close()
     assert model.slopes.dtype is torch.float32
+
+
+@torch.no_grad()
+def _negate(model):
+    for p in model.parameters():
+        p.neg_()
+
+
+@torch.no_grad()
+def _negate_as_a_vector(model):
+    nn.utils.vector_to_parameters(-nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+
+
+def _negate_through_data(model):
+    for p in model.parameters():
+        p.data.neg_()
+
+
+def _put_negated_in_place(model):
+    for p in model.parameters():
+        p.data = -p.data
+
+
+@pytest.mark.parametrize("settings", [{}, {"master_weights": "split"}], ids=str)
+@pytest.mark.parametrize("write", [_negate, _negate_as_a_vector, _negate_through_data, _put_negated_in_place])
+def test_what_is_written_to_weights_after_load_state_dict_counts(write, settings):
+    net = nn.Linear(2, 2)
+    model, _ = o2(net, FusedAdam(net.parameters(), lr=0.1), **settings)
+    loaded = {"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "bias": torch.tensor([5.0, 6.0])}
+    model.load_state_dict(loaded)
+    write(model)
+    assert model(torch.tensor([[1.0, 1.0]])).tolist() == [[-8.0, -13.0]]
+    for name, values in model.state_dict().items():
+        assert torch.equal(values, -loaded[name])
+
+
+def test_a_state_dict_that_was_kept_loads_what_was_written_to_weights_since():
+    """It holds the values themselves, as in torch: loading it changes nothing."""
+    net = nn.Linear(2, 2)
+    model, _ = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    kept = model.state_dict()
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    model.load_state_dict(kept)
+    assert model.weight.unique().item() == 3.0
+    assert kept["weight"].unique().item() == 3.0
