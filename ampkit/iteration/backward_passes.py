@@ -12,14 +12,40 @@ from .optimizer_wrapper import OptimizerWrapper
 Block = Any  # of scale_loss.py, which imports this module
 
 
-class Reached:
-    """Whether a backward pass came to a parameter: its graph is walked when somebody asks, which is rare."""
+class Probe:
+    """Whether backward passes went to all of a graph: ``backward(inputs=...)`` does not come to a leaf that nobody names."""
 
-    def __init__(self, scaled: torch.Tensor) -> None:
+    def __init__(self) -> None:
+        self._begun: list[None] = []
+        self._arrived: list[None] = []
+
+    def put_into(self, scaled: torch.Tensor) -> torch.Tensor:
+        """``scaled``, with one leaf more in its graph."""
+        leaf = torch.zeros((), device=scaled.device, requires_grad=True)
+        leaf.register_hook(lambda _: self._arrived.append(None))
+        probed = scaled + leaf
+        probed.register_hook(lambda _: self._begun.append(None))
+        return probed
+
+    def is_missed(self) -> bool:
+        """Whether a pass went to some inputs only."""
+        return len(self._arrived) < len(self._begun)
+
+
+class Reached:
+    """Whether a backward pass came to a parameter: its graph is walked when somebody asks, which is rare.
+
+    Of a pass that a ``probe`` has missed nobody knows where it went: it came to no parameter, as far as can be told.
+    """
+
+    def __init__(self, scaled: torch.Tensor, probe: Probe | None = None) -> None:
         self._scaled = scaled
+        self._probe = probe
         self._params: set[torch.Tensor] | None = None
 
     def __call__(self, param: torch.Tensor) -> bool:
+        if self._probe is not None and self._probe.is_missed():
+            return False
         if self._params is None:
             self._params = set()
             waiting = [self._scaled.grad_fn]

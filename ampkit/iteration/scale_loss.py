@@ -14,7 +14,7 @@ import torch
 from ..errors import ConfigurationError, NotInitializedError
 from ..logs import logger
 from ..optimizers.scales import on
-from .backward_passes import Nesting, Reached
+from .backward_passes import Nesting, Probe, Reached
 from .gradients import BackwardPass
 from .loss_scale import LossScaler
 from .loss_scaling import LossScaling, collect, home_of
@@ -40,6 +40,7 @@ class Block:
     is_unreduced: Callable[[], bool]
     is_over: bool = False
     _arrivals: list[torch.Tensor] | None = None
+    _probe: Probe | None = None
 
     def backward(self, *_: object, **__: object) -> None:
         """Nothing to call: what a script has that writes ``scale_loss(loss, optimizer).backward()``, as with GradScaler.scale."""
@@ -72,6 +73,9 @@ class Block:
             held_scale = self.scaling.held_scale
             self.scale = self.scaler.current(home_of(self.named)) if held_scale is None else held_scale
             scaled = scaled * on(self.scale, scaled.device)
+            if scaled.requires_grad and any(one.gradients.has_fresh for one in (*self.named, *self.unnamed)):
+                self._probe = Probe()
+                scaled = self._probe.put_into(scaled)
             if scaled.requires_grad and not self.scaling.scaled_loss_was_used:
                 self._arrivals = []
                 scaled.register_hook(self._arrivals.append)
@@ -149,7 +153,9 @@ class Block:
                 wrapper.gradients.put_back(BackwardPass(scale))
             return
         if not self.delay_unscale:
-            collect(self.named, unnamed, scaler, scale, Reached(self.scaled), local, self.delay_overflow_check)
+            collect(
+                self.named, unnamed, scaler, scale, Reached(self.scaled, self._probe), local, self.delay_overflow_check
+            )
             return
         for wrapper in (*self.named, *unnamed):
             if wrapper in unnamed and not wrapper.gradients.has_fresh:

@@ -4,6 +4,7 @@ Each way is an ordinary line of a training script. The judges are the same scrip
 by hand in plain torch: ampkit may be no further from the first than the second is.
 """
 
+import contextlib
 import functools
 
 import pytest
@@ -547,3 +548,29 @@ def test_clipping_float16_makes_no_gradients_of_masters():
     assert next(iter(optimizer.param_groups[0]["params"])).raw_grad is None
     optimizer.step()
     assert -(2.0**-30) < next(ampkit.master_params(optimizer)).item() < 0.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("named", ["one", "both"])
+def test_a_pass_to_some_inputs_leaves_what_others_have_accumulated(level, named):
+    """``backward(inputs=...)`` ends before parameters that the graph leads to: the gradients are 2 and 2 + 2."""
+
+    def train(level):
+        first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        for p in (first.weight, second.weight):
+            nn.init.ones_(p)
+        optimizers = [torch.optim.SGD([layer.weight], lr=1.0) for layer in (first, second)]
+        if level is not None:
+            ampkit.initialize([first, second], optimizers, opt_level=level, verbosity=0)
+        x = torch.ones(1, 2)
+        for inputs in (None, [second.weight]):
+            loss = second(first(x)).sum()
+            of = optimizers if named == "both" else optimizers[1]
+            with contextlib.nullcontext(loss) if level is None else ampkit.scale_loss(loss, of) as scaled:
+                scaled.backward(inputs=inputs)
+        return [layer.weight.grad.float() for layer in (first, second)]
+
+    expected = train(None)
+    assert expected[0].unique().item() == 2.0 and expected[1].unique().item() == 4.0
+    for gradient, want in zip(train(level), expected, strict=True):
+        assert torch.equal(gradient, want)
