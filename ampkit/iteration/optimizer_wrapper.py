@@ -8,11 +8,12 @@ wrapper itself sits on the optimizer and lives as long as it does. Optimizers ar
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ from .running_statistics import Snapshot, after_step
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling
+# Those of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
+_pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+_post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 
 WRAPPER_KEY = "_ampkit"
 
@@ -179,6 +183,10 @@ class OptimizerWrapper:
         ]
         _round_into_model(stale)
 
+    def _written_masters(self) -> list[Slot]:
+        """Those that were written to since they agreed with the model's weights, as far as torch counts."""
+        return [slot for slot in self.gradients.mastered if slot.master._version != slot.entry.value_version]
+
     def _install(self, optimizer: Any) -> None:
         self._patches.set(optimizer, WRAPPER_KEY, self)
         self._replace(optimizer, "step", self._step)
@@ -222,7 +230,8 @@ class OptimizerWrapper:
         if self._takes_step_inputs:
             return self._step_on_device(original, args, kwargs)
         optimizer, found_inf = self.optimizer, None
-        self.synchronize_gradients()
+        hooked = _has_hooks(optimizer)
+        self.synchronize_gradients(for_fused_step=hooked)  # hooks may write to the model's gradients
         if self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
             found_inf = self.findings.flag(unless_clean=True)  # with a flag it takes longer, on the CPU by a third
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
@@ -230,49 +239,73 @@ class OptimizerWrapper:
             return self._skip(overflows)
         self._first_steps.begin(self.gradients.slots)
         try:
-            with _casting_disabled():
+            with _casting_disabled(), self._between_hooks() if hooked else nullcontext():
                 result = original(*args, **kwargs)
                 after_step(self.snapshots, found_inf)
         finally:
             if self._takes_found_inf:
                 del optimizer.grad_scale, optimizer.found_inf
-        self._end_step()
+        self._end_step(is_written=hooked)
         return result
+
+    @contextmanager
+    def _between_hooks(self) -> Iterator[None]:
+        """Have gradients reach masters after the script's hooks before the update, and masters the model before those after it."""
+        optimizer = self.optimizer
+        last = optimizer.register_step_pre_hook(lambda *_: self.synchronize_gradients())
+        first = optimizer.register_step_post_hook(lambda *_: self._end_update())
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+        try:
+            yield
+        finally:
+            last.remove()
+            first.remove()
 
     def _step_on_device(self, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """A step of a fused optimizer, which is skipped or taken on the device."""
         gradients, optimizer = self.gradients, self.optimizer
         self.synchronize_gradients(for_fused_step=True)
-        masters = gradients.mastered
-        if not self._splits:  # edits of masters, before a step that may leave both alone
-            _round_into_model([slot for slot in masters if slot.master._version != slot.entry.value_version])
         found_inf = self.findings.flag()
-        optimizer.inputs = StepInputs(
+        inputs = optimizer.inputs = StepInputs(
             gradients.by_master,
             gradients.in_float32,
-            clip=gradients.clipping.pending,
             found_inf=found_inf,
             total_norm=gradients.total_norm,
+            around=lambda: self._updating(inputs),
         )
-        gradients.is_stepping = True
         try:
             with _casting_disabled():
                 result = original(*args, **kwargs)
                 after_step(self.snapshots, found_inf)
         finally:
             optimizer.inputs = None
+            self._end_lending()
+        gradients.end_step()
+        drop_casts()
+        return result
+
+    @contextmanager
+    def _updating(self, inputs: StepInputs) -> Iterator[None]:
+        """The update of a fused step, without the script's hooks before and after it."""
+        gradients = self.gradients
+        masters = gradients.mastered
+        if _has_hooks(self.optimizer):
+            self.synchronize_gradients(for_fused_step=True)
+        if not self._splits:  # edits of masters, before a step that may leave both alone
+            _round_into_model(self._written_masters())
+        inputs.clip = gradients.clipping.pending
+        gradients.is_stepping = True
+        try:
+            yield
+        finally:
             gradients.is_stepping = False
             for slot in masters if self._splits else ():  # the step has written weights and rests
                 entry = slot.entry
                 entry.rest.before, entry.lower_version = None, slot.param._version
-            self._end_lending()
         for slot in masters if not self._splits else ():
             entry, version = slot.entry, slot.master._version
             if version != entry.value_version:  # the step has written both
                 entry.value_version, entry.lower_version, entry.put_aside = version, slot.param._version, None
-        gradients.end_step()
-        drop_casts()
-        return result
 
     def skip(self, found: FoundInf) -> None:
         """In the place of a step, for gradients that are not finite."""
@@ -359,9 +392,16 @@ class OptimizerWrapper:
         self._end_step()
         return result
 
-    def _end_step(self) -> None:
+    def _end_update(self) -> None:
         self._first_steps.end(self.optimizer)
         self.write_masters_to_model()
+
+    def _end_step(self, is_written: bool = False) -> None:
+        """``is_written`` says that the model has got the masters' values, but for what a hook has written to them since."""
+        if not is_written:
+            self._end_update()
+        elif not self._splits:
+            _round_into_model(self._written_masters())
         self.gradients.end_step()
         drop_casts()
 
@@ -448,6 +488,14 @@ class OptimizerWrapper:
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
     """The wrapper that a live session put on this optimizer, if any."""
     return getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether hooks of the script run before or after this optimizer's update, where gradients and weights may be written to."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
+        optimizer, "_optimizer_step_post_hooks", None
+    )
+    return own is not None and bool(own or _pre_hooks_of_all or _post_hooks_of_all)
 
 
 def _round_into_model(slots: list[Slot]) -> None:

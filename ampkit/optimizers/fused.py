@@ -13,6 +13,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +45,8 @@ class StepInputs:
     unless it was ``slot.converted`` into the master's. Where the slot ``is_split`` the parameter is the weight itself, and is
     updated together with its ``slot.entry.rest.bits``. Of some gradients more is known (``slot.exact``), which ``restore``
     gives in float32, for a list of slots. Gradients are multiplied by ``inv_scale``, and those for masters by ``clip``. With a
-    ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them.
+    ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them. ``around`` is entered where the update
+    begins, between the hooks that a script has put before and after the step: they may read and write gradients and masters.
     """
 
     mastered: Mapping[int, Any] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class StepInputs:
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     total_norm: Callable[[], torch.Tensor | None] | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass
@@ -226,7 +229,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if grad_scaler is not None:
             self.inputs = _inputs_of_grad_scaler(self, grad_scaler)
         try:
-            self.update_groups()
+            with (self.inputs or _NOTHING).around():
+                self.update_groups()
         finally:
             self.inputs = given
         return loss

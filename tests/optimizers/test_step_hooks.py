@@ -1,0 +1,137 @@
+"""What the hooks on an optimizer's step write, before the update and after it, counts as it does in float32.
+
+Weights, inputs and rates are powers of two, so that every number of the two steps is exact in bfloat16: a write that was lost
+shows as another number.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import ampkit
+from ampkit.optimizers import FusedSGD
+
+
+def halve_gradients_of_the_model(model, optimizer):
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+
+
+def assign_gradients_of_the_model(model, optimizer):
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+
+
+def halve_gradients_of_the_groups(model, optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.mul_(0.5)
+
+
+def halve_the_model(model, optimizer):
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+@torch.no_grad()
+def clamp_the_groups(model, optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.clamp_(-0.25, 0.25)
+
+
+@torch.no_grad()
+def clamp_the_model(model, optimizer):
+    for p in model.parameters():
+        p.clamp_(-0.25, 0.25)
+
+
+HOOKS = {
+    "before": [
+        halve_gradients_of_the_model,
+        assign_gradients_of_the_model,
+        halve_gradients_of_the_groups,
+        halve_the_model,
+        clamp_the_groups,
+    ],
+    "after": [clamp_the_groups, clamp_the_model],
+}
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.25),
+    "fused SGD of torch": lambda params: torch.optim.SGD(params, lr=0.25, fused=True),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.25),
+}
+
+
+def train(make_optimizer, when, hook, level=None, **settings):
+    """The weights and the output after two steps."""
+    model = nn.Sequential(nn.Linear(2, 8, bias=False), nn.Linear(8, 2, bias=False))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    optimizer = make_optimizer(model.parameters())
+    if level is not None:
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+    place = optimizer.register_step_pre_hook if when == "before" else optimizer.register_step_post_hook
+    place(lambda *_: hook(model, optimizer))
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        with nullcontext(loss) if level is None else ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    outputs = model(x).float()
+    return [*(values.clone() for values in model.state_dict().values()), outputs]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"level": "O1"}, {"level": "O2"}, {"level": "O2", "master_weights": "split"}], ids=str
+)
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("when, hook", [(when, hook) for when, hooks in HOOKS.items() for hook in hooks])
+def test_what_a_step_hook_writes_counts(when, hook, make_optimizer, settings):
+    if "master_weights" in settings and make_optimizer is not OPTIMIZERS["FusedSGD"]:
+        pytest.skip("only ampkit's optimizers split masters")
+    expected = train(make_optimizer, when, hook)
+    assert not torch.equal(expected[0], train(make_optimizer, when, lambda *_: None)[0])  # the hook matters
+    for value, want in zip(train(make_optimizer, when, hook, **settings), expected, strict=True):
+        assert torch.equal(value, want)
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_hook_of_all_optimizers_counts(make_optimizer):
+    expected = train(make_optimizer, "before", halve_gradients_of_the_model)
+    model = nn.Sequential(nn.Linear(2, 8, bias=False), nn.Linear(8, 2, bias=False))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    model, optimizer = ampkit.initialize(model, make_optimizer(model.parameters()), opt_level="O2", verbosity=0)
+    hook = register_optimizer_step_pre_hook(lambda *_: halve_gradients_of_the_model(model, optimizer))
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    finally:
+        hook.remove()
+    for value, want in zip(model.state_dict().values(), expected):
+        assert torch.equal(value, want)
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_gradients_that_a_hook_looks_at_were_clipped_once(make_optimizer):
+    """The four gradients are 1, their norm is 2, and clipping it to 1 halves them."""
+    seen = []
+    weight = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(weight.weight)
+    model, optimizer = ampkit.initialize(weight, make_optimizer(weight.parameters()), opt_level="O2", verbosity=0)
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["params"][0].grad.clone()))
+    with ampkit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    ampkit.clip_grad_norm_(optimizer, 1.0)
+    optimizer.step()
+    assert torch.allclose(seen[0], torch.full((1, 4), 0.5), rtol=1e-5)
+    assert torch.allclose(model.state_dict()["weight"], torch.full((1, 4), -0.125), rtol=1e-5)
