@@ -386,6 +386,60 @@ def test_loss_scalers_that_a_script_puts_into_the_list_are_used(amp):
     assert list(amp.state_dict()) == ["loss_scaler0", "loss_scaler1"]
 
 
+class AsksOthers:
+    """What scripts of several processes do to a loss scaler; here the other process has an overflow in the second iteration."""
+
+    def unscale(self, *args, **kwargs):
+        super().unscale(*args, **kwargs)
+        assert kwargs["scale_override"] == 1.0  # the gradients are unscaled already
+        self.calls = getattr(self, "calls", 0) + 1
+        self._overflow_buf.fill_(max(self._overflow_buf.item(), self.calls == 2))
+        self._has_overflow = self._overflow_buf.item()
+
+
+def steps_taken(amp, model, optimizer, factors):
+    taken = []
+    for factor in factors:
+        before = model[0].weight.detach().clone()
+        iterate_with(amp, model, optimizer, factor)
+        taken.append(not torch.equal(before, model[0].weight))
+    return taken
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_a_loss_scaler_that_unscales_in_its_own_way_judges_the_iteration(amp, make, level, capsys):
+    from apex.amp.scaler import LossScaler
+
+    model, optimizer = initialized_by(amp, level, lambda p: make(p, lr=0.5), verbosity=1)
+    amp._amp_state.loss_scalers[0] = type("OwnScaler", (AsksOthers, LossScaler), {})("dynamic", init_scale=64.0)
+    assert steps_taken(amp, model, optimizer, (1.0, 1.0, 1.0, float("inf"), 1.0)) == [True, False, True, False, True]
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 16.0, "unskipped": 1}}
+    assert capsys.readouterr().out.count("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to") == 2
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_an_update_scale_of_the_scripts_is_called_by_scale_loss(amp, make, monkeypatch):
+    from apex.amp.scaler import LossScaler
+
+    model, optimizer = initialized_by(amp, "O2", lambda p: make(p, lr=0.5))
+    amp._amp_state.loss_scalers[0]._loss_scale = 64.0
+    others = iter([False, True, False])
+
+    def update_scale(self):
+        """Mixtures of experts have this one: an overflow on any process is one on all."""
+        if not self._has_overflow:
+            self._has_overflow = self._overflow_buf.item()
+        skips = bool(self._has_overflow) or next(others)
+        self._loss_scale = self._loss_scale / 4.0 if skips else self._loss_scale
+        self._unskipped = 0 if skips else self._unskipped + 1
+        return skips
+
+    monkeypatch.setattr(LossScaler, "update_scale", update_scale)
+    assert steps_taken(amp, model, optimizer, (1.0, 1.0, float("inf"), 1.0)) == [True, False, False, True]
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
+
+
 @pytest.mark.parametrize("with_buffer", [True, False])
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
 def test_the_overflow_check_of_bert(amp, make, with_buffer, device):

@@ -19,6 +19,7 @@ from ...iteration.found_inf import FoundInf
 from ...iteration.gradients import BackwardPass
 from ...iteration.master_weights import Slot
 from ...iteration.optimizer_wrapper import wrapper_of
+from ...logs import logger
 from ...session import Session, session_of
 from ._amp_state import _amp_state
 from .scaler import LossScaler
@@ -37,6 +38,21 @@ def _undress(ref: weakref.ref) -> None:
     attributes = getattr(ref(), "__dict__", {})
     for name in ("_amp_stash", *(method.__name__ for method in _METHODS)):
         attributes.pop(name, None)
+
+
+def warn_of_replaced_methods(optimizer: Any) -> None:
+    """Say once that what a script has put in the place of the methods around a backward pass is not called."""
+    stash = vars(optimizer).get("_amp_stash")
+    if not isinstance(stash, AmpOptimizerState) or stash.has_warned:
+        return
+    for own in (_prepare_amp_backward, _post_amp_backward):
+        if getattr(vars(optimizer).get(own.__name__), "__func__", None) is not own:
+            stash.has_warned = True
+            logger.warning(
+                "optimizer.%s was replaced by the script. scale_loss sets gradients aside and unscales them itself and does not "
+                "call it; a loop that calls it is followed.",
+                own.__name__,
+            )
 
 
 def _lazy_init_maybe_master_weights(optimizer: Any) -> None:
@@ -94,6 +110,7 @@ class AmpOptimizerState:
         self._optimizer = weakref.ref(optimizer)
         self.lazy_init_called = True
         self.already_patched = False
+        self.has_warned = False
         self.multi_tensor_scale = LossScaler.multi_tensor_scale_cuda
         self.multi_tensor_l2norm = None
         self.dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)

@@ -11,11 +11,16 @@ import torch
 from ... import api, validation
 from ...casting.engine import Casting
 from ...errors import LossIdError
+from ...iteration.found_inf import FoundInf
 from ...iteration.loss_scale import LossScaler as CoreScaler
+from ...iteration.optimizer_wrapper import wrapper_of
+from ...logs import logger
 from ...session import Session, live_sessions, session_of
 from . import utils
 from ._amp_state import _amp_state
+from ._process_optimizer import warn_of_replaced_methods
 from .opt import OptimWrapper
+from .scaler import LossScaler
 
 
 @contextmanager
@@ -47,11 +52,16 @@ def scale_loss(
         with api.scale_loss(loss, found, loss_id, model, delay_unscale, delay_overflow_check) as scaled:
             yield scaled
         return
-    for scaler in _amp_state.loss_scalers:
-        scaler.forget_iteration()
-    scaler = _scaler(loss_id)
-    with sessions[0].scale_loss(loss, found, scaler, delay_unscale, delay_overflow_check) as scaled:
+    for one in _amp_state.loss_scalers:
+        one.forget_iteration()
+    for optimizer in found:
+        warn_of_replaced_methods(optimizer)
+    core, scaler = _scaler(loss_id), _amp_state.loss_scalers[loss_id]
+    script_judges = scaler.is_changed_by_the_script and not delay_unscale
+    with sessions[0].scale_loss(loss, found, core, delay_unscale, delay_overflow_check or script_judges) as scaled:
         yield scaled
+    if script_judges:
+        _judge_as_the_script_does(scaler, loss_id, found, delay_overflow_check)
 
 
 def disable_casts() -> AbstractContextManager[None]:
@@ -210,6 +220,35 @@ def _initialized(optimizer: Any) -> Any:
         inner = next((attributes[name] for name in ("optim", "optimizer", "_optimizer") if name in attributes), None)
         depth += 1
     return optimizer if inner is None or session_of(inner) is None else inner
+
+
+def _judge_as_the_script_does(
+    scaler: LossScaler, loss_id: int, optimizers: list[Any], delay_overflow_check: bool
+) -> None:
+    """End an iteration with the methods that a script has put in the place of LossScaler's: they may ask other processes."""
+    overflowed = scaler._has_overflow
+    if scaler.unscales_as_the_script_does:
+        # Unscaled they are: by 1.0 the script's method looks at them, and does what else it does.
+        gradients = [p.grad for optimizer in optimizers for p in api.master_params(optimizer) if p.grad is not None]
+        scaler.clear_overflow_state()
+        scaler.unscale(gradients, gradients, scaler.loss_scale(), models_are_masters=False, scale_override=1.0)
+        if overflowed and not scaler._has_overflow:
+            scaler._has_overflow = True
+    if delay_overflow_check:
+        return
+    skips = scaler.update_scale()
+    scaler.end_iteration()
+    if not skips:
+        return
+    logger.info(
+        "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, scaler.loss_scale()
+    )
+    for optimizer in optimizers:
+        wrapper = wrapper_of(optimizer)
+        verdict = FoundInf.of(torch.ones((), device=wrapper.gradients.device))
+        verdict.reported = True
+        verdict.send()
+        wrapper.findings.add(verdict)
 
 
 def _scaler(loss_id: int) -> CoreScaler:

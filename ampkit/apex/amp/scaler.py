@@ -71,9 +71,26 @@ class LossScaler:
         if self._noop_buffer is not None:
             self._noop_buffer.zero_()
 
+    def end_iteration(self) -> None:
+        """What was found has been judged here: no later block, and no step, does it again."""
+        self._end_by_hand()
+        self.core.delayed_check = None
+
     def _end_by_hand(self) -> None:
         self._runs_by_hand = False
         self._flag: torch.Tensor | None = None
+
+    @property
+    def is_changed_by_the_script(self) -> bool:
+        """Whether it is of a subclass, or has methods, by which a script judges or unscales gradients in another way."""
+        return self.unscales_as_the_script_does or self._has_changed("update_scale")
+
+    @property
+    def unscales_as_the_script_does(self) -> bool:
+        return self._has_changed("unscale")
+
+    def _has_changed(self, method: str) -> bool:
+        return method in vars(self) or getattr(type(self), method) is not _OWN_METHODS[method]
 
     # What scripts read and write
 
@@ -220,8 +237,7 @@ class LossScaler:
         ``delay_overflow_check=True``, which leaves it to the caller here to judge and to skip.
         """
         overflowed, has_ended = self._has_overflow, not self._runs_by_hand and self.core.delayed_check is None
-        self._end_by_hand()
-        self.core.delayed_check = None  # judged here: no later block, and no step, does it again
+        self.end_iteration()
         return overflowed if has_ended else self.core.update(torch.tensor([float(overflowed)])).overflowed
 
     def flag_on(self, device: torch.device) -> torch.Tensor:
@@ -254,3 +270,6 @@ class LossScaler:
         )
         self._loss_scale = state["_loss_scale"]
         self._unskipped = state.get("_unskipped", 0)
+
+
+_OWN_METHODS = {name: vars(LossScaler)[name] for name in ("unscale", "update_scale")}

@@ -134,7 +134,7 @@ FAULTS = [
     Mutant(
         "scaler: what the script judged is found again",
         "ampkit/apex/amp/scaler.py",
-        "self.core.delayed_check = None  # judged here: no later block, and no step, does it again",
+        "self.core.delayed_check = None",
         "pass",
         breaks="after update_scale() a finding passed on by delay_overflow_check skips no later step",
         tests=("apex/test_state.py::test_the_overflow_check_of_bert",),
