@@ -30,6 +30,7 @@ PROVIDED = {
     "apex.multi_tensor_apply": "ampkit.apex.multi_tensor_apply",
     "amp_C": "ampkit.apex.amp_C",
     "apex_C": "ampkit.apex.apex_C",
+    "fused_adam_cuda": "ampkit.apex.fused_adam_cuda",
 }
 """Apex's name of a module or package -> ours. ``apex`` itself is made by the finder."""
 
@@ -62,7 +63,7 @@ INSTEAD = {
 }
 """What a script can use in place of modules that the drop-in does not have."""
 
-IMPORTED_BY_APEX = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+IMPORTED_BY_APEX = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Submodules that are attributes of ``apex`` after ``import apex`` alone."""
 
 _ROOTS = ("apex", *(name for name in PROVIDED if "." not in name))

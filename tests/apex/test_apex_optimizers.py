@@ -308,3 +308,26 @@ def test_contrib_adam_clips_by_the_norms_it_is_given():
     clipped.step(grads=[g], grad_norms=[10.0])
     plain.step(grads=[g / 10.0])
     assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("eps_mode", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_extension_of_the_first_fused_adam_is_adam_with_decay_by_the_step(eps_mode, dtype):
+    """fairseq and OpenNMT-py call it from optimizers of their own."""
+    import fused_adam_cuda
+
+    torch.manual_seed(0)
+    param, scale, lr, (beta1, beta2), eps, decay = torch.randn(5), 8.0, 0.1, (0.9, 0.99), 1e-3, 0.1
+    m, v, copy = torch.zeros(5), torch.zeros(5), torch.zeros(5, dtype=torch.float16)
+    p, exact_m, exact_v = param.double(), 0.0, 0.0
+    for step in (1, 2, 3):
+        grad = (scale * torch.randn(5)).to(dtype)
+        fused_adam_cuda.adam(param, copy, m, v, grad, lr, beta1, beta2, eps, scale, step, eps_mode, 1, decay)
+        g = grad.double() / scale
+        exact_m, exact_v = beta1 * exact_m + (1 - beta1) * g, beta2 * exact_v + (1 - beta2) * g * g
+        root = (exact_v + eps).sqrt() if eps_mode == 0 else exact_v.sqrt() + eps
+        p -= lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) * (exact_m / root + decay * p)
+    torch.testing.assert_close(param.double(), p, rtol=1e-5, atol=1e-6)
+    assert torch.equal(copy, param.half())
+    fused_adam_cuda.adam(param, torch.empty(0), m, v, torch.zeros(5), 0.0, beta1, beta2, eps, 1.0, 4, 1, 0, 0.0)
+    assert torch.equal(copy, param.half())  # a learning rate of 0 and no bias correction: nothing moves
