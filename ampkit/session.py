@@ -30,6 +30,7 @@ from .errors import ConfigurationError, NotInitializedError
 from .iteration.loss_scale import LossScaler
 from .iteration.loss_scaling import LossScaling
 from .iteration.master_weights import Slots
+from .iteration.named_state import named_state
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import Block
@@ -150,7 +151,8 @@ class Session:
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
             of_cast_weights = (cast_models, averages, operators.operators) if self.plan.casts_weights else ()
-            of_masters = (collectives, data_reads) if self.plan.casts_weights or self.plan.master_weights else ()
+            has_masters = self.plan.casts_weights or self.plan.master_weights
+            of_masters = (collectives, data_reads, named_state) if has_masters else ()
             for shared in (exporting.exports, *of_cast_weights, *of_masters):
                 shared.acquire()
                 self._undo.callback(shared.release)

@@ -1,0 +1,286 @@
+"""torch.distributed.checkpoint's `get_state_dict` and `set_state_dict` where the optimizer holds masters: state by names."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, as_one_of_two_ranks, backward, iterate, net_with_norm, random_batch, results_of_two_ranks
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+import ampkit
+from ampkit.optimizers import FusedAdam
+from ampkit.patching import ModulePatches
+
+NAMES = [name for name, _ in net_with_norm().named_parameters()]
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdam": FusedAdam}
+OPTIONS = {
+    "as it is": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+}
+
+
+def cloned(tree):
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), tree)
+
+
+def prepared(level, name):
+    """(model, optimizer); no level is plain float32."""
+    model = net_with_norm()
+    optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-2)
+    if level is not None:
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
+
+
+def train(model, optimizer, steps, called=None, rank=0):
+    for step in steps:
+        x, y = random_batch(10 * step + rank)
+        iterate(lambda: F.mse_loss((called or model)(x), y), optimizer)  # noqa: B023
+
+
+def loaded(level, name, saved, options=None):
+    """A new model and optimizer, with what was saved."""
+    model, optimizer = prepared(level, name)
+    weights, state = cloned(saved)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+    return model, optimizer
+
+
+def assert_equal_trees(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            assert_equal_trees(found[name], value)
+        elif isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        elif name == "param_groups":  # torch makes lists of tuples that it gathers
+            assert str(found[name]).replace("(", "[").replace(")", "]") == str(value).replace("(", "[").replace(
+                ")", "]"
+            )
+        else:
+            assert found[name] == value, name
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ("O2", "O5"))
+def test_run_goes_on_bit_for_bit_and_by_way_of_float32(level, name, how):
+    """float32 state by name; into a new run, and into plain float32 and back, from where it goes on as if nothing had been."""
+    options = OPTIONS[how]
+    model, optimizer = prepared(level, name)
+    train(model, optimizer, range(3))
+    saved = cloned(get_state_dict(model, optimizer, options=options))
+    if how != "flat":
+        assert sorted(saved[1]["state"]) == sorted(NAMES) and saved[1]["param_groups"][0]["params"] == NAMES
+        moments = {state[key].dtype for state in saved[1]["state"].values() for key in ("exp_avg", "exp_avg_sq")}
+        assert moments == {torch.float32} == {value.dtype for value in saved[0].values()}
+    train(model, optimizer, range(3, 5))
+    straight = cloned(model.state_dict())
+    ampkit.close()
+
+    float32 = loaded(None, name, saved, options)
+    again = cloned(get_state_dict(*float32, options=options))
+    assert_equal_trees(again[0], saved[0])
+    assert_equal_trees(again[1], saved[1])
+    for checkpoint_ in (saved, again):
+        model, optimizer = loaded(level, name, checkpoint_, options)
+        train(model, optimizer, range(3, 5))
+        assert_equal_trees(model.state_dict(), straight)
+        ampkit.close()
+
+
+class TwoNets(torch.nn.Module):
+    """Whose first layers are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = net_with_norm()
+        self.b = torch.nn.Sequential(self.a[0], torch.nn.Linear(8, 2))
+
+    def forward(self, x):
+        return self.a(x).square().mean() + self.b(x).square().mean()
+
+
+def test_state_of_a_compiled_model_two_optimizers_and_tied_weights():
+    tied = TwoNets()
+    first = torch.optim.AdamW(tied.a.parameters(), lr=1e-2)
+    second = torch.optim.SGD(tied.b[1].parameters(), lr=1e-2, momentum=0.9)
+    ampkit.initialize(tied, [first, second], opt_level="O2", verbosity=0)
+    backward(tied(random_batch()[0]), [first, second])
+    first.step()
+    second.step()
+    state = get_optimizer_state_dict(torch.compile(tied, backend="eager"), [first, second])["state"]
+    ampkit.close()
+    assert sorted(state) == sorted([*(f"a.{name}" for name in NAMES), "b.1.weight", "b.1.bias"])
+    assert state["b.1.weight"]["momentum_buffer"].shape == (2, 8) and state["a.0.weight"]["exp_avg"].shape == (8, 6)
+
+
+def test_model_names_its_own_weights_afterwards_and_nothing_stays_patched():
+    from torch.distributed.checkpoint import state_dict
+
+    before = state_dict._get_optim_state_dict
+    model, optimizer = prepared("O2", "AdamW")
+    assert state_dict._get_optim_state_dict is not before
+    get_optimizer_state_dict(model, optimizer)
+    assert [param.dtype for param in model.parameters()].count(torch.bfloat16) == 4
+    assert "named_parameters" not in vars(model)
+    ampkit.close()
+    assert state_dict._get_optim_state_dict is before
+    assert not any(type(finder).__module__.startswith("ampkit.patching") for finder in sys.meta_path)
+
+
+def test_state_of_an_initialized_optimizer_before_its_first_step_is_zeros_and_its_weights_stay():
+    model, optimizer = prepared("O2", "FusedAdam")
+    before = cloned(model.state_dict())
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    after = cloned(model.state_dict())
+    ampkit.close()
+    assert sorted(state) == sorted(NAMES) and not any(one["exp_avg"].any() for one in state.values())
+    assert_equal_trees(after, before)
+
+
+@pytest.mark.parametrize("imports_before", (False, True))
+def test_module_is_patched_once_it_is_imported_and_as_long_as_somebody_asks(tmp_path, monkeypatch, imports_before):
+    (tmp_path / "imported_late.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    patched = ModulePatches("imported_late", lambda patches, module: patches.set(module, "value", module.value + 1))
+    finders = list(sys.meta_path)
+    patched.acquire()
+    patched.acquire()
+    if imports_before:
+        assert importlib.import_module("imported_late").value == 2
+        assert sys.meta_path == finders
+    patched.release()
+    assert importlib.import_module("imported_late").value == 2
+    patched.release()
+    assert importlib.import_module("imported_late").value == 1 and sys.meta_path == finders
+    patched.acquire()
+    assert importlib.import_module("imported_late").value == 2
+    patched.release()
+    del sys.modules["imported_late"]
+    patched.acquire()
+    patched.release()
+    assert importlib.import_module("imported_late").value == 1 and sys.meta_path == finders
+    del sys.modules["imported_late"]
+
+
+@pytest.mark.slow
+def test_script_that_imports_the_functions_after_initialize(tmp_path):
+    """As a function that saves does. Nothing of torch.distributed.checkpoint is imported before."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, ampkit\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "ampkit.initialize(model, optimizer, opt_level='O2', verbosity=0)\n"
+        "assert 'torch.distributed.checkpoint.state_dict' not in sys.modules\n"
+        "finders = len(sys.meta_path)\n"
+        "from torch.distributed.checkpoint.state_dict import get_state_dict\n"
+        "assert len(sys.meta_path) == finders - 1\n"
+        "print(sorted(get_state_dict(model, optimizer)[1]['state']))\n"
+        "ampkit.close()\n"
+        "import torch.distributed.checkpoint.state_dict as module\n"
+        "print(module._get_optim_state_dict.__globals__['__name__'].partition('.')[0])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert run.stdout.split("\n")[:2] == ["['bias', 'weight']", "torch"], run.stderr
+
+
+def test_masters_written_in_place_by_checkpoint_load_reach_the_weights(tmp_path):
+    """`torch.distributed.checkpoint.load` writes into the tensors that `get_state_dict` gave it."""
+    model, optimizer = prepared("O2", "AdamW")
+    train(model, optimizer, range(3))
+    weights, state = get_state_dict(model, optimizer)
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "one", no_dist=True)
+    expected = cloned(model.state_dict())
+    train(model, optimizer, range(3, 5))
+    straight = cloned(model.state_dict())
+    ampkit.close()
+
+    model, optimizer = prepared("O2", "AdamW")
+    weights, state = get_state_dict(model, optimizer)
+    read = {"model": weights, "optimizer": state}
+    checkpoint.load(read, checkpoint_id=tmp_path / "one", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    assert_equal_trees(cloned(model.state_dict()), expected)
+    train(model, optimizer, range(3, 5))
+    assert_equal_trees(model.state_dict(), straight)
+    ampkit.close()
+
+
+# On two processes, under DistributedDataParallel
+
+
+def ddp(level):
+    model, optimizer = prepared(level, "AdamW")
+    return model, optimizer, DistributedDataParallel(model)
+
+
+def work(rank):
+    """Three steps, checkpoints of every kind, two more steps; then each checkpoint in a run of its own, and two more steps."""
+    folder = sys.argv[1]
+    of_their_own = dist.new_group()  # else what is saved meanwhile would meet what DDP sends
+    results = {}
+    for level in ("O1", "O2"):
+        model, optimizer, called = ddp(level)
+        train(model, optimizer, range(3), called, rank)
+        for kind in ("saved", "saved asynchronously"):
+            weights, state = get_state_dict(called, optimizer)
+            both = {"model": weights, "optimizer": state}
+            where = f"{folder}/{level} {kind}"
+            if kind == "saved":
+                checkpoint.save(both, checkpoint_id=where)
+            else:
+                pending = checkpoint.async_save(both, checkpoint_id=where, process_group=of_their_own)
+        on_rank_0 = {}
+        if rank == 0:
+            on_rank_0 = cloned(get_optimizer_state_dict(called, optimizer))
+        train(model, optimizer, range(3, 5), called, rank)
+        pending.result()
+        results[f"{level} straight"] = cloned(model.state_dict())
+        ampkit.close()
+        for kind in ("saved", "saved asynchronously", "of rank 0, sent to all"):
+            model, optimizer, called = ddp(level)
+            if kind.startswith("saved"):
+                weights, state = get_state_dict(called, optimizer)
+                both = {"model": weights, "optimizer": state}
+                checkpoint.load(both, checkpoint_id=f"{folder}/{level} {kind}")
+                set_state_dict(called, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+            else:
+                train(model, optimizer, range(3), called, rank)
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_optimizer_state_dict(called, optimizer, on_rank_0, options=options)
+            train(model, optimizer, range(3, 5), called, rank)
+            results[f"{level} {kind}"] = cloned(model.state_dict())
+            ampkit.close()
+    return results
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_from_checkpoints_of_every_kind(tmp_path):
+    ranks = results_of_two_ranks(__file__, tmp_path)
+    for level in ("O1", "O2"):
+        straight = ranks[0][f"{level} straight"]
+        for found in ranks:
+            for kind in ("straight", "saved", "saved asynchronously", "of rank 0, sent to all"):
+                assert_equal_trees(found[f"{level} {kind}"], straight)
+
+
+if __name__ == "__main__":
+    as_one_of_two_ranks(work)
