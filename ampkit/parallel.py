@@ -20,7 +20,7 @@ from . import plan
 from .errors import ConfigurationError
 from .models.keep_fp32 import Kept
 from .optimizers import LARC
-from .sharding import is_fsdp, is_sharded
+from .sharding import gathered, is_fsdp
 
 __all__ = ["LARC", "SyncBatchNorm", "convert_syncbn_model", "fully_shard"]
 
@@ -73,10 +73,12 @@ def fully_shard(
         )
     in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     inside = {inner for one in kept.modules for inner in one.modules() if inner is not one}
+    by_fsdp = {id(one.param) for one in gathered(module)}  # tensor parallelism shards too
     for one in kept.modules:
-        has_own = any(not is_sharded(param) for param in one.parameters())
+        has_own = any(id(param) not in by_fsdp for param in one.parameters())
         if has_own and one not in inside and one is not module and not is_fsdp(one):
             shard(one, mesh=mesh, mp_policy=in_float32, **options)
+            by_fsdp.update(id(param) for param in one.parameters())
     lower = MixedPrecisionPolicy(
         param_dtype=resolved.cast_model_type, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )

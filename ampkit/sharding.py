@@ -57,7 +57,8 @@ def by_placement(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Any
         if is_sharded(tensor):
             key = (tensor.device_mesh, tuple(tensor.placements))
         if key not in found:
-            shards = [dim for dim, placement in enumerate(key[1]) if placement.is_shard()] if key else []
+            # Not is_shard(): FSDP2 over tensor parallelism parts a tensor in stripes, which torch counts as another placement.
+            shards = [dim for dim, placement in enumerate(key[1]) if not placement.is_replicate()] if key else []
             found[key] = ([], [key[0].get_group(dim) for dim in shards])
         found[key][0].append(local(tensor))
     return list(found.values())

@@ -93,6 +93,7 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
         if plan.patch_torch_functions:
             for module in fsdp_modules(model):
                 undo.callback(sharded.keep_no_casts_of_gathered(module))
+        undo.callback(sharded.sum_partial_gradients(model))
         own = replace(casts, targets_stay=operators.is_detector(model))
         if model in in_float32:  # keep_fp32 names the model itself
             own = replace(own, inputs=torch.float32, patched=False)

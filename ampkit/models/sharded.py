@@ -1,4 +1,4 @@
-"""Models that FSDP2 has sharded: what is done to them in the places of casts of weights.
+"""Models that lie on several processes: what is done to them in the places of casts of weights.
 
 At O2, O3 and O5 the sharded parameters stay the float32 values, and FSDP2 casts them while it gathers them, by the policy that
 `ampkit.parallel.fully_shard` chose. At O1 and O4 they are gathered in float32, and cast call by call.
@@ -15,7 +15,7 @@ from torch import nn
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, states_to_cast
 from ..dtypes import LOWER_PRECISION
-from ..sharding import unsharded_params
+from ..sharding import gathered, is_sharded, unsharded_params
 
 
 def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
@@ -52,6 +52,36 @@ def keep_no_casts_of_gathered(module: nn.Module) -> Callable[[], None]:
             handle.remove()
 
     return undo
+
+
+def sum_partial_gradients(model: nn.Module) -> Callable[[], None]:
+    """Have gradients that tensor parallelism leaves as a part of a sum on each process be summed up; returns the undo.
+
+    So it is with ``SequenceParallel``: each process sees some of the tokens, and all have the whole weight of a norm. torch's
+    optimizers sum up in their step, and judging or unscaling part of a sum tells nothing.
+    """
+    by_fsdp = {id(one.param) for one in gathered(model)}  # which sums up by itself
+    handles = [
+        param.register_hook(_summed_up)
+        for param in model.parameters()
+        if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _summed_up(gradient: Any) -> Any:
+    if not is_sharded(gradient) or not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    return gradient.redistribute(
+        placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    )
 
 
 def _forget_casts(module: nn.Module, *_: Any) -> None:
