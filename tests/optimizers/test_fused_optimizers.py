@@ -94,6 +94,17 @@ def test_state_of_a_scalar_is_loaded_in_float32(name, dtype):
         assert value is found is None or (found.dtype is torch.float32 and torch.equal(found, value)), name
 
 
+def test_state_that_holds_none_is_loaded():
+    """As torch's SGD once wrote where there was no momentum yet."""
+    param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = optimizers.FusedSGD([param], lr=0.5, momentum=0.5)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"momentum_buffer": None}}})
+    for expected in (0.5, -0.25):  # 1 - 0.5 * 1, and 0.5 - 0.5 * 1.5
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert param.tolist() == [expected] * 2
+
+
 def lamb(params, steps, lr, betas, eps, weight_decay, max_grad_norm, decoupled=True, averaging=True, nvlamb=False):
     """You et al. 2020, algorithm 2, with the gradients of all tensors clipped together first."""
     w = [p.detach().double() for p in params]

@@ -245,13 +245,6 @@ def test_gradients_are_looked_at_again_only_where_a_script_may_have_averaged_the
         assert rank["norms"] == {"False": 0, "True": 2}
 
 
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "level, make, settings",
     [

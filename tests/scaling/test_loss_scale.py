@@ -152,6 +152,7 @@ def test_state_dict_round_trip_continues_the_count():
     scaler = LossScaler()
     iterate(scaler, 1, *[0] * 1999)
     resumed = LossScaler()
+    iterate(resumed, 1, 1)  # what it had counted is forgotten, on the device too
     resumed.load_state_dict(scaler.state_dict())
     assert iterate(resumed, 0) == iterate(scaler, 0) == [65536.0]
 
