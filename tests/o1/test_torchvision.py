@@ -4,16 +4,15 @@ import sys
 
 import pytest
 import torch
-import torchvision
 from helpers import o1
 from torch import nn
 from torch._ops import OpOverloadPacket
-from torchvision.models.detection import FCOS, FasterRCNN, MaskRCNN, RetinaNet
-from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.backbone_utils import mobilenet_backbone
 
 import ampkit
 from ampkit.patching import PatchSet
+
+torchvision = pytest.importorskip("torchvision")
+detection = torchvision.models.detection
 
 LOW = torch.bfloat16
 VISION = torch.ops.torchvision
@@ -219,11 +218,13 @@ def test_compiled_code_has_the_casts(level):
 
 def detector(cls):
     torch.manual_seed(0)
-    backbone = mobilenet_backbone(backbone_name="mobilenet_v3_small", weights=None, fpn=True, trainable_layers=6)
-    ratios = (0.5, 1.0, 2.0) if cls in (FasterRCNN, MaskRCNN) else (1.0,)
-    anchors = AnchorGenerator(((16,), (32,), (64,)), (ratios,) * 3)
+    backbone = detection.backbone_utils.mobilenet_backbone(
+        backbone_name="mobilenet_v3_small", weights=None, fpn=True, trainable_layers=6
+    )
+    ratios = (0.5, 1.0, 2.0) if cls in (detection.FasterRCNN, detection.MaskRCNN) else (1.0,)
+    anchors = detection.anchor_utils.AnchorGenerator(((16,), (32,), (64,)), (ratios,) * 3)
     sizes = {"num_classes": 4, "min_size": 64, "max_size": 64}
-    if cls not in (FasterRCNN, MaskRCNN):
+    if cls not in (detection.FasterRCNN, detection.MaskRCNN):
         return cls(backbone, anchor_generator=anchors, score_thresh=0.0, detections_per_img=5, **sizes)
     few = {f"rpn_{when}_nms_top_n_{mode}": 20 for when in ("pre", "post") for mode in ("train", "test")}
     return cls(backbone, rpn_anchor_generator=anchors, box_detections_per_img=5, box_score_thresh=0.0, **few, **sizes)
@@ -281,20 +282,20 @@ def check_training(model, level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("cls", [FasterRCNN, MaskRCNN])
+@pytest.mark.parametrize("cls", [detection.FasterRCNN, detection.MaskRCNN])
 def test_detector_trains_and_evaluates(cls, level):
     check_training(detector(cls), level)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("cls", [RetinaNet, FCOS])
+@pytest.mark.parametrize("cls", [detection.RetinaNet, detection.FCOS])
 def test_one_stage_detector_trains_and_evaluates(cls, level):
     check_training(detector(cls), level)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_detector_inside_another_model_trains(level):
-    model = Wrapped(detector(FasterRCNN))
+    model = Wrapped(detector(detection.FasterRCNN))
     check_training(model, level)
     assert not model.detector.roi_heads._forward_pre_hooks
 
@@ -302,7 +303,7 @@ def test_detector_inside_another_model_trains(level):
 @pytest.mark.parametrize("by_name", [False, True])
 def test_targets_of_a_detector_keep_float32(by_name):
     seen = []
-    model = detector(FasterRCNN)
+    model = detector(detection.FasterRCNN)
     transform = model.transform.forward
     model.transform.forward = lambda images, targets: seen.extend((images, targets)) or transform(images, targets)
     far = targets()
