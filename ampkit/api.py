@@ -245,6 +245,11 @@ def clip_grad_norm_(
     with ``error_if_nonfinite=True``.
     """
     wrapper = wrapper_of(validation.optimizer(optimizer, "clip_grad_norm_"))
+    if wrapper is not None and getattr(wrapper.owner, "is_flat", False):
+        raise ConfigurationError(
+            "clip_grad_norm_: FullyShardedDataParallel (FSDP1) has left a part of each gradient here, and the others have the "
+            "rest. Call the model's own after the scale_loss block: model.clip_grad_norm_(max_norm)."
+        )
     if isinstance(max_norm, str) or max_norm is None or not float(max_norm) >= 0.0:
         raise ConfigurationError(
             f"clip_grad_norm_: max_norm={max_norm!r} is not accepted: expected a number of at least 0."

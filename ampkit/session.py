@@ -50,7 +50,7 @@ from .models.preparing import prepare_models
 from .models.records import lower_entries
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
-from .sharding import fsdp_modules, is_unreduced
+from .sharding import fsdp_modules, is_flat, is_unreduced, process_group_of_flat
 
 # Levels at which no gradient is saved from underflow by a loss scale, and what to do.
 _UNSCALED_LEVELS = {
@@ -74,6 +74,7 @@ class Session:
         self.plan = plan
         self.process_group = process_group
         self._sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.is_flat = False  # whether FSDP1 shards its models
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self._widens = widens
@@ -142,6 +143,9 @@ class Session:
                 self._log_banner()
             self._warn_of_useless_loss_scale()
             self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
+            flat_over = process_group_of_flat(models)
+            self.is_flat = flat_over is not None
+            self.process_group = self.process_group or flat_over
             self._undo.callback(self._give_back_dtypes)
             if self._widens:
                 self._widen(models, optimizers)
@@ -301,6 +305,7 @@ class Session:
             wrappers.append(wrapper)
         if not self._knows_sharding:
             self._refuse_sharded_since()
+            self._refuse_steps_in_backward()
             self._knows_sharding = True
         self._statistics.enter_block(wrappers)
         unnamed = []
@@ -318,14 +323,31 @@ class Session:
         return bool(self._sharded_at_first) and any(is_unreduced(model) for model in self.models)
 
     def _refuse_sharded_since(self) -> None:
-        """FSDP2 puts Parameters of its own in the places of those that masters and optimizer belong to."""
+        """FSDP puts Parameters of its own in the places of those that masters and optimizer belong to."""
         for model in self.models:
+            if not self.is_flat and any(map(is_flat, model.parameters())):
+                raise ConfigurationError(
+                    f"The {type(model).__name__} was wrapped in FullyShardedDataParallel after initialize(). The order is: wrap, "
+                    "then the optimizer over the wrapped model's parameters, then initialize(model, optimizer, ...)."
+                )
             since = [module for module in fsdp_modules(model) if module not in self._sharded_at_first]
             if since:
                 raise ConfigurationError(
                     f"fully_shard was called on a {type(since[0]).__name__} after initialize(). It puts other Parameters in "
                     "the model, and the optimizer would go on with those that nobody computes with any more. The order is: "
                     "fully_shard, then the optimizer over the sharded parameters, then initialize(model, optimizer, ...)."
+                )
+
+    def _refuse_steps_in_backward(self) -> None:
+        """Optimizers that step while gradients are made take them at the loss scale, and step past masters."""
+        if self.plan.loss_scale == 1.0 and not self.plan.master_weights:
+            return
+        for model in self.models:
+            if any(hasattr(param, "_in_backward_optimizers") for param in model.parameters()):
+                raise ConfigurationError(
+                    "An optimizer was put into the backward pass of this model (_apply_optimizer_in_backward): it would step with "
+                    f"gradients at the loss scale, or past the masters of {self.plan.opt_level}. Use O4, O1 with loss_scale=1.0, "
+                    "or step after the scale_loss block."
                 )
 
     # What wrappers and models ask of their session

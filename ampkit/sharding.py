@@ -170,3 +170,22 @@ def _read(thing: Any, name: str, *unset: Any) -> Any:
         f"torch {torch.__version__} keeps what FSDP2 knows in other places than torch 2.11 and 2.15, where ampkit reads it: "
         f"{type(thing).__name__} has no attribute {name!r}. Use one of them, or DistributedDataParallel in the place of FSDP2."
     )
+
+
+# FSDP1
+
+
+def is_flat(param: Any) -> bool:
+    """Whether it is a part of a flat tensor that FullyShardedDataParallel (FSDP1) shards, or such a tensor itself."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def process_group_of_flat(models: Iterable[nn.Module]) -> Any:
+    """The processes over which FSDP1 shards these models; None where it does not."""
+    models = list(models)
+    if not any(is_flat(param) for model in models for param in model.parameters()):
+        return None
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    groups = {one.process_group for model in models for one in model.modules() if isinstance(one, fsdp1)}
+    is_hybrid = any(hasattr(one, "_inter_node_pg") for model in models for one in model.modules())
+    return groups.pop() if len(groups) == 1 and not is_hybrid else torch.distributed.group.WORLD

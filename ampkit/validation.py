@@ -18,7 +18,7 @@ from .logs import logger
 from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
 from .optimizers import LARC, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 from .plan import Plan
-from .sharding import fsdp_modules, gathered, has_run, is_sharded
+from .sharding import fsdp_modules, gathered, has_run, is_flat, is_sharded
 
 _WITH_NORMS_OF_TENSORS = (FusedLAMB, FusedLARS, FusedNovoGrad, LARC)
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
@@ -191,6 +191,12 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
     for model in model_list:
         if plan.casts_weights:
             _refuse_tensor_parallel(model, plan)
+            if any(map(is_flat, model.parameters())):
+                raise ConfigurationError(
+                    f"FullyShardedDataParallel (FSDP1) keeps weights of one dtype in one flat tensor, and {plan.opt_level} casts "
+                    "them and keeps norms. Use O1 or O4, which cast calls, or FSDP2: ampkit.parallel.fully_shard(module, "
+                    f"opt_level={plan.opt_level!r})."
+                )
         if not fsdp_modules(model):
             continue
         kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32)
@@ -213,7 +219,8 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
                     "parameters, then initialize(model, optimizer, ...)."
                 )
     for optimizer in optimizer_list:
-        if any(map(is_sharded, params_of(optimizer))) and isinstance(optimizer, _WITH_NORMS_OF_TENSORS):
+        in_parts = any(is_sharded(param) or is_flat(param) for param in params_of(optimizer))
+        if in_parts and isinstance(optimizer, _WITH_NORMS_OF_TENSORS):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
                 "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD, FusedAdagrad."
