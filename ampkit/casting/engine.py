@@ -79,6 +79,8 @@ class Casting:
         self._device_types = frozenset(device_types)
         self._installed = False
         self._paused = False
+        #: In the forward of models of other levels too, which is off otherwise: `amp.init` of the drop-in asks for it.
+        self.covers_every_model = False
         self._patches = PatchSet()
         self._originals: dict[tuple[int, str], Any] = {}
         self._wrapped_by: dict[int, Any] = {}  # originals by the id of what stands in their place

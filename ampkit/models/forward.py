@@ -189,7 +189,7 @@ def _o1_casts(casts: ForwardCasts, traced: bool) -> AbstractContextManager[None]
     casting = active_casting()
     if casting is None:
         return nullcontext()
-    if not casts.patched:
+    if casts.kept or not (casts.patched or casting.covers_every_model):
         return casting.disabled()
     return casting.scope_of_forward()
 

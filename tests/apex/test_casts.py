@@ -249,3 +249,43 @@ def test_lists_edited_by_a_script_are_followed(amp):
         handle._deactivate()
         functions.FP32_FUNCS[:], functions.FP16_FUNCS[:] = before
     assert F.softmax(torch.randn(B, H), dim=1).dtype is FLOAT
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(H, H)
+        self.norm = nn.LayerNorm(H)
+        self.seen = []
+
+    def loss(self, x):
+        self.seen.append(x.dtype)
+        return x.square().mean()
+
+    def forward(self, x):
+        return self.loss(self.fc(torch.softmax(self.norm(self.fc(x)), dim=-1) + F.softmax(x, dim=-1)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_init_beside_initialize_casts_in_models_of_every_level(amp, level, when):
+    """ESPnet calls init after initialize, whatever the level, to have its loss in float32."""
+    torch.manual_seed(0)
+    model, x = WithLoss(), torch.randn(B, H)
+    exact = model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handles = [amp.init()] if when == "before" else []
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.register_float_function(WithLoss, "loss")
+    handles += [amp.init()] if when == "after" else []
+    model.seen.clear()
+    loss = model(x)
+    assert model.seen == [FLOAT] and loss.dtype is FLOAT
+    torch.testing.assert_close(loss, exact, rtol=1e-2, atol=1e-3)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    assert all(param.grad.isfinite().all() for param in amp.master_params(optimizer))
+    handles[0]._deactivate()
+    model(x)
+    if level == "O2":
+        assert model.seen[-1] is HALF

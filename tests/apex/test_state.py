@@ -488,6 +488,28 @@ def test_the_overflow_check_of_bert(amp, make, with_buffer, device):
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 2}}
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_a_verdict_in_a_buffer_that_stays_the_scripts_is_not_written_over(amp, make):
+    """Copies of NVIDIA's BERT misspell the line that gives the old buffer back: from then on ``_overflow_buf`` is their own."""
+    model, optimizer = initialized_by(amp, "O2", lambda p: make(p, lr=0.5))
+    scaler, own = amp._amp_state.loss_scalers[0], torch.zeros(1, dtype=torch.int32)
+    scaler._loss_scale = 16.0
+    judged = []
+    for by_block, by_script in ((0, 1), (0, 1), (0, 0), (1, 1), (1, 0), (0, 0)):
+        factor = float("inf") if by_block else 1.0
+        loss = model(torch.ones(2, 4)).float().pow(2).mean() * factor
+        with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
+            scaled.backward()
+        own.fill_(by_script)
+        old = scaler._overflow_buf
+        scaler._overflow_buf = own
+        judged.append(scaler.update_scale())
+        scaler._overfloat_buf = old
+        optimizer.zero_grad()
+    assert judged == [True, True, False, True, False, False]
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 2}}
+
+
 def test_the_overflow_buffer_holds_what_was_found(amp):
     model, optimizer = initialized_by(amp)
     scaler = amp._amp_state.loss_scalers[0]
@@ -506,6 +528,33 @@ def test_the_overflow_buffer_holds_what_was_found(amp):
     assert scaler.update_scale() is True and scaler._overflow_buf is own
     iterate_with(amp, model, optimizer)
     assert own.tolist() == [0]
+
+
+def test_options_that_a_script_puts_in_place_of_initialize_switch_amp_off(amp):
+    """Ports to other devices replace initialize, and leave scale_loss with disabled options."""
+    from apex.amp.frontend import Properties
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss = model(torch.ones(2, 4)).mean()
+    with pytest.raises(RuntimeError, match="initialize"), amp.scale_loss(loss, optimizer):
+        pass
+    before, state = amp._amp_state.opt_properties, amp._amp_state
+    state.opt_properties = Properties()
+    try:
+        with amp.scale_loss(loss, optimizer) as scaled:
+            assert scaled is loss
+    finally:
+        state.opt_properties = before
+
+
+def test_a_model_is_initialized_with_no_losses_and_its_optimizer_by_another_call(amp):
+    model = amp.initialize(net_with_norm(4, 4, 2), opt_level="O1", num_losses=0, verbosity=0)
+    assert amp._amp_state.loss_scalers == [] and amp.state_dict() == {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    _, optimizer = amp.initialize(nn.Identity(), optimizer, opt_level="O1", verbosity=0)
+    assert steps_taken(amp, model, optimizer, (1.0, float("inf"), 1.0)) == [True, False, True]
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 1}}
 
 
 def test_every_attribute_of_a_loss_scaler_can_be_set(amp):

@@ -29,6 +29,7 @@ class AmpState:
         self.opt_properties: Any = (
             None  # frontend.py and handle.py, which import this module, put what holds before initialize
         )
+        self.opt_properties_before_initialize: Any = None
         self.handle: Any = None
         # Until their _deactivate(): a script need not keep the handle of amp.init().
         self._opened_by_init: list[Any] = []
@@ -37,6 +38,11 @@ class AmpState:
     def is_enabled(self) -> bool:
         """Whether there was an ``amp.initialize``, and the newest was not one with ``enabled=False``."""
         return self.opt_properties.opt_level is not None
+
+    @property
+    def is_switched_off(self) -> bool:
+        """Whether an ``initialize`` with ``enabled=False``, or the script itself, has put disabled options here."""
+        return not self.opt_properties.enabled and self.opt_properties is not self.opt_properties_before_initialize
 
 
 _amp_state = AmpState()

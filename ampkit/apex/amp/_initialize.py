@@ -72,7 +72,7 @@ def open_session(
             optimizers,
             opt_level=level,
             cast_model_outputs=cast_model_outputs,
-            num_losses=num_losses,
+            num_losses=max(num_losses, 1),  # scripts say 0 where another call brings the optimizer
             verbosity=max(int(_amp_state.verbosity), 0),  # scripts say False, too
             min_loss_scale=_amp_state.min_loss_scale or None,
             max_loss_scale=_amp_state.max_loss_scale,
@@ -81,14 +81,14 @@ def open_session(
             lower_precision_weights="keep" if accepts_lower else "refuse",
             **settings,
         )
-    show(current_session(), properties)
+    show(current_session(), properties, num_losses)
     return returned
 
 
-def show(session: Session, properties: Any) -> None:
+def show(session: Session, properties: Any, num_losses: int | None = None) -> None:
     """Make a session the one that ``_amp_state`` shows, and dress its optimizers as Apex's were."""
     _amp_state.opt_properties = properties
-    _amp_state.loss_scalers = [LossScaler.of(scaler) for scaler in session.scalers]
+    _amp_state.loss_scalers = [LossScaler.of(scaler) for scaler in session.scalers[:num_losses]]
     if session.casting is not None:
         _amp_state.handle = AmpHandle.of(session)
         for rule in rules_changed_by_the_script():

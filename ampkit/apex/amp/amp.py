@@ -67,5 +67,6 @@ def init(
         session.casting.register(CastKind.FP32, torch.nn.functional, "binary_cross_entropy")
     for rule in rules_changed_by_the_script():
         session.casting.register(rule.kind, rule.owner, rule.name)
+    session.casting.covers_every_model = True
     session.casting.caches.of(lower_precision).store.bypassed = not enable_caching
     return handle

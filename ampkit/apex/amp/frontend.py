@@ -62,7 +62,7 @@ class Properties:
             self.options[name] = value
 
 
-_amp_state.opt_properties = Properties()
+_amp_state.opt_properties = _amp_state.opt_properties_before_initialize = Properties()
 
 
 class _Level:

@@ -38,7 +38,7 @@ def scale_loss(
     ``loss_id`` is a place in ``_amp_state.loss_scalers``, which the newest ``initialize`` made for all of them. Without
     optimizers, ``[]``, the loss is scaled and nothing else is done: attacks on a model's input want its gradient alone.
     """
-    if _switched_off_by_hand():
+    if _amp_state.is_switched_off:
         yield loss
         return
     found = [_initialized(optimizer) for optimizer in validation.flatten(optimizers)]
@@ -60,6 +60,8 @@ def scale_loss(
     script_judges = scaler.is_changed_by_the_script and not delay_unscale
     with sessions[0].scale_loss(loss, found, core, delay_unscale, delay_overflow_check or script_judges) as scaled:
         yield scaled
+    if not delay_unscale:
+        scaler.end_block()
     if script_judges:
         _judge_as_the_script_does(scaler, loss_id, found, delay_overflow_check)
 
@@ -205,11 +207,6 @@ class NoOpHandle:
 
 
 _amp_state.handle = NoOpHandle()
-
-
-def _switched_off_by_hand() -> bool:
-    """Whether a script set ``_amp_state.opt_properties.enabled = False`` after ``initialize``."""
-    return _amp_state.is_enabled and not _amp_state.opt_properties.enabled
 
 
 def _initialized(optimizer: Any) -> Any:

@@ -63,6 +63,7 @@ class LossScaler:
     def _reset(self, scaler: CoreScaler) -> None:
         self.core = scaler
         self._noop_buffer: torch.Tensor | None = None  # made when somebody asks for it
+        self._has_buffer_of_the_script = False
         self._end_by_hand()
 
     def forget_iteration(self) -> None:
@@ -70,6 +71,15 @@ class LossScaler:
         self._end_by_hand()
         if self._noop_buffer is not None:
             self._noop_buffer.zero_()
+
+    def end_block(self) -> None:
+        """``amp.scale_loss`` has looked at gradients. What it found is in the script's buffer now, and not when that is next read:
+
+        scripts write to it in between, and ask ``update_scale`` to judge by what they wrote.
+        """
+        if self._has_buffer_of_the_script:
+            self._noop_buffer.fill_(self._has_overflow)
+            self._runs_by_hand = self.core.delayed_check is not None
 
     def end_iteration(self) -> None:
         """What was found has been judged here: no later block, and no step, does it again."""
@@ -151,7 +161,8 @@ class LossScaler:
             device = default if self._flag is None else self._flag.device
             self._noop_buffer = torch.zeros(1, dtype=torch.int32, device=device)
         if not self._runs_by_hand:
-            self._noop_buffer.fill_(self._has_overflow)
+            if not self._has_buffer_of_the_script:
+                self._noop_buffer.fill_(self._has_overflow)
             self._runs_by_hand = True
         elif self._flag is not None:
             self._noop_buffer.masked_fill_(self._flag.to(self._noop_buffer.device) != 0, 1)
@@ -162,6 +173,7 @@ class LossScaler:
         self._runs_by_hand = True
         self._flag = None
         self._noop_buffer = value
+        self._has_buffer_of_the_script = True
 
     @property
     def _max_loss_scale(self) -> float:
