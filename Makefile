@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv, and may be repeated.
 #
 #   make test         what to run after each change, with the compiled kernels, without, and with the CUDA kernels on the host: minutes
+#   make simulated    the tests for CUDA on two GPUs that are simulated on the host, kernels included; make test runs some of them
 #   make test-all     every test, all three ways, the last under AddressSanitizer
 #   make mutants      plants faults in copies, and tells which of them the tests notice; MUTANTS='*lamb*' for some of them
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
@@ -26,11 +27,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest -q --numprocesses auto --dist worksteal --max-worker-restart 1
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
+SIMULATION := $(shell find tests/simulated -type f -not -name 'test_*')
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff mypy build
 
-.PHONY: venv clients test test-all mutants cuda-build gpu demo bench wheel docs lint clean
+.PHONY: venv clients test simulated test-all mutants cuda-build gpu demo bench wheel docs lint clean
 
 venv: $(VENV)/.extension $(VENV)/.emulation
 
@@ -54,6 +56,11 @@ $(VENV)/.emulation: $(VENV)/.extension $(EMULATION)
 
 $(VENV)/.emulation-asan: $(VENV)/.extension $(EMULATION)
 	$(BIN)/python tests/emulation/build.py build/emulation-asan --address-sanitizer
+	touch $@
+
+# GPUs on the host, where torch is for CUDA 13; elsewhere nothing.
+$(VENV)/.simulated: $(VENV)/.extension $(EMULATION) $(SIMULATION)
+	$(BIN)/python tests/simulated/build.py build/simulated
 	touch $@
 
 # The newest transformers lies in a folder beside the pinned one: tests/clients/test_transformers_trainer.py.
@@ -83,10 +90,18 @@ define each-way
 	echo "the three runs of pytest took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
 endef
 
-test: venv
+test: venv $(VENV)/.simulated
 	$(call each-way,-m "not slow",-m "switch and not slow",-m "not slow")
 
-test-all: venv $(VENV)/.emulation-asan
+# What runs under compilers for GPUs, and several processes over NCCL, has no place there.
+ON_SIMULATED := LD_PRELOAD=$(CURDIR)/build/simulated/libruntime.so LD_LIBRARY_PATH=$(CURDIR)/build/simulated \
+  PYTHONPATH=$(CURDIR)/tests/simulated AMPKIT_EXTENSION=require
+
+simulated: venv $(VENV)/.simulated
+	@test -e build/simulated/torch.txt || { echo "make $@: torch is not for CUDA 13" >&2; exit 1; }
+	$(ON_SIMULATED) $(PYTEST) -p simulated_cuda -m "cuda and not slow" --ignore tests/compile tests
+
+test-all: venv $(VENV)/.emulation-asan $(VENV)/.simulated
 	$(call each-way,,,-m "not slow",$(UNDER_ASAN),-o pythonpath="tests build/emulation-asan")
 
 MUTANTS ?=

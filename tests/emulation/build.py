@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,10 +32,11 @@ REWRITES = [
     ),
     # Arguments of a kernel stay where the launch has put them.
     (re.compile(r"const __grid_constant__ (?P<type>\S+) (?P<name>\w+)"), r"const \g<type>& \g<name>"),
-    # The page of registrations: these kernels take the place of those for the CPU.
+    # The page of registrations: these kernels take the place of those for the CPU. (Not on simulated devices.)
     (re.compile(r"STABLE_TORCH_LIBRARY_IMPL\(ampkit, CUDA, (\w+)\)"), r"STABLE_TORCH_LIBRARY_IMPL(ampkit, CPU, \1)"),
     (re.compile(r"aoti_torch_device_type_cuda"), "aoti_torch_device_type_cpu"),
 ]
+AS_THEY_ARE = REWRITES[:-2]
 LEFT_OVER = ("<<<", "__shared__ ", "__grid_constant__ ")
 
 CHECKS = "alignment,bounds,shift,signed-integer-overflow,null,vla-bound"
@@ -54,10 +56,10 @@ FLAGS = [
 ]
 
 
-def rewritten(source: Path) -> str:
+def rewritten(source: Path, rewrites: list) -> str:
     """A source of CUDA as C++."""
     text = source.read_text()
-    for pattern, replacement in REWRITES:
+    for pattern, replacement in rewrites:
         text = pattern.sub(replacement, text)
     code = re.sub(r"//.*", "", text)
     left = [one for one in LEFT_OVER if one in code]
@@ -66,20 +68,20 @@ def rewritten(source: Path) -> str:
     return f'#line 1 "{source.relative_to(ROOT)}"\n{text}'
 
 
-def write_sources(to: Path) -> list[Path]:
+def write_sources(to: Path, rewrites: list) -> list[Path]:
     """csrc/cuda as C++, and the files to compile: one that includes all kernels, since torch's headers take longest."""
     (to / "cuda").mkdir(parents=True, exist_ok=True)
     for source in [*CSRC.glob("cuda/*"), HERE / "broken.cu"]:
-        (to / "cuda" / source.name).write_text(rewritten(source))
+        (to / "cuda" / source.name).write_text(rewritten(source, rewrites))
     kernels = ["registration.cpp", *sorted(source.name for source in CSRC.glob("cuda/*.cu")), "broken.cu"]
     (to / "kernels.cpp").write_text("".join(f'#include "cuda/{name}"\n' for name in kernels))
     return [to / "kernels.cpp", HERE / "threads.cpp", HERE / "module.cpp"]
 
 
-def build(to: Path, extra: list[str]) -> Path:
+def build(to: Path, extra: list[str], rewrites: list = REWRITES, libraries_besides: Sequence[str] = ()) -> Path:
     from torch.utils import cpp_extension
 
-    sources = write_sources(to / "sources")
+    sources = write_sources(to / "sources", rewrites)
     torch_headers = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     headers = [f"-I{HERE / 'shadow'}", f"-I{HERE}", f"-I{to / 'sources'}", f"-I{CSRC}", *torch_headers]
     headers.append(f"-isystem{sysconfig.get_path('include')}")
@@ -98,7 +100,7 @@ def build(to: Path, extra: list[str]) -> Path:
     library = to / f"{MODULE}.abi3.so"
     fresh = to / f"{MODULE}.new"  # a process that has the old one loaded keeps it
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    link = [*compiler, "-shared", *map(str, objects), *libraries, "-ltorch_cpu", "-o", str(fresh)]
+    link = [*compiler, "-shared", *map(str, objects), *libraries, "-ltorch_cpu", *libraries_besides, "-o", str(fresh)]
     subprocess.run(link, check=True)
     fresh.replace(library)
     return library

@@ -44,27 +44,41 @@ Type& shared(Site) {
 
 void run_grid(const char* kernel, int64_t blocks, int64_t threads, const std::function<void()>& thread);
 void check_launch();  // what follows every launch
+#ifdef SIMULATED_CUDA
+// Runs it, now and at each replay of the graph that the stream is captured into, if the stream is one of the current device's.
+extern "C" void simulated_launch(void* stream, void (*run)(void*), void* what);
+#endif
 
 template <class Kernel>
 class Launch {
  public:
-  Launch(const char* name, Kernel kernel, int64_t blocks, int64_t threads) : name_(name), kernel_(kernel), blocks_(blocks), threads_(threads) {}
+  Launch(const char* name, Kernel kernel, int64_t blocks, int64_t threads, void* stream)
+      : name_(name), kernel_(kernel), blocks_(blocks), threads_(threads), stream_(stream) {}
 
   template <class... Arguments>
   void operator()(const Arguments&... arguments) const {
     const std::tuple<Arguments...> copies(arguments...);  // a launch takes its arguments along
+#ifdef SIMULATED_CUDA
+    auto* run = new std::function<void()>([copies, launch = *this] {
+      run_grid(launch.name_, launch.blocks_, launch.threads_, [&] { std::apply(launch.kernel_, copies); });
+      check_launch();
+    });
+    simulated_launch(stream_, [](void* what) { (*static_cast<std::function<void()>*>(what))(); }, run);
+#else
     run_grid(name_, blocks_, threads_, [&] { std::apply(kernel_, copies); });
+#endif
   }
 
  private:
   const char* name_;
   Kernel kernel_;
   int64_t blocks_, threads_;
+  void* stream_;
 };
 
-template <class Kernel, class Stream>
-Launch<Kernel> launch(const char* name, Kernel kernel, int64_t blocks, int64_t threads, size_t, Stream) {
-  return {name, kernel, blocks, threads};
+template <class Kernel>
+Launch<Kernel> launch(const char* name, Kernel kernel, int64_t blocks, int64_t threads, size_t, void* stream) {
+  return {name, kernel, blocks, threads, stream};
 }
 
 template <class Value>

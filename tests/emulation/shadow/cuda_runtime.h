@@ -17,10 +17,12 @@
 // __shared__, __grid_constant__ and <<<...>>> are rewritten by build.py, for no macro can stand for them.
 
 using cudaStream_t = void*;
+#ifndef SIMULATED_CUDA
 inline AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = nullptr;
   return AOTI_TORCH_SUCCESS;
 }
+#endif
 
 struct EmulatedIndex {
   unsigned x, y, z;

@@ -1,0 +1,214 @@
+"""Whole iterations on GPUs: which device, which stream, and who waits. Run on real ones, or on the simulated ones of README.md."""
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from helpers import ROOT, backward, initialize_quietly, net_with_norm, others_slow, random_batch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+TWO = pytest.mark.cuda(count=2)
+LEVELS = others_slow("O1", "O2", of=("O0", "O1", "O2", "O3", "O4", "O5"))
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, fused=True),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9),
+    "FusedAdam": lambda p: FusedAdam(p, lr=0.01),
+    "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01),
+    "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.01),
+}
+BUILT = ROOT / "build" / "simulated"
+
+
+class Halves(nn.Module):
+    """The first half on one device, the second on another."""
+
+    def __init__(self):
+        super().__init__()
+        net = net_with_norm(hidden=16)
+        self.first, self.second = net[:2].to("cuda:0"), net[2:].to("cuda:1")
+
+    def forward(self, x):
+        return self.second(self.first(x.to("cuda:0")).to("cuda:1"))
+
+
+def train(model, optimizer, iterations=5, overflow_at=2):
+    """The last loss, and the weights in float32 on the host. One iteration overflows where a loss scale can tell."""
+    device = next(reversed(list(model.parameters()))).device
+    for number in range(iterations):
+        x, y = (tensor.to(device) for tensor in random_batch(seed=number))
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x).float(), y)
+        scales = ampkit.current_session().plan.loss_scale != 1.0
+        backward(loss * (math.inf if scales and number == overflow_at else 1.0), optimizer)
+        if number == 1:
+            ampkit.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+    return loss.item(), [param.detach().float().cpu() for param in model.parameters()]
+
+
+@TWO
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_trains_on_a_device_that_is_not_the_current_one(name, level):
+    torch.cuda.set_device(0)
+    here = train(*initialize_quietly(net_with_norm(hidden=16).to("cuda:0"), OPTIMIZERS[name], level))
+    scale = ampkit.state_dict()
+    ampkit.close()
+    there = train(*initialize_quietly(net_with_norm(hidden=16).to("cuda:1"), OPTIMIZERS[name], level))
+    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-4)
+    assert ampkit.state_dict() == scale
+    assert torch.cuda.current_device() == 0
+
+
+@TWO
+@pytest.mark.parametrize("level", others_slow("O2", of=("O0", "O1", "O2", "O5")))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_optimizer_trains_parameters_of_two_devices(name, level):
+    on_one = train(*initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level))
+    scale = ampkit.state_dict()
+    ampkit.close()
+    on_two = train(*initialize_quietly(Halves(), OPTIMIZERS[name], level))
+    assert on_two[0] == pytest.approx(on_one[0], rel=1e-3)
+    for one, other in zip(on_two[1], on_one[1]):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    assert ampkit.state_dict() == scale
+
+
+@TWO
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_masters_gradients_and_loss_scale_follow_a_model_to_another_device(level):
+    model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS["FusedSGD"], level)
+    train(model, optimizer, iterations=2)
+    model.to("cuda:1")
+    for state in optimizer.state.values():
+        state.update({name: value.to("cuda:1") for name, value in state.items() if isinstance(value, torch.Tensor)})
+    train(model, optimizer, iterations=2, overflow_at=1)
+    assert {master.device for master in ampkit.master_params(optimizer)} == {torch.device("cuda:1")}
+    expected = {"O1": 2.0**15, "O2": 2.0**15, "O5": 1.0}[level]
+    assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["FusedAdam", "AdamW fused", "SGD"])
+def test_iterations_may_take_turns_on_two_streams(name, level):
+    expected = train(*initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level), iterations=4)
+    ampkit.close()
+    model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    for number in range(4):
+        one, other = (main, side) if number % 2 else (side, main)
+        x, y = (tensor.cuda() for tensor in random_batch(seed=number))
+        one.wait_stream(other)
+        with torch.cuda.stream(one):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x).float(), y)
+            backward(loss * (math.inf if number == 2 else 1.0), optimizer)
+            if number == 1:
+                ampkit.clip_grad_norm_(optimizer, 1.0)
+        other.wait_stream(one)
+        with torch.cuda.stream(other):
+            optimizer.step()
+        main.wait_stream(side)
+    weights = [param.detach().float().cpu() for param in model.parameters()]
+    torch.testing.assert_close((loss.item(), weights), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["FusedAdam", "AdamW fused"])
+@pytest.mark.parametrize("level", others_slow("O2", of=["O1", "O2"]))
+def test_nothing_waits_for_the_device_between_backward_and_step(name, level):
+    model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level)
+    train(model, optimizer)
+    simulated = ctypes.CDLL(None)
+    if not hasattr(simulated, "simulated_waits"):
+        pytest.skip("a real device counts no waits; test_device_loss_scale.py has torch tell of them")
+    x, y = (tensor.cuda() for tensor in random_batch())
+    before = simulated.simulated_waits()
+    for _ in range(4):
+        optimizer.zero_grad()
+        backward(F.mse_loss(model(x).float(), y), optimizer)
+        ampkit.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+    assert simulated.simulated_waits() == before
+    float(optimizer.param_groups[0]["params"][0].sum())
+    assert simulated.simulated_waits() == before + 1  # it can count
+
+
+@TWO
+@pytest.mark.slow
+def test_no_other_device_is_touched():
+    # In a process of its own: once a device is in use, it stays so. `_cuda_hasPrimaryContext` is torch's question.
+    script = (
+        "import torch, ampkit; model = torch.nn.Linear(4, 4).to('cuda:1')\n"
+        "model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level='O2', verbosity=0)\n"
+        "with ampkit.scale_loss(model(torch.ones(2, 4, device='cuda:1')).sum(), optimizer) as loss: loss.backward()\n"
+        "optimizer.step(); ampkit.state_dict()\n"
+        "print([torch._C._cuda_hasPrimaryContext(device) for device in range(2)])"
+    )
+    if "libruntime" in os.environ.get("LD_PRELOAD", ""):
+        script = f"import simulated_cuda; {script}"
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "tests/simulated"))
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout.split("\n")[0] == "[False, True]", done.stderr
+
+
+@pytest.mark.cuda
+def test_a_finding_is_not_read_before_it_has_arrived():
+    model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS["FusedAdam"], "O2")
+    x, y = (tensor.cuda() for tensor in random_batch())
+    scales = []
+    for factor in (1.0, math.inf, 1.0, math.inf):
+        optimizer.zero_grad()
+        backward(F.mse_loss(model(x).float(), y) * factor, optimizer)
+        optimizer.step()
+        scales.append(ampkit.state_dict()["loss_scaler0"]["loss_scale"])
+    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**14]
+    alive = weakref.ref(optimizer)
+    del model, optimizer
+    ampkit.close()
+    assert alive() is None
+
+
+def are_built():
+    made_for = BUILT / "torch.txt"
+    return made_for.exists() and made_for.read_text() == torch.__version__
+
+
+@pytest.mark.skipif(not are_built(), reason="make test builds them, where torch is for CUDA 13")
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there are devices")
+def test_on_simulated_devices():
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(BUILT / "libruntime.so"),
+        "LD_LIBRARY_PATH": str(BUILT),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "simulated"))),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "simulated_cuda",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "cuda and not slow",
+        __file__,
+    ]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
