@@ -1,11 +1,11 @@
 """apex.fp16_utils: conversions, the loss scalers, and FP16_Optimizer with its checkpoints."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
+from helpers import assert_all_close, saved_and_loaded
 from torch import nn
 
 import ampkit
@@ -168,8 +168,7 @@ def test_fp16_optimizer_follows_float32(settings, dtype):
         loss_of(twin, step).backward()
         reference.step()
     take_fp16_steps(model, optimizer, range(4))
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(mine.float(), theirs, atol=4e-2)
+    assert_all_close(model.parameters(), twin.parameters(), 1e-3 if dtype is HALF else 4e-3)  # they move by 0.03 to 0.8
     masters = optimizer.fp32_from_fp16_groups[0]
     assert all(m.dtype is torch.float32 for m in masters) and len(masters) == 4
     assert all(torch.equal(p.detach(), m.detach().to(dtype)) for p, m in zip(optimizer.all_fp16_params, masters))
@@ -230,13 +229,6 @@ def test_masters_are_clipped():
     assert torch.allclose(clipped.norm(), torch.tensor(0.01), rtol=1e-3)
 
 
-def saved(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return buffer
-
-
 @pytest.mark.parametrize("settings", [{}, dict(static_loss_scale=64.0), DYNAMIC], ids=str)
 def test_checkpoints_load_under_weights_only_and_go_on_bit_for_bit(settings):
     model, optimizer = make(**settings)
@@ -250,9 +242,8 @@ def test_checkpoints_load_under_weights_only_and_go_on_bit_for_bit(settings):
         "optimizer_state_dict",
         "fp32_from_fp16",
     }
-    file = saved({"model": model.state_dict(), "optimizer": state})
+    loaded = saved_and_loaded({"model": model.state_dict(), "optimizer": state})
     again, resumed = make(**settings)
-    loaded = torch.load(file, weights_only=True)
     again.load_state_dict(loaded["model"])
     resumed.load_state_dict(loaded["optimizer"])
     take_fp16_steps(model, optimizer, range(3, 6))
@@ -276,8 +267,8 @@ def test_checkpoints_with_a_pickled_scaler_load(scaler, scale):
     _, optimizer = make(dynamic_loss_scale=True)
     state = optimizer.state_dict() | {"loss_scaler": scaler}
     with pytest.raises(pickle.UnpicklingError):
-        torch.load(saved(state), weights_only=True)
-    optimizer.load_state_dict(torch.load(saved(state), weights_only=False))
+        saved_and_loaded(state)
+    optimizer.load_state_dict(saved_and_loaded(state, weights_only=False))
     assert optimizer.loss_scale == scale
 
 
@@ -287,8 +278,8 @@ def test_checkpoints_with_amps_scaler_load():
     _, optimizer = make(dynamic_loss_scale=True)
     scaler = LossScaler("dynamic")
     scaler._loss_scale, scaler._unskipped = 128.0, 5
-    file = saved(optimizer.state_dict() | {"loss_scaler": scaler})
-    optimizer.load_state_dict(torch.load(file, weights_only=False))
+    state = optimizer.state_dict() | {"loss_scaler": scaler}
+    optimizer.load_state_dict(saved_and_loaded(state, weights_only=False))
     assert (optimizer.loss_scale, optimizer.loss_scaler._unskipped) == (128.0, 5)
 
 

@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from helpers import backward_of_one_weight, one_weight
+from helpers import backward, backward_of_one_weight, one_weight
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -307,6 +307,22 @@ def test_an_optimizer_that_the_backward_pass_did_not_reach_costs_no_operator(lev
         assert models[-1].weight.grad is gradients[-1] or number == 1
         ampkit.close()
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_gradient_that_a_block_did_not_come_to_is_gone_once_it_is_cleared(level):
+    """Two heads, of which a block reaches one: the other's gradient is put aside for it, and put back."""
+    heads = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+    heads.forward = lambda x: [head(x).float().sum() for head in heads]
+    optimizer = torch.optim.SGD(heads.parameters(), lr=1.0)
+    ampkit.initialize(heads, optimizer, opt_level=level, verbosity=0)
+    for loss_of in (sum, lambda outputs: outputs[0]):
+        backward(loss_of(heads(torch.ones(1, 1))) / 4, optimizer)
+    assert [head.weight.grad.item() for head in heads] == [0.5, 0.25]
+    for head in heads:
+        head.weight.grad = None
+    backward(sum(heads(torch.ones(1, 1))) / 4, optimizer)
+    assert [head.weight.grad.item() for head in heads] == [0.25, 0.25]
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
