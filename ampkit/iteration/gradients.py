@@ -470,7 +470,10 @@ class Gradients:
                 if set_to_none:
                     slot.param.grad = None
                 elif slot.param.grad is not None:
-                    slot.param.grad.detach_().zero_()
+                    gradient = slot.param.grad
+                    if gradient.grad_fn is not None:
+                        gradient.detach_()
+                    gradient.requires_grad_(False).zero_()  # views cannot be detached in place
 
     def drop_overflowed(self, found: Sequence[FoundInf]) -> None:
         """Write zeros. What several optimizers share stays where its last contribution was not one of those ``found``."""

@@ -42,6 +42,7 @@ class LossScaling:
         #: Whether a backward pass has gone through a scaled loss. Until then every block looks whether its own does.
         self.scaled_loss_was_used = False
         self.has_looked_for_hooks = False
+        self.has_looked_for_strangers = False
         self.reports = SkipReports(plan.on_floor)
 
     def scaler(self, loss_id: int) -> LossScaler:

@@ -423,6 +423,7 @@ class OptimizerWrapper:
             entry, param = slot.entry, slot.param
             if entry.lower_version != param._version or entry.lower_ptr != param.data_ptr():
                 # Else the step would undo what was written to the model since its forward.
+                entry.refuse_two_writers(param)
                 entry.synchronize(param)
         if gradients.delayed_scale is not None:
             self.owner.scaling.finish_delayed(self)

@@ -144,6 +144,9 @@ class Block:
         scaling, scaler, scale = self.scaling, self.scaler, self.scale
         if self._arrivals is not None:
             scaling.scaled_loss_was_used = bool(self._arrivals) or self._warn_of_unscaled()
+        if not scaling.has_looked_for_strangers:
+            scaling.has_looked_for_strangers = True
+            self._warn_of_strangers()
         local = scaling.backward_was_local()
         unnamed = self.unnamed_still_open()
         unreduced = self.is_unreduced()
@@ -182,6 +185,22 @@ class Block:
                         wrapper.owner.name_of(slot.param),
                     )
                     return
+
+    def _warn_of_strangers(self) -> None:
+        """Say it if the backward pass came to a parameter of the models that no optimizer updates: nobody unscales its gradient."""
+        if self.scaler.is_one:
+            return
+        owned = {slot.param for wrapper in (*self.named, *self.unnamed) for slot in wrapper.gradients.slots}
+        for owner in dict.fromkeys(wrapper.owner for wrapper in self.named):
+            params = (param for model in getattr(owner, "models", ()) for param in model.parameters())
+            stranger = next((param for param in params if param.grad is not None and param not in owned), None)
+            if stranger is not None:
+                logger.warning(
+                    "Parameter %s has a gradient, but no optimizer given to initialize() updates it: the gradient stays multiplied "
+                    "by the loss scale, and clip_grad_norm_(model.parameters(), ...) would clip the others by it. Freeze the "
+                    "parameter (requires_grad_(False)), or clip with ampkit.clip_grad_norm_(optimizer, ...).",
+                    owner.name_of(stranger),
+                )
 
     def _warn_of_unscaled(self) -> bool:
         """Whether gradients came from something else than the scaled loss: they will be divided by the scale. Says so."""

@@ -57,6 +57,7 @@ def sync_weights(model: nn.Module) -> None:
             if value is None and rest is None:
                 continue
             if value is not None and value._version != entry.value_version and value.shape == tensor.shape:
+                entry.refuse_two_writers(tensor)
                 stale.append((entry, tensor))
             elif (  # not entry.is_unwritten(tensor), without a call for each weight in each forward
                 tensor._version != entry.lower_version

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import kernels
+from ..errors import ConfigurationError
 from .rests import Rest
 
 UNCOUNTED = -1  # the version of what was written to since
@@ -106,6 +107,20 @@ class Float32Value:
         if not (self.counted and self.lower is lower and self.is_unwritten(lower)):
             self.take_over(lower, for_training)
 
+    def refuse_two_writers(self, lower: torch.Tensor) -> None:
+        """Raise where both were written to since they agreed, and differ: nobody knows which write was the later one."""
+        if self.value is None or self.value_version in (UNCOUNTED, self.value._version) or not self.counted:
+            return
+        if self.lower_version in (UNCOUNTED, lower._version) or self.value.shape != lower.shape:
+            return
+        if not torch.equal(self.value.detach().to(lower.device, lower.dtype), lower):
+            raise ConfigurationError(
+                f"A weight of shape {tuple(lower.shape)} and its float32 value (in state_dict() or ampkit.master_params) were both "
+                "written to since the last forward or step, and now differ: one of the two writes would be lost. Write to one of "
+                "them only, or call state_dict() or master_params again after writing to the weight, and the model's forward after "
+                "writing to those."
+            )
+
     @torch.no_grad()
     def take_over(self, lower: torch.Tensor, for_training: bool = False) -> None:
         """Have the value be what ``lower`` holds, where that is not its rounding anyway."""
@@ -129,6 +144,7 @@ class Float32Value:
         self.agree(lower)
         self.put_aside = aside
 
+    @torch.inference_mode(False)  # an evaluation may meet it first, and the weight is to train on
     @torch.no_grad()
     def take_float32(self, lower: torch.Tensor, precision: torch.dtype, for_training: bool) -> None:
         """After ``p.data = float32 values``: the value is these, and ``lower`` their rounding."""
@@ -203,6 +219,14 @@ def note_data_read(tensor: torch.Tensor) -> None:
     entry = _of_weight.get(id(tensor))
     # Of a split master nothing is there to compare with, and what no optimizer trains is compared anyway.
     if entry is not None and entry.lower is tensor and isinstance(entry.value, nn.Parameter):
+        value = entry.value
+        if (
+            value._version != entry.value_version != UNCOUNTED
+            and value.shape == tensor.shape
+            and entry.is_unwritten(tensor)
+        ):
+            write_lower([value], [tensor])  # else what is read would be old, and what is written lost
+            entry.agree(tensor)
         entry.lower_version = UNCOUNTED
 
 

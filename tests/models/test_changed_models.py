@@ -667,3 +667,50 @@ def test_a_state_dict_that_was_kept_loads_what_was_written_to_weights_since():
     model.load_state_dict(kept)
     assert model.weight.unique().item() == 3.0
     assert kept["weight"].unique().item() == 3.0
+
+
+@pytest.mark.parametrize("from_", ["state_dict", "master_params"])
+@pytest.mark.parametrize("write", [_negate_through_data, _put_negated_in_place])
+def test_what_is_written_through_data_after_the_master_was_written_to_counts(write, from_):
+    net = nn.Linear(2, 2, bias=False)
+    model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    master = model.state_dict()["weight"] if from_ == "state_dict" else next(iter(ampkit.master_params(optimizer)))
+    with torch.no_grad():
+        master.fill_(2.0)
+    write(model)
+    assert model(torch.tensor([[1.0, 1.0]])).tolist() == [[-4.0, -4.0]]
+    assert model.state_dict()["weight"].unique().item() == -2.0
+
+
+@pytest.mark.parametrize("then", ["forward", "step"])
+def test_a_weight_and_its_master_that_were_both_written_to_are_refused(then):
+    net = nn.Linear(2, 2, bias=False)
+    model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    kept = model.state_dict()
+    with torch.no_grad():
+        kept["weight"].fill_(2.0)
+        model.weight.fill_(3.0)
+    act = {"forward": lambda: model(torch.ones(1, 2)), "step": optimizer.step}[then]
+    with pytest.raises(ampkit.ConfigurationError, match="both written to since the last forward or step"):
+        act()
+    model.load_state_dict({"weight": torch.ones(2, 2)})
+    act()
+
+
+def test_a_weight_and_its_master_that_were_given_the_same_values_are_not_refused():
+    net = nn.Linear(2, 2, bias=False)
+    model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with torch.no_grad():
+        for one in (next(iter(ampkit.master_params(optimizer))), model.weight):
+            one.fill_(2.0)
+    assert model(torch.tensor([[1.0, 1.0]])).tolist() == [[4.0, 4.0]]
+
+
+def test_a_weight_given_float32_values_before_an_evaluation_in_inference_mode_trains_on():
+    net = nn.Linear(2, 2, bias=False)
+    model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    model.weight.data = torch.full((2, 2), 2.0)
+    with torch.inference_mode():
+        model(torch.ones(1, 2))
+    iterate(lambda: model(torch.ones(1, 2)).sum(), optimizer)
+    assert model.state_dict()["weight"].unique().item() == 1.0
