@@ -20,6 +20,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from .. import api
 from ..logs import is_rank_zero
 from . import cpu, importing
@@ -122,11 +124,26 @@ def installed(run: Run, is_child: bool = False) -> Iterator[None]:
         if not importing.is_installed():
             importing.install(replace=run.replace)
             stack.callback(importing.uninstall)
+        if importlib.util.find_spec("torch._six") is None:
+            stack.enter_context(_torch_six())
         if run.allow_pickle:
             stack.enter_context(_pickles_allowed(silent=is_child))
         if run.device == "cpu":
             stack.enter_context(cpu.in_place_of_cuda(silent=is_child))
         yield
+
+
+@contextmanager
+def _torch_six() -> Iterator[None]:
+    """torch's helper module of old, under its name."""
+    from . import torch_six
+
+    sys.modules["torch._six"] = torch._six = torch_six
+    try:
+        yield
+    finally:
+        sys.modules.pop("torch._six", None)
+        vars(torch).pop("_six", None)
 
 
 def fill(names: dict[str, Any], path: str, code: types.CodeType, package: str | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``python -m ampkit run``: legacy scripts as they are, on a machine without a GPU."""
 
 import argparse
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -213,6 +214,19 @@ def test_an_installed_apex_with_amp_is_kept_unless_replaced(tmp_path):
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "cwd": tmp_path / "elsewhere"}
     assert execute(tmp_path / "script.py", **environment).stdout == "theirs\n"
     assert execute("--replace", tmp_path / "script.py", **environment).stdout == "ours\n"
+
+
+def test_scripts_of_torch_1_find_what_they_import_from_torch_six(tmp_path):
+    assert importlib.util.find_spec("torch._six") is None  # else there is nothing to lend
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from torch._six import container_abcs, inf, int_classes, string_classes\n"
+        "assert isinstance([], container_abcs.Sequence) and isinstance(1, int_classes) and inf > 1e300\n"
+        "found = isinstance('x', torch._six.string_classes)\n"
+    )
+    assert running.execute(running.Run(str(script)), [])["found"] is True
+    assert "torch._six" not in sys.modules and not hasattr(torch, "_six")
 
 
 def test_everything_is_undone_at_the_end(tmp_path):
