@@ -19,6 +19,7 @@ import torch
 from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import logger
+from ..optimizers.capturing import refuse_to_begin
 from .found_inf import FoundInf, HostCopy
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
@@ -229,6 +230,7 @@ class LossScaler:
         move(device)
 
     def _move_to(self, device: torch.device) -> None:
+        refuse_to_begin("the loss scale", device)
         self._read_state()
         self._words = None
         if device.type == "cpu":

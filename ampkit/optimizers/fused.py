@@ -21,6 +21,7 @@ import torch
 
 from .. import kernels
 from ..dtypes import CASTABLE, LOWER_PRECISION
+from .capturing import refuse_to_begin
 from .rounding import Rounding
 from .scales import Scale, inverse, on
 
@@ -335,6 +336,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     holders.setdefault(id(step), (step, []))[1].append(i)
             for step, indices in holders.values():
                 if step is None:
+                    refuse_to_begin("the optimizer's state", batch.device)
                     step = torch.zeros((), dtype=torch.float32, device=batch.device)
                     self._share(step, batch, indices)
                 elif len(indices) != getattr(step, _HOLDERS, None):  # the others do not step this time
@@ -354,6 +356,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param, state in zip(batch.params, batch.states):
             moment = state.get(name)
             if moment is None:
+                refuse_to_begin("the optimizer's state", param.device)
                 moment = state[name] = self.rounding.zeros(param)
             found.append(moment)
         return found

@@ -183,6 +183,27 @@ def test_a_finding_is_not_read_before_it_has_arrived():
     assert alive() is None
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "name, level, what",
+    [
+        ("AdamW fused", "O2", "the loss scale"),
+        ("FusedAdam", "O5", "the optimizer's state"),
+        ("FusedSGD", "O5", "the opt"),
+    ],
+)
+def test_a_graph_is_not_captured_before_the_first_iteration(name, level, what):
+    """Its replays would each begin with the loss scale and the moments of the first."""
+    model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level)
+    x, y = (tensor.cuda() for tensor in random_batch())
+    with (
+        pytest.raises(ampkit.ConfigurationError, match=rf"before the first iteration.*{what}"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        backward(F.mse_loss(model(x).float(), y), optimizer)
+        optimizer.step()
+
+
 def are_built():
     made_for = BUILT / "torch.txt"
     return made_for.exists() and made_for.read_text() == torch.__version__
