@@ -112,7 +112,10 @@ class Findings:
     def forget(self) -> None:
         """The gradients are gone, and what blocks found that did not name this optimizer with them: it moves no scale."""
         self._flag, self._used = None, []
+        unnamed = [found for found in self._new if found.scaler is None]
         self._new = [found for found in self._new if found.scaler is not None]
+        for found in unnamed:
+            found.look()  # what nothing was written to is used again
 
     def drop_cleared(self) -> bool:
         """Forget what was found about gradients that were cleared. Returns whether there are none."""

@@ -163,6 +163,11 @@ class FoundInf:
                 self.scaler.learn_up_to(self)
         return self._overflowed
 
+    def look(self) -> None:
+        """Learn what no loss scaler counts, unless that is to be waited for."""
+        if self.is_sent and self._overflowed is None and self._copy.ready():
+            self.learn()
+
     def learn(self) -> FoundInf:
         """Read what was sent; returns itself. For the loss scaler, which counts iterations and so keeps their order."""
         words = self._copy.read()

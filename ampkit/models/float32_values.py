@@ -233,8 +233,9 @@ def note_data_read(tensor: torch.Tensor) -> None:
 @torch.no_grad()
 def write_lower(values: list[torch.Tensor], lowers: list[torch.Tensor]) -> None:
     """Round float32 values into the model's tensors, in one pass, as a counted in-place write."""
-    local = [v.detach().to(t.device) for v, t in zip(values, lowers)]
-    kernels.multi_tensor_scale(local, [t.detach() for t in lowers], 1.0)
+    # As they are: a view of each, to go without autograd, would take as long as rounding small ones.
+    local = [v if v.device == t.device else v.to(t.device) for v, t in zip(values, lowers)]
+    kernels.multi_tensor_scale(local, lowers, 1.0)
     torch.autograd.graph.increment_version(lowers)
 
 

@@ -1,0 +1,66 @@
+"""What an iteration runs besides the script's own operators: on small models that is what training takes longer by."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampkit
+
+X = torch.ones(2, 4)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def backward(loss, optimizer, loss_id=0):
+    with ampkit.scale_loss(loss, optimizer, loss_id) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_rounding_masters_into_weights_makes_no_views_of_them(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = ampkit.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0
+    )
+    backward(model(X).float().sum(), optimizer)
+    before = model[1].bias.detach().clone()
+    with Operators() as operators:
+        optimizer.step()
+    assert "detach" not in operators.names
+    # The gradient of each is 2, of as many rows.
+    torch.testing.assert_close(model[1].bias, before - 1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_block_finds_of_another_optimizer_takes_no_new_memory(level):
+    """As in a GAN, whose discriminator gets gradients of the generator's loss and clears them."""
+    judge, draw = nn.Linear(4, 1), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (judge, draw)]
+    (judge, draw), (of_judge, of_draw) = ampkit.initialize(
+        [judge, draw], optimizers, opt_level=level, verbosity=0, num_losses=2
+    )
+
+    def step():
+        of_judge.zero_grad()
+        backward(judge(X).float().sum(), of_judge, 0)
+        of_judge.step()
+        of_draw.zero_grad()
+        backward(judge(draw(X)).float().sum(), of_draw, 1)
+        of_draw.step()
+
+    for _ in range(3):
+        step()
+    with Operators() as operators:
+        step()
+    assert "full" not in operators.names
