@@ -368,10 +368,14 @@ class Gradients:
         self.clipping.refuse_unseen_writes()
 
     def end_step(self) -> None:
-        """After a step the model's gradients count again; `drop_cleared` says whether they are to be clipped again."""
+        """After a step the model's gradients count again; `drop_cleared` says whether they are to be clipped again.
+
+        Those of masters go: they would be made anew, and else take four bytes a weight until a script clears gradients, which many
+        do after the next forward pass.
+        """
         self.clipping.end_step()
         for slot in self.mastered:
-            slot.converted = None
+            slot.converted = slot.master.raw_grad = None
 
     def in_float32(self, slots: list[Slot]) -> list[torch.Tensor]:
         """The gradients of these slots as exactly as they are known."""
