@@ -52,13 +52,13 @@ class Reached:
             seen = set(waiting)
             while waiting:
                 node = waiting.pop()
-                if node is None:
-                    continue
-                if hasattr(node, "variable"):
+                following = () if node is None else node.next_functions
+                if not following and hasattr(node, "variable"):  # what adds to a parameter's gradient leads nowhere
                     self._params.add(node.variable)
-                following = {following for following, _ in node.next_functions} - seen
-                seen |= following
-                waiting += following
+                for one, _ in following:
+                    if one not in seen:
+                        seen.add(one)
+                        waiting.append(one)
         return param in self._params
 
     def any_of(self, wrappers: Iterable[OptimizerWrapper]) -> bool:
