@@ -43,6 +43,9 @@ class MasterWeight(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        slot = self._slot and self._slot()
+        if value is None and slot is not None and slot.converted is None and slot.param.grad is not None:
+            slot.note_gradient()  # what goes need not be made first
         slot = self._convert()
         _grad.__set__(self, value)
         if slot is not None and not (value is None and slot.param.grad is None):

@@ -101,6 +101,11 @@ class OptimizerWrapper:
     def detach(self) -> None:
         """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
         optimizer = self.optimizer
+        for slot in self.gradients.mastered:
+            gradient = slot.param.grad
+            if gradient is not None and gradient.shape != slot.param.shape:  # since ``p.data = ...``
+                slot.param.grad = None
+                slot.clear()
         if not self.gradients.is_open:
             self._settle()
         self._end_lending()

@@ -201,6 +201,21 @@ def test_parameter_of_another_shape_works_and_does_not_break_the_undo(trained, r
     torch.testing.assert_close(model(tokens), twin(tokens), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("steps", (0, 1))
+def test_a_gradient_of_the_shape_before_does_not_break_the_undo(steps):
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    o2(model, optimizer)
+    with ampkit.scale_loss(model(torch.arange(3)).sum(), optimizer) as loss:
+        loss.backward()
+    for _ in range(steps):
+        optimizer.step()
+    resized(model)
+    ampkit.close()
+    assert model[0].weight.shape == (5, 4) and model[0].weight.grad is None
+    assert torch.equal(model[1].bias.grad, torch.full((2,), 3.0))
+
+
 def test_weight_that_is_cut_where_it_lies_trains_as_in_float32():
     model, twin = make_net(), make_net()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
