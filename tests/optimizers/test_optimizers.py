@@ -560,6 +560,19 @@ def test_sparse_gradients_train_like_in_float32(level, optimizer_kind):
     assert torch.equal(found[[0, 2, 3, 5]], rounded[[0, 2, 3, 5]])  # rows that were not looked up
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_a_sparse_gradient_that_a_script_replaces_is_stepped_with(dtype):
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = sgd(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O2", cast_model_type=dtype, loss_scale=3.0, verbosity=0)
+    before = model.state_dict()["weight"].clone()
+    backward(model(torch.tensor([1, 3, 3])).float().sum(), optimizer)
+    model.weight.grad = model.weight.grad.coalesce() * 0.5
+    optimizer.step()
+    moved = torch.tensor([0.0, 0.5, 0.0, 1.0])[:, None].expand(4, 2)
+    torch.testing.assert_close(before - model.state_dict()["weight"], moved, rtol=0.01, atol=1e-6)
+
+
 @pytest.mark.parametrize("level", ("O1", "O2"))
 def test_overflow_in_a_sparse_gradient_skips_the_step(level):
     model = nn.Embedding(6, 3, sparse=True)
