@@ -12,6 +12,7 @@ started after `PART_TAKES` seconds. The build is always asked for, and makes wha
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import os
 import re
 import shlex
@@ -27,6 +28,7 @@ PART_TAKES = 360.0  # a step begun then still ends within nine minutes
 STEP_TAKES = 170.0  # but for the build, which is one step
 TIMED_OUT = 124
 PYTEST = "python -m pytest -q -m cuda"
+IN_PROCESSES = " --numprocesses 4 --dist worksteal" if importlib.util.find_spec("xdist") else ""
 # Names of tests with small shapes, of our kernels alone: a checker slows them down by a hundred.
 SMALL = {
     "test_kernels.py": "layouts or slice or restore_counts or restore_l2norm or wherever_the_value_hides and first or update_scale",
@@ -79,7 +81,7 @@ PARTS: dict[str, list[Step]] = {
             # Several processes: most of the time goes into Python.
             Step(
                 f"tests of {file}",
-                f"{PYTEST} --numprocesses 4 --dist worksteal tests/{file}",
+                f"{PYTEST}{IN_PROCESSES} tests/{file}",
                 environment={"AMPKIT_EXTENSION": "require"},
             )
             for file in test_files()
@@ -190,7 +192,7 @@ class Results:
 
     def add(self, step: Step, status: int, printed: str, seconds: float) -> None:
         outcome = "passed" if status == 0 else f"failed with status {status}"
-        text = "\n".join(printed.strip().splitlines()[-200:])
+        text = end_of(printed, 200)
         with open(self.path, "a") as file:
             file.write(f"\n## {step.name}: {outcome} in {seconds:.0f} s\n\n`{step.command}`\n\n```\n{text}\n```\n")
 
@@ -202,6 +204,13 @@ def description() -> str:
     import torch
 
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs, commit {commit or 'unknown'}."
+
+
+def end_of(printed: str, count: int) -> str:
+    """The last lines; what compilers say of errors before them too, for much may follow it."""
+    lines = printed.strip().splitlines()
+    errors = [line for line in lines[:-count] if re.search(r"\berror\b", line)]
+    return "\n".join([*errors[:20], *lines[-count:]])
 
 
 def run_part(part: str, results: Results) -> bool:
@@ -220,7 +229,7 @@ def run_part(part: str, results: Results) -> bool:
         started = time.monotonic()
         status, printed = run_step(step)
         results.add(step, status, printed, time.monotonic() - started)
-        print("\n".join(printed.strip().splitlines()[-3:]), flush=True)
+        print(end_of(printed, 60 if status else 3), flush=True)
         passed = passed and status == 0
         if status and step.always:  # what follows needs it
             return False

@@ -86,3 +86,11 @@ def test_a_part_that_has_no_time_left_goes_on_later(results, monkeypatch):
     assert "## one" not in results.path.read_text()
     monkeypatch.setattr(gpu, "PART_TAKES", 60.0)
     assert gpu.run_part("bench", results)
+
+
+def test_a_build_that_fails_shows_what_the_compiler_said_however_much_follows(results, monkeypatch, capsys):
+    lines = "echo 'csrc/cuda/a.cu(7): error: no such thing'; seq 300; exit 1"
+    monkeypatch.setitem(gpu.PARTS, "build", [gpu.Step("build", lines, always=True)])
+    assert not gpu.run_part("build", results)
+    assert "a.cu(7): error: no such thing" in capsys.readouterr().out
+    assert "a.cu(7): error: no such thing" in results.path.read_text()
