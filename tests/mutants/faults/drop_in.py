@@ -148,6 +148,14 @@ FAULTS = [
         tests=("apex/test_state.py::test_the_overflow_check_of_bert",),
     ),
     Mutant(
+        "scaler: a method of the script's own is not asked",
+        "ampkit/apex/amp/handle.py",
+        "script_judges = scaler.is_changed_by_the_script and not delay_unscale",
+        "script_judges = False",
+        breaks="scale_loss calls unscale and update_scale of a script's own",
+        tests=("apex/test_state.py::test_an_update_scale_of_the_scripts_is_called_by_scale_loss",),
+    ),
+    Mutant(
         "scaler: the buffer does not show what unscale found",
         "ampkit/apex/amp/scaler.py",
         "self._noop_buffer.masked_fill_(self._flag.to(self._noop_buffer.device) != 0, 1)",
