@@ -3,8 +3,10 @@
 The gradients expected are those of the same arithmetic in float64, or worked out on paper.
 """
 
+import contextlib
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -427,6 +429,19 @@ def test_gradient_penalty_with_a_second_derivative():
     expected = [p.grad for p in twin.parameters() if p.grad is not None]
     # The last bias does not move a slope.
     assert_close_to_largest(found[:3], expected[:3], 6e-2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_block_is_held_after_it(fails):
+    """The loss holds the graph, and it the activations of a whole forward pass."""
+    model, optimizer = initialize_quietly(nn.Linear(4, 2), sgd, "O2", loss_scale=128.0)
+    with contextlib.suppress(KeyError), ampkit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+        gone = weakref.ref(scaled)
+        scaled.backward()
+        if fails:
+            raise KeyError
+    del scaled
+    assert gone() is None
 
 
 # -- silent mistakes
