@@ -107,7 +107,7 @@ class OptimizerWrapper:
                 slot.param.grad = None
                 slot.clear()
         if not self.gradients.is_open:
-            self._settle()
+            self._settle(refuses=False)
         self._end_lending()
         self.active = False
         self._patches.restore()
@@ -419,7 +419,7 @@ class OptimizerWrapper:
         gradients.refuse_unseen_writes()
         self._settle(for_fused_step)
 
-    def _settle(self, for_fused_step: bool = False) -> None:
+    def _settle(self, for_fused_step: bool = False, refuses: bool = True) -> None:
         gradients = self.gradients
         for slot in self._lent:
             slot.master.settle(slot)
@@ -428,7 +428,8 @@ class OptimizerWrapper:
             entry, param = slot.entry, slot.param
             if entry.lower_version != param._version or entry.lower_ptr != param.data_ptr():
                 # Else the step would undo what was written to the model since its forward.
-                entry.refuse_two_writers(param)
+                if refuses:
+                    entry.refuse_two_writers(param)
                 entry.synchronize(param)
         if gradients.delayed_scale is not None:
             self.owner.scaling.finish_delayed(self)

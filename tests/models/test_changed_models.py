@@ -712,6 +712,18 @@ def test_a_weight_and_its_master_that_were_both_written_to_are_refused(then):
     act()
 
 
+def test_close_ends_a_session_whose_weights_were_written_to_on_both_sides():
+    net = nn.Linear(2, 2, bias=False)
+    model, _ = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    kept = model.state_dict()
+    with torch.no_grad():
+        kept["weight"].fill_(2.0)
+        model.weight.fill_(3.0)
+    ampkit.close()
+    assert type(model) is nn.Linear
+    assert model.weight.dtype is torch.float32
+
+
 def test_a_weight_and_its_master_that_were_given_the_same_values_are_not_refused():
     net = nn.Linear(2, 2, bias=False)
     model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
