@@ -94,6 +94,15 @@ def test_two_ranks_train_as_one_and_skip_together_where_one_has_an_inf_in_its_pa
         assert (moved - wanted).norm() <= tolerance * wanted.norm(), case
 
 
+@pytest.mark.parametrize("through_wrapper", (False, True))
+def test_ranks_of_fsdp1_agree_over_its_process_group(group_of_one, through_wrapper):
+    """Whether the wrapper is initialized or what is in it."""
+    model = wrapped(net_with_norm(), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model if through_wrapper else model.module, optimizer, opt_level="O1", verbosity=0)
+    assert ampkit.current_session().process_group is model.process_group
+
+
 @pytest.mark.parametrize("level", ("O2", "O3", "O5"))
 def test_levels_that_cast_weights_refuse_fsdp1_and_name_fsdp2(group_of_one, level):
     model = wrapped(net_with_norm(), use_orig_params=True)
