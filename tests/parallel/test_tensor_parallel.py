@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 
 import ampkit
@@ -159,9 +160,8 @@ def test_four_ranks_train_as_one_process_in_float32(tmp_path):
 def test_norm_of_a_tensor_in_stripes_is_taken_over_all_that_hold_them(group_of_one):
     """FSDP2 over tensor parallelism: `is_shard()` of the placement is False, and clipping took each rank's part for the whole."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    model = two_dimensional("O1", mesh, sequence=False)
-    weight = model.blocks[0].up.weight
-    assert [placement.is_replicate() for placement in weight.placements] == [False, False]
+    stripes = _StridedShard(0, split_factor=2)
+    weight = DTensor.from_local(torch.ones(4, 2), mesh, [stripes, Shard(0)], run_check=False)
     [(_, groups)] = by_placement([weight])
     assert len(groups) == 2
 
