@@ -32,7 +32,8 @@ def build(to: Path, cuda: Path) -> None:
     to.mkdir(parents=True, exist_ok=True)
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     run(*compiler, *FLAGS, "-std=c++17", f"-I{HERE}", f"-I{cuda}", HERE / "runtime.cpp", "-o", to / "libruntime.so")
-    run("cc", *FLAGS, "-fvisibility=default", HERE / "driver.c", "-Wl,-soname,libcuda.so.1", "-o", to / "libcuda.so.1")
+    as_c = [*FLAGS, "-fvisibility=default", "-x", "c", HERE / "driver.c"]
+    run(*compiler, *as_c, "-Wl,-soname,libcuda.so.1", "-o", to / "libcuda.so.1")
     torch_headers = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     torch_libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     operators = [HERE / "operators.cpp", *torch_libraries, "-lc10", "-ltorch_cpu", f"-L{to}", "-lruntime"]
