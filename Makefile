@@ -93,13 +93,14 @@ endef
 test: venv $(VENV)/.simulated
 	$(call each-way,-m "not slow",-m "switch and not slow",-m "not slow")
 
-# What runs under compilers for GPUs, and several processes over NCCL, has no place there.
+# What compilers for GPUs make has no place there, nor operators that torch has for CUDA alone: see tests/simulated/README.md.
+NOT_SIMULATED := --ignore tests/compile -k "not norms_by_hand and not lazily_conjugated"
 ON_SIMULATED := LD_PRELOAD=$(CURDIR)/build/simulated/libruntime.so LD_LIBRARY_PATH=$(CURDIR)/build/simulated \
   PYTHONPATH=$(CURDIR)/tests/simulated AMPKIT_EXTENSION=require
 
 simulated: venv $(VENV)/.simulated
 	@test -e build/simulated/torch.txt || { echo "make $@: torch is not for CUDA 13" >&2; exit 1; }
-	$(ON_SIMULATED) $(PYTEST) -p simulated_cuda -m "cuda and not slow" --ignore tests/compile tests
+	$(ON_SIMULATED) $(PYTEST) -p simulated_cuda -m "cuda and not slow" $(NOT_SIMULATED) tests
 
 test-all: venv $(VENV)/.emulation-asan $(VENV)/.simulated
 	$(call each-way,,,-m "not slow",$(UNDER_ASAN),-o pythonpath="tests build/emulation-asan")
