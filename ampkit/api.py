@@ -219,14 +219,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     which is told once.
     """
     wrapper = wrapper_of(validation.optimizer(optimizer, "master_params"))
-    if wrapper is not None and wrapper.gradients.is_open and wrapper.gradients.has_fresh:
-        wrapper.warn_of_scaled()
-    if wrapper is not None and not wrapper.gradients.is_open:
-        wrapper.synchronize_gradients()
-    if wrapper is not None:
-        yield from wrapper.lend_masters()
-        return
-    yield from params_of(optimizer)
+    yield from params_of(optimizer) if wrapper is None else wrapper.master_params()
 
 
 def clip_grad_norm_(

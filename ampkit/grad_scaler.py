@@ -86,7 +86,7 @@ class GradScaler(TorchGradScaler):
         wrapper, found = self._found[id(optimizer)]
         self._stepped.add(id(optimizer))
         if found is not None and bool(found.flag.item()):
-            wrapper.skip(found)
+            wrapper.skip([found])
             return None
         return optimizer.step(*args, **kwargs)
 

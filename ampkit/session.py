@@ -230,7 +230,7 @@ class Session:
         slots = Slots(self.plan.rest_dtype)
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
-            OptimizerWrapper(optimizer, self, slots, values if self.plan.master_weights else {})
+            OptimizerWrapper(optimizer, self, slots)
             if self.plan.casts_weights and (not self.plan.master_weights or self.plan.rest_dtype is not None):
                 self._undo.if_alive(copies.hand_out_own_state, optimizer)
                 copies.hand_out_plain_state(optimizer, values)
@@ -399,7 +399,9 @@ class Session:
     def _after_zero_grad(self, model: nn.Module) -> None:
         params = set(model.parameters())
         for optimizer in self.optimizers:
-            wrapper_of(optimizer).gradients.clear(only=params)
+            for slot in wrapper_of(optimizer).gradients.slots:
+                if slot.param in params:
+                    slot.clear()
 
     def _warn_of_useless_loss_scale(self) -> None:
         plan = self.plan

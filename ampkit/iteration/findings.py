@@ -7,14 +7,16 @@ others as an answer on the host. What was found goes when the gradients do. Ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ..optimizers.scales import on
-from ..sharding import highest
+from ..sharding import highest, local
 from .found_inf import FoundInf
 from .gradients import Gradients
+from .sparse_gradients import values_of
 
 
 class Findings:
@@ -137,6 +139,10 @@ class Findings:
 
     def name_of_first(self, found: FoundInf) -> str:
         """The name of the first parameter, in the optimizer's order, whose gradient was not finite."""
+        params = [slot.param for slot in self._gradients.slots]
         among = set(found.first_nonfinite)
-        first = next((slot.param for slot in self._gradients.slots if slot.param in among), None)
-        return self._owner.name_of(self._gradients.first_non_finite() if first is None else first)
+        noted = (param for param in params if param in among)
+        read = (
+            param for param in params if param.grad is not None and not local(values_of(param.grad)).isfinite().all()
+        )
+        return self._owner.name_of(next(chain(noted, read), None))

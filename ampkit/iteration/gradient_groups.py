@@ -13,6 +13,7 @@ import torch
 
 from .. import kernels
 from ..optimizers.scales import Scale, inverse, is_one, on_device_of
+from ..sharding import by_placement, is_sharded, total_over
 from .found_inf import FoundInf, places_for
 from .master_weights import Slot
 
@@ -41,6 +42,13 @@ class Group:
             )
         elif not (is_one(inv) and is_one(factor) and self.values[0] is outputs[0]):
             kernels.multi_tensor_scale(self.values, outputs, factor * on_device_of(inv, factor))
+
+    def in_float32(self) -> list[torch.Tensor]:
+        """Float32 tensors to write them to: ``values`` where they are that already."""
+        return [
+            values if values.dtype is torch.float32 else torch.empty_like(values, dtype=torch.float32)
+            for values in self.values
+        ]
 
     def norm(self) -> torch.Tensor:
         """Their Euclidean norm."""
@@ -81,3 +89,15 @@ def grouped(gradients: Iterable[tuple[Slot, torch.Tensor]]) -> list[Group]:
         group.gradients.append(gradient)
         group.values.append(values)
     return list(groups.values())
+
+
+def norm_of(gradients: list[torch.Tensor]) -> torch.Tensor | None:
+    """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none."""
+    if not gradients:
+        return None
+    if not any(map(is_sharded, gradients)):
+        return kernels.multi_tensor_l2norm(gradients)[0]
+    squares = 0.0
+    for parts, groups in by_placement(gradients):
+        squares = squares + total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())
+    return squares.sqrt().float()

@@ -9,52 +9,23 @@ master's, which then is what the step uses. All of this is done by multi-tensor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .. import kernels
 from ..errors import ConfigurationError
-from ..optimizers.scales import Scale, inverse, is_one, on, ratio
-from ..sharding import by_placement, is_sharded, local, process_groups, total_over
+from ..optimizers.scales import Scale, is_one, on, ratio
+from ..sharding import is_sharded, process_groups
 from .clipping import Clipping
-from .found_inf import FoundInf, places_for
-from .gradient_groups import grouped
+from .found_inf import FoundInf
+from .gradient_groups import grouped, norm_of
 from .master_weights import Exact, Seen, Slot
-from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
+from .sparse_gradients import is_sparse, values_of
+from .unscaling import BackwardPass, add, multiply, unscale
 
 _CPU = torch.device("cpu")
-LISTS_OF_A_COLLECTION = 6  #: how many lists `Gradients.collect` checks at most, but for rare mixtures
-
-
-@dataclass(eq=False)
-class BackwardPass:
-    """What has to be known of a backward pass to unscale its gradients.
-
-    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``exact_in_place`` says that the scale
-    is a power of two, so that bfloat16 can be divided by it without rounding. ``done`` are the slots of several optimizers that one
-    of them has handled; None where there is only one optimizer. ``was_reached`` tells whether the pass came to a parameter.
-    """
-
-    scale: Scale
-    local: bool = False
-    exact_in_place: bool = False
-    done: set[Slot] | None = None
-    was_reached: Callable[[torch.Tensor], bool] | None = None
-
-    def not_done(self, slots: list[Slot]) -> list[Slot]:
-        """Those that no other optimizer has handled; from now on nobody else does."""
-        if self.done is None:
-            return slots
-        remaining = [slot for slot in slots if slot not in self.done]
-        self.done.update(slot for slot in remaining if slot.owners > 1)
-        return remaining
-
-    def was_cleared(self, slot: Slot) -> bool:
-        """Whether a parameter without a gradient had one, which was cleared inside of the block."""
-        return self.was_reached is not None and self.was_reached(slot.param)
 
 
 class Gradients:
@@ -77,9 +48,7 @@ class Gradients:
         self.leaves_scaled = leaves_scaled
         self.process_groups = self._given = [] if given is None else [given]
         self.is_open = False
-        self.is_named = True  # by the block that it is open in
-        self.scale: Scale = 1.0  # of that block
-        self.is_stepping = False
+        self.scale: Scale = 1.0  # of the block that it is open in
         self.delayed_scale: Scale | None = None
         self.local = False
         self.clipping = Clipping()
@@ -124,7 +93,7 @@ class Gradients:
         """Whether gradients stay in ``param.grad`` while the next backward pass adds to them."""
         return self.delayed_scale is not None or self.local
 
-    def open(self, scale: Scale, is_named: bool = True, is_empty: bool = False) -> None:
+    def open(self, scale: Scale, is_empty: bool = False) -> None:
         """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
 
         `refuse_unseen_writes` comes before: of several optimizers none is opened where one has to be refused. ``is_empty``, which
@@ -134,9 +103,15 @@ class Gradients:
             self.convert()
         self._unconvert()
         self.clipping.forget()
-        self.is_open, self.is_named, self.scale = True, is_named, scale
+        self.is_open, self.scale = True, scale
         if self.stays:
-            self._rescale(scale)
+            factor = ratio(scale, 1.0 if self.delayed_scale is None else self.delayed_scale)
+            if self.delayed_scale is not None:
+                self.delayed_scale = scale
+            if not is_one(factor):
+                multiply([(slot, slot.param.grad) for slot in self.slots if slot.param.grad is not None], factor)
+                for slot in self.slots:
+                    slot.exact = None
             return
         for slot in self.mastered if is_empty else self.slots:
             gradient = None if is_empty else slot.param.grad
@@ -177,7 +152,7 @@ class Gradients:
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
         stashed = [(slot, slot.stash) for slot in self.slots if slot.stash is not None]
-        self._multiply(stashed, scale)
+        multiply(stashed, scale)
         fresh, added = [], []
         for slot, stash in stashed:
             gradient = slot.param.grad
@@ -211,11 +186,10 @@ class Gradients:
                     slot.clear()
                 else:
                     slot.param.grad = stash
-        inv = inverse(backward.scale)
         if fresh:
-            self._unscale(fresh, backward, inv, found)
+            unscale(fresh, backward, found, self.in_buckets, self.leaves_scaled)
         if sums:
-            self._add(sums, backward.scale, inv, found)
+            add(sums, backward, found, self.leaves_scaled)
         if found is not None:
             for slot, _ in (*fresh, *sums):
                 if slot.owners > 1:
@@ -223,89 +197,6 @@ class Gradients:
         self.is_open = False
         self.delayed_scale = None
         self.local = backward.local
-
-    def _unscale(self, fresh: list, backward: BackwardPass, inv: Scale, found: FoundInf | None) -> None:
-        """Unscale gradients where they are. What is rounded on the way is kept as it was beside them."""
-        scale, multiplies = backward.scale, not is_one(inv)
-        if not multiplies and found is None:
-            return
-        params, inputs, outputs, kept, left = [], [], [], [], []
-        for slot, gradient in fresh:
-            output = gradient
-            if gradient.layout is not torch.strided:
-                unscale_sparse(slot, gradient, inv, found)
-                continue
-            if multiplies and slot.master is not None:
-                if self.leaves_scaled:
-                    left.append((slot, gradient))
-                    continue
-                if not (backward.exact_in_place and gradient.dtype is torch.bfloat16):
-                    if self.in_buckets or gradient._is_view():  # others see it there
-                        kept.append((slot, gradient, gradient.clone()))
-                    else:
-                        output = slot.param.grad = torch.empty_like(gradient)
-                        kept.append((slot, output, gradient))
-            params.append(slot.param)
-            inputs.append(gradient)
-            outputs.append(output)
-        kernels.multi_tensor_scale(inputs, outputs if kept else inputs, inv, *places_for(found, params))
-        for slot, output, values in kept:
-            slot.exact = Exact(values, scale, Seen.now(output))
-        if left and found is not None:
-            flag, first_bad = places_for(found, [slot.param for slot, _ in left])
-            kernels.multi_tensor_unscale_l2norm(
-                [gradient for _, gradient in left], None, None, flag, first_bad=first_bad
-            )
-        for slot, gradient in left:
-            slot.exact = Exact(gradient, scale, Seen.now(gradient), is_scaled=True, left_at=scale)
-
-    def _add(self, sums: list[tuple[Slot, torch.Tensor]], scale: Scale, inv: Scale, found: FoundInf | None) -> None:
-        """Add fresh gradients to stashed ones: in float32, where the parameter is in lower precision."""
-        own, mastered = [], []
-        fresh: dict[Slot, torch.Tensor] = {}
-        for slot, gradient in sums:
-            if slot.owners > 1 and slot.found_inf is not None:
-                _drop_if(slot, slot.found_inf.flag)
-            if is_sparse(gradient) or is_sparse(slot.stash):
-                add_sparse(slot, gradient, inv, found)
-                continue
-            fresh[slot] = gradient
-            (own if slot.master is None else mastered).append((slot, slot.stash))
-        if own:
-            places = places_for(found, [slot.param for slot, _ in own])
-            stashes = [stash for _, stash in own]
-            kernels.multi_tensor_axpby(
-                [fresh[slot] for slot, _ in own], stashes, stashes, inv, 1.0, places[0], 0, places[1]
-            )
-        leaves_scaled = self.leaves_scaled and not is_one(scale)
-        for group in grouped(mastered):
-            totals = [values if values.dtype is torch.float32 else _float32_like(values) for values in group.values]
-            group.accumulate([fresh[slot] for slot in group.slots], totals, inv, found)
-            if leaves_scaled:
-                kernels.multi_tensor_scale(totals, group.gradients, scale)
-            for slot, total, gradient in zip(group.slots, totals, group.gradients):
-                slot.exact = Exact(total, 1.0, Seen.now(gradient), leaves_scaled, scale)
-        for slot in fresh:
-            slot.param.grad, slot.stash = slot.stash, None
-
-    def _rescale(self, scale: Scale) -> None:
-        """Bring the gradients that stay in ``param.grad`` to this scale."""
-        factor = ratio(scale, 1.0 if self.delayed_scale is None else self.delayed_scale)
-        if self.delayed_scale is not None:
-            self.delayed_scale = scale
-        if is_one(factor):
-            return
-        self._multiply([(slot, slot.param.grad) for slot in self.slots if slot.param.grad is not None], factor)
-        for slot in self.slots:
-            slot.exact = None
-
-    @staticmethod
-    def _multiply(gradients: list[tuple[Slot, torch.Tensor]], factor: Scale) -> None:
-        """Multiply these gradients of slots, as exactly as they are known, where they are."""
-        sparse = [values_of(gradient) for _, gradient in gradients if is_sparse(gradient)]
-        kernels.multi_tensor_scale(sparse, sparse, factor)
-        for group in grouped((slot, gradient) for slot, gradient in gradients if not is_sparse(gradient)):
-            group.write(group.gradients, factor)
 
     # The step
 
@@ -337,9 +228,9 @@ class Gradients:
     def convert_for_reader(self) -> None:
         """Somebody looks at a master's gradient.
 
-        There is nothing to be seen in a backward pass, nor while gradients wait at their scale; and a fused step needs nothing.
+        There is nothing to be seen in a backward pass, nor while gradients wait at their scale.
         """
-        if not (self.is_open or self.is_stepping or self.delayed_scale is not None):
+        if not self.is_open and self.delayed_scale is None:
             self.convert()
 
     def refuse_unseen_writes(self) -> None:
@@ -381,15 +272,14 @@ class Gradients:
         """The gradients of these slots as exactly as they are known."""
         found: dict[Slot, torch.Tensor] = {}
         for group in grouped((slot, slot.param.grad) for slot in slots):
-            outputs = [values if values.dtype is torch.float32 else _float32_like(values) for values in group.values]
+            outputs = group.in_float32()
             group.write(outputs)
             found.update(zip(group.slots, outputs))
         return [found[slot] for slot in slots]
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Have every gradient multiplied by this: those of masters by the step, where it reads the model's as they are."""
-        own = [slot.param.grad for slot in self.slots if slot.master is None and slot.param.grad is not None]
-        own = [values_of(gradient) for gradient in own]
+        own = [values_of(slot.param.grad) for slot in self.slots if slot.master is None and slot.param.grad is not None]
         kernels.multi_tensor_scale(own, own, coefficient)
         if not self.mastered:
             return
@@ -417,10 +307,10 @@ class Gradients:
         if any(is_sharded(gradient) for _, gradient in known):
             as_they_are += self.in_float32([slot for slot, _ in known])
             known = []
-        norms = [_norm(as_they_are), *(group.norm() for group in grouped(known))]
+        norms = [norm_of(as_they_are), *(group.norm() for group in grouped(known))]
         if clip is not None:
             norms = [norm if norm is None else norm * on(clip, norm.device) for norm in norms]
-        norms = [norm for norm in (*norms, _norm(own)) if norm is not None]
+        norms = [norm for norm in (*norms, norm_of(own)) if norm is not None]
         if len(norms) > 1:
             return kernels.multi_tensor_l2norm([on(norm, norms[0].device) for norm in norms])[0]
         return norms[0] if norms else None
@@ -449,7 +339,7 @@ class Gradients:
 
     def drop_cleared(self) -> bool:
         """A clipping goes with the gradients. Returns whether there are none."""
-        is_empty = self._is_empty()
+        is_empty = not self.has_fresh
         if is_empty:
             self.delayed_scale, self.local = None, False
             self.clipping.forget()
@@ -457,20 +347,16 @@ class Gradients:
             self.clipping.clip_again_or_forget()
         return is_empty
 
-    def clear(self, set_to_none: bool = True, only: set[torch.Tensor] | None = None, own: bool = False) -> None:
+    def clear(self, set_to_none: bool, own: bool) -> None:
         """What ``zero_grad`` of torch does not see: stashed and exact gradients, and of parameters with masters one of the two.
 
-        ``own`` says that nobody else will clear those of the parameters without masters. ``only`` names the parameters of a model
-        whose own ``zero_grad`` was called; None means all of the optimizer's.
+        ``own`` says that nobody else will clear those of the parameters without masters.
         """
-        if only is None:
-            self.delayed_scale, self.local = None, False
-            self.clipping.forget()
+        self.delayed_scale, self.local = None, False
+        self.clipping.forget()
         for slot in self.slots:
-            if only is not None and slot.param not in only:
-                continue
             slot.clear()
-            if only is None and (own or slot.master is not None):
+            if own or slot.master is not None:
                 if set_to_none:
                     slot.param.grad = None
                 elif slot.param.grad is not None:
@@ -496,18 +382,6 @@ class Gradients:
             else:
                 slot.param.grad = torch.zeros_like(gradient)
 
-    def first_non_finite(self) -> torch.Tensor | None:
-        """The first parameter whose gradient holds an inf or a NaN, in the optimizer's order. Reads from the device."""
-        for slot in self.slots:
-            gradient = slot.param.grad
-            if gradient is not None and not torch.isfinite(local(values_of(gradient))).all():
-                return slot.param
-        return None
-
-    def _is_empty(self) -> bool:
-        """Whether there is no gradient in the model, nor one set aside, as in a block."""
-        return not (self.has_fresh or (self.is_open and any(slot.stash is not None for slot in self.slots)))
-
 
 def _gradient_of_master(slot: Slot) -> torch.Tensor:
     """The tensor for a master's gradient: the one that is there, that of the exact value, or a new one."""
@@ -515,32 +389,5 @@ def _gradient_of_master(slot: Slot) -> torch.Tensor:
     gradient, exact = slot.master.raw_grad, slot.exact
     if gradient is None or is_sparse(gradient) or gradient.device != slot.param.device:
         fits = exact is not None and exact.values.dtype is torch.float32 and exact.values.device == slot.param.device
-        gradient = slot.master.raw_grad = exact.values if fits else _float32_like(slot.param)
+        gradient = slot.master.raw_grad = exact.values if fits else torch.empty_like(slot.param, dtype=torch.float32)
     return gradient
-
-
-def _float32_like(values: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(values, dtype=torch.float32)
-
-
-def _drop_if(slot: Slot, found_inf: torch.Tensor) -> None:
-    """A contribution that was not finite is no part of the sum."""
-
-    def without(values: torch.Tensor) -> torch.Tensor:
-        return torch.where(on(found_inf, values.device) != 0, torch.zeros_like(values), values)
-
-    exact, slot.exact, slot.stash = slot.exact, None, without(slot.stash)
-    if exact is not None and exact.is_scaled:
-        slot.exact = exact._replace(values=without(exact.values)).moved(slot.stash)
-
-
-def _norm(gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none."""
-    if not gradients:
-        return None
-    if not any(map(is_sharded, gradients)):
-        return kernels.multi_tensor_l2norm(gradients)[0]
-    squares = 0.0
-    for parts, groups in by_placement(gradients):
-        squares = squares + total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())
-    return squares.sqrt().float()

@@ -1,6 +1,6 @@
-"""Whether an optimizer still holds, and updates, the parameters that `initialize` put into its groups.
+"""What stands in the groups of an optimizer, masters in the places of weights, and whether the optimizer updates it.
 
-At O2 and O5 these are masters. A script that assigns ``param_groups[i]["params"]`` puts the model's own weights there again,
+A script that assigns ``param_groups[i]["params"]`` puts the model's own weights there again,
 which is followed. An optimizer that keeps a second list of its parameters updates the model's weights behind the masters' back,
 which nobody can follow: the masters would be rounded over what it wrote. The first steps find that out. An optimizer's state is its
 masters' too, and what a script puts under the model's weights is brought to them.
@@ -8,23 +8,55 @@ masters' too, and what a script puts under the model's weights is brought to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..casting.tensors import cast_state
+from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..logs import logger
-from .master_weights import Slot
+from ..models.float32_values import Float32Value
+from .gradients import Gradients
+from .master_weights import Slot, Slots
 from .optimizer_traits import is_known
+
+StateCasts = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class HeldParameters:
-    """What the groups of an optimizer held when somebody last looked."""
+    """The parameters in the groups of one optimizer, and the state that it has for them: masters', where there are masters."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, slots: Slots, gradients: Gradients, values: Callable[[], Mapping[Tensor, Float32Value]]) -> None:
+        self._slots, self._gradients, self._values = slots, gradients, values
+        self._lists: list[list[Tensor]] = []  # what the groups held when somebody last looked
+        self._states = 0  # how many there were then
+        self._has_warned = False
+
+    def put_masters(self, optimizer: Any) -> None:
+        """Put masters into the groups, in the place of every weight that a float32 value is known of."""
+        groups, values = optimizer.param_groups, self._values()
+        for group in groups:
+            if not isinstance(group["params"], list):
+                group["params"] = list(group["params"])
+        self.put_params_back(optimizer)
+        for group in groups:
+            self._gradients.add(self._slots.put_into(group, optimizer.state, values))
         self._lists = [list(group["params"]) for group in groups]
+
+    def put_params_back(self, optimizer: Any) -> None:
+        """Put weights in the places of their masters."""
+        state = optimizer.state
+        param_of = {slot.master: slot.param for slot in self._gradients.mastered if not slot.is_split}
+        for group in optimizer.param_groups:
+            for index, master in enumerate(group["params"]):
+                if (param := param_of.get(master)) is not None:
+                    group["params"][index] = param
+                    if master in state:
+                        state[param] = state.pop(master)
 
     def are_in(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the groups hold the same parameters now. Asked in every iteration, and never compares values."""
@@ -36,24 +68,16 @@ class HeldParameters:
                 return False
         return True
 
-
-class StateOfWeights:
-    """Looks for state under a model's weight, ``optimizer.state[weight]``, where the optimizer has it under the master."""
-
-    def __init__(self) -> None:
-        self._size = 0
-        self._has_warned = False
-
-    def bring_to_masters(self, optimizer: Any, slots: Sequence[Slot]) -> None:
+    def bring_state_to_masters(self, optimizer: Any) -> None:
         """Give masters what a script has put under their weights, and take away what its look has made there. Says so once."""
         state = optimizer.state
-        if len(state) == self._size:  # a look at what is not there makes it
+        if len(state) == self._states:  # a look at what is not there makes it
             return
-        for slot in slots:
-            if slot.target is slot.param or slot.param not in state:
+        for slot in self._gradients.mastered:
+            if slot.is_split or slot.param not in state:
                 continue
             if put := state.pop(slot.param):
-                state.setdefault(slot.target, {}).update(put)
+                state.setdefault(slot.master, {}).update(put)
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
@@ -62,7 +86,19 @@ class StateOfWeights:
                     "optimizer.state[p]'.",
                     type(optimizer).__name__,
                 )
-        self._size = len(state)
+        self._states = len(state)
+
+    def state_cast(self, optimizer: Any, dtype: torch.dtype | None = None) -> StateCasts:
+        """The state of lower-precision parameters that have no master, in this dtype, or in theirs.
+
+        Pairs of a state and what to update it with: nothing is written before all memory is there.
+        """
+        state = {} if getattr(optimizer, "keeps_narrow_state", False) else optimizer.state
+        return [
+            (state[slot.param], cast_state(state[slot.param], dtype or slot.param.dtype))
+            for slot in self._gradients.slots
+            if slot.master is None and slot.param.dtype in LOWER_PRECISION and slot.param in state
+        ]
 
 
 class FirstSteps:
@@ -70,7 +106,7 @@ class FirstSteps:
 
     def __init__(self, optimizer: Any) -> None:
         self._is_over = is_known(optimizer)
-        self._before: list[tuple[Slot, torch.Tensor, torch.Tensor | None]] = []
+        self._before: list[tuple[Slot, Tensor, Tensor | None]] = []
 
     def begin(self, slots: Sequence[Slot]) -> None:
         """Before a step: remember what the model computes with, and the masters."""

@@ -19,11 +19,11 @@ from ..optimizers.scales import on
 from ..sharding import highest
 from .backward_passes import Reached
 from .found_inf import FoundInf
-from .gradients import LISTS_OF_A_COLLECTION, BackwardPass
 from .loss_scale import LossScaler
 from .master_weights import Slot
 from .optimizer_wrapper import OptimizerWrapper
 from .skip_reports import SkipReports
+from .unscaling import LISTS_OF_A_COLLECTION, BackwardPass
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 

@@ -267,13 +267,3 @@ def make_master(entry: Float32Value, param: torch.Tensor) -> MasterWeight:
         entry.value.raw_grad, entry.gradient = entry.gradient, None
         entry.agree(param)
     return entry.value
-
-
-def put_params_back(group: dict[str, Any], state: dict, param_of: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Undo `Slots.put_into` for one parameter group."""
-    for index, master in enumerate(group["params"]):
-        param = param_of.get(master)
-        if param is not None:
-            group["params"][index] = param
-            if master in state:
-                state[param] = state.pop(master)

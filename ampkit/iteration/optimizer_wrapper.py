@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,19 +20,18 @@ import torch
 
 from .. import kernels
 from ..casting.engine import active_casting
-from ..casting.tensors import cast_state
-from ..dtypes import LOWER_PRECISION
-from ..errors import ClosureError, ConfigurationError
+from ..errors import ConfigurationError
 from ..logs import logger
-from ..models.float32_values import Float32Value, write_lower
+from ..models.float32_values import write_lower
 from ..optimizers.fused import StepInputs
 from ..patching import PatchSet
+from .evaluating_again import step_evaluating_again
 from .findings import Findings
 from .found_inf import FoundInf
 from .gradients import Gradients
-from .held_parameters import FirstSteps, HeldParameters, StateOfWeights
+from .held_parameters import FirstSteps, HeldParameters, StateCasts
 from .loss_scale import LossScaler
-from .master_weights import Slot, Slots, put_params_back
+from .master_weights import Slot, Slots
 from .optimizer_traits import clears_as_torch, evaluates_once, takes_found_inf, takes_step_inputs
 from .running_statistics import Snapshot, after_step
 
@@ -45,17 +44,12 @@ _post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post
 WRAPPER_KEY = "_ampkit"
 
 
-class _SkippedInClosure(Exception):
-    """Unwinds an optimizer whose closure met an overflow; never leaves `OptimizerWrapper.step`."""
-
-
 class OptimizerWrapper:
     """One optimizer of a session (``owner``): slots, gradients, what was found in them, and methods in the place of its own."""
 
-    def __init__(self, optimizer: Any, owner: Any, slots: Slots, values: Mapping[torch.Tensor, Float32Value]) -> None:
+    def __init__(self, optimizer: Any, owner: Any, slots: Slots) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.owner = owner
-        self._slots = slots
         self._patches = PatchSet()
         self.blocks: list[Any] = []  # the scale_loss blocks that are open and name this optimizer
         self.thread: int | None = None  # that has entered the last of them
@@ -70,6 +64,7 @@ class OptimizerWrapper:
         self._clears_as_torch = clears_as_torch(optimizer)
         self._takes_found_inf = not self._takes_step_inputs and takes_found_inf(optimizer)
         self._splits = slots.splits
+        self._held = HeldParameters(slots, self.gradients, owner.float32_values)
         self._lent: set[Slot] = set()  # since the last step
         try:
             if self._splits and not self._takes_step_inputs:
@@ -78,12 +73,13 @@ class OptimizerWrapper:
                     "was made before initialize(), and split masters are updated by that alone. Make the scheduler after "
                     "initialize(), or use master_weights=True."
                 )
-            for group in optimizer.param_groups:
-                self.gradients.add(slots.put_into(group, optimizer.state, values))
-            self._held = HeldParameters(optimizer.param_groups)
-            self._first_steps = FirstSteps(optimizer)
-            self._state_of_weights = StateOfWeights()
-            self._install(optimizer)
+            self._held.put_masters(optimizer)
+            self.first_steps = FirstSteps(optimizer)
+            self._patches.set(optimizer, WRAPPER_KEY, self)
+            self._replace(optimizer, "step", self._step)
+            self._replace(optimizer, "zero_grad", self._zero_grad)
+            if hasattr(optimizer, "add_param_group"):
+                self._replace(optimizer, "add_param_group", self._add_param_group)
         except BaseException:
             self.detach()
             raise
@@ -94,9 +90,7 @@ class OptimizerWrapper:
 
     def trains_beside(self, thread: int) -> bool:
         """Whether another thread than this one trains it: the gradients that it has at the moment are that one's alone."""
-        if self.thread is None or self.thread == thread:
-            return False
-        return any(other.ident == self.thread for other in threading.enumerate())
+        return self.thread not in (None, thread) and any(one.ident == self.thread for one in threading.enumerate())
 
     def detach(self) -> None:
         """Give the optimizer its parameters and methods back; parameters become float32 with their masters' values."""
@@ -111,13 +105,10 @@ class OptimizerWrapper:
         self._end_lending()
         self.active = False
         self._patches.restore()
-        masters = list(self.gradients.mastered)
-        param_of = self._param_of_master()
-        for group in optimizer.param_groups if optimizer is not None else ():
-            put_params_back(group, optimizer.state, param_of)
-        for own, cast in self._state_cast(lambda param: torch.float32):
+        self._held.put_params_back(optimizer)
+        for own, cast in self._held.state_cast(optimizer, torch.float32):
             own.update(cast)
-        for slot in masters:
+        for slot in self.gradients.mastered:
             slot.entry.synchronize(slot.param)
             slot.param.grad = None
             slot.param.data = slot.entry.current(slot.param) if slot.is_split else slot.master.data
@@ -126,34 +117,26 @@ class OptimizerWrapper:
             slot.param.grad = None if gradient is None or gradient.shape != slot.param.shape else gradient
         self.gradients.forget_slots()
 
-    def matched_state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """State that came with a parameter which now trains in lower precision, in its dtype, as fresh state would be.
-
-        Pairs of a state and what to update it with: nothing is written before all memory is there.
-        """
-        if getattr(self.optimizer, "keeps_float32_state", False):
-            return []
-        return self._state_cast(lambda param: param.dtype)
-
-    def _state_cast(
-        self, dtype_for: Callable[[torch.Tensor], torch.dtype]
-    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        optimizer = self.optimizer
-        state = {} if optimizer is None or getattr(optimizer, "keeps_narrow_state", False) else optimizer.state
-        found = []
-        for slot in self.gradients.slots:
-            if slot.master is None and slot.param.dtype in LOWER_PRECISION and slot.param in state:
-                own = state[slot.param]
-                found.append((own, cast_state(own, dtype_for(slot.param))))
-        return found
+    def matched_state(self) -> StateCasts:
+        """State that came with a parameter which now trains in lower precision, in its dtype, as fresh state would be."""
+        return [] if getattr(self.optimizer, "keeps_float32_state", False) else self._held.state_cast(self.optimizer)
 
     def split_masters(self) -> None:
         """Let go of the float32 values of split masters: last of all, since until then what failed is undone exactly."""
         for slot in self.gradients.mastered:
             slot.split()
 
-    def lend_masters(self) -> Iterator[torch.Tensor]:
+    def master_params(self) -> Iterator[torch.Tensor]:
         """What the optimizer updates, in its order: masters that are split as float32 values, one at a time."""
+        if not self.gradients.is_open:
+            self.synchronize_gradients()
+        elif self.gradients.has_fresh and not self._has_warned_of_scaled:
+            self._has_warned_of_scaled = True
+            logger.warning(
+                "master_params was asked for inside the scale_loss block, where gradients are still multiplied by the loss scale "
+                "and master weights have none yet: clipping there does not clip what the step uses. Do it after the block, on the "
+                "level of `with`."
+            )
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 slot = self.gradients.by_master.get(id(param))
@@ -169,10 +152,6 @@ class OptimizerWrapper:
         for slot in lent:
             slot.master.end_step()
             slot.entry.rest.lender = None
-
-    def _param_of_master(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The parameters by the masters that stand in their places."""
-        return {slot.master: slot.param for slot in self.gradients.mastered if not slot.is_split}
 
     def write_masters_to_model(self, everything: bool = False) -> None:
         """Round every master that was written to since it last agreed with the model's weight into that weight.
@@ -191,13 +170,6 @@ class OptimizerWrapper:
     def _written_masters(self) -> list[Slot]:
         """Those that were written to since they agreed with the model's weights, as far as torch counts."""
         return [slot for slot in self.gradients.mastered if slot.master._version != slot.entry.value_version]
-
-    def _install(self, optimizer: Any) -> None:
-        self._patches.set(optimizer, WRAPPER_KEY, self)
-        self._replace(optimizer, "step", self._step)
-        self._replace(optimizer, "zero_grad", self._zero_grad)
-        if hasattr(optimizer, "add_param_group"):
-            self._replace(optimizer, "add_param_group", self._add_param_group)
 
     def _replace(self, optimizer: Any, name: str, method: Callable[..., Any]) -> None:
         before = vars(optimizer).get(name)
@@ -225,10 +197,16 @@ class OptimizerWrapper:
                 "first: step() belongs on the level of `with`, not inside it."
             )
         self.follow_groups()
-        self._state_of_weights.bring_to_masters(self.optimizer, self.gradients.mastered)
+        self._held.bring_state_to_masters(self.optimizer)
         if callable(closure):
             kwargs.pop("closure", None)
-            return self._step_with_closure(original, closure, *rest, **kwargs)
+            if not evaluates_once(self.optimizer):
+                step = functools.partial(original, *rest, **kwargs)
+                return step_evaluating_again(self, step, closure, _casting_disabled())
+            with torch.enable_grad():
+                loss = closure()
+            self._step_once(original, *rest, **kwargs)
+            return loss
         return self._step_once(original, *args, **kwargs)
 
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -241,8 +219,8 @@ class OptimizerWrapper:
             found_inf = self.findings.flag(unless_clean=True)  # with a flag it takes longer, on the CPU by a third
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
         elif overflows := self.findings.overflows():
-            return self._skip(overflows)
-        self._first_steps.begin(self.gradients.slots)
+            return self.skip(overflows)
+        self.first_steps.begin(self.gradients.slots)
         try:
             with _casting_disabled(), self._between_hooks() if hooked else nullcontext():
                 result = original(*args, **kwargs)
@@ -250,7 +228,7 @@ class OptimizerWrapper:
         finally:
             if self._takes_found_inf:
                 del optimizer.grad_scale, optimizer.found_inf
-        self._end_step(is_written=hooked)
+        self.end_step(is_written=hooked)
         return result
 
     @contextmanager
@@ -271,12 +249,12 @@ class OptimizerWrapper:
         gradients, optimizer = self.gradients, self.optimizer
         self.synchronize_gradients(for_fused_step=True)
         found_inf = self.findings.flag()
-        inputs = optimizer.inputs = StepInputs(
+        optimizer.inputs = StepInputs(
             gradients.by_master,
             gradients.in_float32,
             found_inf=found_inf,
             total_norm=gradients.total_norm,
-            around=lambda: self._updating(inputs),
+            around=self._updating,
         )
         try:
             with _casting_disabled():
@@ -290,7 +268,7 @@ class OptimizerWrapper:
         return result
 
     @contextmanager
-    def _updating(self, inputs: StepInputs) -> Iterator[None]:
+    def _updating(self) -> Iterator[None]:
         """The update of a fused step, without the script's hooks before and after it."""
         gradients = self.gradients
         masters = gradients.mastered
@@ -298,12 +276,10 @@ class OptimizerWrapper:
             self.synchronize_gradients(for_fused_step=True)
         if not self._splits:  # edits of masters, before a step that may leave both alone
             _round_into_model(self._written_masters())
-        inputs.clip = gradients.clipping.pending
-        gradients.is_stepping = True
+        self.optimizer.inputs.clip = gradients.clipping.pending
         try:
             yield
         finally:
-            gradients.is_stepping = False
             for slot in masters if self._splits else ():  # the step has written weights and rests
                 entry = slot.entry
                 entry.rest.before, entry.lower_version = None, slot.param._version
@@ -311,22 +287,6 @@ class OptimizerWrapper:
             entry, version = slot.entry, slot.master._version
             if version != entry.value_version:  # the step has written both
                 entry.value_version, entry.lower_version, entry.put_aside = version, slot.param._version, None
-
-    def skip(self, found: FoundInf) -> None:
-        """In the place of a step, for gradients that are not finite."""
-        self.findings.verdict = True
-        self._skip([found])
-
-    def warn_of_scaled(self) -> None:
-        """Say once that gradients are looked at before the block has unscaled them, as where a script clips there."""
-        if self._has_warned_of_scaled:
-            return
-        self._has_warned_of_scaled = True
-        logger.warning(
-            "master_params was asked for inside the scale_loss block, where gradients are still multiplied by the loss scale and "
-            "master weights have none yet: clipping there does not clip what the step uses. Do it after the block, on the level "
-            "of `with`."
-        )
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
         """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""
@@ -340,69 +300,15 @@ class OptimizerWrapper:
             gradients.clip_by(coefficient)
         return norm
 
-    def _step_with_closure(
-        self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if not evaluates_once(self.optimizer):
-            return self._step_that_may_evaluate_again(original, closure, *args, **kwargs)
-        with torch.enable_grad():
-            loss = closure()
-        self._step_once(original, *args, **kwargs)
-        return loss
-
-    def _step_that_may_evaluate_again(
-        self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Each evaluation sees the masters as they are by then; an overflow in one takes the whole step back."""
-        self.findings.verdict = False
-        loss, evaluations, overflows = None, 0, []
-        before = [(slot.target, slot.target.detach().clone()) for slot in self.gradients.slots]
-        casting_off = _casting_disabled()
-
-        def evaluate() -> Any:
-            nonlocal loss, evaluations, overflows
-            evaluations += 1
-            if evaluations > 1 and self.owner.plan.has_dynamic_loss_scale:
-                raise ClosureError(
-                    f"{type(self.optimizer).__name__} evaluated its closure a second time in one step, which a dynamic loss "
-                    "scale does not allow: the scale may move between two evaluations. Use a static scale (loss_scale=128.0), "
-                    "or bfloat16 without one (opt_level='O4' or 'O5'). The parameters are as they were before the step."
-                )
-            self.write_masters_to_model()
-            # As it was where step() was called.
-            with getattr(casting_off, "paused", nullcontext)():
-                loss = closure()
-            self.synchronize_gradients()
-            if overflows := self.findings.overflows():
-                raise _SkippedInClosure
-            self._first_steps.begin(self.gradients.slots)
-            return loss
-
-        try:
-            with casting_off:
-                result = original(evaluate, *args, **kwargs)
-        except (_SkippedInClosure, ClosureError) as error:
-            with torch.no_grad():
-                for target, value in before:
-                    target.copy_(value)
-            if isinstance(self.optimizer, torch.optim.LBFGS):
-                self.optimizer.state.clear()  # it would look for what the rest of the step leaves there
-            self.write_masters_to_model()
-            self.gradients.end_step()
-            if isinstance(error, ClosureError):
-                raise
-            self._skip(overflows)
-            return loss
-        after_step(self.snapshots, None)
-        self._end_step()
-        return result
-
     def _end_update(self) -> None:
-        self._first_steps.end(self.optimizer)
+        self.first_steps.end(self.optimizer)
         self.write_masters_to_model()
 
-    def _end_step(self, is_written: bool = False) -> None:
-        """``is_written`` says that the model has got the masters' values, but for what a hook has written to them since."""
+    def end_step(self, is_written: bool = False) -> None:
+        """After a step that was taken.
+
+        ``is_written`` says that the model has got the masters' values, but for what a hook has written to them since.
+        """
         if not is_written:
             self._end_update()
         elif not self._splits:
@@ -436,7 +342,9 @@ class OptimizerWrapper:
         if not for_fused_step:
             gradients.convert()
 
-    def _skip(self, overflows: list[FoundInf]) -> None:
+    def skip(self, overflows: list[FoundInf]) -> None:
+        """In the place of a step, for gradients that are not finite."""
+        self.findings.verdict = True
         after_step(self.snapshots, True)
         self.findings.drop_overflowed(overflows)
         drop_casts()
@@ -463,14 +371,8 @@ class OptimizerWrapper:
                     f"add_param_group: a parameter of shape {tuple(param.shape)} is in this optimizer already. Leave it out "
                     "of the new group."
                 )
-        optimizer = self.optimizer
-        before = len(optimizer.param_groups)
         result = original(group, *args, **kwargs)
-        values = self.owner.float32_values()
-        for added in optimizer.param_groups[before:]:
-            self.gradients.add(self._slots.put_into(added, optimizer.state, values))
-        self.split_masters()
-        self._held = HeldParameters(optimizer.param_groups)
+        self._put_masters()
         return result
 
     def follow_groups(self) -> None:
@@ -478,18 +380,12 @@ class OptimizerWrapper:
 
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
-        optimizer = self.optimizer
-        if self._held.are_in(optimizer.param_groups) or self.gradients.is_open:
-            return
-        param_of = self._param_of_master()
-        values = self.owner.float32_values()
-        for group in optimizer.param_groups:
-            if not isinstance(group["params"], list):
-                group["params"] = list(group["params"])
-            put_params_back(group, optimizer.state, param_of)
-            self.gradients.add(self._slots.put_into(group, optimizer.state, values))
+        if not (self._held.are_in(self.optimizer.param_groups) or self.gradients.is_open):
+            self._put_masters()
+
+    def _put_masters(self) -> None:
+        self._held.put_masters(self.optimizer)
         self.split_masters()
-        self._held = HeldParameters(optimizer.param_groups)
 
 
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:

@@ -15,10 +15,10 @@ from ..errors import ConfigurationError, NotInitializedError
 from ..logs import logger
 from ..optimizers.scales import on
 from .backward_passes import Nesting, Probe, Reached
-from .gradients import BackwardPass
 from .loss_scale import LossScaler
 from .loss_scaling import LossScaling, collect, home_of
 from .optimizer_wrapper import OptimizerWrapper, drop_casts
+from .unscaling import BackwardPass
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Block:
                     "scale_loss."
                 )
             gradients = wrapper.gradients
-            if gradients.is_open and (gradients.is_named or gradients.has_fresh):
+            if gradients.is_open and (wrapper.blocks or gradients.has_fresh):
                 raise ConfigurationError(
                     "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
                     "entering the second: gradients of several losses add up across blocks."
@@ -124,7 +124,7 @@ class Block:
         """A backward pass of a block around this one begins, after this one: it may come to what this one names."""
         for wrapper, scale in self._taken:
             if wrapper.active and not wrapper.gradients.is_open:
-                wrapper.gradients.open(scale, is_named=False)
+                wrapper.gradients.open(scale)
 
     def _open(self) -> None:
         """Stash the gradients that are there. Nothing is touched where an optimizer has to be refused."""
@@ -138,7 +138,7 @@ class Block:
             empty.append(wrapper.findings.drop_cleared())
             wrapper.findings.drop_known_overflow()
         for wrapper, is_empty in zip(wrappers, empty):  # those before may hold the same parameters
-            wrapper.gradients.open(self.scale, wrapper in self.named, is_empty)
+            wrapper.gradients.open(self.scale, is_empty)
 
     def _end(self) -> None:
         scaling, scaler, scale = self.scaling, self.scaler, self.scale
@@ -169,7 +169,7 @@ class Block:
 
     def unnamed_still_open(self) -> list[OptimizerWrapper]:
         """Those that no block inside of this one has named."""
-        return [one for one in self.unnamed if one.gradients.is_open and not one.gradients.is_named]
+        return [one for one in self.unnamed if one.gradients.is_open and not one.blocks]
 
     def _warn_of_hooks(self) -> None:
         """Say it if a script's hook on a parameter will see gradients at the loss scale, where a clamp clamps nearly all."""

@@ -75,6 +75,8 @@ def test_added_group_trains(level, form):
     for group in added:
         optimizer.add_param_group(group)
     assert torch.equal(model.state_dict()["3.weight"], before["3.weight"])
+    if level in ("O2", "O5"):
+        assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
     optimizer.zero_grad()
     backward_of(model, optimizer)
     gradient = optimizer.param_groups[1]["params"][0].grad.float().clone()
@@ -83,8 +85,6 @@ def test_added_group_trains(level, form):
         assert not torch.equal(model.state_dict()["3.weight"], before["3.weight"])
     else:
         torch.testing.assert_close(model.state_dict()["3.weight"], before["3.weight"] - 0.05 * gradient)
-    if level in ("O2", "O5"):
-        assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
     ampkit.close()
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert all(x is y for x, y in zip(held, model.parameters()))

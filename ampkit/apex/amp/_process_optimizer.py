@@ -16,9 +16,9 @@ import torch
 from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
 from ...iteration.found_inf import FoundInf
-from ...iteration.gradients import BackwardPass
 from ...iteration.master_weights import Slot
 from ...iteration.optimizer_wrapper import wrapper_of
+from ...iteration.unscaling import BackwardPass
 from ...logs import logger
 from ...session import Session, session_of
 from ._amp_state import _amp_state

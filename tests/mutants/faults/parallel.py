@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Mutant(
         "fsdp2: gradients are clipped by the norm of the shard",
-        "ampkit/iteration/gradients.py",
+        "ampkit/iteration/gradient_groups.py",
         "total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())",
         "total_over((), kernels.multi_tensor_l2norm(parts)[0].double().square())",
         breaks="the norm is that of all shards",

@@ -1,0 +1,65 @@
+"""A step of an optimizer that evaluates its closure several times, as LBFGS does, or may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..errors import ClosureError
+from .running_statistics import after_step
+
+Wrapper = Any  # of optimizer_wrapper.py, which imports this module
+
+
+class _SkippedInClosure(Exception):
+    """Unwinds an optimizer whose closure met an overflow."""
+
+
+def step_evaluating_again(
+    wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
+) -> Any:
+    """Each evaluation sees the masters as they are by then; an overflow in one takes the whole step back."""
+    wrapper.findings.verdict = False
+    loss, evaluations = None, 0
+    before = [(slot.target, slot.target.detach().clone()) for slot in wrapper.gradients.slots]
+
+    def evaluate() -> Any:
+        nonlocal loss, evaluations
+        evaluations += 1
+        if evaluations > 1 and wrapper.owner.plan.has_dynamic_loss_scale:
+            raise ClosureError(
+                f"{type(wrapper.optimizer).__name__} evaluated its closure a second time in one step, which a dynamic loss "
+                "scale does not allow: the scale may move between two evaluations. Use a static scale (loss_scale=128.0), "
+                "or bfloat16 without one (opt_level='O4' or 'O5'). The parameters are as they were before the step."
+            )
+        wrapper.write_masters_to_model()
+        # As it was where step() was called.
+        with getattr(casting_off, "paused", nullcontext)():
+            loss = closure()
+        wrapper.synchronize_gradients()
+        if overflows := wrapper.findings.overflows():
+            raise _SkippedInClosure(overflows)
+        wrapper.first_steps.begin(wrapper.gradients.slots)
+        return loss
+
+    try:
+        with casting_off:
+            result = step(evaluate)
+    except (_SkippedInClosure, ClosureError) as error:
+        with torch.no_grad():
+            for target, value in before:
+                target.copy_(value)
+        if isinstance(wrapper.optimizer, torch.optim.LBFGS):
+            wrapper.optimizer.state.clear()  # it would look for what the rest of the step leaves there
+        wrapper.write_masters_to_model()
+        wrapper.gradients.end_step()
+        if isinstance(error, ClosureError):
+            raise
+        wrapper.skip(*error.args)
+        return loss
+    after_step(wrapper.snapshots, None)
+    wrapper.end_step()
+    return result
