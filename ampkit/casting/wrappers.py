@@ -6,7 +6,7 @@ somebody kept is inert after the engine closes. The engine calls `wrap`; nothing
 Note [the tables win]
     torch.autocast is on beneath the wrappers, with lists of its own, and sees what a function calls in its turn. So torch's
     functions are called with it off (`past_autocast`), but for those that were given lower precision: nothing in them is
-    left to cast, and what they call has rows of its own.
+    left to cast, and what they call has rows of its own. (Recurrent layers have to be called with it off: recurrent.py.)
 
 Note [what is never cast]
     An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
@@ -34,6 +34,7 @@ from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
 from .cache import is_weight
 from .fp32_functions import without_copies
+from .recurrent import RECURRENT, in_one_chunk
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, map_tensors, tensors_in
 
@@ -65,6 +66,8 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     plain = _FACTORIES[kind](
         kind, original, past_autocast(original, state) if is_torch else original, state, name, is_torch
     )
+    if is_torch and kind is CastKind.LOWER_PRECISION_FP and name in RECURRENT:
+        plain = in_one_chunk(plain, original, state)
     wrapper = _naming_out(plain, original)
     # C++ knows out= by its keyword only, and does not write the log of casts.
     in_cpp = cpp is not None and is_torch and wrapper is plain and state.verbosity < 2 and name not in _TO_NUMPY
@@ -166,7 +169,7 @@ def _one_dtype(
     """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype."""
     target = _target(kind, state)
     cast = caster(kind, state, name, only_reads=is_torch)
-    agrees = isinstance(original, FunctionType) or name not in _WIDENED_BY_AUTOCAST
+    agrees = name not in RECURRENT and (isinstance(original, FunctionType) or name not in _WIDENED_BY_AUTOCAST)
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
     follows_regions, is_on, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.is_on, state.other_precision
     to_be_cast = LOWER_PRECISION if kind is CastKind.FP32 else CASTABLE - {target}

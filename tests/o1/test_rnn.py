@@ -2,12 +2,15 @@
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
 from helpers import o1
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import ampkit
 
 pytestmark = pytest.mark.switch
 
@@ -69,6 +72,61 @@ def test_packed_layer_trains_close_to_float32(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_unbatched_layer_trains_close_to_float32(name):
     compare(LAYERS[name](), torch.rand(5, 4))
+
+
+def note_calls(monkeypatch, device_type):
+    """What `_VF.lstm` is given from now on, in the place of computing: the dtype of weights, and whether autocast is on."""
+    calls = []
+
+    def lstm(x, state, weights, *rest):
+        calls.append(({weight.dtype for weight in weights}, torch.is_autocast_enabled(device_type)))
+        return x.new_zeros(*x.shape[:2], 6), *state
+
+    monkeypatch.setattr(torch._VF, "lstm", lstm)
+    return calls
+
+
+def test_bfloat16_is_not_handed_to_autocast_which_makes_float16_of_it_on_gpus(monkeypatch):
+    calls = note_calls(monkeypatch, "cpu")
+    with o1():
+        nn.LSTM(4, 6)(torch.rand(5, 3, 4))
+        assert torch.is_autocast_enabled("cpu")
+    assert calls == [({torch.bfloat16}, False)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+def test_weights_for_cudnn_are_cast_by_autocast_into_one_chunk_in_float16_alone(monkeypatch, precision):
+    layer, x = nn.LSTM(4, 6).cuda(), torch.rand(5, 3, 4, device="cuda")
+    calls = note_calls(monkeypatch, "cuda")
+    ampkit.initialize(layer, opt_level="O1", patch_torch_functions_type=precision, verbosity=0)
+    with torch.backends.cudnn.flags(enabled=True):
+        layer(x)
+        with torch.backends.cudnn.flags(enabled=False):
+            layer(x)
+    alone = ({precision}, False)
+    assert calls == [({torch.float32}, True) if precision is torch.float16 else alone, alone]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+@pytest.mark.skipif(not torch.backends.cudnn.enabled, reason="needs cuDNN")
+def test_layer_on_a_gpu_trains_close_to_float32_and_without_a_warning(precision):
+    layer, x = nn.LSTM(4, 6, num_layers=2).cuda(), torch.rand(5, 3, 4, device="cuda")
+    expected = layer(x)[0]
+    expected.square().sum().backward()
+    gradients = [param.grad.clone() for param in layer.parameters()]
+    layer.zero_grad()
+    ampkit.initialize(layer, opt_level="O1", patch_torch_functions_type=precision, verbosity=0)
+    with warnings.catch_warnings():
+        if precision is torch.float16:
+            warnings.simplefilter("error")
+        output = layer(x)[0]
+    assert output.dtype is precision
+    output.float().square().sum().backward()
+    torch.testing.assert_close(output.float(), expected, rtol=3e-2, atol=3e-2)
+    for param, gradient in zip(layer.parameters(), gradients, strict=True):
+        assert nn.functional.cosine_similarity(param.grad.flatten(), gradient.flatten(), dim=0) > 0.995
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
