@@ -14,6 +14,7 @@ import torch
 
 from ...errors import ConfigurationError
 from ...iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
+from ...logs import logger
 from ...plan import OPT_LEVELS, defaults_of, resolve
 from ...session import live_sessions
 from ._amp_state import _amp_state, maybe_print, warn_or_err
@@ -148,6 +149,14 @@ def initialize(
     """
     _amp_state.verbosity = verbosity
     properties = Properties()
+    if isinstance(enabled, str) and enabled in opt_levels:
+        logger.warning(
+            "amp.initialize takes enabled as its third argument, as in Apex: %r counts as True, and the level is %s. Write "
+            "opt_level=%r.",
+            enabled,
+            opt_level,
+            enabled,
+        )
     if not enabled:
         _amp_state.opt_properties = properties
         return open_session(models, optimizers, properties, num_losses=num_losses)
