@@ -674,10 +674,6 @@ def test_what_fsdp2_sets_late_is_refused_where_it_is_not_even_declared(shards_of
         has_run(model)
 
 
-if __name__ == "__main__":
-    as_one_of_two_ranks(work)
-
-
 @pytest.mark.parametrize("level, masters", [("O2", "split"), ("O5", "split24")])
 def test_split_masters_of_shards_are_refused_and_leave_the_model_trainable(group_of_one, level, masters):
     """A shard is float32 and its own master; beside it there is no bfloat16 weight whose rest could be kept."""
@@ -693,3 +689,7 @@ def test_split_masters_of_shards_are_refused_and_leave_the_model_trainable(group
     # By the learning rate of Adam's first step: all gradients have one sign.
     for name, value in whole(model.state_dict()).items():
         torch.testing.assert_close(before[name] - value, torch.full_like(value, 1e-3), rtol=1e-3, atol=0)
+
+
+if __name__ == "__main__":
+    as_one_of_two_ranks(work)
