@@ -139,8 +139,8 @@ class Gradients:
         """
         self.is_open = False
         if self.delayed_scale is not None:
-            self.delayed_scale = backward.scale
-        elif self.local:
+            return
+        if self.local:
             self.collect(BackwardPass(backward.scale, local=True), None)
         else:
             for slot in backward.not_done(self.slots):
