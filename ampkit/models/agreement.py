@@ -106,9 +106,13 @@ def _sync_buffers(
 def _take_float32(
     model: nn.Module, weights: list[tuple[Float32Value, torch.Tensor, nn.Module, str]], for_training: bool
 ) -> None:
-    """Weights that are float32 now were given values (``p.data = ...``), unless ``model.float()`` has made them all so."""
+    """Weights that are float32 now were given values (``p.data = ...``), unless ``.float()`` has made all of a module so."""
     precisions = [_whole(model, module).lower_precision for _, _, module, _ in weights]
-    if all(entry.is_float32_of_itself(one, to) for (entry, one, *_), to in zip(weights, precisions)):
+    if all(
+        entry.is_float32_of_itself(one, to)
+        and not any(own is not None and own.dtype is to for own in module._parameters.values())
+        for (entry, one, module, _), to in zip(weights, precisions)
+    ):
         _, tensor, module, name = weights[0]
         raise _foreign_weight(model, module, name, tensor)
     for (entry, tensor, *_), precision in zip(weights, precisions):

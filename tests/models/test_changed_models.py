@@ -733,6 +733,15 @@ def test_a_weight_and_its_master_that_were_given_the_same_values_are_not_refused
     assert model(torch.tensor([[1.0, 1.0]])).tolist() == [[4.0, 4.0]]
 
 
+def test_float32_values_in_the_place_of_one_parameter_whose_master_was_written_to_are_taken():
+    """What bfloat16 holds exactly, as zeros, looks like a weight that was made float32; but then its neighbour would be too."""
+    model = o2(nn.Linear(2, 2))
+    model.state_dict()["bias"].fill_(2.0)
+    model.bias.data = torch.zeros(2)
+    assert torch.equal(model(torch.zeros(1, 2)), torch.zeros(1, 2))
+    assert torch.equal(model.state_dict()["bias"], torch.zeros(2))
+
+
 def test_a_weight_given_float32_values_before_an_evaluation_in_inference_mode_trains_on():
     net = nn.Linear(2, 2, bias=False)
     model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=1.0))
