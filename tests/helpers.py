@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit.casting.engine import Casting
@@ -253,6 +254,18 @@ def _be_rank(work: Callable[[int], Any], rank: int, count: int, folder: Path) ->
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Residual(nn.Module):

@@ -2,24 +2,12 @@
 
 import pytest
 import torch
+from helpers import Operators
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 
 X = torch.ones(2, 4)
-
-
-class Operators(TorchDispatchMode):
-    """The names of the operators that run inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def backward(loss, optimizer, loss_id=0):

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import backward, initialize_quietly
+from helpers import Operators, backward, initialize_quietly
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
@@ -183,18 +182,6 @@ def test_two_optimizers_of_one_model_have_each_a_copy_of_their_own():
     backward(loss_of(model, x) * math.inf, second, loss_id=1)
     second.step()  # back to before both forwards; the first optimizer's norm keeps what they did
     assert [int(norm.num_batches_tracked) for norm in model] == [2, 0]
-
-
-class Operators(TorchDispatchMode):
-    """The names of the operators that run inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("layers", [1, 8])
