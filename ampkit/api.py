@@ -45,7 +45,7 @@ def initialize(
     cast_model_type: torch.dtype | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | str | None = None,
+    master_weights: bool | None = None,
     loss_scale: float | str | DynamicLossScale | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -55,11 +55,9 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | None = None,
     keep_fp32: Any = (),
-    keep_originals: bool = True,
     policy: str | Mapping[str, str] | Policy = "default",
     on_floor: str = "raise",
     scope: str = "process",
-    model_grads: str = "unscaled",
     lower_precision_weights: str = "float32",
     process_group: Any = None,
     **unknown: Any,
@@ -77,12 +75,11 @@ def initialize(
     - ``patch_torch_functions``: whether torch functions are patched (O1, O4); ``patch_torch_functions_type`` to which dtype.
     - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights.
     - ``keep_fp32``: modules, types or name patterns that compute in float32 and return float32, at every level.
-    - ``master_weights``: whether the optimizer updates float32 masters. ``"split"`` (bfloat16, FusedAdam or FusedSGD) keeps each as
-      the weight and 16 bits more, ``"split24"`` as the weight and 8 bits: 14 and 13 bytes per parameter with Adam instead of 16.
+    - ``master_weights``: whether weights in lower precision train in float32. The float32 value of a weight is the weight and a
+      rest of 16 bits beside it: 14 bytes per parameter with Adam in bfloat16, 16 in float16, whose gradient is float32.
     - ``loss_scale``: ``"dynamic"``, a number, or a `DynamicLossScale`; ``num_losses`` scalers are made. A dynamic scale stays
       between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
     - ``cast_model_outputs``: the dtype of floating outputs of the models' forward.
-    - ``keep_originals``: whether float32 originals of frozen weights and buffers are kept, on the host.
     - ``lower_precision_weights``: what becomes of weights that come in float16 or bfloat16. ``"float32"`` makes them float32, with
       masters where the level has those (O3 leaves them), until the session closes. ``"keep"`` leaves them, with masters where
       the level has those, and ``"refuse"`` is an error.
@@ -93,9 +90,6 @@ def initialize(
     - ``process_group``: the processes that step together or not at all, for scripts that average gradients by hand after the
       `scale_loss` block, and for pipelines: what one finds to be not finite is found by all when the block ends. DDP needs none,
       and sharded parameters (FSDP2) bring their own.
-    - ``model_grads``: with master weights, "unscaled" makes ``param.grad`` the gradient when a `scale_loss` block ends. "scaled"
-      leaves it at the loss scale, as Apex did: with float16 and a fused optimizer that saves two bytes per parameter, 16 in
-      all. A gradient that was written to is then an error at ``step()``.
     - ``verbosity``: 0 is silent, 1 logs settings and overflows, 2 also every cast.
 
     It may be called again, for other models (each call has its own loss scalers) or for the same (the old session is closed
@@ -140,7 +134,6 @@ def initialize(
     validation.sharded(model_list, optimizer_list, plan)
     validation.process_group(process_group)
     validation.sharded_by_optimizer(optimizer_list, plan)
-    validation.split_masters(model_list, optimizer_list, plan)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
     early_state = _state_over_cast_weights(optimizer_list)
@@ -182,7 +175,7 @@ def scale_loss(
     scaler is then of the call that the first of them came from. ``delay_unscale=True`` leaves scaled gradients for a later
     block to unscale: cheaper accumulation, in the gradients' own precision. ``delay_overflow_check=True`` passes the finding
     on to the next block. ``model`` is accepted for compatibility and unused. Inside of a block there may be one of other
-    optimizers: each unscales the gradients of what it names. An exception inside leaves gradients and
+    optimizers at the same loss scale: the outer one unscales the gradients of both. An exception inside leaves gradients and
     scale as they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the
     failed backward pass had added to these stays.
 
@@ -191,8 +184,8 @@ def scale_loss(
     - TypeError for a loss that is no tensor,
     - `NotInitializedError` for no optimizer, one that no `initialize` has seen, or one whose session was closed,
     - `LossIdError` for a ``loss_id`` that has no scaler,
-    - `ConfigurationError` for a block inside another of the same optimizer, or whose gradients would hold two loss scales, or
-      optimizers of which only some are enabled,
+    - `ConfigurationError` for a block inside another of the same optimizer or of another loss scale, or optimizers of which only
+      some are enabled,
     - `LossScaleError` where the scale has been at its floor for 50 skips in a row, unless ``on_floor="warn"``.
 
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
@@ -213,10 +206,11 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """The parameters that ``optimizer`` updates: float32 masters where there are any, with unscaled gradients.
 
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
-    ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters. Masters
-    that are split are lent as float32 copies, and what is written to one is taken over when the next is asked for.
-    Raises TypeError for what is no optimizer. Inside of a `scale_loss` block, after the backward pass, gradients are still scaled,
-    which is told once.
+    ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters. Of
+    weights in lower precision float32 copies are lent: what is written to one is taken over when the next forward or step
+    begins. While a script holds one, it is kept current, and asking again gives the same. Clipping by `clip_grad_norm_` needs
+    no copies. Raises TypeError for what is no optimizer. Inside of a `scale_loss` block, after the backward pass, gradients are
+    still scaled, which is told once.
     """
     wrapper = wrapper_of(validation.optimizer(optimizer, "master_params"))
     yield from params_of(optimizer) if wrapper is None else wrapper.master_params()
@@ -238,17 +232,15 @@ def clip_grad_norm_(
     with ``error_if_nonfinite=True``.
     """
     wrapper = wrapper_of(validation.optimizer(optimizer, "clip_grad_norm_"))
-    if wrapper is not None and getattr(wrapper.owner, "is_flat", False):
-        raise ConfigurationError(
-            "clip_grad_norm_: FullyShardedDataParallel (FSDP1) has left a part of each gradient here, and the others have the "
-            "rest. Call the model's own after the scale_loss block: model.clip_grad_norm_(max_norm)."
-        )
     if isinstance(max_norm, str) or max_norm is None or not float(max_norm) >= 0.0:
         raise ConfigurationError(
             f"clip_grad_norm_: max_norm={max_norm!r} is not accepted: expected a number of at least 0."
         )
     if wrapper is None or norm_type != 2.0:
-        params = list(master_params(optimizer))
+        params = params_of(validation.optimizer(optimizer, "clip_grad_norm_"))
+        if wrapper is not None:
+            wrapper.synchronize_gradients()
+            wrapper.gradients.widen()
         grads = [param.grad for param in params if param.grad is not None]
         if any(map(is_sharded, grads)):
             norm = norm_over_processes(grads, norm_type)

@@ -33,7 +33,7 @@ class Plan:
     patch_torch_functions: bool = False
     patch_torch_functions_type: torch.dtype | None = None
     keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | str = False
+    master_weights: bool = False
     loss_scale: float | DynamicLossScale = 1.0
     cast_model_outputs: torch.dtype | None = None
     num_losses: int = 1
@@ -41,22 +41,15 @@ class Plan:
     min_loss_scale: float = DEFAULT_MIN_LOSS_SCALE
     max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
     keep_fp32: tuple[Any, ...] = ()
-    keep_originals: bool = True
     policy: Policy = field(default_factory=Policy)
     on_floor: str = "raise"
     scope: str = "process"
-    model_grads: str = "unscaled"
     lower_precision_weights: str = "float32"
 
     @property
     def casts_weights(self) -> bool:
         """Whether model weights are held in lower precision."""
         return self.cast_model_type in LOWER_PRECISION
-
-    @property
-    def rest_dtype(self) -> torch.dtype | None:
-        """What the rests of split masters are held in, beside the weights; None where there are no such masters."""
-        return _SPLIT_MASTERS.get(self.master_weights) if isinstance(self.master_weights, str) else None
 
     @property
     def has_dynamic_loss_scale(self) -> bool:
@@ -72,8 +65,7 @@ class Plan:
         if self.casts_weights:
             words.append(f"norms {'float32' if self.keep_batchnorm_fp32 else _short(self.cast_model_type)}")
         if self.master_weights:
-            kept = {None: "float32", torch.int16: "float32 in two halves", torch.int8: "of 24 bits in two parts"}
-            words.append(f"master weights {kept[self.rest_dtype]}")
+            words.append("master weights float32")
         words.append(f"loss scale {'dynamic' if self.has_dynamic_loss_scale else f'{self.loss_scale:g}'}")
         return ", ".join(words)
 
@@ -149,17 +141,6 @@ def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> P
     checked = {name: SETTINGS[name](name, value, opt_level) for name, value in given.items()}
     plan = replace(plan, **checked)
     plan = replace(plan, policy=plan.policy.settled(device_type))
-    if plan.model_grads == "scaled" and not plan.master_weights:
-        raise ConfigurationError(
-            f"model_grads='scaled' is about weights with masters, and {opt_level} makes none: gradients of others are unscaled "
-            "where they are. Choose O2, or leave it out."
-        )
-    if plan.rest_dtype is not None and plan.cast_model_type is not torch.bfloat16:
-        raise ConfigurationError(
-            f"master_weights={plan.master_weights!r} keeps a master as its bfloat16 weight and the rest of its bits, and the "
-            f"weights are {plan.cast_model_type or torch.float32} here. Choose O5, or cast_model_type=torch.bfloat16 at O2, or "
-            "master_weights=True."
-        )
     if plan.max_loss_scale < plan.min_loss_scale:
         raise ConfigurationError(
             f"min_loss_scale={plan.min_loss_scale:g} is above max_loss_scale={plan.max_loss_scale:g}. Lower the one or raise "
@@ -197,9 +178,17 @@ _OTHER_NAMES = {
 }
 
 
+_REMOVED = {
+    "model_grads": "after scale_loss param.grad is the unscaled gradient, float32 where need be. Leave it out.",
+    "keep_originals": "what a weight lacks of its float32 value lies beside it, in 16 bits. Leave it out.",
+}
+
+
 def unknown_setting(name: str, opt_level: str, known: Iterable[str]) -> TypeError:
     """The error for a keyword that `initialize` does not have: it names the one that was probably meant."""
     known = list(known)
+    if name in _REMOVED:
+        return TypeError(f"initialize() has no setting {name} any more: {_REMOVED[name]}")
     nearest = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.0)))
     if nearest == "cast_model_type" and opt_level in ("O1", "O4"):
         nearest = "patch_torch_functions_type"
@@ -302,20 +291,14 @@ def _check_keep_batchnorm_fp32(name: str, value: Any, level: str) -> bool:
     return keeps
 
 
-# How masters may be split, and what the rest of one is held in.
-_SPLIT_MASTERS = {"split": torch.int16, "split24": torch.int8}
-
-
-def _check_master_weights(name: str, value: Any, level: str) -> bool | str:
-    if not isinstance(value, str):
-        _check_bool(name, value, level)
-    elif value not in _SPLIT_MASTERS:
-        raise _refuse(name, value, f"True, False, {_any_of(tuple(map(repr, _SPLIT_MASTERS)))}")
+def _check_master_weights(name: str, value: Any, level: str) -> bool:
+    advice = "A float32 value is always the weight and a rest of 16 bits now." if value in ("split", "split24") else ""
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False", advice)
     if level in ("O1", "O4"):
         advice = "The weights are float32 there and are their own masters."
         raise _refuse(name, value, f"None at {level}", advice)
-    has_masters: bool | str = value
-    return has_masters
+    return value
 
 
 def _check_loss_scale(name: str, value: Any, level: str) -> float | DynamicLossScale:
@@ -371,13 +354,8 @@ SETTINGS: dict[str, _Check] = {
     "min_loss_scale": _check_bound,
     "max_loss_scale": _check_bound,
     "keep_fp32": _check_keep_fp32,
-    "keep_originals": _check_bool,
     "policy": lambda name, value, level: Policy.of(value),
     "on_floor": _word("'raise' or 'warn'", "raise", "warn"),
     "scope": _check_scope,
-    "model_grads": _word(
-        "'unscaled' (after scale_loss, param.grad is the gradient) or 'scaled' (it stays at the loss scale, as Apex left it)",
-        *("unscaled", "scaled"),
-    ),
     "lower_precision_weights": _word("'float32', 'keep' or 'refuse'", "float32", "keep", "refuse"),
 }

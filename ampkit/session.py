@@ -29,28 +29,25 @@ from .devices import device_type_of, device_types
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.loss_scale import LossScaler
 from .iteration.loss_scaling import LossScaling
-from .iteration.master_weights import Slots
-from .iteration.named_state import named_state
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import Block
+from .iteration.slots import Slots
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
-from .models import copies, exporting, operators, sharded, weights
+from .models import copies, exporting, operators, sharded
 from .models.agreement import Dtypes, dtypes_of, note_new_modules, refuse_changed_dtype, sync_weights
 from .models.averaging import averages
-from .models.collectives import collectives
-from .models.data_reads import data_reads
-from .models.float32_values import Float32Value
+from .models.collectives import collectives, note_addresses
+from .models.float32_values import Float32Value, Loans
 from .models.forward import Watcher, watchers
 from .models.incoming import Incoming
-from .models.parts import some_parameter
-from .models.preparing import prepare_models
-from .models.records import lower_entries
+from .models.preparing import Originals, prepare_models
+from .models.records import lower_entries, some_parameter
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
-from .sharding import fsdp_modules, is_flat, is_unreduced, process_group_of_flat
+from .sharding import fsdp_modules, is_unreduced, refuse_fsdp1
 
 # Levels at which no gradient is saved from underflow by a loss scale, and what to do.
 _UNSCALED_LEVELS = {
@@ -74,7 +71,6 @@ class Session:
         self.plan = plan
         self.process_group = process_group
         self._sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.is_flat = False  # whether FSDP1 shards its models
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self._widens = widens
@@ -143,25 +139,24 @@ class Session:
                 self._log_banner()
             self._warn_of_useless_loss_scale()
             self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
-            flat_over = process_group_of_flat(models)
-            self.is_flat = flat_over is not None
-            self.process_group = self.process_group or flat_over
             self._undo.callback(self._give_back_dtypes)
             if self._widens:
                 self._widen(models, optimizers)
-            values = prepare_models(models, self.plan, self._undo)
+            originals: Originals = {}
+            trained = {param for one in optimizers for param in params_of(one) if param.requires_grad}
+            values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
             self._watch(models)
             self._prepare_optimizers(optimizers, values)
             if self.plan.patch_torch_functions:
                 self._start_casting(models)
             of_cast_weights = (cast_models, averages, operators.operators) if self.plan.casts_weights else ()
             has_masters = self.plan.casts_weights or self.plan.master_weights
-            of_masters = (collectives, data_reads, named_state) if has_masters else ()
-            for shared in (exporting.exports, *of_cast_weights, *of_masters):
+            for shared in (exporting.exports, *of_cast_weights, *((collectives,) if has_masters else ())):
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._forget_traces()
-            self._settle(optimizers, values)
+            self._match_states(optimizers)
+            originals.clear()  # last of all: what failed before could still be undone exactly
         except BaseException:
             self.close()
             raise
@@ -224,25 +219,23 @@ class Session:
         for model in models:
             if not self.plan.casts_weights:
                 self._left_as[model] = dtypes_of(model)
-            watchers[model] = Watcher(self._before_forward, self._after_zero_grad, self._statistics.forget)
+            watchers[model] = Watcher(
+                self._before_forward, self._before_compiled_forward, self._after_zero_grad, self._statistics.forget
+            )
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
-        slots = Slots(self.plan.rest_dtype)
+        slots = Slots()
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self, slots)
-            if self.plan.casts_weights and (not self.plan.master_weights or self.plan.rest_dtype is not None):
+            if values:
                 self._undo.if_alive(copies.hand_out_own_state, optimizer)
                 copies.hand_out_plain_state(optimizer, values)
 
-    def _settle(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
-        """Let go of float32 values that nobody needs. Last of all: what failed before could still be undone exactly."""
-        trained = {param for optimizer in optimizers for param in params_of(optimizer) if param.requires_grad}
-        matched = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).matched_state()]
-        for optimizer in optimizers:
-            wrapper_of(optimizer).split_masters()
-        weights.release_originals(values, self.plan.keep_originals, set() if self.plan.master_weights else trained)
-        for own, cast in matched:
+    @staticmethod
+    def _match_states(optimizers: Sequence[Any]) -> None:
+        """Give state that came with a parameter which now trains in lower precision the dtype that fresh state would have."""
+        for own, cast in [pair for optimizer in optimizers for pair in wrapper_of(optimizer).matched_state()]:
             own.update(cast)
 
     def _start_casting(self, models: Sequence[nn.Module]) -> None:
@@ -323,13 +316,9 @@ class Session:
         return bool(self._sharded_at_first) and any(is_unreduced(model) for model in self.models)
 
     def _refuse_sharded_since(self) -> None:
-        """FSDP puts Parameters of its own in the places of those that masters and optimizer belong to."""
+        """FSDP puts Parameters of its own in the places of those that the optimizer has."""
         for model in self.models:
-            if not self.is_flat and any(map(is_flat, model.parameters())):
-                raise ConfigurationError(
-                    f"The {type(model).__name__} was wrapped in FullyShardedDataParallel after initialize(). The order is: wrap, "
-                    "then the optimizer over the wrapped model's parameters, then initialize(model, optimizer, ...)."
-                )
+            refuse_fsdp1(model)
             since = [module for module in fsdp_modules(model) if module not in self._sharded_at_first]
             if since:
                 raise ConfigurationError(
@@ -376,6 +365,7 @@ class Session:
             if not self._knows_sharding:
                 self._refuse_sharded_since()
             sync_weights(model)
+            note_addresses(model)
             operators.operators.catch_up()
         else:
             refuse_changed_dtype(model, self._left_as[model])
@@ -386,6 +376,12 @@ class Session:
         if self.scaling.can_skip:
             self._statistics.before_forward(model, [wrapper_of(optimizer) for optimizer in self.optimizers])
         self.scaling.note_forward()
+
+    def _before_compiled_forward(self, model: nn.Module) -> None:
+        """dynamo does not trace a model while the gradient of a weight has another dtype than the weight."""
+        self._before_forward(model)
+        for optimizer in self.optimizers:
+            wrapper_of(optimizer).gradients.set_aside()
 
     def _cast_where_it_is(self, model: nn.Module) -> None:
         """The model may have moved since: ask one of its parameters."""
@@ -402,6 +398,7 @@ class Session:
             for slot in wrapper_of(optimizer).gradients.slots:
                 if slot.param in params:
                     slot.clear()
+            wrapper_of(optimizer).hand_gradients()
 
     def _warn_of_useless_loss_scale(self) -> None:
         plan = self.plan

@@ -172,20 +172,10 @@ def _read(thing: Any, name: str, *unset: Any) -> Any:
     )
 
 
-# FSDP1
-
-
-def is_flat(param: Any) -> bool:
-    """Whether it is a part of a flat tensor that FullyShardedDataParallel (FSDP1) shards, or such a tensor itself."""
-    return getattr(param, "_fsdp_flattened", False)
-
-
-def process_group_of_flat(models: Iterable[nn.Module]) -> Any:
-    """The processes over which FSDP1 shards these models; None where it does not."""
-    models = list(models)
-    if not any(is_flat(param) for model in models for param in model.parameters()):
-        return None
-    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    groups = {one.process_group for model in models for one in model.modules() if isinstance(one, fsdp1)}
-    is_hybrid = any(hasattr(one, "_inter_node_pg") for model in models for one in model.modules())
-    return groups.pop() if len(groups) == 1 and not is_hybrid else torch.distributed.group.WORLD
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise for what FullyShardedDataParallel (FSDP1) has wrapped."""
+    if any(getattr(param, "_fsdp_flattened", False) for param in model.parameters()):
+        raise ConfigurationError(
+            f"The {type(model).__name__} is wrapped in FullyShardedDataParallel (FSDP1), which torch deprecates and ampkit "
+            "does not take. Use FSDP2: ampkit.parallel.fully_shard(module, opt_level=...), then the optimizer, then initialize()."
+        )

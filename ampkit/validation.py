@@ -16,9 +16,9 @@ from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .logs import logger
 from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
-from .optimizers import LARC, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
+from .optimizers import LARC, FusedLAMB, FusedLARS, FusedNovoGrad
 from .plan import Plan
-from .sharding import fsdp_modules, gathered, has_run, is_flat, is_sharded
+from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 
 _WITH_NORMS_OF_TENSORS = (FusedLAMB, FusedLARS, FusedNovoGrad, LARC)
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
@@ -189,14 +189,9 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
     """Refuse what FSDP2 does not gather as the level computes, and optimizers that cannot go with it."""
     known = {param for model in model_list for param in model.parameters()}
     for model in model_list:
+        refuse_fsdp1(model)
         if plan.casts_weights:
             _refuse_tensor_parallel(model, plan)
-            if any(map(is_flat, model.parameters())):
-                raise ConfigurationError(
-                    f"FullyShardedDataParallel (FSDP1) keeps weights of one dtype in one flat tensor, and {plan.opt_level} casts "
-                    "them and keeps norms. Use O1 or O4, which cast calls, or FSDP2: ampkit.parallel.fully_shard(module, "
-                    f"opt_level={plan.opt_level!r})."
-                )
         if not fsdp_modules(model):
             continue
         kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32)
@@ -219,7 +214,7 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
                     "parameters, then initialize(model, optimizer, ...)."
                 )
     for optimizer in optimizer_list:
-        in_parts = any(is_sharded(param) or is_flat(param) for param in params_of(optimizer))
+        in_parts = any(map(is_sharded, params_of(optimizer)))
         if in_parts and isinstance(optimizer, _WITH_NORMS_OF_TENSORS):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
@@ -248,34 +243,14 @@ def process_group(group: Any) -> None:
 
 
 def sharded_by_optimizer(optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse ZeroRedundancyOptimizer with masters: it sends the model's own parameters from process to process."""
+    """Refuse ZeroRedundancyOptimizer over weights with rests: it sends the weights alone from process to process."""
     zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
     for optimizer in optimizer_list:
         if plan.master_weights and isinstance(optimizer, zero):
             raise ConfigurationError(
-                "ZeroRedundancyOptimizer keeps a list of parameters of its own and would step past the masters of "
-                f"{plan.opt_level}, so that no weight moves. Use O1 or O4, which have no masters; or shard parameters and "
+                "ZeroRedundancyOptimizer sends weights to the other processes after its step, and what they lack of float32 at "
+                f"{plan.opt_level} would be lost. Use O1 or O4, whose weights are float32; or shard parameters and "
                 "optimizer state with FSDP2: ampkit.parallel.fully_shard(module, opt_level=...)."
-            )
-
-
-def split_masters(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse optimizers that do not update a weight and the rest of its master together, and weights that are sharded."""
-    if plan.rest_dtype is None:
-        return
-    for optimizer in optimizer_list:
-        updates_rests = getattr(type(optimizer), "update", None) in (FusedAdam.update, FusedSGD.update)
-        if not updates_rests or isinstance(optimizer, FusedLARS) or getattr(optimizer, "master_weights", False):
-            raise ConfigurationError(
-                f"master_weights={plan.master_weights!r}: a {type(optimizer).__name__} was given, and of split masters only "
-                "FusedAdam (without masters of its own) and FusedSGD update both halves. Use one of ampkit.optimizers, or "
-                "master_weights=True."
-            )
-    for model in model_list:
-        if any(map(is_sharded, model.parameters())):
-            raise ConfigurationError(
-                f"master_weights={plan.master_weights!r}: parameters of the model are sharded (FSDP2), which are float32 and are "
-                "their own masters. Leave master_weights out."
             )
 
 

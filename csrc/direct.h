@@ -228,8 +228,8 @@ inline PyObject* use_tensor_access(PyObject*, PyObject* capsule) {
 // The methods of a library's module, for the column of a device, whose type this function names; ended by an empty one.
 #define AMPKIT_DIRECT_METHODS(device, type)                                                                                \
   AMPKIT_DIRECT(multi_tensor_scale, device, type), AMPKIT_DIRECT(multi_tensor_axpby, device, type),                        \
-      AMPKIT_DIRECT(multi_tensor_restore, device, type), AMPKIT_DIRECT(multi_tensor_accumulate, device, type),             \
-      AMPKIT_DIRECT(multi_tensor_restore_l2norm, device, type), AMPKIT_DIRECT(multi_tensor_l2norm, device, type),          \
+      AMPKIT_DIRECT(multi_tensor_join, device, type), AMPKIT_DIRECT(multi_tensor_split, device, type),                     \
+      AMPKIT_DIRECT(multi_tensor_l2norm, device, type),                                                                    \
       AMPKIT_DIRECT(multi_tensor_unscale_l2norm, device, type), AMPKIT_DIRECT(multi_tensor_sgd, device, type),             \
       AMPKIT_DIRECT(multi_tensor_adam, device, type), AMPKIT_DIRECT(multi_tensor_adagrad, device, type),                   \
       AMPKIT_DIRECT(multi_tensor_novograd, device, type), AMPKIT_DIRECT(multi_tensor_lamb, device, type),                  \

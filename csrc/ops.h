@@ -37,23 +37,11 @@ void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const T
                              const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, const MaybeTensor& found_inf,
                              int64_t arg_to_check, const MaybeTensor& first_bad);
 
-// outputs[i] = factor * (exacts[i] * inv_scale where grads[i] still is what that rounds to, else grads[i]).
-void multi_tensor_restore_cpu(const TensorList& grads, const TensorList& exacts, const TensorList& outputs, double inv_scale,
-                              const MaybeTensor& inv_scale_tensor, double factor, const MaybeTensor& factor_tensor,
-                              bool zeros_count);
-void multi_tensor_restore_cuda(const TensorList& grads, const TensorList& exacts, const TensorList& outputs, double inv_scale,
-                               const MaybeTensor& inv_scale_tensor, double factor, const MaybeTensor& factor_tensor,
-                               bool zeros_count);
-
-// totals[i] = fresh[i] * inv_scale + what restore gives of grads[i] and exacts[i], rounded into grads[i] too; fresh are checked.
-void multi_tensor_accumulate_cpu(const TensorList& fresh, const TensorList& grads, const TensorList& exacts,
-                                 const TensorList& totals, double inv_scale, const MaybeTensor& inv_scale_tensor,
-                                 double exact_inv_scale, const MaybeTensor& exact_inv_scale_tensor, bool zeros_count,
-                                 const MaybeTensor& found_inf, const MaybeTensor& first_bad);
-void multi_tensor_accumulate_cuda(const TensorList& fresh, const TensorList& grads, const TensorList& exacts,
-                                  const TensorList& totals, double inv_scale, const MaybeTensor& inv_scale_tensor,
-                                  double exact_inv_scale, const MaybeTensor& exact_inv_scale_tensor, bool zeros_count,
-                                  const MaybeTensor& found_inf, const MaybeTensor& first_bad);
+// outputs[i] = the float32 value that weights[i] and rests[i] are together, and back: functors/split.h.
+void multi_tensor_join_cpu(const TensorList& weights, const TensorList& rests, const TensorList& outputs);
+void multi_tensor_join_cuda(const TensorList& weights, const TensorList& rests, const TensorList& outputs);
+void multi_tensor_split_cpu(const TensorList& values, const TensorList& weights, const TensorList& rests);
+void multi_tensor_split_cuda(const TensorList& values, const TensorList& weights, const TensorList& rests);
 
 // The Euclidean norm of all tensors together, float32 [1], and of each, float32 [n] ([0] when not asked for).
 std::tuple<Tensor, Tensor> multi_tensor_l2norm_cpu(const TensorList& tensors, bool per_tensor);
@@ -68,12 +56,6 @@ std::tuple<Tensor, Tensor> multi_tensor_unscale_l2norm_cuda(const TensorList& in
                                                             double inv_scale, const MaybeTensor& inv_scale_tensor,
                                                             const MaybeTensor& found_inf, bool per_tensor,
                                                             const MaybeTensor& first_bad);
-
-// The norms of what restore gives.
-std::tuple<Tensor, Tensor> multi_tensor_restore_l2norm_cpu(const TensorList& grads, const TensorList& exacts, double inv_scale,
-                                                           const MaybeTensor& inv_scale_tensor, bool zeros_count, bool per_tensor);
-std::tuple<Tensor, Tensor> multi_tensor_restore_l2norm_cuda(const TensorList& grads, const TensorList& exacts, double inv_scale,
-                                                            const MaybeTensor& inv_scale_tensor, bool zeros_count, bool per_tensor);
 
 // The optimizers' steps: gradients times factor * inv_scale * clip; nothing is written where found_inf is not 0.
 // Steps of SGD and Adam with positions round moments by numbers drawn, and with round_params parameters too: functors/rounding.h.

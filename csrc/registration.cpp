@@ -16,16 +16,8 @@ STABLE_TORCH_LIBRARY(ampkit, m) {
   m.def(
       "multi_tensor_axpby(Tensor[] xs, Tensor[] ys, Tensor(a!)[] outputs, float a, Tensor? a_tensor, float b, "
       "Tensor? b_tensor, Tensor(b!)? found_inf, int arg_to_check, Tensor(c!)? first_bad) -> ()");
-  m.def(
-      "multi_tensor_restore(Tensor[] grads, Tensor[] exacts, Tensor(a!)[] outputs, float inv_scale, Tensor? inv_scale_tensor, "
-      "float factor, Tensor? factor_tensor, bool zeros_count) -> ()");
-  m.def(
-      "multi_tensor_accumulate(Tensor[] fresh, Tensor(a!)[] grads, Tensor[] exacts, Tensor(b!)[] totals, float inv_scale, "
-      "Tensor? inv_scale_tensor, float exact_inv_scale, Tensor? exact_inv_scale_tensor, bool zeros_count, "
-      "Tensor(c!)? found_inf, Tensor(d!)? first_bad) -> ()");
-  m.def(
-      "multi_tensor_restore_l2norm(Tensor[] grads, Tensor[] exacts, float inv_scale, Tensor? inv_scale_tensor, "
-      "bool zeros_count, bool per_tensor) -> (Tensor, Tensor)");
+  m.def("multi_tensor_join(Tensor[] weights, Tensor[] rests, Tensor(a!)[] outputs) -> ()");
+  m.def("multi_tensor_split(Tensor[] values, Tensor(a!)[] weights, Tensor(b!)[] rests) -> ()");
   m.def("multi_tensor_l2norm(Tensor[] tensors, bool per_tensor) -> (Tensor, Tensor)");
   m.def(
       "multi_tensor_unscale_l2norm(Tensor[] inputs, Tensor(a!)[] outputs, float inv_scale, Tensor? inv_scale_tensor, "
@@ -65,9 +57,8 @@ STABLE_TORCH_LIBRARY(ampkit, m) {
 STABLE_TORCH_LIBRARY_IMPL(ampkit, CPU, m) {
   m.impl("multi_tensor_scale", TORCH_BOX(&ampkit::multi_tensor_scale_cpu));
   m.impl("multi_tensor_axpby", TORCH_BOX(&ampkit::multi_tensor_axpby_cpu));
-  m.impl("multi_tensor_restore", TORCH_BOX(&ampkit::multi_tensor_restore_cpu));
-  m.impl("multi_tensor_accumulate", TORCH_BOX(&ampkit::multi_tensor_accumulate_cpu));
-  m.impl("multi_tensor_restore_l2norm", TORCH_BOX(&ampkit::multi_tensor_restore_l2norm_cpu));
+  m.impl("multi_tensor_join", TORCH_BOX(&ampkit::multi_tensor_join_cpu));
+  m.impl("multi_tensor_split", TORCH_BOX(&ampkit::multi_tensor_split_cpu));
   m.impl("multi_tensor_l2norm", TORCH_BOX(&ampkit::multi_tensor_l2norm_cpu));
   m.impl("multi_tensor_unscale_l2norm", TORCH_BOX(&ampkit::multi_tensor_unscale_l2norm_cpu));
   m.impl("multi_tensor_sgd", TORCH_BOX(&ampkit::multi_tensor_sgd_cpu));

@@ -26,14 +26,14 @@ struct StepLists {
 
   // Where there is no lower, the parameters stand in, and are not touched under that number.
   bool writes_lower() const { return !lower.empty(); }
-  // takes_rests: in the place of lower, see Note [split parameters].
+  // takes_rests: in the place of lower, see Note [weights and rests].
   TensorLists<kDepth> flatten(bool takes_rests) const {
     auto lists = flatten(takes_rests ? Role::kWriteOrRest : Role::kWrite, std::make_index_sequence<kStates>());
     if (takes_rests) {
       const auto& tensors = lists.flat();
       for (size_t i = 0; i < tensors.size(); ++i)
-        AMPKIT_CHECK(!is_rest(tensors[i].dtype[kLower]) || tensors[i].dtype[kParams] == DType::kBFloat16, op, ": lower[", i,
-                     "] is the rest of a split parameter, and params[", i, "] is not BFloat16");
+        AMPKIT_CHECK(!is_rest(tensors[i].dtype[kLower]) || tensors[i].dtype[kParams] != DType::kFloat, op, ": lower[", i,
+                     "] is the rest of a weight, and params[", i, "] is Float; expected Half or BFloat16");
     }
     return lists;
   }

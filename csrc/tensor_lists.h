@@ -24,11 +24,11 @@
 
 namespace ampkit {
 
-enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kInt8, kPacked };  // the last: functors/moments.h
-// kWriteOrRest: written, and may hold integers (Note [split parameters]). kMoment: written, and may be packed.
+enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kPacked };  // the last: functors/moments.h
+// kWriteOrRest: written, and may hold rests (Note [weights and rests]). kMoment: written, and may be packed.
 enum class Role { kRead, kWrite, kWriteOrRest, kMoment };
 
-AMPKIT_INLINE constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16 || dtype == DType::kInt8; }
+AMPKIT_INLINE constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16; }
 
 struct NamedList {
   const char* name;
@@ -158,10 +158,7 @@ class TensorLists {
     if (code == float_code) return DType::kFloat;
     if (code == half_code) return DType::kHalf;
     if (code == bfloat16_code) return DType::kBFloat16;
-    if (lists_[k].role == Role::kWriteOrRest) {
-      if (code == aoti_torch_dtype_int16()) return DType::kInt16;
-      if (code == aoti_torch_dtype_int8()) return DType::kInt8;
-    }
+    if (code == aoti_torch_dtype_int16() && lists_[k].role == Role::kWriteOrRest) return DType::kInt16;
     if (code == aoti_torch_dtype_uint8() && lists_[k].role == Role::kMoment) return DType::kPacked;
     fail(op_, ": ", lists_[k].name, "[", i, "] is ", torch::headeronly::toString(tensor.share().scalar_type()),
          "; the kernels take Float, Half and BFloat16");
@@ -203,6 +200,26 @@ class TensorLists {
   std::vector<std::pair<Tensor, Tensor>> read_;  // kept alive until the kernels are done
   std::vector<std::pair<Tensor, Tensor>> written_;
 };
+
+// Raises unless list k of these has weights in lower precision, and rests beside them in the next one.
+inline TensorLists<3> checked_rests(const char* op, TensorLists<3> lists, int k) {
+  for (const FlatTensor<3>& tensor : lists.flat()) {
+    const bool fits = tensor.dtype[k] == DType::kHalf || tensor.dtype[k] == DType::kBFloat16;
+    AMPKIT_CHECK(fits && is_rest(tensor.dtype[k + 1]) && !is_rest(tensor.dtype[k == 0 ? 2 : 0]), op,
+                 ": expected weights in Half or BFloat16, rests in Short and values in a floating point dtype");
+  }
+  return lists;
+}
+
+inline TensorLists<3> join_lists(const char* op, const TensorList& weights, const TensorList& rests, const TensorList& outputs) {
+  return checked_rests(
+      op, {op, {{{"weights", weights, Role::kRead}, {"rests", rests, Role::kWriteOrRest}, {"outputs", outputs, Role::kWrite}}}}, 0);
+}
+
+inline TensorLists<3> split_lists(const char* op, const TensorList& values, const TensorList& weights, const TensorList& rests) {
+  return checked_rests(
+      op, {op, {{{"values", values, Role::kRead}, {"weights", weights, Role::kWrite}, {"rests", rests, Role::kWriteOrRest}}}}, 1);
+}
 
 // An optional tensor of one element that a kernel reads or writes, on the lists' device; nullptr where it is absent.
 template <class T>

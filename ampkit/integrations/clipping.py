@@ -1,4 +1,4 @@
-"""Clipping for frameworks that pass the model's parameters: what the optimizer updates in their places is clipped."""
+"""Clipping for frameworks that pass the model's parameters: gradients are clipped in float32, as the step uses them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..api import clip_grad_norm_, master_params
+from ..api import clip_grad_norm_
 from ..iteration.optimizer_wrapper import wrapper_of
 
 
 def clip_norm(
     optimizers: Sequence[Any], parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Clip the gradients of ``parameters`` by their norm, which is returned: at O2 and O5 those of their masters."""
+    """Clip the gradients of ``parameters`` by their norm, which is returned."""
     chosen = [param for param in parameters if param.grad is not None]
     for optimizer in optimizers:
         slots = wrapper_of(optimizer).gradients.slots
@@ -24,11 +24,9 @@ def clip_norm(
 
 
 def updated(optimizers: Sequence[Any], parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What the optimizers update in the places of ``parameters``, with unscaled gradients; in the same order."""
-    targets = {}
+    """These parameters, with unscaled gradients that are float32 where their values are."""
     for optimizer in optimizers:
-        slots = wrapper_of(optimizer).gradients.slots
-        if not any(slot.is_split for slot in slots):  # whose masters are lent: the weights' own gradients count
-            next(master_params(optimizer), None)  # has all gradients converted
-        targets.update({slot.param: slot.target for slot in slots})
-    return [targets.get(param, param) for param in parameters]
+        wrapper = wrapper_of(optimizer)
+        wrapper.synchronize_gradients()
+        wrapper.gradients.widen()
+    return list(parameters)

@@ -1,15 +1,45 @@
-"""Which parameters a backward pass came to, and whether the passes of two blocks, one inside the other, came to the same."""
+"""What has to be known of a backward pass: the scale of its loss, and which parameters it came to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from .optimizer_wrapper import OptimizerWrapper
+from ..optimizers.scales import Scale, inverse
+from .slots import Slot
 
-Block = Any  # of scale_loss.py, which imports this module
+
+@dataclass(eq=False)
+class BackwardPass:
+    """What has to be known of a backward pass to unscale its gradients.
+
+    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``exact_in_place`` says that the scale
+    is a power of two, so that bfloat16 can be divided by it without rounding. ``done`` are the slots of several optimizers that one
+    of them has handled; None where there is only one optimizer. ``was_reached`` tells whether the pass came to a parameter.
+    """
+
+    scale: Scale
+    local: bool = False
+    exact_in_place: bool = False
+    done: set[Slot] | None = None
+    was_reached: Callable[[torch.Tensor], bool] | None = None
+
+    def __post_init__(self) -> None:
+        self.inv = inverse(self.scale)
+
+    def take(self, slots: list[Slot]) -> list[Slot]:
+        """Those that no other optimizer has handled; they count as handled from here on."""
+        if self.done is None:
+            return slots
+        remaining = [slot for slot in slots if slot not in self.done]
+        self.done.update(slot for slot in remaining if slot.owners > 1)
+        return remaining
+
+    def was_cleared(self, slot: Slot) -> bool:
+        """Whether a parameter without a gradient had one, which was cleared inside of the block."""
+        return self.was_reached is not None and self.was_reached(slot.param)
 
 
 class Probe:
@@ -60,33 +90,3 @@ class Reached:
                         seen.add(one)
                         waiting.append(one)
         return param in self._params
-
-    def any_of(self, wrappers: Iterable[OptimizerWrapper]) -> bool:
-        """Whether it came to a parameter of these."""
-        return any(self(slot.param) for wrapper in wrappers for slot in wrapper.gradients.slots)
-
-
-class Nesting:
-    """A block and one inside of it: finds out whether their gradients meet."""
-
-    def __init__(self, outer: Block, inner: Block) -> None:
-        self._outer, self._inner = outer, inner
-        self._passes: list[None] = []  # backward passes of the outer's loss inside of the inner block
-        if outer.scaled.requires_grad:
-            outer.scaled.register_hook(self._before_pass_of_outer)
-
-    def _before_pass_of_outer(self, _: torch.Tensor) -> None:
-        if not self._inner.is_over:
-            self._passes.append(None)
-        elif not self._outer.is_over:
-            self._inner.give_back_taken()
-
-    def is_mixed(self) -> bool:
-        """Whether parameters that one of them unscales have got gradients of the other, at another scale."""
-        outer, inner = self._outer, self._inner
-        if outer.scale is inner.scale:
-            return False
-        has_met = Reached(inner.scaled).any_of([*outer.named, *outer.unnamed_still_open()])
-        if not has_met and self._passes:
-            has_met = Reached(outer.scaled).any_of([*inner.named, *inner.unnamed])
-        return has_met and float(outer.scale) != float(inner.scale)

@@ -21,10 +21,12 @@ class _SkippedInClosure(Exception):
 def step_evaluating_again(
     wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
 ) -> Any:
-    """Each evaluation sees the masters as they are by then; an overflow in one takes the whole step back."""
+    """The model holds what the optimizer does at each evaluation; an overflow in one takes the whole step back."""
     wrapper.findings.verdict = False
     loss, evaluations = None, 0
-    before = [(slot.target, slot.target.detach().clone()) for slot in wrapper.gradients.slots]
+    stand_ins, slots = wrapper.stand_ins, wrapper.gradients.slots
+    before = [(slot.param, slot.param.detach().clone()) for slot in slots]
+    rests = [(slot.entry.rest, slot.entry.rest.clone()) for slot in slots if slot.entry is not None]
 
     def evaluate() -> Any:
         nonlocal loss, evaluations
@@ -35,27 +37,28 @@ def step_evaluating_again(
                 "scale does not allow: the scale may move between two evaluations. Use a static scale (loss_scale=128.0), "
                 "or bfloat16 without one (opt_level='O4' or 'O5'). The parameters are as they were before the step."
             )
-        wrapper.write_masters_to_model()
+        if stand_ins.are_in_place:
+            stand_ins.put_into_model()
         # As it was where step() was called.
         with getattr(casting_off, "paused", nullcontext)():
             loss = closure()
         wrapper.synchronize_gradients()
         if overflows := wrapper.findings.overflows():
             raise _SkippedInClosure(overflows)
-        wrapper.first_steps.begin(wrapper.gradients.slots)
+        if stand_ins.are_in_place:
+            stand_ins.take_gradients()
         return loss
 
     try:
-        with casting_off:
+        with casting_off, stand_ins.in_step():
             result = step(evaluate)
     except (_SkippedInClosure, ClosureError) as error:
         with torch.no_grad():
-            for target, value in before:
+            for target, value in (*before, *rests):
                 target.copy_(value)
         if isinstance(wrapper.optimizer, torch.optim.LBFGS):
             wrapper.optimizer.state.clear()  # it would look for what the rest of the step leaves there
-        wrapper.write_masters_to_model()
-        wrapper.gradients.end_step()
+        wrapper.gradients.clipping.end_step()
         if isinstance(error, ClosureError):
             raise
         wrapper.skip(*error.args)

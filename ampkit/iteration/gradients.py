@@ -1,54 +1,52 @@
 """The gradients of one optimizer, from the backward pass to the step.
 
-After a `scale_loss` block ``param.grad`` is the unscaled gradient in the parameter's precision, and what a script writes there
-counts at the step as it does in torch. Where the rounded value is not all there is to know (`Slot.exact`), the step chooses for
-each element: the exact value where ``param.grad`` still is its rounding, what the script wrote where it is not. Fused
-optimizers read ``param.grad`` itself. For others, and for whoever looks at a master's gradient, it is converted into the
-master's, which then is what the step uses. All of this is done by multi-tensor passes, and never waits for a device.
+After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: what a script writes there counts at the
+step as it does in torch. It is float32 where the weight's precision cannot hold it (float16 at a loss scale, a sum of several
+blocks), which ``Tensor.grad_dtype`` allows, and else what the backward pass left, in place. All of it is done by multi-tensor
+passes, and never waits for a device.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .. import kernels
-from ..errors import ConfigurationError
 from ..optimizers.scales import Scale, is_one, on, ratio
-from ..sharding import is_sharded, process_groups
+from ..sharding import by_placement, is_sharded, process_groups, total_over
+from .backward_passes import BackwardPass
 from .clipping import Clipping
-from .found_inf import FoundInf
-from .gradient_groups import grouped, norm_of
-from .master_weights import Exact, Seen, Slot
-from .sparse_gradients import is_sparse, values_of
-from .unscaling import BackwardPass, add, multiply, unscale
+from .found_inf import FoundInf, places_for
+from .slots import Slot
+from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
+
+LISTS_OF_A_COLLECTION = (
+    2  #: how many lists a collection checks: fresh gradients, and those that are added to earlier ones
+)
+
+SlotGradient = tuple[Slot, torch.Tensor]
 
 _CPU = torch.device("cpu")
 
 
 class Gradients:
-    """Stash, collect, convert: the verbs of an iteration on the gradients of one optimizer.
+    """Stash, collect, clip: the verbs of an iteration on the gradients of one optimizer.
 
-    ``reads_lower`` says that the optimizer takes lower-precision gradients as they are. ``delayed_scale`` is the scale at which
-    gradients wait in ``param.grad`` (``delay_unscale=True``), else None. ``local`` says that they come from a backward pass
-    under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either holds, gradients stay there during the
-    next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed. ``leaves_scaled``
-    (``model_grads="scaled"``) leaves those of weights with masters at their scale after the block, in ``param.grad``.
+    ``delayed_scale`` is the scale at which gradients wait in ``param.grad`` (``delay_unscale=True``), else None. ``local`` says
+    that they come from a backward pass under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either
+    holds, gradients stay there during the next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed.
     ``process_groups`` are the groups of processes that have to agree whether to step: ``given`` ones, and those that the
     parameters lie on.
     """
 
-    def __init__(self, reads_lower: bool, leaves_scaled: bool, given: Any = None) -> None:
+    def __init__(self, given: Any = None) -> None:
         self.slots: list[Slot] = []
-        self.mastered: list[Slot] = []  # those that have a master
-        self.by_master: dict[int, Slot] = {}  # by the id of what the optimizer's groups hold
-        self.reads_lower = reads_lower
-        self.leaves_scaled = leaves_scaled
+        self.mastered: list[Slot] = []  # those whose float32 value is a weight and a rest
         self.process_groups = self._given = [] if given is None else [given]
         self.is_open = False
-        self.scale: Scale = 1.0  # of the block that it is open in
         self.delayed_scale: Scale | None = None
         self.local = False
         self.clipping = Clipping()
@@ -67,10 +65,8 @@ class Gradients:
             known.add(slot)
             slot.owners += 1
             self.slots.append(slot)
-            if slot.master is not None:
+            if slot.entry is not None:
                 self.mastered.append(slot)
-                self.by_master[id(slot.target)] = slot
-                slot.master.belongs_to(slot, self)
         self.process_groups = list(dict.fromkeys([*process_groups(slot.param for slot in self.slots), *self._given]))
 
     @property
@@ -84,7 +80,6 @@ class Gradients:
             slot.owners -= 1
         self.slots.clear()
         self.mastered.clear()
-        self.by_master.clear()
 
     # The backward pass
 
@@ -96,33 +91,55 @@ class Gradients:
     def open(self, scale: Scale, is_empty: bool = False) -> None:
         """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
 
-        `refuse_unseen_writes` comes before: of several optimizers none is opened where one has to be refused. ``is_empty``, which
+        Of several optimizers none is opened where the clipping of one has to be refused: that is asked before. ``is_empty``, which
         `drop_cleared` returns, says that there are none.
         """
         if self.clipping.pending is not None:
-            self.convert()
-        self._unconvert()
+            self.widen()
         self.clipping.forget()
-        self.is_open, self.scale = True, scale
+        self.is_open = True
         if self.stays:
             factor = ratio(scale, 1.0 if self.delayed_scale is None else self.delayed_scale)
             if self.delayed_scale is not None:
                 self.delayed_scale = scale
-            if not is_one(factor):
-                multiply([(slot, slot.param.grad) for slot in self.slots if slot.param.grad is not None], factor)
-                for slot in self.slots:
-                    slot.exact = None
+            self._bring_to(factor)
             return
-        for slot in self.mastered if is_empty else self.slots:
-            gradient = None if is_empty else slot.param.grad
+        for slot in () if is_empty else self.slots:
+            gradient = slot.param.grad
             if gradient is not None:
                 slot.stash, slot.param.grad = gradient, None
-                if self.in_buckets:  # which the next backward pass overwrites
+                if self.in_buckets and gradient.dtype is slot.param.dtype:  # which the next backward pass overwrites
                     slot.stash = gradient.clone()
-                    if slot.exact is not None and slot.exact.rounded.is_still(gradient):
-                        slot.exact = slot.exact.moved(slot.stash)
-            elif slot.exact is not None:
-                slot.exact = None
+
+    def set_aside(self) -> None:
+        """Stash gradients in another dtype than their weights', with which dynamo does not trace. `bring_back` is the undo."""
+        for slot in () if self.is_open else self.mastered:
+            gradient = slot.param.grad
+            if gradient is not None and gradient.dtype is not slot.param.dtype and not self.stays:
+                slot.stash, slot.param.grad = gradient, None
+
+    def bring_back(self) -> None:
+        """Have what was set aside be ``param.grad`` again, unless a script has put another gradient there."""
+        for slot in () if self.is_open else self.mastered:
+            if slot.stash is not None:
+                if slot.param.grad is None:
+                    slot.param.grad = slot.stash
+                slot.stash = None
+
+    def _bring_to(self, factor: Scale) -> None:
+        """Multiply gradients that stay, in the precision of their weights, in which the backward pass adds to them."""
+        inputs, outputs = [], []
+        for slot in self.slots:
+            gradient = slot.param.grad
+            if gradient is None:
+                continue
+            if gradient.dtype is not slot.param.dtype and slot.entry is not None and not is_sparse(gradient):
+                slot.param.grad = torch.empty_like(gradient, dtype=slot.param.dtype)
+            elif is_one(factor):
+                continue
+            inputs.append(values_of(gradient))
+            outputs.append(values_of(slot.param.grad))
+        kernels.multi_tensor_scale(inputs, outputs, factor)
 
     @property
     def has_fresh(self) -> bool:
@@ -143,7 +160,7 @@ class Gradients:
         if self.local:
             self.collect(BackwardPass(backward.scale, local=True), None)
         else:
-            for slot in backward.not_done(self.slots):
+            for slot in backward.take(self.slots):
                 slot.param.grad, slot.stash = slot.stash, None
                 if slot.param.grad is not None and backward.was_cleared(slot):
                     slot.param.grad = None
@@ -151,32 +168,29 @@ class Gradients:
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
-        stashed = [(slot, slot.stash) for slot in self.slots if slot.stash is not None]
-        multiply(stashed, scale)
-        fresh, added = [], []
-        for slot, stash in stashed:
-            gradient = slot.param.grad
-            if gradient is None:
-                slot.param.grad = stash
-            elif gradient.layout is stash.layout is torch.strided:
-                fresh.append(gradient)
-                added.append(stash)
-            else:
-                gradient.add_(stash)
-        kernels.multi_tensor_axpby(fresh, added, fresh, 1.0, 1.0)
+        fresh, stashes = [], []
         for slot in self.slots:
-            slot.stash = slot.exact = None
+            gradient, stash, slot.stash = slot.param.grad, slot.stash, None
+            if stash is None:
+                continue
+            if gradient is None:
+                gradient = slot.param.grad = torch.zeros_like(stash, dtype=slot.param.dtype)
+            if gradient.layout is stash.layout is torch.strided:
+                fresh.append(gradient)
+                stashes.append(stash)
+            else:
+                slot.param.grad = gradient + (stash * on(scale, stash.device)).to(gradient.dtype)
+        kernels.multi_tensor_axpby(fresh, stashes, fresh, 1.0, scale)
         self.is_open = False
         self.delayed_scale = scale
 
     def collect(self, backward: BackwardPass, found: FoundInf | None) -> None:
         """After a backward pass: unscale fresh gradients, add them to those before, and check them on the way."""
         fresh, sums = [], []
-        for slot in backward.not_done(self.slots):
+        for slot in backward.take(self.slots):
             gradient, stash = slot.param.grad, slot.stash
             if stash is None:
                 if gradient is not None:
-                    slot.exact = None
                     fresh.append((slot, gradient))
             elif gradient is not None:
                 sums.append((slot, gradient))
@@ -187,9 +201,9 @@ class Gradients:
                 else:
                     slot.param.grad = stash
         if fresh:
-            unscale(fresh, backward, found, self.in_buckets, self.leaves_scaled)
+            _unscale(fresh, backward, found)
         if sums:
-            add(sums, backward, found, self.leaves_scaled)
+            _add(sums, backward, found)
         if found is not None:
             for slot, _ in (*fresh, *sums):
                 if slot.owners > 1:
@@ -198,142 +212,57 @@ class Gradients:
         self.delayed_scale = None
         self.local = backward.local
 
-    # The step
+    # Between the block and the step
 
-    def convert(self) -> None:
-        """Bring everything, unscaled and clipped, to where ``master_params`` and ordinary optimizers look for it."""
-        clip, self.clipping.pending = self.clipping.pending, None
-        fresh = []
+    def in_float32(self) -> dict[Slot, torch.Tensor]:
+        """The gradients of weights with rests in float32, clipped: ``param.grad`` itself where it is that."""
+        clip, found = self.clipping.pending, {}
+        inputs, outputs = [], []
         for slot in self.mastered:
-            if slot.converted is not None:
-                continue
-            gradient, exact = slot.param.grad, slot.exact
-            if gradient is None:
-                slot.master.raw_grad = slot.exact = None
-                continue
-            slot.converted = Seen.now(gradient)
-            if is_sparse(gradient):
-                is_exact = exact is not None and exact.rounded.is_still(gradient)
-                slot.master.raw_grad = exact.values if is_exact else gradient.to(slot.master.dtype)
-            else:
-                fresh.append((slot, gradient))
-        for group in grouped(fresh):
-            group.write([_gradient_of_master(slot) for slot in group.slots])
-            for slot in group.slots:
-                slot.exact = slot.exact and slot.exact.as_left()
-        if clip is not None:
-            in_use = [values_of(slot.master.raw_grad) for slot in self.mastered if slot.master.raw_grad is not None]
-            kernels.multi_tensor_scale(in_use, in_use, clip)
-
-    def convert_for_reader(self) -> None:
-        """Somebody looks at a master's gradient.
-
-        There is nothing to be seen in a backward pass, nor while gradients wait at their scale.
-        """
-        if not self.is_open and self.delayed_scale is None:
-            self.convert()
-
-    def refuse_unseen_writes(self) -> None:
-        """Raise where the step would have to choose between what was written to a master's gradient and to the model's."""
-        for slot in self.mastered:
-            seen, exact = slot.converted, slot.exact
-            if seen is None and exact is not None and exact.is_scaled:
-                seen = exact.rounded
             gradient = slot.param.grad
-            if seen is None or seen.is_still(gradient):
+            if gradient is None:
                 continue
-            if gradient is None or not values_of(gradient).any():  # clearing the model's gradient clears the master's
-                slot.clear()
-            elif slot.converted is None:
-                raise ConfigurationError(
-                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after scale_loss, which leaves "
-                    "it multiplied by the loss scale (model_grads='scaled'): the step cannot tell what was meant. Write to the "
-                    "gradients of ampkit.master_params(optimizer), clip with ampkit.clip_grad_norm_, or leave out model_grads."
-                )
+            if gradient.dtype is torch.float32 and clip is None:
+                found[slot] = gradient
+            elif is_sparse(gradient):
+                found[slot] = gradient.float() if clip is None else gradient.float() * on(clip, gradient.device)
             else:
-                raise ConfigurationError(
-                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after the gradients of the "
-                    "masters had been looked at (ampkit.master_params, or the parameters of the optimizer's groups), and the "
-                    "step can use one of them only. Write to the model's gradients first, or to the masters' alone."
-                )
-        self.clipping.refuse_unseen_writes()
+                found[slot] = torch.empty_like(gradient, dtype=torch.float32)
+                inputs.append(gradient)
+                outputs.append(found[slot])
+        kernels.multi_tensor_scale(inputs, outputs, 1.0 if clip is None else clip)
+        return found
 
-    def end_step(self) -> None:
-        """After a step the model's gradients count again; `drop_cleared` says whether they are to be clipped again.
-
-        Those of masters go: they would be made anew, and else take four bytes a weight until a script clears gradients, which many
-        do after the next forward pass.
-        """
-        self.clipping.end_step()
-        for slot in self.mastered:
-            slot.converted = slot.master.raw_grad = None
-
-    def in_float32(self, slots: list[Slot]) -> list[torch.Tensor]:
-        """The gradients of these slots as exactly as they are known."""
-        found: dict[Slot, torch.Tensor] = {}
-        for group in grouped((slot, slot.param.grad) for slot in slots):
-            outputs = group.in_float32()
-            group.write(outputs)
-            found.update(zip(group.slots, outputs))
-        return [found[slot] for slot in slots]
+    def widen(self) -> None:
+        """Have ``param.grad`` of weights with rests be float32, and clipped: for whoever reads them as masters' gradients."""
+        if self.is_open or self.delayed_scale is not None:
+            return  # there is nothing to be seen in a backward pass, nor while gradients wait at their scale
+        for slot, gradient in self.in_float32().items():
+            slot.param.grad = gradient
+        self.clipping.forget()
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
-        """Have every gradient multiplied by this: those of masters by the step, where it reads the model's as they are."""
-        own = [values_of(slot.param.grad) for slot in self.slots if slot.master is None and slot.param.grad is not None]
+        """Have every gradient multiplied by this: those of weights with rests by the step."""
+        own = [values_of(slot.param.grad) for slot in self.slots if slot.entry is None and slot.param.grad is not None]
         kernels.multi_tensor_scale(own, own, coefficient)
-        if not self.mastered:
-            return
-        self.clipping.add(coefficient)
-        if not self.reads_lower or any(slot.owners > 1 for slot in self.mastered):
-            self.convert()
-        self.clipping.note(self.mastered)
+        if self.mastered:
+            self.clipping.add(coefficient, self.mastered)
+            if any(slot.owners > 1 for slot in self.mastered):
+                self.widen()
 
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
-        own, as_they_are, known, clip = [], [], [], self.clipping.pending
+        clip = self.clipping.pending
+        own, clipped = [], []
         for slot in self.slots:
-            gradient, exact = slot.param.grad, slot.exact
-            if slot.converted is not None:
-                gradient, exact = slot.master.raw_grad, None
-            if gradient is None:
-                continue
-            if exact is not None and not is_sparse(gradient):
-                known.append((slot, gradient))
-            elif slot.master is None and clip is not None:
-                own.append(values_of(gradient))
-            else:
-                is_exact = exact is not None and exact.rounded.is_still(gradient)
-                as_they_are.append(values_of(exact.values if is_exact else gradient))
-        if any(is_sharded(gradient) for _, gradient in known):
-            as_they_are += self.in_float32([slot for slot, _ in known])
-            known = []
-        norms = [norm_of(as_they_are), *(group.norm() for group in grouped(known))]
-        if clip is not None:
-            norms = [norm if norm is None else norm * on(clip, norm.device) for norm in norms]
-        norms = [norm for norm in (*norms, norm_of(own)) if norm is not None]
+            if slot.param.grad is not None:
+                (own if clip is None or slot.entry is None else clipped).append(values_of(slot.param.grad))
+        norms = [norm for norm in (_norm_of(own), _norm_of(clipped)) if norm is not None]
+        if clipped:
+            norms[-1] = norms[-1] * on(clip, norms[-1].device)
         if len(norms) > 1:
             return kernels.multi_tensor_l2norm([on(norm, norms[0].device) for norm in norms])[0]
         return norms[0] if norms else None
-
-    def _unconvert(self) -> None:
-        """Before another backward pass: the masters' gradients, whatever was done to them, are the model's again."""
-        again = []
-        for slot in self.mastered:
-            if slot.converted is None:
-                continue
-            total, gradient = slot.master.raw_grad, slot.param.grad
-            slot.master.raw_grad = slot.converted = None
-            if total is None:
-                slot.param.grad = slot.exact = None
-            elif gradient is None or is_sparse(total):
-                slot.param.grad = gradient = total.to(slot.param.dtype)
-                slot.exact = Exact(total, 1.0, Seen.now(gradient))
-            else:
-                again.append((slot, total, gradient))
-        if again:
-            kernels.multi_tensor_scale([total for _, total, _ in again], [gradient for _, _, gradient in again], 1.0)
-            for slot, total, gradient in again:
-                slot.exact = Exact(total, 1.0, Seen.now(gradient))
 
     # Clearing
 
@@ -348,15 +277,15 @@ class Gradients:
         return is_empty
 
     def clear(self, set_to_none: bool, own: bool) -> None:
-        """What ``zero_grad`` of torch does not see: stashed and exact gradients, and of parameters with masters one of the two.
+        """What ``zero_grad`` of torch does not see: stashed gradients, and the model's where the optimizer steps over others.
 
-        ``own`` says that nobody else will clear those of the parameters without masters.
+        ``own`` says that nobody else will clear those of the parameters without rests.
         """
         self.delayed_scale, self.local = None, False
         self.clipping.forget()
         for slot in self.slots:
             slot.clear()
-            if own or slot.master is not None:
+            if own or slot.entry is not None:
                 if set_to_none:
                     slot.param.grad = None
                 elif slot.param.grad is not None:
@@ -383,11 +312,62 @@ class Gradients:
                 slot.param.grad = torch.zeros_like(gradient)
 
 
-def _gradient_of_master(slot: Slot) -> torch.Tensor:
-    """The tensor for a master's gradient: the one that is there, that of the exact value, or a new one."""
-    slot.master.move_like(slot.param)
-    gradient, exact = slot.master.raw_grad, slot.exact
-    if gradient is None or is_sparse(gradient) or gradient.device != slot.param.device:
-        fits = exact is not None and exact.values.dtype is torch.float32 and exact.values.device == slot.param.device
-        gradient = slot.master.raw_grad = exact.values if fits else torch.empty_like(slot.param, dtype=torch.float32)
-    return gradient
+def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
+    """Unscale gradients where they are, or into float32 where the weight's precision cannot hold the result."""
+    inv = backward.inv
+    multiplies = not is_one(inv)
+    if not multiplies and found is None:
+        return
+    params, inputs, outputs = [], [], []
+    for slot, gradient in fresh:
+        if is_sparse(gradient):
+            unscale_sparse(slot, gradient, inv, found)
+            continue
+        is_exact = gradient.dtype is torch.float32 or (backward.exact_in_place and gradient.dtype is torch.bfloat16)
+        output = gradient
+        if multiplies and slot.entry is not None and not is_exact:
+            output = slot.param.grad = torch.empty_like(gradient, dtype=torch.float32)
+        params.append(slot.param)
+        inputs.append(gradient)
+        outputs.append(output)
+    is_in_place = all(map(operator.is_, inputs, outputs))
+    kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(found, params))
+
+
+def _add(sums: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
+    """Add fresh gradients to stashed ones: in float32, where the weight's value is float32."""
+    params, fresh, stashes, totals = [], [], [], []
+    for slot, gradient in sums:
+        if slot.owners > 1 and slot.found_inf is not None:
+            _drop_if(slot, slot.found_inf.flag)
+        if is_sparse(gradient) or is_sparse(slot.stash):
+            add_sparse(slot, gradient, backward.inv, found)
+            continue
+        total = stash = slot.stash
+        if slot.entry is not None and stash.dtype is not torch.float32:
+            total = torch.empty_like(stash, dtype=torch.float32)
+        slot.param.grad, slot.stash = total, None
+        params.append(slot.param)
+        fresh.append(gradient)
+        stashes.append(stash)
+        totals.append(total)
+    flag, first_bad = places_for(found, params)
+    kernels.multi_tensor_axpby(fresh, stashes, totals, backward.inv, 1.0, flag, 0, first_bad)
+
+
+def _drop_if(slot: Slot, found_inf: torch.Tensor) -> None:
+    """A contribution that was not finite is no part of the sum."""
+    stash = slot.stash
+    slot.stash = torch.where(on(found_inf, stash.device) != 0, torch.zeros_like(stash), stash)
+
+
+def _norm_of(gradients: list[torch.Tensor]) -> torch.Tensor | None:
+    """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none."""
+    if not gradients:
+        return None
+    if not any(map(is_sharded, gradients)):
+        return kernels.multi_tensor_l2norm(gradients)[0]
+    squares = 0.0
+    for parts, groups in by_placement(gradients):
+        squares = squares + total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())
+    return squares.sqrt().float()

@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import LossIdError, LossScaleError
 from ..optimizers.scales import on
 from ..sharding import highest
-from .backward_passes import Reached
+from .backward_passes import BackwardPass, Reached
 from .found_inf import FoundInf
+from .gradients import LISTS_OF_A_COLLECTION
 from .loss_scale import LossScaler
-from .master_weights import Slot
 from .optimizer_wrapper import OptimizerWrapper
 from .skip_reports import SkipReports
-from .unscaling import LISTS_OF_A_COLLECTION, BackwardPass
+from .slots import Slot
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 
@@ -89,7 +89,7 @@ class LossScaling:
     @staticmethod
     def unscale(wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
-        wrapper.gradients.refuse_unseen_writes()
+        wrapper.gradients.clipping.refuse_unseen_writes()
         wrapper.findings.drop_cleared()
         scale = wrapper.gradients.delayed_scale
         if scale is None:

@@ -31,6 +31,12 @@ def takes_step_inputs(optimizer: Any) -> bool:
     )
 
 
+def takes_rests(optimizer: Any) -> bool:
+    """Whether its update, which nobody has replaced, writes weights and rests together."""
+    home = FusedOptimizer.__module__.rpartition(".")[0] + "."
+    return optimizer.takes_rests and type(optimizer).update.__module__.startswith(home)
+
+
 def clears_as_torch(optimizer: Any) -> bool:
     """Whether ``zero_grad`` is torch's or ours, and not one that a script has written."""
     own = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)

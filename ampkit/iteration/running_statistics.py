@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from ..models.parts import walk
+from ..models.records import walk
 from ..optimizers.scales import on
 
 Place = tuple[dict[str, Any], str]  # a module's dict of buffers, and a name in it

@@ -14,11 +14,10 @@ import torch
 from ..errors import ConfigurationError, NotInitializedError
 from ..logs import logger
 from ..optimizers.scales import on
-from .backward_passes import Nesting, Probe, Reached
+from .backward_passes import BackwardPass, Probe, Reached
 from .loss_scale import LossScaler
 from .loss_scaling import LossScaling, collect, home_of
 from .optimizer_wrapper import OptimizerWrapper, drop_casts
-from .unscaling import BackwardPass
 
 
 @dataclass(eq=False)
@@ -38,7 +37,7 @@ class Block:
     delay_unscale: bool
     delay_overflow_check: bool
     is_unreduced: Callable[[], bool]
-    is_over: bool = False
+    around: Block | None = None  # another block, which unscales what this one makes
     _arrivals: list[torch.Tensor] | None = None
     _probe: Probe | None = None
 
@@ -56,8 +55,7 @@ class Block:
                     f"The session of this {type(wrapper.optimizer).__name__} was closed. Call initialize() again, or leave out "
                     "scale_loss."
                 )
-            gradients = wrapper.gradients
-            if gradients.is_open and (wrapper.blocks or gradients.has_fresh):
+            if wrapper.gradients.is_open and wrapper.blocks:
                 raise ConfigurationError(
                     "scale_loss was entered twice for the same optimizer, one inside the other. Leave the first block before "
                     "entering the second: gradients of several losses add up across blocks."
@@ -83,54 +81,54 @@ class Block:
                 self.scaling.has_looked_for_hooks = True
                 self._warn_of_hooks()
         self.scaled = scaled
-        self._enter_others()
-        if not self._is_plain:
+        self._enter_into_another()
+        if not self._is_plain and self.around is None:
             self._open()
         for wrapper in self.named:
             wrapper.blocks.append(self)
         return scaled
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        is_mixed = any([other.is_mixed() for other in self._others]) and error_type is None
         for wrapper in self.named:
             wrapper.blocks.remove(self)
-        if not self._is_plain:
-            if error_type is None and not is_mixed:
+        if not self._is_plain and self.around is None:
+            if error_type is None:
                 self._end()
             else:
                 failed = BackwardPass(self.scale, done=set())
-                for wrapper in (*self.named, *self.unnamed_still_open()):
+                for wrapper in (*self.named, *self.unnamed):
                     wrapper.gradients.put_back(failed)
         if error_type is not None or not self.delay_unscale:
             drop_casts()
-        self.is_over = True
-        if is_mixed:
+
+    def _enter_into_another(self) -> None:
+        """Leave gradients to a block around this one, which has the same scale; refuse any other scale."""
+        blocks = [block for wrapper in (*self.named, *self.unnamed) for block in wrapper.blocks]
+        outer = next((block for block in blocks if not block._is_plain), None) or next(iter(blocks), None)
+        if outer is None:
+            return
+        scales = (self.scale, outer.scale)
+        if self.scale is not outer.scale and (
+            any(isinstance(one, torch.Tensor) for one in scales) or scales[0] != scales[1]
+        ):
             raise ConfigurationError(
-                "Two scale_loss blocks, one inside the other, made gradients of the same parameters, each with a loss scale of "
-                "its own: no one scale unscales them. Leave the first block before entering the second: gradients of several "
-                "losses add up across blocks."
+                "scale_loss was entered inside of another scale_loss block, with another loss scale: no one scale would unscale "
+                "the gradients of both. Leave the first block before entering the second, which adds up gradients across "
+                "blocks; or give both losses one loss_id."
             )
-
-    def _enter_others(self) -> None:
-        """Blocks around this one keep what they name, and what neither names; what this one names, they give up."""
-        around = dict.fromkeys(block for wrapper in self.unnamed for block in wrapper.blocks)
-        self._others = [Nesting(block, self) for block in around]
-        self.unnamed = [one for one in self.unnamed if not (one.blocks or one.gradients.is_open)]
-        self._taken = [(one, one.gradients.scale) for one in self.named if one.gradients.is_open]
-        for wrapper, scale in self._taken:
-            wrapper.gradients.put_back(BackwardPass(scale))
-
-    def give_back_taken(self) -> None:
-        """A backward pass of a block around this one begins, after this one: it may come to what this one names."""
-        for wrapper, scale in self._taken:
-            if wrapper.active and not wrapper.gradients.is_open:
-                wrapper.gradients.open(scale)
+        if not outer._is_plain:
+            self.around = outer.around or outer
+            taken = [wrapper for wrapper in self.named if wrapper in self.around.unnamed]
+            self.around.unnamed = [wrapper for wrapper in self.around.unnamed if wrapper not in taken]
+            self.around.named = [*self.around.named, *taken]
 
     def _open(self) -> None:
         """Stash the gradients that are there. Nothing is touched where an optimizer has to be refused."""
         wrappers = [*self.named, *self.unnamed]
         for wrapper in wrappers:
-            wrapper.gradients.refuse_unseen_writes()
+            wrapper.gradients.bring_back()
+            wrapper.gradients.clipping.refuse_unseen_writes()
+            wrapper.end_loans()
         ddp, empty = self.scaling.ddp(), []
         for wrapper in wrappers:
             gradients = wrapper.gradients
@@ -148,28 +146,24 @@ class Block:
             scaling.has_looked_for_strangers = True
             self._warn_of_strangers()
         local = scaling.backward_was_local()
-        unnamed = self.unnamed_still_open()
         unreduced = self.is_unreduced()
         scaling.held_scale = scale if unreduced else None
         if unreduced and not self.delay_unscale:
-            for wrapper in (*self.named, *unnamed):
+            for wrapper in (*self.named, *self.unnamed):
                 wrapper.gradients.put_back(BackwardPass(scale))
             return
         if not self.delay_unscale:
-            collect(
-                self.named, unnamed, scaler, scale, Reached(self.scaled, self._probe), local, self.delay_overflow_check
-            )
+            was_reached = Reached(self.scaled, self._probe)
+            collect(self.named, self.unnamed, scaler, scale, was_reached, local, self.delay_overflow_check)
+            for wrapper in (*self.named, *self.unnamed):
+                wrapper.hand_gradients()
             return
-        for wrapper in (*self.named, *unnamed):
-            if wrapper in unnamed and not wrapper.gradients.has_fresh:
+        for wrapper in (*self.named, *self.unnamed):
+            if wrapper in self.unnamed and not wrapper.gradients.has_fresh:
                 wrapper.gradients.put_back(BackwardPass(scale))
             else:
                 wrapper.gradients.keep_scaled(scale)
                 wrapper.delayed_with = scaler
-
-    def unnamed_still_open(self) -> list[OptimizerWrapper]:
-        """Those that no block inside of this one has named."""
-        return [one for one in self.unnamed if one.gradients.is_open and not one.blocks]
 
     def _warn_of_hooks(self) -> None:
         """Say it if a script's hook on a parameter will see gradients at the loss scale, where a clamp clamps nearly all."""

@@ -2,12 +2,12 @@
 
 import torch
 
+from ampkit.dtypes import LOWER_PRECISION
 from ampkit.kernels.moments import packed_size
-from ampkit.kernels.split import RESTS
 
-# Lists that no operator writes to, besides gradients, which one does.
-_ONLY_READ = frozenset(("inputs", "xs", "ys", "exacts", "fresh", "tensors"))
-# Who takes rests of split parameters and packed moments, and in which lists the latter are.
+# Lists that no operator writes to. (A join's weights and a split's values may lie in one place more than once, too.)
+_ONLY_READ = frozenset(("inputs", "xs", "ys", "tensors", "grads", "values"))
+# Which steps take rests in the place of ``lower``, and packed moments; in which lists the latter are.
 _TAKES_RESTS = _TAKES_PACKED = ("multi_tensor_sgd", "multi_tensor_adam")
 _MOMENTS = ("exp_avgs", "exp_avg_sqs", "momenta")
 
@@ -24,7 +24,7 @@ def check_lists(op, **lists):
                 f"{op}: {first_name} has {len(first)} tensors, {name} has {len(tensors)}; pass lists of one length"
             )
     for name, tensors in lists.items():
-        is_written = name not in _ONLY_READ and (name != "grads" or op == "multi_tensor_accumulate")
+        is_written = name not in _ONLY_READ
         for i, (tensor, expected) in enumerate(zip(tensors, first)):
             if tensor.dtype is torch.uint8 and name in _MOMENTS and op in _TAKES_PACKED:
                 _check_packed(op, f"{name}[{i}]", tensor, expected.numel())
@@ -34,11 +34,12 @@ def check_lists(op, **lists):
                     f"{op}: {name}[{i}] has shape {list(tensor.shape)}, "
                     f"{first_name}[{i}] has shape {list(expected.shape)}; they must be equal"
                 )
-            if name == "lower" and tensor.dtype in RESTS and op in _TAKES_RESTS:
-                if lists["params"][i].dtype is not torch.bfloat16:
+            if name == "rests" or (name == "lower" and tensor.dtype is torch.int16 and op in _TAKES_RESTS):
+                weight = lists["weights" if name == "rests" else "params"][i]
+                if tensor.dtype is not torch.int16 or weight.dtype not in LOWER_PRECISION:
                     raise RuntimeError(
-                        f"{op}: lower[{i}] is the rest of a split parameter ({tensor.dtype}), and params[{i}] is "
-                        f"{lists['params'][i].dtype}; expected torch.bfloat16"
+                        f"{op}: {name}[{i}] is the rest of a weight, {tensor.dtype} beside {weight.dtype}; expected torch.int16 "
+                        "beside torch.float16 or torch.bfloat16"
                     )
             elif not (tensor.is_floating_point() or tensor.is_complex()):
                 raise RuntimeError(f"{op}: {name}[{i}] is {tensor.dtype}; expected a floating point or complex dtype")

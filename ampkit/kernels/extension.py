@@ -18,10 +18,10 @@ from ampkit.kernels.signatures import with_signature_of
 _C = importlib.import_module("ampkit._C")
 
 built_with: str = _C.torch_version
-_NORMS = ("l2norm", "unscale_l2norm", "restore_l2norm")
+_NORMS = ("l2norm", "unscale_l2norm")
 _STEPS = ("sgd", "adam", "adagrad", "lamb", "novograd")
 _OPERATORS = (
-    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "restore", "accumulate", *_NORMS, *_STEPS)),
+    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "join", "split", *_NORMS, *_STEPS)),
     "update_scale",
     "cpu_capability",
 )

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ampkit.kernels.checks import check_flag, check_lists, compute_dtype
 from ampkit.kernels.routing import NO_BAD, Flag, Number, Tensors, integers_on, operator, operator_without_lists
+from ampkit.kernels.split import join, split
 
 # A float32 sum of squares stays accurate over this many elements; longer tensors are summed in pieces.
 _PIECE = 1 << 12
@@ -87,73 +87,21 @@ def multi_tensor_axpby(
 
 
 @operator
-def multi_tensor_restore(
-    grads: Tensors,
-    exacts: Tensors,
-    outputs: Tensors,
-    inv_scale: Number,
-    factor: Number = 1.0,
-    zeros_count: bool = False,
-) -> None:
-    """outputs[i] = factor * (exacts[i] * inv_scale where grads[i] still is what that rounds to, else grads[i]).
-
-    Gives back what ``exacts`` had known before ``grads`` were rounded, wherever nobody has written since. Of eight elements in a
-    row in memory all are as written where more than one is: averages over processes round to what stood there before on one
-    of them, here and there, and all processes must go on with the same. With ``zeros_count`` a zero in ``grads`` was written
-    by somebody, and stays. Outputs may be inputs.
-    """
-    check_lists("multi_tensor_restore", grads=grads, exacts=exacts, outputs=outputs)
-    for grad, exact, out in zip(grads, exacts, outputs):
-        out.copy_(_restored(grad, exact, inv_scale, zeros_count, out) * _factor(factor))
-
-
-def _restored(grad, exact, inv_scale, zeros_count, *beside):
-    dtype = compute_dtype(grad, exact)
-    unscaled = exact.to(dtype) * _factor(inv_scale)
-    changed = unscaled.to(grad.dtype) != grad
-    stays = ~(changed | _in_written_runs(changed, grad, exact, *beside))
-    if zeros_count:
-        stays &= grad != 0
-    return torch.where(stays, unscaled, grad.to(dtype))
-
-
-def _in_written_runs(changed: Tensor, *beside: Tensor) -> Tensor:
-    """Of elements in the order of memory, eight at a time: whether more than one of the eight is changed."""
-    order = sorted(range(changed.dim()), key=changed.stride, reverse=True)
-    sizes = [dim for dim in order if changed.shape[dim] != 1]
-    if any([other.stride(dim) for dim in sizes] != [changed.stride(dim) for dim in sizes] for other in beside):
-        order = list(range(changed.dim()))  # kernels make contiguous copies of tensors that lie in different orders
-    stored = changed.permute(order)
-    runs = functional.pad(stored.flatten(), (0, -changed.numel() % 8)).view(-1, 8)
-    written = (runs.sum(dim=1, keepdim=True) > 1).expand_as(runs).flatten()[: changed.numel()].view(stored.shape)
-    return written.permute([order.index(dim) for dim in range(changed.dim())])
+def multi_tensor_join(weights: Tensors, rests: Tensors, outputs: Tensors) -> None:
+    """outputs[i] = the float32 value that weights[i] (float16 or bfloat16) and rests[i] (int16) are together."""
+    check_lists("multi_tensor_join", weights=weights, rests=rests, outputs=outputs)
+    for weight, rest, out in zip(weights, rests, outputs):
+        out.copy_(join(weight, rest))
 
 
 @operator
-def multi_tensor_accumulate(
-    fresh: Tensors,
-    grads: Tensors,
-    exacts: Tensors,
-    totals: Tensors,
-    inv_scale: Number,
-    exact_inv_scale: Number = 1.0,
-    zeros_count: bool = False,
-    found_inf: Flag | None = None,
-    first_bad: Flag | None = None,
-) -> None:
-    """totals[i] = fresh[i] * inv_scale + what multi_tensor_restore gives of grads[i] and exacts[i]; grads[i] is that, rounded.
-
-    One block's gradients added to those before, in float32. ``exacts`` may be ``grads``, of which nothing more is known, and
-    ``totals`` may be ``exacts``. Fresh gradients are checked, and nothing else.
-    """
-    check_lists("multi_tensor_accumulate", fresh=fresh, grads=grads, exacts=exacts, totals=totals)
-    report_non_finite(fresh, found_inf, first_bad)
-    for new, grad, exact, total in zip(fresh, grads, exacts, totals):
-        restored = _restored(grad, exact, exact_inv_scale, zeros_count, new, total)
-        dtype = compute_dtype(new, restored)
-        sums = (new.to(dtype) * _factor(inv_scale)).add_(restored.to(dtype))
-        grad.copy_(sums)
-        total.copy_(sums)
+def multi_tensor_split(values: Tensors, weights: Tensors, rests: Tensors) -> None:
+    """weights[i] and rests[i] become what values[i] is together: see split.py."""
+    check_lists("multi_tensor_split", values=values, weights=weights, rests=rests)
+    for value, weight, rest in zip(values, weights, rests):
+        upper, lower = split(value.float(), weight.dtype)
+        weight.copy_(upper)
+        rest.copy_(lower)
 
 
 def _joined_norms(given: dict[str, Any], parts: list) -> tuple[Tensor, Tensor]:
@@ -201,16 +149,6 @@ def multi_tensor_unscale_l2norm(
     if outputs is not None:
         _scale(inputs, outputs, 1.0 if inv_scale is None else inv_scale)
     return norms
-
-
-@operator(after=_joined_norms)
-def multi_tensor_restore_l2norm(
-    grads: Tensors, exacts: Tensors, inv_scale: Number, zeros_count: bool = False, per_tensor: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The norms of what multi_tensor_restore gives, which is not kept."""
-    check_lists("multi_tensor_restore_l2norm", grads=grads, exacts=exacts)
-    restored = [_restored(grad, exact, inv_scale, zeros_count) for grad, exact in zip(grads, exacts)]
-    return _l2norm(restored, per_tensor, None)
 
 
 @operator_without_lists

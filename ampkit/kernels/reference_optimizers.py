@@ -4,8 +4,8 @@ A step updates ``params`` (float32 masters, or the weights themselves) and state
 into ``lower`` if there is one; the kernels do it in one pass. ``grads`` are only read, and multiplied by ``inv_scale`` (1 / loss
 scale) and ``clip`` first. ``step`` is the number of this step, 1 for the first. Where ``found_inf`` is not 0, nothing is written.
 
-Where ``lower`` holds int16 or int8 (SGD's and Adam's), it is the rest of a split parameter (split.py): a bfloat16 one, updated in
-the float32 that the two are together.
+Where ``lower`` holds int16 (SGD's and Adam's), it is the rest of a weight in lower precision (split.py), which is updated in the
+float32 that the two are together.
 
 Gradients, parameters and states may differ in dtype. Arithmetic is float32, or wider where a parameter is, and each result is
 rounded once on its way back.
@@ -27,7 +27,7 @@ from ampkit.kernels import moments
 from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.reference import multi_tensor_l2norm
 from ampkit.kernels.routing import Number, PerTensor, Tensors, operator
-from ampkit.kernels.split import RESTS, join, split
+from ampkit.kernels.split import join, split
 
 
 def _without_momenta(given: dict[str, Any]) -> None:
@@ -408,21 +408,21 @@ def _working(tensors: Tensors, params: Tensors, found_inf: Tensor | None = None)
 
 
 def _joined(params: Tensors, lower: Tensors | None, found_inf: Tensor | None) -> list[Tensor]:
-    """`_working` parameters, those that are split in the places of their weights."""
+    """`_working` parameters; of those that have rests, the values that the two are together."""
     p = _working(params, params, found_inf)
-    return [join(params[i], lower[i]) if lower and lower[i].dtype in RESTS else x for i, x in enumerate(p)]
+    return [join(params[i], lower[i]) if lower and lower[i].dtype is torch.int16 else x for i, x in enumerate(p)]
 
 
 def _parted(
     params: Tensors, lower: Tensors | None, p: list[Tensor], rounding: _Rounding
 ) -> list[tuple[Tensors, list[Tensor]]]:
-    """What to `_write` of these parameters: themselves and lower, or, where they are split, weights and rests."""
+    """What to `_write` of these parameters: themselves and lower, or weights and rests."""
     weights, rests = rounding.of_params(params, p), list(p)
     if not lower:
         return [(params, weights)]
     for i, one in enumerate(lower):
-        if one.dtype in RESTS:
-            weights[i], rests[i] = split(p[i], one.dtype)
+        if one.dtype is torch.int16:
+            weights[i], rests[i] = split(p[i], params[i].dtype)
     return [(params, weights), (lower, rests)]
 
 

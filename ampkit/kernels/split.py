@@ -1,8 +1,10 @@
-"""A float32 tensor in two: the bfloat16 weight that a model computes with, and the rest of its bits.
+"""A float32 tensor in two: the 16-bit weight that a model computes with, and an int16 rest.
 
-The weight is the value rounded to nearest, ties away from zero. The rest, int16, is what its rounding has left, so that both
-together are the value bit for bit. In int8 it is the upper half of that: the value is rounded to 24 bits first, which moves it
-by 2^-16 of itself at most. The kernels do the same on their way through memory: Note [split parameters] in csrc/functors/split.h.
+The weight is the value rounded to nearest, ties away from zero; the rest is what its rounding has left. In bfloat16 both
+together are the value bit for bit. In float16 the rest counts in units of 2^-15 of the weight's last place: exact from 2^-14 to
+65504, below that to 2^-40. Finite values too large for the weight become the largest that it holds. Beside a weight of 0,
+infinity or NaN a rest counts for nothing. The kernels do the same on their way through memory: Note [weights and rests] in
+csrc/functors/split.h.
 """
 
 from __future__ import annotations
@@ -10,27 +12,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_NAN = 0x7FC00000
 _SIGN = -0x80000000
-#: How many of a float32's bits are left out beside a rest of each dtype.
-_LEFT_OUT = {torch.int16: 0, torch.int8: 8}
-RESTS = frozenset(_LEFT_OUT)
+_REBIAS = 0x38000000  # between the exponents of float32 and float16
+_FIRST_NORMAL = 0x400 << 15  # the code of 2^-14
+_UNITS_OF_ONE = 2.0**39
+_ALMOST_HALF = (
+    0.5 - 2.0**-25
+)  # added before a sum is cut off, so that it is rounded to nearest; 0.5 would round odd sums up
 
 
-@torch.no_grad()
-def split(values: Tensor, rest_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The bfloat16 weights and the rests of float32 values. A NaN becomes the canonical one."""
-    left_out = _LEFT_OUT[rest_dtype]
-    bits = values.detach().view(torch.int32) + ((1 << left_out) >> 1)
-    bits = torch.where(values.isnan(), _NAN, bits)
-    weights = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-    return weights, (bits >> left_out).to(rest_dtype)
+def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The weights in ``dtype`` (float16 or bfloat16) and the rests (int16) of float32 values. A NaN becomes the canonical one."""
+    is_half = dtype is torch.float16
+    shift, infinity, nan, largest = (15, 0x7C00, 0x7E00, 0x477FE000) if is_half else (16, 0x7F80, 0x7FC0, 0x7F7F7FFF)
+    bits = values.detach().view(torch.int32)
+    given, sign = bits & 0x7FFFFFFF, (bits >> 16) & 0x8000
+    code = given.clamp(max=largest)
+    if is_half:
+        small = (code.clamp(max=0x38800000).view(torch.float32) * _UNITS_OF_ONE + _ALMOST_HALF).to(torch.int32)
+        code = torch.where(code < 0x38800000, small, (code - _REBIAS) << 2)
+    rounded = (code + (1 << shift >> 1)) >> shift
+    if is_half:
+        rounded = torch.where((rounded == 0) & (code != 0), 1, rounded)
+    rest = torch.where(rounded == 0, 0, code - (rounded << shift))
+    is_finite = given < 0x7F800000
+    special = torch.where(given > 0x7F800000, nan, infinity | sign)
+    weight = torch.where(is_finite, rounded | sign, special)
+    return weight.to(torch.int16).view(dtype), torch.where(is_finite, rest, 0).to(torch.int16)
 
 
-@torch.no_grad()
 def join(weights: Tensor, rests: Tensor) -> Tensor:
-    """The float32 values of bfloat16 weights and their rests; each rounds to its weight, whoever wrote that."""
+    """The float32 values of weights and their rests; each rounds to its weight, whoever wrote that."""
+    is_half = weights.dtype is torch.float16
+    shift, infinity = (15, 0x7C00) if is_half else (16, 0x7F80)
     bits = weights.detach().view(torch.int16).to(torch.int32)
-    magnitudes = ((bits & 0x7FFF) << 16) + (rests.to(torch.int32) << _LEFT_OUT[rests.dtype])
-    # Below zero only where a zero was written over a weight: its bits would be those of a NaN.
-    return (magnitudes.clamp_(min=0) | (bits & _SIGN)).view(torch.float32)
+    magnitude, sign, rest = bits & 0x7FFF, bits & _SIGN, rests.to(torch.int32)
+    if is_half:  # beside 2^-24 alone a rest may be longer
+        rest = torch.where(magnitude > 1, rest.clamp(-(1 << 14), (1 << 14) - 1), rest)
+    code = (magnitude << shift) + torch.where((magnitude != 0) & (magnitude < infinity), rest, 0)
+    if not is_half:
+        return (code | sign).view(torch.float32)
+    # Of codes from 2^24 on float32 holds the even ones.
+    subnormal = ((code & ~(code >> 24)).to(torch.float32) / _UNITS_OF_ONE).view(torch.int32)
+    finite = torch.where(code < _FIRST_NORMAL, subnormal, (code >> 2) + _REBIAS)
+    return (torch.where(magnitude < infinity, finite, (magnitude << 13) | 0x7F800000) | sign).view(torch.float32)

@@ -1,13 +1,12 @@
-"""The agreement of a cast model's weights and the float32 values behind them, before each forward.
+"""What a forward of an initialized model looks at first: loans end, float32 values that were assigned to weights are split.
 
-Version counters and addresses tell who wrote last. Whatever is new since ``initialize`` is met here too: modules that came from the
-model's own parts are taken in, parameters that nobody has cast are refused.
+What nobody has cast since ``initialize`` is met here too: modules that came from the model's own parts are taken in, new
+parameters and changed dtypes are refused.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,26 +15,20 @@ from torch import nn
 
 from ..dtypes import CASTABLE
 from ..errors import ConfigurationError
-from ..logs import logger
 from .copies import RECORD_KEY
-from .float32_values import Float32Value, write_lower
-from .parts import walk
-from .records import CastModel, WeightRecord, record_of
-from .rests import Rest
-from .stalling import look_for_averages, warn_of_average
+from .float32_values import Float32Value
+from .records import CastModel, WeightRecord, record_of, walk
 from .state_dicts import go_by_record
 
 
 def sync_weights(model: nn.Module) -> None:
-    """Let edits on either side reach the other before the next forward, and refuse what cannot be right.
+    """Have what was written to loans, and float32 values that were assigned to weights (``p.data = values``), reach the weights.
 
-    In-place writes to tensors of ``state_dict()`` (they are the float32 values) reach the model; counted in-place writes
-    to the model's weights, and ``p.data = values`` in either precision, reach the float32 values. Raises
-    `ConfigurationError` for weights whose dtype was changed and for parameters that are new since ``initialize``, by name.
+    Raises `ConfigurationError` for weights whose dtype was changed and for parameters that are new since ``initialize``, by name.
     """
-    stale: list[tuple[Float32Value, torch.Tensor]] = []
+    record_of(model).whole.loans.end()
     in_float32: list[tuple[Float32Value, torch.Tensor, nn.Module, str]] = []
-    for_training = torch.is_grad_enabled()
+    is_all = True
     for module in walk(model):
         record = module.__dict__.get(RECORD_KEY)
         if record is None:
@@ -47,95 +40,30 @@ def sync_weights(model: nn.Module) -> None:
             entry = parameters.get(id(tensor))
             if entry is None:
                 _accept_unknown(model, module, name, tensor, record)
-                continue
-            if tensor.dtype is torch.float32:
+            elif tensor.dtype is lower_precision:
+                is_all, rest = False, entry.rest
+                # Not entry.follow(tensor), which every weight would be asked for in every forward.
+                if rest is not None and (rest.numel() != tensor.numel() or rest.device != tensor.device):
+                    entry.follow(tensor)
+            elif tensor.dtype is torch.float32:
                 in_float32.append((entry, tensor, module, name))
-                continue
-            if tensor.dtype is not lower_precision:
+            else:
                 raise _foreign_weight(model, module, name, tensor)
-            value, rest = entry.value, entry.rest
-            if value is None and rest is None:
-                continue
-            if value is not None and value._version != entry.value_version and value.shape == tensor.shape:
-                entry.refuse_two_writers(tensor)
-                stale.append((entry, tensor))
-            elif (  # not entry.is_unwritten(tensor), without a call for each weight in each forward
-                tensor._version != entry.lower_version
-                or tensor.data_ptr() != entry.lower_ptr
-                or tensor.numel() != entry.lower_size
-                or (rest is not None and rest.lender is not None)
-            ):
-                _take_written(model, record.whole, entry, tensor, for_training)
-        if record.buffers:
-            stale += _sync_buffers(model, module, record)
     if in_float32:
-        _take_float32(model, in_float32, for_training)
-    look_for_averages(model)
-    if stale:
-        write_lower([entry.value for entry, _ in stale], [tensor for _, tensor in stale])
-        for entry, tensor in stale:
-            entry.agree(tensor)
-
-
-def _take_written(
-    model: nn.Module, whole: CastModel, entry: Float32Value, tensor: torch.Tensor, for_training: bool
-) -> None:
-    """What was written to a weight reaches its float32 value. Averages, which lose by it, are warned of."""
-    if entry.value is not None and not (entry.counted and tensor.requires_grad):
-        warn_of_average(model, whole, entry, tensor)
-    entry.synchronize(tensor, for_training)
-    if entry.rest is not None:
-        _warn_of_dropped_rests(model, whole, entry.rest, tensor)
-
-
-def _sync_buffers(
-    model: nn.Module, module: nn.Module, record: WeightRecord
-) -> Iterator[tuple[Float32Value, torch.Tensor]]:
-    """The same for a module's buffers; yields those whose float32 value was written to."""
-    for name, entry in record.buffers.items():
-        tensor = module._buffers.get(name)
-        if tensor is None or entry.value is None:
-            continue
-        if entry.value._version != entry.value_version:
-            yield entry, tensor
-        elif entry.lower is tensor and not entry.is_unwritten(tensor):
-            if warn_of_average(model, record.whole, entry, tensor):
-                entry.synchronize(tensor)
+        _take_float32(model, in_float32, is_all)
 
 
 def _take_float32(
-    model: nn.Module, weights: list[tuple[Float32Value, torch.Tensor, nn.Module, str]], for_training: bool
+    model: nn.Module, weights: list[tuple[Float32Value, torch.Tensor, nn.Module, str]], is_all: bool
 ) -> None:
-    """Weights that are float32 now were given values (``p.data = ...``), unless ``.float()`` has made all of a module so."""
+    """Weights that are float32 now were given values (``p.data = ...``), unless ``model.float()`` has made all of them so."""
     precisions = [_whole(model, module).lower_precision for _, _, module, _ in weights]
-    if all(
-        entry.is_float32_of_itself(one, to)
-        and not any(own is not None and own.dtype is to for own in module._parameters.values())
-        for (entry, one, module, _), to in zip(weights, precisions)
-    ):
+    if is_all and all(torch.equal(one.detach().to(to).float(), one) for (_, one, *_), to in zip(weights, precisions)):
         _, tensor, module, name = weights[0]
         raise _foreign_weight(model, module, name, tensor)
     for (entry, tensor, *_), precision in zip(weights, precisions):
         if tensor.dtype is torch.float32:  # of tied weights the first is done
-            entry.take_float32(tensor, precision, for_training)
-
-
-_TOO_OFTEN = 8
-
-
-def _warn_of_dropped_rests(model: nn.Module, whole: CastModel, rest: Rest, lower: torch.Tensor) -> None:
-    """Say it once if a weight whose master is split is written to again and again: it trains in lower precision then."""
-    if rest.drops >= _TOO_OFTEN and not whole.rounded:
-        name = next(name for name, one in model.named_parameters(remove_duplicate=False) if one is lower)
-        whole.rounded.add(name)
-        logger.warning(
-            "%s was written to in place %d times, and each time the rest of its split master was dropped: its float32 value is "
-            "what %s holds. Use initialize(..., master_weights=True), which keeps what a write leaves as it is, or write "
-            "through .data.",
-            name,
-            rest.drops,
-            lower.dtype,
-        )
+            entry.take_float32(tensor, precision)
 
 
 def note_new_modules(model: nn.Module) -> None:

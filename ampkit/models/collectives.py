@@ -1,13 +1,13 @@
-"""What torch.distributed writes into a cast model, which torch does not count.
+"""What torch.distributed writes into a cast model: the ranks are to be equal bit for bit after it, rests too.
 
-A collective may write to a weight (``dist.broadcast(p.data, 0)``) or to a master (``dist.all_reduce(master)``): whichever it
-was, the other follows before the next forward or step, as after writes that torch counts. DistributedDataParallel gives every
-process the weights of one when it is made, and at the end of ``join()``; the float32 values behind them go with them.
+A collective that writes to a weight (``dist.broadcast(p.data, 0)``) clears its rest, on the rank that a broadcast comes from too.
+DistributedDataParallel gives every process the weights of one when it is made, and at the end of ``join()``: rests go with them.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ import torch.nn.parallel.distributed as ddp
 from torch import nn
 
 from ..patching import PatchSet, SharedPatches
-from .float32_values import note_uncounted_write
+from .float32_values import Float32Value
 from .records import lower_entries
 
 #: Methods of a process group that write to what they are given first, which may be lists of lists. Not torch.distributed's
@@ -28,6 +28,14 @@ _WRITING = (
     *("alltoall", "alltoall_base", "reduce_scatter_tensor_coalesced", "recv", "recv_anysource"),
 )
 
+_at_address: weakref.WeakValueDictionary[int, Float32Value] = weakref.WeakValueDictionary()
+
+
+def note_addresses(model: nn.Module) -> None:
+    """Have the weights of a cast model be found where they lie now, in a job of several processes."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _at_address.update({tensor.data_ptr(): entry for tensor, entry in lower_entries(model) if tensor.numel()})
+
 
 def _patch(patches: PatchSet) -> None:
     if not torch.distributed.is_available():
@@ -35,33 +43,36 @@ def _patch(patches: PatchSet) -> None:
     group = torch.distributed.ProcessGroup
     for name in _WRITING:
         if hasattr(group, name):
-            patches.set(group, name, _noting_writes(getattr(group, name)))
+            patches.set(group, name, _clearing_rests(getattr(group, name)))
     if hasattr(ddp, "_sync_module_states"):
-        patches.set(ddp, "_sync_module_states", _with_float32_values(ddp._sync_module_states))
+        patches.set(ddp, "_sync_module_states", _with_rests(ddp._sync_module_states))
 
 
 collectives = SharedPatches(_patch)
 
 
-def _noting_writes(original: Callable) -> Callable:
+def _clearing_rests(original: Callable) -> Callable:
     @functools.wraps(original)
     def collective(self: Any, *args: Any, **kwargs: Any) -> Any:
         work = original(self, *args, **kwargs)
-        _note(args[0] if args else next(iter(kwargs.values()), None))
+        _clear_rests(args[0] if args else next(iter(kwargs.values()), None))
         return work
 
     return collective
 
 
-def _note(written: Any) -> None:
+def _clear_rests(written: Any) -> None:
     if isinstance(written, torch.Tensor):
-        note_uncounted_write(written)
+        has_address = torch._C._has_storage(written)  # sparse ones have none
+        entry = _at_address.get(written.data_ptr()) if has_address else None
+        if entry is not None and written.dtype is not torch.float32:
+            entry.clear_rest()
     elif isinstance(written, (list, tuple)):
         for part in written:
-            _note(part)
+            _clear_rests(part)
 
 
-def _with_float32_values(original: Callable) -> Callable:
+def _with_rests(original: Callable) -> Callable:
     @functools.wraps(original)
     def sync_module_states(
         module: nn.Module,
@@ -75,17 +86,17 @@ def _with_float32_values(original: Callable) -> Callable:
         named = chain(module.named_parameters(), module.named_buffers())
         ignored = {id(tensor) for name, tensor in named if name in params_and_buffers_to_ignore}
         entries = {
-            id(entry): (tensor, entry)
+            entry: None
             for tensor, entry in lower_entries(module)
-            if id(tensor) not in ignored and (broadcast_buffers or isinstance(tensor, nn.Parameter))
+            if entry.rest is not None
+            and id(tensor) not in ignored
+            and (broadcast_buffers or isinstance(tensor, nn.Parameter))
         }
-        held = [pair for pair in entries.values() if pair[1].value is not None or pair[1].rest is not None]
-        if not held:
+        if not entries:
             return
-        with torch.no_grad():
-            values = [entry.current(tensor) for tensor, entry in held]
-            torch.distributed._broadcast_coalesced(process_group, values, broadcast_bucket_size, src)
-            for (tensor, entry), value in zip(held, values):
-                entry.put(tensor, value)
+        rests = [entry.rest.flatten().view(torch.uint8) for entry in entries]  # not every backend has int16
+        torch.distributed._broadcast_coalesced(process_group, rests, broadcast_bucket_size, src)
+        for entry, rest in zip(entries, rests):
+            entry.rest.copy_(rest.view(torch.int16).view(entry.rest.shape))
 
     return sync_module_states

@@ -1,249 +1,227 @@
-"""The float32 value behind one lower-precision tensor of a model, and which of the two was written to last."""
+"""The float32 values behind lower-precision tensors, and what of them is lent out.
+
+A `Float32Value` is the tensor that the model computes with and a rest beside it (`ampkit.kernels.split`). Nothing watches
+writes to the tensor: whatever a script puts there, the value is within half a unit of its last place, and what is put back is
+back to the last bit. Float32 tensors that are handed out (``state_dict()``, ``master_params``) are loans: `Loans` takes over
+what was written to them.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import kernels
 from ..errors import ConfigurationError
-from .rests import Rest
-
-UNCOUNTED = -1  # the version of what was written to since
 
 
-@dataclass
-class Float32Value:
-    """The float32 value of one lower-precision tensor, and the state in which the two last agreed.
+class Loan(NamedTuple):
+    """A float32 copy that is lent out: ``lent``, of the value of ``lower``, whose bits were ``before``.
 
-    ``value`` is None where nothing is kept (O3's trained weights, ``keep_originals=False``): the lower-precision tensor is
-    then the value, or, where its master is split, with the ``rest`` of its bits. Writes to a weight with
-    a master are told by its version counter; ``counted`` is False for others, whose values are compared: torch's batch norm
-    updates running statistics without counting, a momentum encoder is written to through ``.data``. ``gradient`` is the float32
-    gradient that stood in the tensor when it was cast, until the master takes it. ``put_aside`` is the master that other weights
-    were written over, until the next step: an evaluation with averaged weights puts its own back, in lower precision.
-    ``writes`` counts those that stalling.py was told of. ``loaded_over`` is the version of ``lower`` that ``load_state_dict`` is
-    about to write over, once the value is loaded.
+    ``name`` is the key in the ``state_dict()`` that it is for. A parameter is lent with the ``gradient`` of ``lower``.
     """
 
-    value: torch.Tensor | None
-    counted: bool = True
-    value_version: int = 0
-    lower_version: int = 0
-    lower: torch.Tensor | None = None
-    lower_ptr: int = 0
-    lower_size: int = 0
-    gradient: torch.Tensor | None = None
-    rest: Rest | None = None
-    put_aside: torch.Tensor | None = None
-    writes: int = 0
-    loaded_over: int | None = None
-    _in_copies: Callable[[], nn.Parameter | None] = lambda: None
+    lower: Tensor
+    lent: Tensor
+    before: Tensor
+    name: str = ""
+    gradient: Tensor | None = None
 
-    def agree(self, lower: torch.Tensor) -> None:
-        """Note that both hold the same value now."""
-        self.put_aside = None
-        self.value_version = self.value._version if self.value is not None else 0
-        self.lower_version = lower._version
-        if self.lower is not lower:
-            self.lower = lower
-            _of_weight[id(lower)] = self
-        self.lower_size = lower.numel()
-        if self.lower_ptr != (address := lower.data_ptr()):
-            self.lower_ptr = address
-            self.note_addresses()
 
-    def note_addresses(self) -> None:
-        """Have `note_uncounted_write` find this by its two tensors."""
-        for tensor in (self.lower, self.value):
-            if tensor is not None:
-                _at_address[tensor.data_ptr()] = self
+class Loans:
+    """What one session has lent out: until the next forward or step, when what was written to it is taken over.
 
-    def put(self, lower: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Take ``value``, which rounds to what ``lower`` holds, or is split into it: by a ``counted`` write."""
-        if self.rest is not None:
-            self.rest.put_value(lower, value, counted)
-        elif self.value.data_ptr() != value.data_ptr():  # where it is kept on the host
-            self.value.copy_(value)
-        self.agree(lower)
+    What differs from what was lent was written, by whatever way. Parameters that a script still holds after that are lent
+    again, with the values that are there by then.
+    """
 
-    def split(self, lower: torch.Tensor, dtype: torch.dtype) -> None:
-        """Keep the value as ``lower`` and the rest of its bits from now on."""
-        weights, bits = kernels.split(self.current(lower), dtype)
-        lower.data.copy_(weights)
-        self.value, self.counted, self.rest = None, True, Rest(lower, bits)
-        self.agree(lower)
+    def __init__(self) -> None:
+        self._of: dict[Float32Value, list[Loan]] = {}
+        self._held: dict[
+            Float32Value, tuple[Tensor, weakref.ref[Tensor]]
+        ] = {}  # parameters that were lent, and their weights
 
-    def agrees_with(self, lower: torch.Tensor) -> bool:
-        """Whether neither was written to since they agreed, as far as torch counts."""
-        return self.value is not None and self.value._version == self.value_version and self.is_unwritten(lower)
+    def lend(self, entry: Float32Value, lower: Tensor, state_dict: Mapping[str, Any], name: str) -> Tensor:
+        """The float32 value as a plain tensor, for this place in a ``state_dict()``; tied weights have one tensor there."""
+        for loan in self._of.get(entry, ()):
+            if loan.name and state_dict.get(loan.name) is loan.lent:
+                return loan.lent
+        value = entry.current(lower)
+        self._of.setdefault(entry, []).append(Loan(lower, value, lower.detach().clone(), name))
+        return value
 
-    def is_unwritten(self, lower: torch.Tensor) -> bool:
-        """Whether neither a counted write nor ``p.data = ...`` has changed ``lower`` since they agreed."""
-        return (
-            self.lower_version == lower._version
-            and self.lower_ptr == lower.data_ptr()
-            and self.lower_size == lower.numel()  # ``p.data = p.data[:n]`` stays where it was
-        )
+    def lend_parameter(self, entry: Float32Value, lower: Tensor) -> Tensor:
+        """The float32 value as a parameter with the gradient of ``lower``: the same one as long as a script holds it."""
+        value, held = entry.current(lower), self.held_by_script(entry)
+        if held is None:
+            held = nn.Parameter(value, requires_grad=lower.requires_grad)
+            self._held[entry] = (lower, weakref.ref(held))
+            self._lend_held(entry, lower, held)
+        else:
+            self.hand_gradient(entry)
+        return held
 
-    def synchronize(self, lower: torch.Tensor, for_training: bool = False) -> None:
-        """Take over what was written to ``lower``, or the tensor that was put in its place, since they agreed.
+    def held_by_script(self, entry: Float32Value) -> Tensor | None:
+        """The parameter that was lent, if there still is one."""
+        return self._held[entry][1]() if entry in self._held else None
 
-        What was there before may come back (see ``put_aside``), but not where the model trains on with what was written.
-        """
-        if self.rest is not None:
-            self.rest.settle()
-            self.rest.follow(lower, lower._version != self.lower_version)
-            self.agree(lower)
+    def hand_gradient(self, entry: Float32Value) -> None:
+        """Have the parameter that is lent hold the gradient of its weight, as it is now."""
+        for index, loan in enumerate(self._of.get(entry, ())):
+            if isinstance(loan.lent, nn.Parameter):
+                loan.lent.grad = loan.lower.grad
+                self._of[entry][index] = loan._replace(gradient=loan.lower.grad)
+
+    def end(self, entry: Float32Value | None = None) -> None:
+        """Take over what was written to the loans of one value, or of all."""
+        if not self._of or (entry is not None and entry not in self._of):
             return
-        if self.value is not None and self.value.shape != lower.shape:
-            self.take_over(lower)
-        if self.value is None or self.value._version != self.value_version:
-            return  # What was written to the value is newer, and reaches the model before its next forward.
-        if not (self.counted and self.lower is lower and self.is_unwritten(lower)):
-            self.take_over(lower, for_training)
-
-    def refuse_two_writers(self, lower: torch.Tensor) -> None:
-        """Raise where both were written to since they agreed, and differ: nobody knows which write was the later one."""
-        if self.value is None or self.value_version in (UNCOUNTED, self.value._version) or not self.counted:
-            return
-        if self.lower_version in (UNCOUNTED, lower._version) or self.value.shape != lower.shape:
-            return
-        if not torch.equal(self.value.detach().to(lower.device, lower.dtype), lower):
-            raise ConfigurationError(
-                f"A weight of shape {tuple(lower.shape)} and its float32 value (in state_dict() or ampkit.master_params) were both "
-                "written to since the last forward or step, and now differ: one of the two writes would be lost. Write to one of "
-                "them only, or call state_dict() or master_params again after writing to the weight, and the model's forward after "
-                "writing to those."
-            )
+        ended = dict(self._of) if entry is None else {entry: self._of[entry]}
+        for one in ended:
+            del self._of[one]
+        _take_back(ended)
+        ended.clear()  # the last to hold what no script does
+        self.lend_again()
 
     @torch.no_grad()
-    def take_over(self, lower: torch.Tensor, for_training: bool = False) -> None:
-        """Have the value be what ``lower`` holds, where that is not its rounding anyway."""
-        aside = None
-        if self.value.shape != lower.shape:  # ``p.data = ...``, as where an embedding gets more rows
-            self.value.grad = None
-            _put_in_place(self.value, lower.detach().to(self.value.device, torch.float32))
-        else:
-            local = self.value.to(lower.device)
-            same = local.to(lower.dtype) == lower
-            if self.counted or not same.all():
-                fits = self.put_aside is not None and self.put_aside.shape == lower.shape
-                earlier = self.put_aside.to(lower.device) if fits else local
-                is_back = earlier.to(lower.dtype) == lower
-                written = torch.where(is_back, earlier, lower.float())
-                if self.counted and not for_training and not is_capturing(lower):
-                    # It stays aside while one average follows another, until it is back.
-                    aside = self.put_aside if same.all() else (None if is_back.all() else earlier.clone())
-                # What is back as a whole is back to the last digit, also where something else had rounded to the same.
-                self.value.copy_(torch.where(same & ~is_back.all(), local, written))
-        self.agree(lower)
-        self.put_aside = aside
+    def lend_again(self) -> None:
+        """Give parameters that a script holds the values of now: after a step, and after earlier loans have ended."""
+        for entry, (lower, ref) in list(self._held.items()):
+            held = ref()
+            if held is None:
+                del self._held[entry]
+            elif not any(loan.lent is held for loan in self._of.get(entry, ())):
+                held.data = entry.current(lower)
+                self._lend_held(entry, lower, held)
+
+    def _lend_held(self, entry: Float32Value, lower: Tensor, held: Tensor) -> None:
+        self._of.setdefault(entry, []).append(Loan(lower, held, lower.detach().clone()))
+        self.hand_gradient(entry)
+
+
+@torch.no_grad()
+def _take_back(ended: dict[Float32Value, list[Loan]]) -> None:
+    """Write to weights and rests what scripts have written to the values that they were lent."""
+    written = []
+    for entry, loans in ended.items():
+        for loan in loans:
+            if isinstance(loan.lent, nn.Parameter) and loan.lent.grad is not loan.gradient:
+                loan.lower.grad = loan.lent.grad
+            written.append((entry, loan, _written(entry, loan)))
+    devices = {elements.device for _, _, elements in written}
+    flags = [torch.stack([elements.any() for _, _, elements in written if elements.device == one]) for one in devices]
+    if any(bool(flag.any()) for flag in flags):
+        for entry, loan, elements in written:
+            entry.put_elements(loan.lower, loan.lent.detach(), elements)
+
+
+def _written(entry: Float32Value, loan: Loan) -> Tensor:
+    """Which elements of what was lent differ from it now."""
+    before, now = loan.before, loan.lent.detach()
+    if now.shape != before.shape or now.dtype is not torch.float32:
+        raise ConfigurationError(
+            f"A float32 value of shape {tuple(before.shape)}, from state_dict() or ampkit.master_params, was made {now.dtype} of "
+            f"shape {tuple(now.shape)}. Write values of the same shape to it, or to the model's weight."
+        )
+    return _joined(before, entry.rest).view(torch.int32) != now.to(before.device).view(torch.int32)
+
+
+def _joined(lower: Tensor, rest: Tensor | None) -> Tensor:
+    """The float32 value that these are together: a copy."""
+    if rest is None or lower.dtype is torch.float32:
+        return lower.detach().float().clone() if lower.dtype is torch.float32 else lower.detach().float()
+    value = torch.empty_like(lower, dtype=torch.float32, requires_grad=False)
+    kernels.multi_tensor_join([lower.detach()], [rest.to(lower.device)], [value])
+    return value
+
+
+@dataclass(eq=False)
+class Float32Value:
+    """The float32 value of one lower-precision tensor, which every method is given.
+
+    Without a ``rest`` (int16, in the tensor's shape) the tensor is all there is: a weight that O3 trains. ``loans`` are its
+    session's.
+    """
+
+    loans: Loans
+    rest: Tensor | None = None
+    _in_copies: Callable[[], nn.Parameter | None] = lambda: None
+
+    def split(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """``value`` in ``dtype``; the rest becomes what that lacks of it."""
+        lower = torch.empty_like(value, dtype=dtype, requires_grad=False)
+        self.rest = torch.empty_like(value, dtype=torch.int16, requires_grad=False)
+        kernels.multi_tensor_split([value.detach()], [lower], [self.rest])
+        return lower
+
+    def follow(self, lower: Tensor) -> None:
+        """Have the rest lie where ``lower`` does, as after ``model.to(...)``. What has another shape has no rest yet."""
+        rest = self.rest
+        if rest is None or (
+            rest.device == lower.device and rest.shape == lower.shape and rest.stride() == lower.stride()
+        ):
+            return
+        self.rest = torch.zeros_like(lower, dtype=torch.int16, requires_grad=False)
+        if rest.shape == lower.shape:
+            self.rest.copy_(rest)
+
+    def current(self, lower: Tensor) -> Tensor:
+        """The value, float32: a copy."""
+        self.loans.end(self)
+        self.follow(lower)
+        return _joined(lower, self.rest)
+
+    @torch.no_grad()
+    def put(self, lower: Tensor, value: Tensor) -> None:
+        """``value`` becomes the value: a write to ``lower`` that torch counts."""
+        self.loans.end(self)
+        if self.rest is None:
+            lower.copy_(value)
+            return
+        self.follow(lower)
+        kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
+
+    def put_elements(self, lower: Tensor, value: Tensor, which: Tensor) -> None:
+        """Those elements of ``value`` become the value's; a ``lower`` that has another shape by now stays as it is."""
+        if lower.shape != which.shape:
+            return
+        which, value = which.to(lower.device), value.to(lower.device)
+        if self.rest is None:
+            lower.copy_(torch.where(which, value.to(lower.dtype), lower))
+            return
+        self.follow(lower)
+        weights, rests = kernels.split(value, lower.dtype)
+        lower.copy_(torch.where(which, weights, lower))
+        self.rest.copy_(torch.where(which, rests, self.rest))
 
     @torch.inference_mode(False)  # an evaluation may meet it first, and the weight is to train on
     @torch.no_grad()
-    def take_float32(self, lower: torch.Tensor, precision: torch.dtype, for_training: bool) -> None:
-        """After ``p.data = float32 values``: the value is these, and ``lower`` their rounding."""
+    def take_float32(self, lower: Tensor, dtype: torch.dtype) -> None:
+        """After ``p.data = float32 values``: the value is these. Values that ``dtype`` holds are a write in lower precision."""
         given = lower.detach()
-        lower.data = given.to(precision)
-        if self.rest is not None:
+        lower.data = given.to(dtype)
+        if not torch.equal(lower.detach().float(), given):
             self.put(lower, given)
-        elif self.value is None or self.value.shape != given.shape:
-            self.synchronize(lower, for_training)
-        else:
-            aside = self.value.clone() if self.put_aside is None else self.put_aside
-            self.value.copy_(given)
-            self.agree(lower)
-            self.put_aside = aside if self.counted and not for_training else None
 
-    def is_float32_of_itself(self, lower: torch.Tensor, precision: torch.dtype) -> bool:
-        """Whether a weight that is float32 now holds what it held in lower precision, as after ``model.float()``."""
-        rounded = lower.detach().to(precision)
-        if not torch.equal(rounded.float(), lower.detach()):
-            return False
-        if self.value is None or self.value._version != self.value_version:
-            return True
-        return torch.equal(self.value.detach().to(lower.device, precision), rounded)
+    def clear_rest(self) -> None:
+        """Have the lower-precision tensor be all of the value."""
+        self.loans.end(self)
+        if self.rest is not None:
+            self.rest.zero_()
 
-    def current(self, lower: torch.Tensor) -> torch.Tensor:
-        """The float32 value on the device of ``lower``: live, not a copy, wherever it lies there."""
-        self.synchronize(lower)
-        if self.rest is not None and lower.dtype is torch.bfloat16:
-            # Not where another optimizer's close(), or ``model.half()``, has put other bits there.
-            return self.rest.value(lower)
-        return lower.detach().float() if self.value is None else self.value.detach().to(lower.device)
-
-    def in_copies(self, lower: torch.Tensor) -> torch.Tensor:
-        """What is copied and pickled in the place of ``lower``: the master itself, or else one parameter as long as it lives."""
+    def in_copies(self, lower: Tensor) -> Tensor:
+        """What is copied and pickled in the place of ``lower``: of a parameter one for all, as long as it lives."""
         value = self.current(lower)
         if not isinstance(lower, nn.Parameter):
             return value
-        if isinstance(self.value, nn.Parameter):
-            return self.value.requires_grad_(lower.requires_grad)
         found = self._in_copies()
         if found is None:
             found = nn.Parameter(value)
             self._in_copies = weakref.ref(found)
         found.data = value
         return found.requires_grad_(lower.requires_grad)
-
-
-_at_address: weakref.WeakValueDictionary[int, Float32Value] = weakref.WeakValueDictionary()
-# By the id of the lower-precision tensor.
-_of_weight: weakref.WeakValueDictionary[int, Float32Value] = weakref.WeakValueDictionary()
-
-
-def all_lower() -> list[torch.Tensor]:
-    """The lower-precision tensors of all live sessions."""
-    return [entry.lower for entry in _at_address.values() if entry.lower is not None]
-
-
-def note_uncounted_write(tensor: torch.Tensor) -> None:
-    """Have a weight, or a float32 value, that lies where ``tensor`` does be taken as written to. Of others nothing is known."""
-    address = tensor.data_ptr() if torch._C._has_storage(tensor) else 0  # sparse ones have none, empty ones lie at 0
-    entry = _at_address.get(address)
-    if entry is None or not address:
-        return
-    if entry.lower.data_ptr() == address:
-        entry.lower_version = UNCOUNTED
-    elif entry.value is not None and entry.value.data_ptr() == address:
-        entry.value_version = UNCOUNTED
-
-
-def note_data_read(tensor: torch.Tensor) -> None:
-    """Have a weight be compared with its master at their next agreement: whoever asks for its ``.data`` may write to it."""
-    entry = _of_weight.get(id(tensor))
-    # Of a split master nothing is there to compare with, and what no optimizer trains is compared anyway.
-    if entry is not None and entry.lower is tensor and isinstance(entry.value, nn.Parameter):
-        value = entry.value
-        if (
-            value._version != entry.value_version != UNCOUNTED
-            and value.shape == tensor.shape
-            and entry.is_unwritten(tensor)
-        ):
-            write_lower([value], [tensor])  # else what is read would be old, and what is written lost
-            entry.agree(tensor)
-        entry.lower_version = UNCOUNTED
-
-
-@torch.no_grad()
-def write_lower(values: list[torch.Tensor], lowers: list[torch.Tensor]) -> None:
-    """Round float32 values into the model's tensors, in one pass, as a counted in-place write."""
-    # As they are: a view of each, to go without autograd, would take as long as rounding small ones.
-    local = [v if v.device == t.device else v.to(t.device) for v, t in zip(values, lowers)]
-    kernels.multi_tensor_scale(local, lowers, 1.0)
-    torch.autograd.graph.increment_version(lowers)
-
-
-def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether the device cannot be asked anything now."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _put_in_place(master: torch.Tensor, value: torch.Tensor) -> None:
-    """``master.data = value``, as no write of a script: masters note those."""
-    torch.Tensor.data.__set__(master, value)

@@ -26,7 +26,7 @@ from .classes import InFront, is_made_here, own_class, put_in_front
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .direct_calls import running
 from .keep_fp32 import have_it_called
-from .weights import follow_devices
+from .records import lower_entries
 
 CASTS_KEY = "_ampkit_casts"
 
@@ -35,6 +35,7 @@ class Watcher(NamedTuple):
     """What a session wants done around the methods of an initialized model, which each of these is given."""
 
     before_forward: Callable[[nn.Module], None]
+    before_compiled_forward: Callable[[nn.Module], None]
     after_zero_grad: Callable[[nn.Module], None]
     after_load: Callable[[nn.Module], None]  #: after ``load_state_dict``
 
@@ -71,7 +72,8 @@ class _Shell(InFront):
 
     def _apply(self, fn, *args, **kwargs):
         result = super()._apply(fn, *args, **kwargs)
-        follow_devices(self)
+        for tensor, entry in lower_entries(self):
+            entry.follow(tensor)
         return result
 
     def zero_grad(self, *args, **kwargs):
@@ -214,4 +216,4 @@ def _on_trace(context: Any) -> None:
     variable = context.get_local("model")._ComptimeVar__variable.realize()
     watcher = watchers.get(variable.value)
     if watcher is not None:
-        compiled_models.note(variable.value, watcher.before_forward)
+        compiled_models.note(variable.value, watcher.before_compiled_forward)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..casting.tensors import cast_floating
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
+from ..sharding import fsdp_modules
+from .classes import own_class
 
 ACTIVATION_KEY = "_ampkit_activation_dtype"
 
@@ -186,6 +189,34 @@ class Kept:
         for name, module in self._model.named_modules():
             if isinstance(module, nn.MultiheadAttention) and module.out_proj in self.named:
                 self.named[module] = name
+
+
+def frozen_twins(models: Sequence[nn.Module], trained: set[torch.Tensor]) -> dict[nn.Module, tuple[str, str]]:
+    """Modules that may be averages of trained ones, each with its name and its twin's.
+
+    Nothing in them is trained, and a trained module of the same class and shapes stands beside them: in the same module, or in the
+    list of models. Blocks of a list are no twins: that some of them are frozen means no more than that.
+    """
+    found: dict[nn.Module, tuple[str, str]] = {}
+    families = [{f"model {i}": model for i, model in enumerate(models)}]
+    for model in models:
+        for module in model.modules():
+            if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+                families.append({name: child for name, child in module._modules.items() if child is not None})
+    for family in families:
+        twins: dict[Any, str] = {}
+        frozen: list[tuple[Any, str]] = []
+        for name, module in family.items():
+            params = list(module.named_parameters())
+            if not params or not _has_forward(module) or fsdp_modules(module):
+                continue
+            key = (own_class(type(module)), tuple((inner, param.shape) for inner, param in params))
+            if any(param in trained for _, param in params):
+                twins[key] = name
+            elif not any(param.requires_grad for _, param in params):
+                frozen.append((key, name))
+        found.update({family[name]: (name, twins[key]) for key, name in frozen if key in twins})
+    return found
 
 
 def _loses_its_steps(buffer: torch.Tensor, lower_precision: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """What is done to the models of a session, in order: weights are cast, what is kept gets its hooks, forwards get their shells.
 
-Each step has its undo. The rooms beside this one do the steps; here stands which of them a plan asks for.
+Each step has its undo. Weights are cast in place: a parameter stays the same object, and what it lacks of its float32 value
+lies beside it (`Float32Value`). Which of the rooms beside this one are asked, a plan says here.
 """
 
 from __future__ import annotations
@@ -12,44 +13,154 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dtypes import CASTABLE
 from ..logs import logger
 from ..patching import Undo
 from ..sharding import fsdp_modules
-from . import direct_calls, forward, keep_fp32, layers, operators, sharded, weights
-from .float32_values import Float32Value
+from . import direct_calls, forward, keep_fp32, layers, operators, sharded
+from .copies import RECORD_KEY, need_no_plain_copies, remove_hooks
+from .float32_values import Float32Value, Loans
 from .forward import ForwardCasts
 from .forward_scope import cast_submodules
-from .keep_fp32 import Kept
+from .keep_fp32 import ACTIVATION_KEY, Kept
+from .records import CastModel, WeightRecord, lower_entries, own_tensors
+from .state_dicts import go_by_record
 
 Plan = Any  # plan.py's, which stands above this room
+Originals = dict[
+    torch.Tensor, torch.Tensor
+]  # what was cast, as it was: until all is prepared, so that what fails is undone exactly
 
 
-def prepare_models(models: Sequence[nn.Module], plan: Plan, undo: Undo) -> dict[torch.Tensor, Float32Value]:
-    """Have these models compute as the plan says; returns the float32 value behind each tensor that was cast."""
+def prepare_models(
+    models: Sequence[nn.Module], plan: Plan, loans: Loans, trained: set[torch.Tensor], originals: Originals, undo: Undo
+) -> dict[torch.Tensor, Float32Value]:
+    """Have these models compute as the plan says; returns the float32 value behind each tensor that was cast.
+
+    ``trained`` are the parameters of the optimizers. ``originals`` receives what was cast.
+    """
     values: dict[torch.Tensor, Float32Value] = {}
     keeps = plan.casts_weights or (plan.patch_torch_functions and plan.keep_fp32)
-    kept = [Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32) for model in models] if keeps else []
+    twins = keep_fp32.frozen_twins(models, trained) if plan.casts_weights and plan.master_weights else {}
+    keep = (*plan.keep_fp32, *twins)
+    kept = [Kept(model, bool(plan.keep_batchnorm_fp32), keep) for model in models] if keeps else []
+
+    def restore(model: nn.Module) -> None:
+        restore_weights(model, originals)
+
+    def cast(model: nn.Module, precision: torch.dtype, choice: Any, is_sharded: bool = False) -> None:
+        whole = CastModel(precision, loans, is_sharded)
+        _cast_weights(model, whole, choice, values, originals)
+
     for model in models:
         undo.if_alive(forward.uninstall, model)
         if plan.casts_weights:
-            undo.if_alive(weights.restore_weights, model)
+            undo.if_alive(restore, model)
     if plan.casts_weights:
         for model, choice in zip(models, kept):
-            _cast_weights(model, choice, values, plan)
+            cast(model, plan.cast_model_type, choice, bool(fsdp_modules(model)))
+            _have_inputs_cast(model, choice, plan)
     elif plan.master_weights:
         for model in models:
             if (dtype := direct_calls.precision_in(model)) is not None:
-                undo.if_alive(weights.restore_weights, model)
-                weights.cast_weights(model, dtype, keep_fp32.AsTheyAre(), values)
+                undo.if_alive(restore, model)
+                cast(model, dtype, keep_fp32.AsTheyAre())
+    if not plan.master_weights:
+        for tensor in trained & values.keys():
+            values[tensor].rest = None  # it trains in lower precision, and is its own value
     _log_kept(kept, plan)
+    if twins and plan.verbosity >= 1:
+        pairs = ", ".join(f"{own} (of {twin})" for own, twin in twins.values())
+        logger.info("Kept in float32, as averages that no optimizer trains: %s", pairs)
     _shell_forwards(models, kept, plan, undo)
     return values
 
 
-def _cast_weights(model: nn.Module, kept: Kept, values: dict[torch.Tensor, Float32Value], plan: Plan) -> None:
-    """Cast all but what is kept, and have inputs cast where kept and other modules meet."""
+def _cast_weights(
+    model: nn.Module, whole: CastModel, kept: Any, values: dict[torch.Tensor, Float32Value], originals: Originals
+) -> None:
+    """Cast everything that is not kept, in place. Tied weights share one value, also between models.
+
+    Of a model that FSDP2 shards only buffers are cast.
+    """
+    too_large: list[str] = []
+    for prefix, module in model.named_modules():
+        # Scripted modules have no weights here: see validation.py.
+        if RECORD_KEY in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+            continue
+        record = WeightRecord(whole, in_float32=kept.covers(module))
+        go_by_record(module, record)  # first, so that what fails halfway is undone
+        for name, tensor in own_tensors(module):
+            is_parameter = name in module._parameters
+            if tensor.dtype not in CASTABLE or (whole.sharded and is_parameter):  # float64 and complex are never cast
+                continue
+            if tensor.dtype is torch.float32 and kept.keeps(module, name, tensor, whole.lower_precision):
+                whole.kept[id(tensor)] = tensor
+                continue
+            if tensor not in values:
+                originals[tensor] = tensor.data
+                values[tensor] = _cast(tensor, whole)
+                if _exceeds(originals[tensor], whole.lower_precision):
+                    too_large.append(f"{prefix}.{name}" if prefix else name)
+            if is_parameter:
+                whole.add(tensor, values[tensor])
+            else:
+                record.buffers[name] = values[tensor]
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    if too_large:
+        logger.warning(
+            "%s holds values above %g, the largest that %s has (%d tensors do): they are that now. Use bfloat16 (O5), or "
+            "keep_fp32= for the module.",
+            too_large[0],
+            torch.finfo(whole.lower_precision).max,
+            whole.lower_precision,
+            len(too_large),
+        )
+
+
+def _cast(tensor: torch.Tensor, whole: CastModel) -> Float32Value:
+    """Cast a tensor in place. Its gradient, if it has one, stays as it is."""
+    entry = Float32Value(whole.loans)
+    lower = entry.split(tensor.detach().float(), whole.lower_precision)
+    gradient, tensor.grad = tensor.grad, None
+    # All memory is there: what follows does not fail.
+    if isinstance(tensor, nn.Parameter):
+        tensor.grad_dtype = None  # any
+    tensor.data = lower
+    tensor.grad = gradient
+    return entry
+
+
+def _exceeds(original: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether there are finite values for which ``dtype`` has none. Of bfloat16 there are next to none."""
+    if dtype is not torch.float16 or original.is_meta:
+        return False
+    return bool((original.isfinite() & (original.abs() > torch.finfo(dtype).max)).any())
+
+
+def restore_weights(model: nn.Module, originals: Originals) -> None:
+    """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours."""
+    for tensor, entry in lower_entries(model):
+        value = originals.get(tensor)
+        gradient, tensor.grad = tensor.grad, None
+        tensor.data = entry.current(tensor) if value is None else value
+        if isinstance(tensor, nn.Parameter):
+            tensor.grad_dtype = tensor.dtype
+        fits = gradient is not None and gradient.shape == tensor.shape  # not after ``p.data = ...`` of another shape
+        tensor.grad = gradient.to(tensor.dtype) if fits else None
+    for module in model.modules():
+        module.__dict__.pop(RECORD_KEY, None)
+        module.__dict__.pop(ACTIVATION_KEY, None)
+        remove_hooks(module)
+        need_no_plain_copies(module)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def _have_inputs_cast(model: nn.Module, kept: Kept, plan: Plan) -> None:
+    """Have inputs cast where kept and other modules meet."""
     is_sharded = bool(fsdp_modules(model))
-    weights.cast_weights(model, plan.cast_model_type, kept, values, is_sharded, bool(plan.master_weights))
     for module in kept.bridged():
         keep_fp32.bridge(module, plan.cast_model_type)
     of_torch = set(layers.layers(model))

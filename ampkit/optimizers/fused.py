@@ -23,35 +23,26 @@ from .. import kernels
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from .capturing import refuse_to_begin
 from .rounding import Rounding
-from .scales import Scale, inverse, on
+from .scales import Scale, on
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Rounding)
 # What torch would take for a setting of one group, and nobody would heed.
 _OF_ALL_GROUPS = ("state_dtype", "rounding")
-# Elements whose gradients are restored in one go: few enough to stay in the caches until the step reads them.
-_RESTORED_AT_ONCE = {"cpu": 2**18, "others": 2**22}
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
-
-
-# The gradients of these slots in float32, as exactly as they are known.
-Restore = Callable[[list[Any]], list[torch.Tensor]]
 
 
 @dataclass
 class StepInputs:
     """What is to be heeded in one step.
 
-    ``mastered`` maps the ids of masters to their slots: ``slot.param`` receives the master, rounded, and its gradient is read
-    unless it was ``slot.converted`` into the master's. Where the slot ``is_split`` the parameter is the weight itself, and is
-    updated together with its ``slot.entry.rest.bits``. Of some gradients more is known (``slot.exact``), which ``restore``
-    gives in float32, for a list of slots. Gradients are multiplied by ``inv_scale``, and those for masters by ``clip``. With a
+    ``rests`` maps the ids of parameters in lower precision to their rests: the two are updated together, in float32
+    (`ampkit.kernels.split`). Gradients are multiplied by ``inv_scale``, and those of parameters with rests by ``clip``. With a
     ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them. ``around`` is entered where the update
-    begins, between the hooks that a script has put before and after the step: they may read and write gradients and masters.
+    begins, between the hooks that a script has put before and after the step: they may read and write gradients and weights.
     """
 
-    mastered: Mapping[int, Any] = field(default_factory=dict)
-    restore: Restore | None = None
+    rests: Mapping[int, torch.Tensor] = field(default_factory=dict)
     inv_scale: Scale | None = None
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
@@ -61,10 +52,10 @@ class StepInputs:
 
 @dataclass
 class Batch:
-    """Parameters of one group and device that one multi-tensor call updates: all have a weight to write, or none has.
+    """Parameters of one group and device that one multi-tensor call updates: all have rests, or a weight to write, or none has.
 
     ``params`` are the keys of their state, ``targets`` what is updated: the same, but for optimizers with masters of their
-    own. ``slots`` are those of parameters whose gradients have to be restored first, and ``states`` the states of all.
+    own, which are rounded into ``lower``. Else that holds the rests. ``states`` are the states of all.
     """
 
     params: list[torch.Tensor]
@@ -74,7 +65,6 @@ class Batch:
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     targets: list[torch.Tensor] = field(default_factory=list)
-    slots: list[Any] | None = None
     states: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -93,7 +83,7 @@ class Batch:
         """Some of it."""
         if len(indices) == len(self.params):
             return self
-        names = ("params", "grads", "lower", "targets", "slots", "states")
+        names = ("params", "grads", "lower", "targets", "states")
         lists = {name: values for name in names if (values := getattr(self, name))}
         parts: dict[str, Any] = {name: [values[i] for i in indices] for name, values in lists.items()}
         return replace(self, **parts)
@@ -107,22 +97,6 @@ class Batch:
             part = self.part(list(mastered))
             parts.append(replace(part, targets=list(mastered.values()), lower=part.params))
         return parts
-
-    def restored(self, restore: Restore | None) -> Iterator[Batch]:
-        """With gradients as exact as they are known: part by part, so that their float32 values need little memory at a time."""
-        if self.slots is None or restore is None:
-            yield self
-            return
-        limit = _RESTORED_AT_ONCE["cpu" if self.device.type == "cpu" else "others"]
-        indices: list[int] = []
-        elements = 0
-        for i, param in enumerate(self.params):
-            indices.append(i)
-            elements += param.numel()
-            if elements >= limit or i == len(self.params) - 1:
-                part = self.part(indices)
-                yield replace(part, grads=restore(part.slots or []), slots=None)
-                indices, elements = [], 0
 
     def one_more(self) -> Scale:
         """What a step count goes up by: 1, or 0 where the step is skipped."""
@@ -165,7 +139,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     set_grad_none = True
     keeps_float32_state = True  # the session leaves it alone where the parameters train in lower precision
-    takes_step_inputs = True  # a session need not read a finding, nor convert a gradient, for it
+    takes_step_inputs = True  # a session need not read a finding for it
+    takes_rests = False  # its update writes weights and rests together; others step over float32 parameters
     counts_steps = True
     takes_complex = False  # torch.optim squares real and imaginary parts apart
     rounding = Rounding()
@@ -245,12 +220,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._place_settings(group)
         batches = self.batches(group)
         if batches:
-            restore = (self.inputs or _NOTHING).restore
             for batch in batches:
                 batch.states = self.states_of(batch.params)
             for step, batch in self.counted(group, batches):
-                for part in batch.restored(restore):
-                    self.update(group, part, step)
+                self.update(group, batch, step)
 
     def _place_settings(self, group: dict[str, Any]) -> None:
         if self.device_settings and group["params"]:
@@ -265,43 +238,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     def batches(self, group: dict[str, Any]) -> list[Batch]:
         """The parameters of a group that have a gradient, by what one call can update."""
         inputs = self.inputs or _NOTHING
-        slot_of: Callable[[int], Any] = inputs.mastered.get
+        rest_of: Callable[[int], torch.Tensor | None] = inputs.rests.get
         batches: dict[Any, Batch] = {}
         batch: Batch | None = None
         last = None
         for param in group["params"]:
-            slot, scale = slot_of(id(param)), None
-            if slot is None:
-                gradient, kind = param.grad, 0
-            elif slot.converted is not None:
-                gradient, kind = slot.master.raw_grad, 1
-            elif slot.exact is None:
-                gradient, kind = slot.param.grad, 1
-            elif slot.exact.is_scaled:
-                gradient, kind, scale = slot.exact.values, 1, slot.exact.scale
-            else:
-                gradient, kind = slot.param.grad, 2
+            gradient, rest = param.grad, rest_of(id(param))
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:
                 raise self.sparse_error(param)
-            key = (kind, param.device, None if scale is None else id(scale))
+            key = (rest is None, param.device)
             if batch is None or key != last:
                 last, batch = key, batches.get(key)
                 if batch is None:
-                    inv_scale = inputs.inv_scale if scale is None else inverse(scale)
-                    batch = batches[key] = Batch(
-                        [], [], [] if kind else None, inv_scale, inputs.clip if kind else None, inputs.found_inf
-                    )
+                    lower, clip = (None, None) if rest is None else ([], inputs.clip)
+                    batch = batches[key] = Batch([], [], lower, inputs.inv_scale, clip, inputs.found_inf)
                     batch.targets = batch.params
-                    if kind == 2:
-                        batch.slots = []
             batch.params.append(param)
             batch.grads.append(gradient)
-            if batch.lower is not None:
-                batch.lower.append(slot.entry.rest.bits if slot.is_split else slot.param)
-                if batch.slots is not None:
-                    batch.slots.append(slot)
+            if batch.lower is not None and rest is not None:
+                batch.lower.append(rest)
         return list(batches.values())
 
     def states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:

@@ -36,6 +36,8 @@ class FusedAdam(FusedOptimizer):
     Source: Kingma and Ba, "Adam", ICLR 2015; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
     """
 
+    takes_rests = True
+
     def __init__(
         self,
         params: Any,

@@ -22,6 +22,7 @@ class FusedLARS(FusedSGD):
     """
 
     takes_complex = False
+    takes_rests = False  # it needs the norms of float32 parameters
 
     def __init__(
         self,

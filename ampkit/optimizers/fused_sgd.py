@@ -25,6 +25,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     counts_steps = False
+    takes_rests = True
     takes_complex = True  # nothing is squared
 
     def __init__(

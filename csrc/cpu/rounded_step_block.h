@@ -68,7 +68,7 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
     const float* g = static_cast<const float*>(from.data);
     const BFloat16* narrow_g = static_cast<const BFloat16*>(from.data);
     BFloat16* lower = static_cast<BFloat16*>(to.data);
-    float* p = splits ? edit_split(data[1], data[kLower], dtype[kLower], offset, n, p_buffer)
+    float* p = splits ? edit_split(data[1], data[kLower], dtype[1], offset, n, p_buffer)
                       : edit(data[1], dtype[1], offset, n, p_buffer);
     if (draws_moments) draw(philox, kMoments, offset, n, for_moments);
     if (draws_param) draw(philox, kParam, offset, n, for_param);
@@ -99,7 +99,7 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
       if (kStates > 1) store_moment<UnsignedCode>(b, data[3], dtype[3], tensor.numel, offset, n, drawn);
     }
     if (splits)
-      store_split(p, data[1], data[kLower], dtype[kLower], offset, n);
+      split_tile(p, data[1], data[kLower], dtype[1], offset, n);
     else
       store_drawn(p, data[1], dtype[1], offset, n, draws_param ? &for_param : nullptr);
     if (fuses_lower)

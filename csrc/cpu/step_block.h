@@ -2,7 +2,7 @@
 // instruction set, by cpu/each_capability.h.
 //
 // Memory traffic: gradients read once, parameters and states read and written once, lower written once (streamed), or, where it
-// holds rests (Note [split parameters]), read and written once.
+// holds rests (Note [weights and rests]), read and written once.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
@@ -22,30 +22,10 @@ static void step_tile(const Grad* g, float* p, float* a, float* b, BFloat16* low
   }
 }
 
-template <class Rest>
-static void join_tile(const uint16_t* weights, const Rest* rests, float* to, int64_t n) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) to[i] = join(weights[i], rests[i]);
-}
-
-template <class Rest>
-static void split_tile(const float* from, uint16_t* weights, Rest* rests, int64_t n) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) split(from[i], weights[i], rests[i]);
-}
-
-// A tile of parameters and rests as one list of float32, and back.
+// A tile of parameters and rests as one list of float32, and back; dtype is that of the parameters.
 static float* edit_split(void* weights, void* rests, DType dtype, int64_t offset, int64_t n, TileBuffer& buffer) {
-  const uint16_t* from = static_cast<const uint16_t*>(weights) + offset;
-  dtype == DType::kInt16 ? join_tile(from, static_cast<const int16_t*>(rests) + offset, buffer.values, n)
-                         : join_tile(from, static_cast<const int8_t*>(rests) + offset, buffer.values, n);
+  join_tile(weights, rests, dtype, offset, buffer.values, n);
   return buffer.values;
-}
-
-static void store_split(const float* from, void* weights, void* rests, DType dtype, int64_t offset, int64_t n) {
-  uint16_t* to = static_cast<uint16_t*>(weights) + offset;
-  dtype == DType::kInt16 ? split_tile(from, to, static_cast<int16_t*>(rests) + offset, n)
-                         : split_tile(from, to, static_cast<int8_t*>(rests) + offset, n);
 }
 
 template <class Functor>
@@ -62,7 +42,7 @@ static void step_block(const Block<Functor::kStates + 3>& block, Functor functor
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
     const Source from = source(data[0], dtype[0], offset, n, g_buffer);
-    float* p = splits ? edit_split(data[1], data[kLower], dtype[kLower], offset, n, p_buffer)
+    float* p = splits ? edit_split(data[1], data[kLower], dtype[1], offset, n, p_buffer)
                       : edit(data[1], dtype[1], offset, n, p_buffer);
     float* a = kStates > 0 ? edit(data[2], dtype[2], offset, n, a_buffer) : nullptr;
     float* b = kStates > 1 ? edit(data[3], dtype[3], offset, n, b_buffer) : nullptr;
@@ -78,7 +58,7 @@ static void step_block(const Block<Functor::kStates + 3>& block, Functor functor
       fuses_lower ? step_tile<true>(g, p, a, b, lower, n, functor, of_tensor)
                   : step_tile<false>(g, p, a, b, lower, n, functor, of_tensor);
     if (splits)
-      store_split(p, data[1], data[kLower], dtype[kLower], offset, n);
+      split_tile(p, data[1], data[kLower], dtype[1], offset, n);
     else
       store(p, data[1], dtype[1], offset, n);
     if (kStates > 0) store(a, data[2], dtype[2], offset, n);

@@ -119,39 +119,6 @@ static inline void store_words(uint16_t* to, Words x) { *to = static_cast<uint16
 #endif
 
 AMPKIT_VECTOR_INLINE Words either(Words condition, Words yes, Words no) { return (condition & yes) | (~condition & no); }
-AMPKIT_VECTOR_INLINE Vector if_equal(Vector x, Vector y, Vector yes, Vector no) { return x == y ? yes : no; }
-// Bit k tells about lane k.
-AMPKIT_VECTOR_INLINE uint32_t differing(Vector x, Vector y) {
-#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
-  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y), _CMP_NEQ_UQ);
-#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
-  return _mm256_movemask_ps(_mm256_cmp_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y), _CMP_NEQ_UQ));
-#elif AMPKIT_X86_VARIANTS
-  return _mm_movemask_ps(_mm_cmpneq_ps(reinterpret_cast<__m128>(x), reinterpret_cast<__m128>(y)));
-#else
-  float xs[kLanes], ys[kLanes];
-  __builtin_memcpy(xs, &x, sizeof(xs));
-  __builtin_memcpy(ys, &y, sizeof(ys));
-  uint32_t mask = 0;
-  for (int k = 0; k < kLanes; ++k) mask |= static_cast<uint32_t>(xs[k] != ys[k]) << k;
-  return mask;
-#endif
-}
-AMPKIT_VECTOR_INLINE Vector select(uint32_t mask, Vector yes, Vector no) {
-#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
-  return reinterpret_cast<Vector>(
-      _mm512_mask_blend_ps(static_cast<__mmask16>(mask), reinterpret_cast<__m512>(no), reinterpret_cast<__m512>(yes)));
-#else
-  float lanes[kLanes], others[kLanes];
-  __builtin_memcpy(lanes, &yes, sizeof(lanes));
-  __builtin_memcpy(others, &no, sizeof(others));
-  for (int k = 0; k < kLanes; ++k)
-    if ((mask >> k & 1) == 0) lanes[k] = others[k];
-  Vector chosen;
-  __builtin_memcpy(&chosen, lanes, sizeof(lanes));
-  return chosen;
-#endif
-}
 
 #if AMPKIT_LANES == 16
 AMPKIT_VECTOR_INLINE Vector vector_from_halves(const uint16_t* x) {
@@ -359,6 +326,31 @@ static inline void store(const float* values, void* data, DType dtype, int64_t o
   else
     convert(values, reinterpret_cast<BFloat16*>(narrowed), n);
   if (streams) stream(to, narrowed, n * 2);
+}
+
+template <bool kHalf>
+static void join_elements(const uint16_t* weights, const int16_t* rests, float* to, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) to[i] = join<kHalf>(weights[i], rests[i]);
+}
+
+template <bool kHalf>
+static void split_elements(const float* from, uint16_t* weights, int16_t* rests, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) split<kHalf>(from[i], weights[i], rests[i]);
+}
+
+// Elements [offset, offset + n) of weights in this dtype and of their rests as float32, and back: Note [weights and rests].
+static inline void join_tile(const void* weights, const void* rests, DType dtype, int64_t offset, float* to, int64_t n) {
+  const uint16_t* upper = static_cast<const uint16_t*>(weights) + offset;
+  const int16_t* lower = static_cast<const int16_t*>(rests) + offset;
+  dtype == DType::kHalf ? join_elements<true>(upper, lower, to, n) : join_elements<false>(upper, lower, to, n);
+}
+
+static inline void split_tile(const float* from, void* weights, void* rests, DType dtype, int64_t offset, int64_t n) {
+  uint16_t* upper = static_cast<uint16_t*>(weights) + offset;
+  int16_t* lower = static_cast<int16_t*>(rests) + offset;
+  dtype == DType::kHalf ? split_elements<true>(from, upper, lower, n) : split_elements<false>(from, upper, lower, n);
 }
 
 // Elements [offset, offset + n) as a loop reads them: float, or BFloat16 if this says so.

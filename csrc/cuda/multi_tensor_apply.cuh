@@ -11,8 +11,8 @@
 // finds its halves in L1. Stores go through to L2 as twice as many sectors, where the halves meet before they go on to memory. A step
 // of Adam with masters moves 28 bytes an element, 14 of them written, 12 in float32: L2 sees as much as for 40. On cards whose L2
 // has twice the bandwidth of their memory (A100) that is no limit; with HBM3e (H200) it may be one. Two runs of four elements, 128
-// apart, would be whole sectors for every dtype, at twice the requests for 16-bit ones. But runs of eight are what restore_run.cuh,
-// moments and random numbers are made of, so that these would need a layout of their own; to be decided by a measurement.
+// apart, would be whole sectors for every dtype, at twice the requests for 16-bit ones. But runs of eight are what moments
+// and random numbers are made of, so that these would need a layout of their own; to be decided by a measurement.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -84,17 +84,6 @@ struct Chunk {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) raw.words[k] = i + k < size ? from[k] : 0;
       }
-    } else if (dtype[list] == DType::kInt8) {
-      const uint8_t* from = static_cast<const uint8_t*>(data[list]) + i;
-      if (aligned && i + kWidth <= size) {
-        const uint2 all = *reinterpret_cast<const uint2*>(from);
-        raw = {all.x, all.y, 0, 0, 0, 0, 0, 0};
-      } else {
-        raw = {};
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k)
-          if (i + k < size) raw.words[k / 4] |= static_cast<uint32_t>(from[k]) << k % 4 * 8;
-      }
     } else {
       const uint16_t* from = static_cast<const uint16_t*>(data[list]) + i;
       if (aligned && i + kWidth <= size) {
@@ -154,42 +143,34 @@ struct Chunk {
     store_half_words(list, i, words);
   }
 
-  // Parameters whose rests are in another list (Note [split parameters]) as float32, and back.
-  __device__ void join_rests(int rests, const Raw& weights, const Raw& raw, float (&values)[kWidth]) const {
+  // Weights of one list and their rests of another (Note [weights and rests]) as float32, and back.
+  __device__ void join_rests(int weights, const Raw& raw_weights, const Raw& raw_rests, float (&values)[kWidth]) const {
+    const bool is_half = dtype[weights] == DType::kHalf;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      const uint32_t weight = half_word(weights, k);
-      values[k] = dtype[rests] == DType::kInt16 ? join(weight, static_cast<int16_t>(half_word(raw, k)))
-                                                : join(weight, static_cast<int8_t>(raw.words[k / 4] >> k % 4 * 8 & 0xff));
+      const uint32_t weight = half_word(raw_weights, k);
+      const int32_t rest = static_cast<int16_t>(half_word(raw_rests, k));
+      values[k] = is_half ? join<true>(weight, rest) : join<false>(weight, rest);
     }
   }
 
   __device__ void store_split(int weights, int rests, int i, const float (&values)[kWidth]) const {
+    const bool is_half = dtype[weights] == DType::kHalf;
     uint32_t words[kWidth], rest_words[kWidth];
-    if (dtype[rests] == DType::kInt16) {
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) split_words<int16_t>(values[k], words[k], rest_words[k]);
-      store_half_words(rests, i, rest_words);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) split_words<int8_t>(values[k], words[k], rest_words[k]);
-      store_bytes(rests, i, rest_words);
+    for (int k = 0; k < kWidth; ++k) {
+      uint16_t weight = 0;
+      int16_t rest = 0;
+      is_half ? split<true>(values[k], weight, rest) : split<false>(values[k], weight, rest);
+      words[k] = weight;
+      rest_words[k] = static_cast<uint16_t>(rest);
     }
+    store_half_words(rests, i, rest_words);
     store_half_words(weights, i, words);
   }
 
  private:
   static __device__ uint32_t half_word(const Raw& raw, int k) { return raw.words[k / 2] >> (k % 2 * 16) & 0xffff; }
-
-  // The bits of both, without a sign.
-  template <class Rest>
-  static __device__ void split_words(float value, uint32_t& weight, uint32_t& rest) {
-    uint16_t half = 0;
-    Rest left = 0;
-    split(value, half, left);
-    weight = half;
-    rest = static_cast<uint32_t>(left) & (sizeof(Rest) == 1 ? 0xffu : 0xffffu);
-  }
 
   __device__ void store_half_words(int list, int i, const uint32_t (&words)[kWidth]) const {
     uint16_t* to = static_cast<uint16_t*>(data[list]) + i;
@@ -202,18 +183,6 @@ struct Chunk {
         if (i + k < size) to[k] = static_cast<uint16_t>(words[k]);
     }
   }
-
-  __device__ void store_bytes(int list, int i, const uint32_t (&words)[kWidth]) const {
-    uint8_t* to = static_cast<uint8_t*>(data[list]) + i;
-    if (aligned && i + kWidth <= size) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(words[0] | words[1] << 8 | words[2] << 16 | words[3] << 24,
-                                                 words[4] | words[5] << 8 | words[6] << 16 | words[7] << 24);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k)
-        if (i + k < size) to[k] = static_cast<uint8_t>(words[k]);
-    }
-  }
 };
 
 // As a tensor of this dtype would hold it.
@@ -224,7 +193,7 @@ __device__ inline float rounded(float value, DType dtype) {
 }
 
 __host__ __device__ inline int64_t bytes_per_element(DType dtype) {
-  return dtype == DType::kFloat ? 4 : dtype == DType::kInt8 || dtype == DType::kPacked ? 1 : 2;
+  return dtype == DType::kFloat ? 4 : dtype == DType::kPacked ? 1 : 2;
 }
 
 template <int kDepth, class Kernel>

@@ -1,5 +1,5 @@
 // The CUDA driver of the optimizers' steps, over any functor of functors/multi_tensor_step.h. Memory traffic: gradients read
-// once, parameters and states read and written once, lower written once, or, where it holds rests (Note [split parameters]), read
+// once, parameters and states read and written once, lower written once, or, where it holds rests (Note [weights and rests]), read
 // and written once.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace ampkit {
 
-// kSplits: some parameters may be split. A kernel of its own, for its registers.
+// kSplits: some parameters may have rests. A kernel of its own, for its registers.
 template <class Functor, bool kSplits>
 struct StepKernel {
   typename Functor::Settings settings;
@@ -35,7 +35,7 @@ struct StepKernel {
       float values[kStates + 2][kWidth];
 #pragma unroll
       for (int list = 0; list < kStates + 2; ++list) chunk.unpack(list, raw[list], values[list]);
-      if (splits) chunk.join_rests(kLower, raw[1], rests, values[1]);
+      if (splits) chunk.join_rests(1, raw[1], rests, values[1]);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         float state = 0, second_state = 0;

@@ -101,7 +101,7 @@ struct RoundedStepKernel {
       DrawnWords drawn = {};
       chunk.load(0, i, g);
       if (splits)
-        chunk.join_rests(kLower, chunk.fetch(1, i), chunk.fetch(kLower, i), p);
+        chunk.join_rests(1, chunk.fetch(1, i), chunk.fetch(kLower, i), p);
       else
         chunk.load(1, i, p);
       if constexpr (kStates > 0) load<SignedCode>(chunk, 2, i, a);

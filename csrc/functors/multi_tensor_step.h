@@ -3,7 +3,7 @@
 //
 //   void operator()(float gradient, float& param, float& state, float& second_state, float each) const
 //
-// kTakesRests says that the op takes split parameters (functors/split.h). Without fused multiply-adds (see
+// kTakesRests says that the op takes weights with rests (functors/split.h). Without fused multiply-adds (see
 // multi_tensor_axpby.h), so the result is the same on every device.
 #pragma once
 

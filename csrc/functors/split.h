@@ -1,12 +1,14 @@
-// Note [split parameters]: a float32 parameter kept in two tensors, the bfloat16 weight that the model computes with and the
-// rest of its bits.
+// Note [weights and rests]: a float32 value kept in two tensors, the 16-bit weight that the model computes with and an int16 rest.
 //
-// The weight is the parameter rounded to nearest, ties away from zero. Then the rest is the lower half of the float32 itself,
-// read as a signed int16: adding it to the weight's bits takes the rounding back, carries included. A rest in int8 is the
-// upper half of that, and the parameter is rounded to 24 bits first, likewise. A NaN becomes the canonical one.
+// Both dtypes count magnitudes in codes that grow with them, in such steps that the upper bits of a code are the weight:
+//   bfloat16  the bits of the float32 itself; the rest is the lower 16 of them
+//   float16   the weight's bits and 15 more, that is, units of 2^-15 of the last place: from 2^-14 to 65504 every float32 has a
+//             code, below it is rounded to 2^-39
+// The weight is the value rounded to nearest, ties away from zero, and the rest is what its code lacks, or has too much.
 //
-// Whatever stands in the weight, the two together round to it again. A zero that somebody wrote over a weight whose rest is
-// negative stays a zero: bits below it would be those of a NaN.
+// Whatever a script writes to the weight, the two together still round to it, and are within half a unit of its last place. Beside
+// a weight of 0, infinity or NaN the rest counts for nothing: so a masked weight is 0. That is why a float16 value too small for its
+// weight stands beside the least weight there is, 2^-24, and not beside 0. Finite values too large for a weight become the largest.
 #pragma once
 
 #include <cstdint>
@@ -16,28 +18,70 @@
 
 namespace ampkit {
 
-// How many bits of a float32 are left out.
-template <class Rest>
-constexpr int kLeftOut = 16 - 8 * static_cast<int>(sizeof(Rest));
+template <bool kHalf>
+struct SplitFormat {
+  static constexpr int kRestBits = kHalf ? 15 : 16;
+  static constexpr int32_t kHalfUnit = 1 << (kRestBits - 1);
+  static constexpr uint32_t kInfinity = kHalf ? 0x7c00u : 0x7f80u, kNaN = kHalf ? 0x7e00u : 0x7fc0u;
+  static constexpr int32_t kLargest = kHalf ? 0x477fe000 : 0x7f7f7fff;  // of the finite values, as float32 bits
+};
 
-template <class Rest>
-AMPKIT_INLINE float join(uint32_t weight, Rest rest) {
-  const int32_t sum = static_cast<int32_t>((weight & 0x7fffu) << 16) + static_cast<int32_t>(rest) * (1 << kLeftOut<Rest>);
-  const int32_t magnitude = sum < 0 ? 0 : sum;
-  const uint32_t bits = static_cast<uint32_t>(magnitude) | (weight & 0x8000u) << 16;
+constexpr int32_t kRebias = 0x38000000;         // between the exponents of float32 and float16
+constexpr int32_t kFirstNormal = 0x400 << 15;  // the code of 2^-14
+constexpr float kUnit = 0x1p-39f, kUnitsOfOne = 0x1p39f;
+constexpr float kAlmostHalf = 0x1.fffffep-2f;  // what rounds to nearest where the sum is cut off: 0.5 would round odd sums up
+
+AMPKIT_INLINE int32_t float_bits(float value) {
+  int32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+AMPKIT_INLINE float float_of_bits(int32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof(value));
   return value;
 }
 
-template <class Rest>
-AMPKIT_INLINE void split(float value, uint16_t& weight, Rest& rest) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  bits = is_nan ? 0x7fc00000u : bits + ((1u << kLeftOut<Rest>) >> 1);
-  weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-  rest = static_cast<Rest>(bits >> kLeftOut<Rest>);
+template <bool kHalf>
+AMPKIT_INLINE float join(uint32_t weight, int32_t rest) {
+  using Format = SplitFormat<kHalf>;
+  const int32_t magnitude = static_cast<int32_t>(weight & 0x7fffu);
+  const int32_t sign = static_cast<int32_t>((weight & 0x8000u) << 16);
+  if (kHalf && magnitude > 1) {  // beside 2^-24 alone a rest may be longer
+    rest = rest < -Format::kHalfUnit ? -Format::kHalfUnit : rest;
+    rest = rest > Format::kHalfUnit - 1 ? Format::kHalfUnit - 1 : rest;
+  }
+  const bool counts = magnitude != 0 && magnitude < static_cast<int32_t>(Format::kInfinity);
+  const int32_t code = static_cast<int32_t>(static_cast<uint32_t>(magnitude) << Format::kRestBits) + (counts ? rest : 0);
+  if (!kHalf) return float_of_bits(code | sign);
+  // Of codes from 2^24 on float32 holds the even ones.
+  const int32_t subnormal = float_bits(static_cast<float>(code & ~(code >> 24)) * kUnit);
+  const int32_t normal = (code >> 2) + kRebias;
+  const int32_t special = (magnitude << 13) | 0x7f800000;
+  const int32_t finite = code < kFirstNormal ? subnormal : normal;
+  return float_of_bits((magnitude < static_cast<int32_t>(Format::kInfinity) ? finite : special) | sign);
+}
+
+template <bool kHalf>
+AMPKIT_INLINE void split(float value, uint16_t& weight, int16_t& rest) {
+  using Format = SplitFormat<kHalf>;
+  const int32_t bits = float_bits(value), given = bits & 0x7fffffff;
+  const uint32_t sign = static_cast<uint32_t>(bits) >> 16 & 0x8000u;
+  const int32_t magnitude = given > Format::kLargest ? Format::kLargest : given;
+  int32_t code = magnitude;
+  if (kHalf) {
+    const int32_t subnormal = static_cast<int32_t>(
+        float_of_bits(magnitude > 0x38800000 ? 0x38800000 : magnitude) * kUnitsOfOne + kAlmostHalf);
+    code = magnitude < 0x38800000 ? subnormal : static_cast<int32_t>(static_cast<uint32_t>(magnitude - kRebias) << 2);
+  }
+  int32_t rounded = (code + Format::kHalfUnit) >> Format::kRestBits;
+  if (kHalf) rounded = rounded == 0 && code != 0 ? 1 : rounded;
+  const int32_t left = rounded == 0 ? 0 : code - (rounded << Format::kRestBits);
+  const bool is_finite = given < 0x7f800000, is_nan = given > 0x7f800000;
+  const uint32_t special = is_nan ? Format::kNaN : Format::kInfinity | sign;
+  weight = static_cast<uint16_t>(is_finite ? static_cast<uint32_t>(rounded) | sign : special);
+  rest = static_cast<int16_t>(is_finite ? left : 0);
 }
 
 }  // namespace ampkit

@@ -15,10 +15,10 @@ import torch
 
 from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
+from ...iteration.backward_passes import BackwardPass
 from ...iteration.found_inf import FoundInf
-from ...iteration.master_weights import Slot
 from ...iteration.optimizer_wrapper import wrapper_of
-from ...iteration.unscaling import BackwardPass
+from ...iteration.slots import Slot
 from ...logs import logger
 from ...session import Session, session_of
 from ._amp_state import _amp_state
@@ -67,9 +67,11 @@ def _amp_lazy_init(optimizer: Any) -> None:
 
 def _prepare_amp_backward(optimizer: Any) -> None:
     """Before a backward pass: set the gradients aside that are there, so that fresh ones arrive unmixed."""
-    gradients = _wrapper(optimizer).gradients
+    wrapper = _wrapper(optimizer)
+    gradients = wrapper.gradients
+    wrapper.end_loans()
     gradients.drop_cleared()
-    gradients.refuse_unseen_writes()
+    gradients.clipping.refuse_unseen_writes()
     gradients.open(1.0 if gradients.delayed_scale is None else gradients.delayed_scale)
 
 
@@ -82,11 +84,12 @@ def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
     needs_check = needs_check and slot is not None
     found = FoundInf.of(scaler.flag_on(slot.param.device)) if needs_check else None
     wrapper.gradients.collect(BackwardPass(scale), found)
+    wrapper.hand_gradients()
 
 
 def _master_params_to_model_params(optimizer: Any) -> None:
-    """Round every master into the model, whoever wrote to it and however."""
-    _wrapper(optimizer).write_masters_to_model(everything=True)
+    """Take over what was written to masters, by whatever way."""
+    _wrapper(optimizer).end_loans()
 
 
 _METHODS = (
@@ -140,20 +143,21 @@ class AmpOptimizerState:
 
     @property
     def _has_masters(self) -> bool:
-        return session_of(self._optimizer()).plan.master_weights is True  # split ones are no tensors
+        return session_of(self._optimizer()).plan.master_weights
 
     def _flat(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[Any]:
-        self._bring_gradients()
         return [what(slot) for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)]
 
-    def _bring_gradients(self) -> None:
-        """Those who look at masters here may look for their gradients, which a fused optimizer does without."""
-        if not self._gradients.is_open:
-            self._gradients.convert()
+    def _master(self) -> Callable[[Slot], torch.Tensor]:
+        """What gives the master of a slot: a float32 copy that is kept current while somebody holds it."""
+        masters = dict(zip(self._params_of_groups(), _wrapper(self._optimizer()).master_params()))
+        return lambda slot: masters[slot.param]
+
+    def _params_of_groups(self) -> list[torch.Tensor]:
+        return [param for group in self._optimizer().param_groups for param in group["params"]]
 
     def _grouped(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[list[Any]]:
-        self._bring_gradients()
-        slots = {slot.target: slot for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)}
+        slots = {slot.param: slot for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)}
         groups = self._optimizer().param_groups
         return [[what(slots[param]) for param in group["params"] if param in slots] for group in groups]
 
@@ -163,11 +167,11 @@ def _views(has_masters: bool) -> dict[str, Callable[[AmpOptimizerState], list]]:
     if has_masters:
         return {
             "fp16_groups": lambda stash: stash._grouped(_has_master, _param),
-            "fp32_from_fp16_groups": lambda stash: stash._grouped(_has_master, _target),
-            "fp32_from_fp32_groups": lambda stash: stash._grouped(_has_no_master, _target),
+            "fp32_from_fp16_groups": lambda stash: stash._grouped(_has_master, stash._master()),
+            "fp32_from_fp32_groups": lambda stash: stash._grouped(_has_no_master, _param),
             "all_fp16_params": lambda stash: stash._flat(_has_master, _param),
-            "all_fp32_from_fp16_params": lambda stash: stash._flat(_has_master, _target),
-            "all_fp32_from_fp32_params": lambda stash: stash._flat(_has_no_master, _target),
+            "all_fp32_from_fp16_params": lambda stash: stash._flat(_has_master, stash._master()),
+            "all_fp32_from_fp32_params": lambda stash: stash._flat(_has_no_master, _param),
             "all_fp16_grad_stash": lambda stash: stash._flat(_has_master, _stash),
             "all_fp32_from_fp32_grad_stash": lambda stash: stash._flat(_has_no_master, _stash),
         }
@@ -180,11 +184,11 @@ def _views(has_masters: bool) -> dict[str, Callable[[AmpOptimizerState], list]]:
 
 
 def _has_master(slot: Slot) -> bool:
-    return slot.master is not None
+    return slot.entry is not None
 
 
 def _has_no_master(slot: Slot) -> bool:
-    return slot.master is None
+    return slot.entry is None
 
 
 def _is_lower(slot: Slot) -> bool:
@@ -197,10 +201,6 @@ def _is_not_lower(slot: Slot) -> bool:
 
 def _param(slot: Slot) -> torch.Tensor:
     return slot.param
-
-
-def _target(slot: Slot) -> torch.Tensor:
-    return slot.target
 
 
 def _stash(slot: Slot) -> torch.Tensor | None:

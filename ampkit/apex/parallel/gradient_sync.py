@@ -216,8 +216,13 @@ class GradientSync:
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: Any = None) -> None:
     """Give every rank the parameters of rank 0: where a module was cast, the float32 values behind them. Buffers stay."""
-    values = dict(lower_entries(module))
-    broadcast([values[p].current(p) if p in values else p.detach() for p in module.parameters()], group)
+    entries = dict(lower_entries(module))
+    params = list(module.parameters())
+    values = [entries[p].current(p) if p in entries else p.detach() for p in params]
+    broadcast(values, group)
+    for param, value in zip(params, values):
+        if param in entries:
+            entries[param].put(param, value)
 
 
 @torch.no_grad()

@@ -1,0 +1,144 @@
+"""Float32 parameters in the places of lower-precision ones, inside of the step of an optimizer that knows nothing of rests.
+
+An optimizer holds the model's own parameters. For the time of its step `StandIns` puts float32 parameters into its groups, with
+the values and gradients of the weights, under which its state is then found too; afterwards what it made of them is split into
+weights and rests. The dtype of the weights themselves is not changed for it, since that would cost them the hooks of DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import kernels
+from ..errors import ConfigurationError
+from .gradients import Gradients
+from .optimizer_traits import is_known
+from .slots import Slot
+
+
+class StandIns:
+    """Those of one optimizer, and of optimizers inside of it over the same parameters (SAM's, Lookahead's)."""
+
+    def __init__(self, optimizer: Any, gradients: Gradients) -> None:
+        self._optimizers = [optimizer, *inner_optimizers(optimizer)]
+        self._gradients = gradients
+        self._of: dict[Slot, nn.Parameter] = {}
+        self.are_in_place = False
+        # Until a step has moved a stand-in: an optimizer with a list of its own steps past them.
+        self._moves = is_known(optimizer)
+        self._weights_before: dict[Slot, Tensor] = {}
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Have the optimizer step over them; what it made of them goes to the model."""
+        if self.are_in_place or not self._gradients.mastered:
+            yield
+            return
+        with self.in_groups():
+            self.take_from_model()
+            try:
+                yield
+                self.put_into_model()
+            finally:
+                for stand_in in self._of.values():
+                    stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
+
+    @contextmanager
+    def in_groups(self) -> Iterator[None]:
+        """Have the optimizer's groups and state name them; they hold no values."""
+        of_param = {}
+        for slot in self._gradients.mastered:
+            if slot not in self._of:
+                device = slot.param.device
+                self._of[slot] = nn.Parameter(torch.empty(0, device=device), requires_grad=slot.param.requires_grad)
+                vars(self._of[slot]).update(vars(slot.param))
+            of_param[slot.param] = self._of[slot]
+        self._exchange(of_param)
+        self.are_in_place = True
+        try:
+            yield
+        finally:
+            self.are_in_place = False
+            self._exchange({stand_in: param for param, stand_in in of_param.items()})
+
+    def _exchange(self, others: Mapping[Tensor, Tensor]) -> None:
+        done: set[int] = set()  # lists that several optimizers share
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                params = group["params"]
+                if id(params) not in done:
+                    done.add(id(params))
+                    params[:] = [others.get(param, param) for param in params]
+            state = optimizer.state
+            for param, other in others.items():
+                if param in state:
+                    state[other] = state.pop(param)
+
+    @torch.no_grad()
+    def take_from_model(self) -> None:
+        """Values and gradients as they are in the model."""
+        slots = self._gradients.mastered
+        for slot in slots:
+            slot.entry.loans.end(slot.entry)
+            slot.entry.follow(slot.param)
+            self._of[slot].data = torch.empty_like(slot.param, dtype=torch.float32, requires_grad=False)
+        params, values = [slot.param for slot in slots], [self._of[slot] for slot in slots]
+        kernels.multi_tensor_join(params, [slot.entry.rest for slot in slots], values)
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """Gradients as they are in the model."""
+        found = self._gradients.in_float32()
+        for slot in self._gradients.mastered:
+            self._of[slot].grad = found.get(slot)
+        if not self._moves:
+            self._weights_before = {slot: slot.param.detach().clone() for slot in self._gradients.mastered}
+
+    @torch.no_grad()
+    def put_into_model(self) -> None:
+        """Split the values into weights and rests."""
+        if not self._moves:
+            self._refuse_steps_past()
+        slots = self._gradients.mastered
+        kernels.multi_tensor_split(
+            [self._of[slot] for slot in slots], [slot.param for slot in slots], [slot.entry.rest for slot in slots]
+        )
+
+    def _refuse_steps_past(self) -> None:
+        """Raise where the optimizer wrote to the model's weights and left these alone. The weights go back."""
+        before, self._weights_before = self._weights_before, {}
+        past: list[Slot] = []
+        for slot, weights in before.items():
+            value = torch.empty_like(weights, dtype=torch.float32)
+            kernels.multi_tensor_join([weights], [slot.entry.rest], [value])
+            if not torch.equal(value, self._of[slot]):
+                self._moves = True
+            elif not torch.equal(weights, slot.param):
+                past.append(slot)
+        if not past:
+            return
+        for slot, weights in before.items():
+            slot.param.copy_(weights)
+        optimizer, param = self._optimizers[0], past[0].param
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step() wrote to {len(past)} of the model's {param.dtype} weights, one of shape "
+            f"{tuple(param.shape)}, and not to what stands in its param_groups during a step, which is float32: it has a list of "
+            "parameters of its own. Have its step() go through self.param_groups, or use opt_level='O1' or 'O4', whose weights are "
+            "float32. The weights are as they were before the step."
+        )
+
+
+def inner_optimizers(optimizer: Any) -> Sequence[Any]:
+    """Optimizers that an optimizer holds, over parameters of its own groups."""
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return [
+        inner
+        for inner in getattr(optimizer, "__dict__", {}).values()
+        if all(hasattr(inner, name) for name in ("param_groups", "state", "step"))
+        and not own.isdisjoint(id(param) for group in inner.param_groups for param in group["params"])
+    ]

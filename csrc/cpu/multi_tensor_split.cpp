@@ -1,0 +1,63 @@
+// multi_tensor_join and multi_tensor_split on the CPU: Note [weights and rests]. Memory traffic: 8 bytes an element, 4 each way.
+#ifdef AMPKIT_CAPABILITY
+
+namespace ampkit {
+namespace AMPKIT_CAPABILITY {
+
+// Tile by tile, since values that are not float32, or are streamed, go through a buffer.
+static void join_block(const Block<3>& block, bool streams) {
+  const auto& [data, dtype, numel] = *block.tensor;
+  TileBuffer buffer;
+  for (int64_t start = 0; start < block.size; start += kTile) {
+    const int64_t offset = block.offset + start, n = block.size - start < kTile ? block.size - start : kTile;
+    float* to = target(data[2], dtype[2], offset, buffer, streams);
+    join_tile(data[0], data[1], dtype[0], offset, to, n);
+    store(to, data[2], dtype[2], offset, n, streams);
+  }
+  finish_streams(streams);
+}
+
+static void split_block(const Block<3>& block, bool) {
+  const auto& [data, dtype, numel] = *block.tensor;
+  TileBuffer buffer;
+  for (int64_t start = 0; start < block.size; start += kTile) {
+    const int64_t offset = block.offset + start, n = block.size - start < kTile ? block.size - start : kTile;
+    split_tile(load(data[0], dtype[0], offset, n, buffer), data[1], data[2], dtype[1], offset, n);
+  }
+}
+
+}  // namespace AMPKIT_CAPABILITY
+}  // namespace ampkit
+
+#else
+
+#include "cpu/multi_tensor_apply.h"
+#include "ops.h"
+
+#define AMPKIT_SOURCE "cpu/multi_tensor_split.cpp"
+#include "cpu/each_capability.h"
+
+namespace ampkit {
+namespace {
+
+template <class Kernel>
+void run(TensorLists<3> lists, const Kernel& kernel) {
+  const auto blocks = blocks_of(lists.flat());
+  const bool streams = exceeds_caches(blocks);
+  for_each_block(blocks, [&](int64_t i) { kernel(blocks[i], streams); });
+  lists.finish();
+}
+
+}  // namespace
+
+void multi_tensor_join_cpu(const TensorList& weights, const TensorList& rests, const TensorList& outputs) {
+  run(join_lists("multi_tensor_join", weights, rests, outputs), AMPKIT_VARIANT(join_block));
+}
+
+void multi_tensor_split_cpu(const TensorList& values, const TensorList& weights, const TensorList& rests) {
+  run(split_lists("multi_tensor_split", values, weights, rests), AMPKIT_VARIANT(split_block));
+}
+
+}  // namespace ampkit
+
+#endif
