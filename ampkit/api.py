@@ -80,9 +80,9 @@ def initialize(
     - ``loss_scale``: ``"dynamic"``, a number, or a `DynamicLossScale`; ``num_losses`` scalers are made. A dynamic scale stays
       between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
     - ``cast_model_outputs``: the dtype of floating outputs of the models' forward.
-    - ``lower_precision_weights``: what becomes of weights that come in float16 or bfloat16. ``"float32"`` makes them float32, with
-      masters where the level has those (O3 leaves them), until the session closes. ``"keep"`` leaves them, with masters where
-      the level has those, and ``"refuse"`` is an error.
+    - ``lower_precision_weights``: what becomes of weights that come in float16 or bfloat16. ``"float32"`` makes them
+      float32 until the session closes (at O2 and O5 their values; O3 leaves them). ``"keep"`` leaves them, with
+      ``master_weights`` as the level has it, and ``"refuse"`` is an error.
     - ``policy``: which tables O1 follows, ``"default"``, ``"apex"`` or ``"autocast"``; a dict changes single rows
       (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
     - ``scope``: at O1 and O4, "process" casts every call of torch, as Apex did, and "forward" only those inside the forward
@@ -203,7 +203,7 @@ def scale_loss(
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The parameters that ``optimizer`` updates: float32 masters where there are any, with unscaled gradients.
+    """The float32 values that ``optimizer`` updates, as parameters with unscaled gradients in float32.
 
     Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
     ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters. Of
@@ -221,9 +221,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients that ``optimizer`` will use by their norm, all of them together; returns the norm before.
 
-    Call it where ``torch.nn.utils.clip_grad_norm_`` would be, after `scale_loss`: gradients are unscaled, and at O2 and
-    O5 the masters'. With a fused optimizer it is one pass over the model's gradients at most, the factor is applied
-    inside ``step()``, and nothing waits for the device; ``error_if_nonfinite=True`` does. Gradients that are not finite
+    Call it where ``torch.nn.utils.clip_grad_norm_`` would be, after `scale_loss`: gradients are unscaled. It is
+    one pass over them: at O2 and O5 the factor is applied to those of cast weights inside ``step()``, and ``p.grad`` shows them as
+    they were. Nothing waits for the device; ``error_if_nonfinite=True`` does. Gradients that are not finite
     are left as they are: a loss scale that checks will skip the step.
 
     ``max_norm`` is in units of the unscaled gradients. The norm returned is a float32 scalar on the gradients' device, 0 where
@@ -235,6 +235,10 @@ def clip_grad_norm_(
     if isinstance(max_norm, str) or max_norm is None or not float(max_norm) >= 0.0:
         raise ConfigurationError(
             f"clip_grad_norm_: max_norm={max_norm!r} is not accepted: expected a number of at least 0."
+        )
+    if wrapper is not None and wrapper.gradients.is_open:
+        raise ConfigurationError(
+            "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
         )
     if wrapper is None or norm_type != 2.0:
         params = params_of(validation.optimizer(optimizer, "clip_grad_norm_"))
@@ -250,10 +254,6 @@ def clip_grad_norm_(
             norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.where(norm.isfinite(), norm, 0.0))
         return norm
-    if wrapper.gradients.is_open:
-        raise ConfigurationError(
-            "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
-        )
     total = wrapper.clip_grad_norm(float(max_norm))
     if total is None:
         return torch.zeros(())

@@ -1,7 +1,7 @@
 """What has to happen beside compiled code, and what code that dynamo traces needs.
 
 A graph of torch.compile holds what Python did while it was traced. What an initialized model does before each forward
-(let masters and weights agree, refuse changed dtypes) cannot be in it: `compiled_models` has it done on the way into
+(take over what was written to loans, refuse changed dtypes) cannot be in it: `compiled_models` has it done on the way into
 compiled code instead. `forget_traces` is for those who change what a trace would contain.
 """
 
@@ -107,7 +107,7 @@ class CompiledModels:
         original = getattr(eval_frame, "_callback_from_stance", None)
         if original is None:
             logger.warning(
-                "This torch (%s) does not tell when compiled code is called. Writes to master weights between two calls of "
+                "This torch (%s) does not tell when compiled code is called. Writes to state_dict() between two calls of "
                 "a compiled model are not seen: call its forward uncompiled once after such a write.",
                 torch.__version__,
             )

@@ -39,7 +39,7 @@ def fully_shard(
     """torch's ``fully_shard`` (FSDP2) with the precision of an opt level, which cannot be changed after sharding. In place.
 
     Call it as torch's own: on the blocks first, then on the model, then build the optimizer, then `initialize` at the same
-    level with the same settings. At O2, O3 and O5 the sharded parameters stay float32 and are the masters; they are gathered in
+    level with the same settings. At O2, O3 and O5 the sharded parameters stay float32 and are trained so; they are gathered in
     lower precision, but for norms and what ``keep_fp32`` names, which get groups of their own. Gradients are reduced in
     ``reduce_dtype``. At O0, O1 and O4 everything is gathered in float32. ``options`` go to torch's: ``reshard_after_forward``,
     ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.

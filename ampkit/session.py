@@ -1,6 +1,6 @@
 """A session: everything that one ``initialize`` did, and its undo.
 
-`Session.prepare` casts the models, gives the optimizers masters and methods, and patches torch, in that order; `Session.close`
+`Session.prepare` casts the models, gives the optimizers methods, and patches torch, in that order; `Session.close`
 takes it all back in reverse. The session holds its models and optimizers weakly: when the last of them is gone, it
 closes itself. `LossScaling` holds the part of it that runs in every iteration. Below stand the live sessions of the process, and
 which of them owns a model or an optimizer.
@@ -33,13 +33,14 @@ from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import Block
 from .iteration.slots import Slots
+from .iteration.stand_ins import inner_optimizers
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies, exporting, operators, sharded
 from .models.agreement import Dtypes, dtypes_of, note_new_modules, refuse_changed_dtype, sync_weights
 from .models.averaging import averages
-from .models.collectives import collectives, note_addresses
+from .models.collectives import collectives, note_weights
 from .models.float32_values import Float32Value, Loans
 from .models.forward import Watcher, watchers
 from .models.incoming import Incoming
@@ -155,6 +156,8 @@ class Session:
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._forget_traces()
+            for model in models if has_masters else ():
+                note_weights(model)
             self._match_states(optimizers)
             originals.clear()  # last of all: what failed before could still be undone exactly
         except BaseException:
@@ -189,9 +192,9 @@ class Session:
     def _widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Make models that come in lower precision float32, and say so."""
         if self.plan.master_weights and self.plan.casts_weights:
-            deed = "float32 masters are made from them"
+            deed = "they train in float32"
         elif self.plan.casts_weights:
-            deed = f"they train in {self.plan.cast_model_type}, without masters"
+            deed = f"they train in {self.plan.cast_model_type}"
         else:
             deed = "they are float32"
         for model in models:
@@ -228,9 +231,9 @@ class Session:
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self, slots)
-            if values:
-                self._undo.if_alive(copies.hand_out_own_state, optimizer)
-                copies.hand_out_plain_state(optimizer, values)
+            for one in (optimizer, *inner_optimizers(optimizer)) if values else ():
+                self._undo.if_alive(copies.hand_out_own_state, one)
+                copies.hand_out_plain_state(one, values)
 
     @staticmethod
     def _match_states(optimizers: Sequence[Any]) -> None:
@@ -323,20 +326,20 @@ class Session:
             if since:
                 raise ConfigurationError(
                     f"fully_shard was called on a {type(since[0]).__name__} after initialize(). It puts other Parameters in "
-                    "the model, and the optimizer would go on with those that nobody computes with any more. The order is: "
+                    "the model, and the optimizer would go on with those that were there before. The order is: "
                     "fully_shard, then the optimizer over the sharded parameters, then initialize(model, optimizer, ...)."
                 )
 
     def _refuse_steps_in_backward(self) -> None:
-        """Optimizers that step while gradients are made take them at the loss scale, and step past masters."""
+        """Optimizers that step while gradients are made take them at the loss scale, and write to weights without their rests."""
         if self.plan.loss_scale == 1.0 and not self.plan.master_weights:
             return
         for model in self.models:
             if any(hasattr(param, "_in_backward_optimizers") for param in model.parameters()):
                 raise ConfigurationError(
                     "An optimizer was put into the backward pass of this model (_apply_optimizer_in_backward): it would step with "
-                    f"gradients at the loss scale, or past the masters of {self.plan.opt_level}. Use O4, O1 with loss_scale=1.0, "
-                    "or step after the scale_loss block."
+                    f"gradients at the loss scale, or in the lower precision of {self.plan.opt_level}'s weights. Use O4, O1 with "
+                    "loss_scale=1.0, or step after the scale_loss block."
                 )
 
     # What wrappers and models ask of their session
@@ -365,7 +368,8 @@ class Session:
             if not self._knows_sharding:
                 self._refuse_sharded_since()
             sync_weights(model)
-            note_addresses(model)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                note_weights(model)
             operators.operators.catch_up()
         else:
             refuse_changed_dtype(model, self._left_as[model])

@@ -223,7 +223,7 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
 
 
 def _refuse_tensor_parallel(model: nn.Module, plan: Plan) -> None:
-    """Refuse parameters that lie on several processes and that nobody gathers: their masters would have to, too."""
+    """Refuse parameters that lie on several processes and that FSDP2 does not gather: their rests would have to, too."""
     by_fsdp = {id(one.param) for one in gathered(model)}
     for name, param in model.named_parameters():
         if is_sharded(param) and id(param) not in by_fsdp:

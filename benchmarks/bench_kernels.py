@@ -6,8 +6,9 @@ For each kernel, the copy, ours and torch's run in turn, round after round, and 
 does hits all alike. Ours and torch's take turns in following the copy, which leaves nothing else in the caches. Bytes are
 those that the operation must move: each input read once, each output written once. The copy is of float32, as many bytes as
 the largest list has. Where torch has no fused optimizer of the kind, its foreach calls are the other side
-(ampkit/kernels/reference_optimizers.py); moments in 8 bits are compared with ours in float32. `--minima` takes the smallest time
-of one thread instead, not counting when it waited: for a machine that has other work. `gpt2_quarter` is gpt2 with half the width.
+(ampkit/kernels/reference_optimizers.py), and for weights and rests what defines them (split.py); moments in 8 bits are compared
+with ours in float32. `--minima` takes the smallest time of one thread instead, not counting when it waited: for a machine that has
+other work. `gpt2_quarter` is gpt2 with half the width.
 """
 
 import argparse
@@ -195,11 +196,37 @@ def norm_and_check(writes):
     return make
 
 
-def step(kernel, states, settings, torch_optimizer=None):
-    """One check of the gradients and one step with masters, against check and unscale, torch's step, and copying back."""
+def weights_with_rests(shapes, device):
+    weights, rests = zeros(shapes, device, BF16), zeros(shapes, device, torch.int16)
+    kernels.multi_tensor_split(random(shapes, device), weights, rests)
+    return weights, rests
+
+
+def join(shapes, device):
+    weights, rests = weights_with_rests(shapes, device)
+    outputs = zeros(shapes, device)
+    return (
+        lambda: kernels.multi_tensor_join(weights, rests, outputs),
+        lambda: kernels.multi_tensor_join.__wrapped__(weights, rests, outputs),
+    )
+
+
+def split(shapes, device):
+    values, (weights, rests) = random(shapes, device), weights_with_rests(shapes, device)
+    return (
+        lambda: kernels.multi_tensor_split(values, weights, rests),
+        lambda: kernels.multi_tensor_split.__wrapped__(values, weights, rests),
+    )
+
+
+def step(kernel, states, settings, torch_optimizer=None, with_rests=False):
+    """One check of the gradients and one step of masters that are rounded into weights, or of weights with rests; against check
+    and unscale, torch's step, and copying back.
+    """
 
     def make(shapes, device):
         grads, masters, weights = random(shapes, device, BF16), random(shapes, device), zeros(shapes, device, BF16)
+        ours_of = weights_with_rests(shapes, device) if with_rests else (masters, weights)
         moments = [zeros(shapes, device) for _ in range(states)]
         norms = [torch.ones(len(shapes), device=device)] if kernel == "novograd" else []
         found_inf, inverse = flags(device)
@@ -209,7 +236,7 @@ def step(kernel, states, settings, torch_optimizer=None):
             _, each = kernels.multi_tensor_unscale_l2norm(grads, None, inverse, found_inf, per_tensor=bool(norms))
             given = {"grad_norms": each} if norms else {}
             function = getattr(kernels, f"multi_tensor_{kernel}")
-            function(grads, masters, *moments, *norms, weights, **settings, **given, **more)
+            function(grads, ours_of[0], *moments, *norms, ours_of[1], **settings, **given, **more)
 
         outputs = zeros(shapes, device)
         if torch_optimizer is None:
@@ -258,15 +285,15 @@ def plain_step(kernel, states, settings):
 
 
 def packed_adam(shapes, device):
-    """Adam of masters with moments in 8 bits, against our own with moments in float32, which moves 28 bytes."""
-    grads, masters, weights = random(shapes, device, BF16), random(shapes, device), zeros(shapes, device, BF16)
+    """Adam of weights with rests and moments in 8 bits, against our own with moments in float32, which moves 26 bytes."""
+    grads, (weights, rests) = random(shapes, device, BF16), weights_with_rests(shapes, device)
     wide = [zeros(shapes, device) for _ in range(2)]
     packed = [[moments.pack(x, i == 0) for x in column] for i, column in enumerate(wide)]
     settings = dict(_ADAM, decoupled=True, weight_decay=0.01)
     drawn = dict(settings, positions=torch.arange(len(shapes), dtype=F32, device=device), seed=0)
     return (
-        lambda: kernels.multi_tensor_adam(grads, masters, *packed, weights, **drawn),
-        lambda: kernels.multi_tensor_adam(grads, masters, *wide, weights, **settings),
+        lambda: kernels.multi_tensor_adam(grads, weights, *packed, rests, **drawn),
+        lambda: kernels.multi_tensor_adam(grads, weights, *wide, rests, **settings),
     )
 
 
@@ -303,13 +330,15 @@ CASES = {
     "l2norm: bfloat16": (norm(BF16), 2),
     "unscale_l2norm: bfloat16, check": (norm_and_check(False), 2),
     "unscale_l2norm: bfloat16 into float32, check": (norm_and_check(True), 6),
-    "check, sgd with masters": (
-        step("sgd", 1, dict(lr=1e-3, momentum=0.9), fused(_torch.SGD, lr=1e-3, momentum=0.9)),
-        22,
+    "join: bfloat16 and rests into float32": (join, 8),
+    "split: float32 into bfloat16 and rests": (split, 8),
+    "check, sgd with rests": (
+        step("sgd", 1, dict(lr=1e-3, momentum=0.9), fused(_torch.SGD, lr=1e-3, momentum=0.9), with_rests=True),
+        20,
     ),
-    "check, adam with masters": (
-        step("adam", 2, dict(_ADAM, decoupled=True, weight_decay=0.01), fused(_torch.AdamW, lr=1e-3)),
-        30,
+    "check, adam with rests": (
+        step("adam", 2, dict(_ADAM, decoupled=True, weight_decay=0.01), fused(_torch.AdamW, lr=1e-3), with_rests=True),
+        28,
     ),
     "check, adagrad with masters": (
         step("adagrad", 1, dict(lr=1e-3, eps=1e-10), torch_adagrad),
@@ -321,7 +350,7 @@ CASES = {
     "plain step, adagrad": (plain_step("adagrad", 1, dict(lr=1e-3, eps=1e-10, weight_decay=0.01)), 20),
     "plain step, novograd": (plain_step("novograd", 1, dict(_ADAM, weight_decay=0.01)), 20),
     "plain step, lamb": (plain_step("lamb", 2, dict(_ADAM, weight_decay=0.01)), 40),
-    "adam, moments in 8 bits, beside float32 ones": (packed_adam, 16),
+    "adam, moments in 8 bits, beside float32 ones": (packed_adam, 14),
     "update_scale": (scale_rule, 0),
 }
 

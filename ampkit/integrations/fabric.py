@@ -21,7 +21,8 @@ class AmpkitFabricPrecision(Precision):
     """``fabric.backward(loss)`` is a `scale_loss` block over all optimizers of the newest session.
 
     The order is: ``ampkit.initialize(model, optimizer, ...)``, then ``fabric.setup(model, optimizer)``. ``clip_gradients``
-    clips masters. The loss scale is saved by ``ampkit.state_dict()``. ``backward`` raises `NotInitializedError` without a session.
+    clips the gradients that the step uses. The loss scale is saved by ``ampkit.state_dict()``. ``backward`` raises
+    `NotInitializedError` without a session.
     """
 
     precision = "32-true"  # what Fabric is to do with dtypes by itself

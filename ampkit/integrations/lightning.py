@@ -103,7 +103,7 @@ class AmpkitPrecision(Precision):
         self._session.close()
         self._session = None
         if device is not None:
-            self._module.to(device)  # Lightning has moved it, and masters were where it had been
+            self._module.to(device)  # Lightning has moved it
 
 
 def _average_float32(callback: Any, session: Session) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..models.float32_values import forget_gradient, put_gradient
 from ..optimizers.scales import Scale, is_one, on, ratio
 from ..sharding import by_placement, is_sharded, process_groups, total_over
 from .backward_passes import BackwardPass
@@ -107,7 +108,8 @@ class Gradients:
         for slot in () if is_empty else self.slots:
             gradient = slot.param.grad
             if gradient is not None:
-                slot.stash, slot.param.grad = gradient, None
+                slot.stash = gradient
+                forget_gradient(slot.param)
                 if self.in_buckets and gradient.dtype is slot.param.dtype:  # which the next backward pass overwrites
                     slot.stash = gradient.clone()
 
@@ -116,14 +118,15 @@ class Gradients:
         for slot in () if self.is_open else self.mastered:
             gradient = slot.param.grad
             if gradient is not None and gradient.dtype is not slot.param.dtype and not self.stays:
-                slot.stash, slot.param.grad = gradient, None
+                slot.stash = gradient
+                forget_gradient(slot.param)
 
     def bring_back(self) -> None:
         """Have what was set aside be ``param.grad`` again, unless a script has put another gradient there."""
         for slot in () if self.is_open else self.mastered:
             if slot.stash is not None:
                 if slot.param.grad is None:
-                    slot.param.grad = slot.stash
+                    put_gradient(slot.param, slot.stash)
                 slot.stash = None
 
     def _bring_to(self, factor: Scale) -> None:
@@ -134,6 +137,7 @@ class Gradients:
             if gradient is None:
                 continue
             if gradient.dtype is not slot.param.dtype and slot.entry is not None and not is_sparse(gradient):
+                forget_gradient(slot.param)
                 slot.param.grad = torch.empty_like(gradient, dtype=slot.param.dtype)
             elif is_one(factor):
                 continue
@@ -161,10 +165,12 @@ class Gradients:
             self.collect(BackwardPass(backward.scale, local=True), None)
         else:
             for slot in backward.take(self.slots):
-                slot.param.grad, slot.stash = slot.stash, None
-                if slot.param.grad is not None and backward.was_cleared(slot):
+                stash, slot.stash = slot.stash, None
+                if stash is not None and backward.was_cleared(slot):
                     slot.param.grad = None
                     slot.clear()
+                else:
+                    put_gradient(slot.param, stash)
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
@@ -199,7 +205,7 @@ class Gradients:
                 if backward.was_cleared(slot):
                     slot.clear()
                 else:
-                    slot.param.grad = stash
+                    put_gradient(slot.param, stash)
         if fresh:
             _unscale(fresh, backward, found)
         if sums:
@@ -234,11 +240,11 @@ class Gradients:
         return found
 
     def widen(self) -> None:
-        """Have ``param.grad`` of weights with rests be float32, and clipped: for whoever reads them as masters' gradients."""
+        """Have ``param.grad`` of weights with rests be float32, and clipped: scripts read them as gradients of float32 values."""
         if self.is_open or self.delayed_scale is not None:
             return  # there is nothing to be seen in a backward pass, nor while gradients wait at their scale
         for slot, gradient in self.in_float32().items():
-            slot.param.grad = gradient
+            put_gradient(slot.param, gradient)
         self.clipping.forget()
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
@@ -287,7 +293,7 @@ class Gradients:
             slot.clear()
             if own or slot.entry is not None:
                 if set_to_none:
-                    slot.param.grad = None
+                    forget_gradient(slot.param)
                 elif slot.param.grad is not None:
                     gradient = slot.param.grad
                     if gradient.grad_fn is not None:
@@ -326,7 +332,8 @@ def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf 
         is_exact = gradient.dtype is torch.float32 or (backward.exact_in_place and gradient.dtype is torch.bfloat16)
         output = gradient
         if multiplies and slot.entry is not None and not is_exact:
-            output = slot.param.grad = torch.empty_like(gradient, dtype=torch.float32)
+            output = torch.empty_like(gradient, dtype=torch.float32)
+            put_gradient(slot.param, output)
         params.append(slot.param)
         inputs.append(gradient)
         outputs.append(output)
@@ -344,9 +351,11 @@ def _add(sums: list[SlotGradient], backward: BackwardPass, found: FoundInf | Non
             add_sparse(slot, gradient, backward.inv, found)
             continue
         total = stash = slot.stash
-        if slot.entry is not None and stash.dtype is not torch.float32:
+        is_of_script = stash._is_view()  # of a flat buffer: what autograd leaves is none
+        if slot.entry is not None and stash.dtype is not torch.float32 and not is_of_script:
             total = torch.empty_like(stash, dtype=torch.float32)
-        slot.param.grad, slot.stash = total, None
+        slot.stash = None
+        put_gradient(slot.param, total)
         params.append(slot.param)
         fresh.append(gradient)
         stashes.append(stash)

@@ -36,7 +36,7 @@ from .gradients import Gradients
 from .loss_scale import LossScaler
 from .optimizer_traits import clears_as_torch, evaluates_once, takes_found_inf, takes_rests, takes_step_inputs
 from .running_statistics import Snapshot, after_step
-from .slots import Slots
+from .slots import WRAPPER_KEY, Slots
 from .stand_ins import StandIns, inner_optimizers
 
 # Bound once: asked in every step.
@@ -44,8 +44,6 @@ _compiling = torch.compiler.is_dynamo_compiling
 # Those of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
 _pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
 _post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
-
-WRAPPER_KEY = "_ampkit"
 
 StateCasts = list[tuple[dict[str, Any], dict[str, Any]]]
 
@@ -102,7 +100,8 @@ class OptimizerWrapper:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
         if not self.gradients.is_open:
             self._settle()
-            self.gradients.widen()
+            if self.gradients.clipping.pending is not None:
+                self.gradients.widen()
         self.active = False
         self._patches.restore()
         for own, cast in self._state_cast(torch.float32):
@@ -137,6 +136,8 @@ class OptimizerWrapper:
                 "master_params was asked for inside the scale_loss block, where gradients are still multiplied by the loss scale: "
                 "clipping there does not clip what the step uses. Do it after the block, on the level of `with`."
             )
+        if self.gradients.mastered:
+            self.gradients.mastered[0].entry.loans.lend_again()
         entries = {slot.param: slot.entry for slot in self.gradients.mastered}
         for param in self._params():
             entry = entries.get(param)
@@ -154,6 +155,7 @@ class OptimizerWrapper:
         if lent:
             self.gradients.widen()
         for slot in lent:
+            slot.entry.loans.lend_again(slot.entry)
             slot.entry.loans.hand_gradient(slot.entry)
 
     def end_loans(self) -> None:
@@ -185,6 +187,8 @@ class OptimizerWrapper:
     # The step
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.stand_ins.are_in_place:  # a part of the step of an optimizer around this one
+            return original(*args, **kwargs)
         closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
         if self.gradients.is_open:
             raise ConfigurationError(
@@ -206,6 +210,8 @@ class OptimizerWrapper:
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer, found_inf = self.optimizer, None
         self.synchronize_gradients()
+        if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
+            self.gradients.widen()  # scripts look at gradients there
         if self._takes_step_inputs:
             found_inf = self.findings.flag()
             optimizer.inputs = StepInputs(

@@ -90,7 +90,8 @@ class Block:
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
         for wrapper in self.named:
-            wrapper.blocks.remove(self)
+            if self in wrapper.blocks:  # not where it was taken over from an inner block
+                wrapper.blocks.remove(self)
         if not self._is_plain and self.around is None:
             if error_type is None:
                 self._end()

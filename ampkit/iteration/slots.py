@@ -10,6 +10,8 @@ import torch
 from ..models.float32_values import Float32Value
 from .found_inf import FoundInf
 
+WRAPPER_KEY = "_ampkit"  # where an optimizer has its wrapper
+
 
 class Slot:
     """One parameter, and where its gradient is: unscaled in ``param.grad`` after a block, in ``stash`` while another one is open.
@@ -45,9 +47,9 @@ class Slots:
             slot = self._slots.get(id(param))
             if slot is None:
                 entry = values.get(param)
-                if entry is not None:
-                    param.grad_dtype = None  # any
-                    if entry.rest is None:  # made of cast weights since, as a parametrization's original is
-                        entry.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+                if (
+                    entry is not None and entry.rest is None
+                ):  # made of cast weights since, as a parametrization's original is
+                    entry.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
                 slot = self._slots[id(param)] = Slot(param, entry)
             yield slot

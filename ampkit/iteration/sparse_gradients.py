@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..models.float32_values import put_gradient
 from ..optimizers.scales import Scale, on
 from .found_inf import FoundInf
 from .slots import Slot
@@ -26,7 +27,7 @@ def unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundI
     if found is not None:
         finite = torch.isfinite(total._values()).all()
         found.flag.copy_(torch.maximum(found.flag, on((~finite).to(torch.float32), found.flag.device)))
-    slot.param.grad = total
+    put_gradient(slot.param, total)
 
 
 def add_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
@@ -35,7 +36,9 @@ def add_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf |
     both = is_sparse(stash) and is_sparse(gradient)
     unscale_sparse(slot, gradient if is_sparse(gradient) else gradient.to_sparse(), inv, found)
     fresh = slot.param.grad
-    slot.param.grad = fresh + stash.to(fresh.dtype) if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype))
+    put_gradient(
+        slot.param, fresh + stash.to(fresh.dtype) if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype))
+    )
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .. import kernels
 from ..errors import ConfigurationError
 from .gradients import Gradients
 from .optimizer_traits import is_known
-from .slots import Slot
+from .slots import WRAPPER_KEY, Slot
 
 
 class StandIns:
@@ -58,12 +58,16 @@ class StandIns:
                 self._of[slot] = nn.Parameter(torch.empty(0, device=device), requires_grad=slot.param.requires_grad)
                 vars(self._of[slot]).update(vars(slot.param))
             of_param[slot.param] = self._of[slot]
+        wrappers = [getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY) for optimizer in self._optimizers]
+        busy = [self, *(wrapper.stand_ins for wrapper in wrappers[1:] if wrapper is not None)]
         self._exchange(of_param)
-        self.are_in_place = True
         try:
+            for one in busy:
+                one.are_in_place = True
             yield
         finally:
-            self.are_in_place = False
+            for one in busy:
+                one.are_in_place = False
             self._exchange({stand_in: param for param, stand_in in of_param.items()})
 
     def _exchange(self, others: Mapping[Tensor, Tensor]) -> None:
@@ -97,7 +101,7 @@ class StandIns:
         for slot in self._gradients.mastered:
             self._of[slot].grad = found.get(slot)
         if not self._moves:
-            self._weights_before = {slot: slot.param.detach().clone() for slot in self._gradients.mastered}
+            self._weights_before = {slot: slot.param.detach().clone() for slot in self._gradients.slots}
 
     @torch.no_grad()
     def put_into_model(self) -> None:
@@ -114,6 +118,8 @@ class StandIns:
         before, self._weights_before = self._weights_before, {}
         past: list[Slot] = []
         for slot, weights in before.items():
+            if slot.entry is None:
+                continue
             value = torch.empty_like(weights, dtype=torch.float32)
             kernels.multi_tensor_join([weights], [slot.entry.rest], [value])
             if not torch.equal(value, self._of[slot]):

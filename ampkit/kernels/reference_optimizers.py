@@ -1,6 +1,6 @@
 """The optimizers' multi-tensor steps in plain torch: one operator for each rule, over lists of tensors.
 
-A step updates ``params`` (float32 masters, or the weights themselves) and states in place, and writes the new values, rounded,
+A step updates ``params`` and states in place, and writes the new values, rounded,
 into ``lower`` if there is one; the kernels do it in one pass. ``grads`` are only read, and multiplied by ``inv_scale`` (1 / loss
 scale) and ``clip`` first. ``step`` is the number of this step, 1 for the first. Where ``found_inf`` is not 0, nothing is written.
 

@@ -26,7 +26,9 @@ def sync_weights(model: nn.Module) -> None:
 
     Raises `ConfigurationError` for weights whose dtype was changed and for parameters that are new since ``initialize``, by name.
     """
-    record_of(model).whole.loans.end()
+    loans = record_of(model).whole.loans
+    loans.end()
+    loans.lend_again()
     in_float32: list[tuple[Float32Value, torch.Tensor, nn.Module, str]] = []
     is_all = True
     for module in walk(model):
@@ -108,7 +110,7 @@ def _foreign_weight(model: nn.Module, module: nn.Module, name: str, tensor: torc
             "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
         )
     return ConfigurationError(
-        f"Parameter {full_name!r} ({tensor.dtype}) is new since initialize(): it has no lower-precision copy and no master. "
+        f"Parameter {full_name!r} ({tensor.dtype}) is new since initialize(), which has not cast it. "
         "Change the model first, then call initialize() again; it may be called as often as you like."
     )
 

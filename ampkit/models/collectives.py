@@ -28,13 +28,17 @@ _WRITING = (
     *("alltoall", "alltoall_base", "reduce_scatter_tensor_coalesced", "recv", "recv_anysource"),
 )
 
-_at_address: weakref.WeakValueDictionary[int, Float32Value] = weakref.WeakValueDictionary()
+_Lying = dict[int, list[tuple[weakref.ref[torch.Tensor], Float32Value]]]
+#: By model: its lower-precision tensors and their float32 values, by the address of their storage.
+_weights: weakref.WeakKeyDictionary[nn.Module, _Lying] = weakref.WeakKeyDictionary()
 
 
-def note_addresses(model: nn.Module) -> None:
-    """Have the weights of a cast model be found where they lie now, in a job of several processes."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _at_address.update({tensor.data_ptr(): entry for tensor, entry in lower_entries(model) if tensor.numel()})
+def note_weights(model: nn.Module) -> None:
+    """Have the weights of a cast model be found where they lie now."""
+    lying: _Lying = {}
+    for tensor, entry in lower_entries(model):
+        lying.setdefault(tensor.untyped_storage().data_ptr(), []).append((weakref.ref(tensor), entry))
+    _weights[model] = lying
 
 
 def _patch(patches: PatchSet) -> None:
@@ -62,14 +66,21 @@ def _clearing_rests(original: Callable) -> Callable:
 
 
 def _clear_rests(written: Any) -> None:
-    if isinstance(written, torch.Tensor):
-        has_address = torch._C._has_storage(written)  # sparse ones have none
-        entry = _at_address.get(written.data_ptr()) if has_address else None
-        if entry is not None and written.dtype is not torch.float32:
-            entry.clear_rest()
-    elif isinstance(written, (list, tuple)):
+    if isinstance(written, (list, tuple)):
         for part in written:
             _clear_rests(part)
+    elif isinstance(written, torch.Tensor) and torch._C._has_storage(written):  # sparse ones have none
+        place = written.untyped_storage().data_ptr()
+        for ref, entry in [one for lying in list(_weights.values()) for one in lying.get(place, ())]:
+            weight = ref()
+            if weight is not None and weight.untyped_storage().data_ptr() == place and _overlap(weight, written):
+                entry.clear_rest()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage, without gaps, share memory."""
+    begin, end = one.data_ptr(), one.data_ptr() + one.nbytes
+    return begin < other.data_ptr() + other.nbytes and other.data_ptr() < end
 
 
 def _with_rests(original: Callable) -> Callable:

@@ -2,9 +2,8 @@
 
 ``copy`` and ``pickle`` ask an object itself for ``__deepcopy__`` and ``__reduce_ex__``. Every module on which something of
 ours hangs has them in its ``__dict__``, and hands out a stand-in: its own class and attributes, without our hooks and keys, with
-masters in the places of lower-precision weights. An optimizer holds the same masters, so that one memo joins the copies of
-both. Without masters (O3) the optimizer hands out what the modules do. ``copy.copy`` and DataParallel's replicas share weights
-with their original and stay as it is.
+float32 values in the places of lower-precision weights. An optimizer over such weights hands out the same values, so that one memo
+joins the copies of both. ``copy.copy`` and DataParallel's replicas share weights with their original and stay as it is.
 """
 
 from __future__ import annotations

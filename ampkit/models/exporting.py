@@ -1,4 +1,4 @@
-"""``torch.export.export`` of initialized models: weights and masters agree in the program, and it owns its weights.
+"""``torch.export.export`` of initialized models: the program has the weights of the moment, and owns them.
 
 A program shares its parameters with the model it came from. `close` turns those of a cast model into float32 in place, which
 a program in lower precision could not run with.

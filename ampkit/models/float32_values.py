@@ -46,12 +46,16 @@ class Loans:
             Float32Value, tuple[Tensor, weakref.ref[Tensor]]
         ] = {}  # parameters that were lent, and their weights
 
-    def lend(self, entry: Float32Value, lower: Tensor, state_dict: Mapping[str, Any], name: str) -> Tensor:
-        """The float32 value as a plain tensor, for this place in a ``state_dict()``; tied weights have one tensor there."""
+    def lend(
+        self, entry: Float32Value, lower: Tensor, state_dict: Mapping[str, Any], name: str, as_parameter: bool
+    ) -> Tensor:
+        """The float32 value for this place in a ``state_dict()``; tied weights have one tensor there."""
         for loan in self._of.get(entry, ()):
             if loan.name and state_dict.get(loan.name) is loan.lent:
                 return loan.lent
         value = entry.current(lower)
+        if as_parameter:
+            value = nn.Parameter(value, requires_grad=lower.requires_grad)
         self._of.setdefault(entry, []).append(Loan(lower, value, lower.detach().clone(), name))
         return value
 
@@ -62,8 +66,7 @@ class Loans:
             held = nn.Parameter(value, requires_grad=lower.requires_grad)
             self._held[entry] = (lower, weakref.ref(held))
             self._lend_held(entry, lower, held)
-        else:
-            self.hand_gradient(entry)
+        self.hand_gradient(entry)
         return held
 
     def held_by_script(self, entry: Float32Value) -> Tensor | None:
@@ -74,34 +77,48 @@ class Loans:
         """Have the parameter that is lent hold the gradient of its weight, as it is now."""
         for index, loan in enumerate(self._of.get(entry, ())):
             if isinstance(loan.lent, nn.Parameter):
-                loan.lent.grad = loan.lower.grad
+                put_gradient(loan.lent, loan.lower.grad)  # inside of a block it is in lower precision
                 self._of[entry][index] = loan._replace(gradient=loan.lower.grad)
 
     def end(self, entry: Float32Value | None = None) -> None:
-        """Take over what was written to the loans of one value, or of all."""
+        """Take over what was written to the loans of one value, or of all. No rest may change while its value is lent."""
         if not self._of or (entry is not None and entry not in self._of):
             return
         ended = dict(self._of) if entry is None else {entry: self._of[entry]}
         for one in ended:
             del self._of[one]
         _take_back(ended)
-        ended.clear()  # the last to hold what no script does
-        self.lend_again()
 
     @torch.no_grad()
-    def lend_again(self) -> None:
-        """Give parameters that a script holds the values of now: after a step, and after earlier loans have ended."""
-        for entry, (lower, ref) in list(self._held.items()):
+    def lend_again(self, entry: Float32Value | None = None) -> None:
+        """Give parameters that a script still holds, of one value or of all, the values of now."""
+        for one in list(self._held) if entry is None else [entry] if entry in self._held else []:
+            lower, ref = self._held[one]
             held = ref()
             if held is None:
-                del self._held[entry]
-            elif not any(loan.lent is held for loan in self._of.get(entry, ())):
-                held.data = entry.current(lower)
-                self._lend_held(entry, lower, held)
+                del self._held[one]
+            elif not any(loan.lent is held for loan in self._of.get(one, ())):
+                one.follow(lower)
+                held.data = _joined(lower, one.rest)
+                self._lend_held(one, lower, held)
 
     def _lend_held(self, entry: Float32Value, lower: Tensor, held: Tensor) -> None:
         self._of.setdefault(entry, []).append(Loan(lower, held, lower.detach().clone()))
         self.hand_gradient(entry)
+
+
+def put_gradient(param: Tensor, gradient: Tensor | None) -> None:
+    """Have this be ``param.grad``, in whatever dtype. Without it torch allows that of the parameter only."""
+    if gradient is not None and gradient.dtype is not param.dtype:
+        param.grad_dtype = None
+    param.grad = gradient
+
+
+def forget_gradient(param: Tensor) -> None:
+    """No gradient any more, and the next backward pass makes one in the parameter's dtype, which DDP asks for."""
+    gradient, param.grad = param.grad, None
+    if gradient is not None and gradient.dtype is not param.dtype:
+        param.grad_dtype = param.dtype
 
 
 @torch.no_grad()
@@ -111,7 +128,7 @@ def _take_back(ended: dict[Float32Value, list[Loan]]) -> None:
     for entry, loans in ended.items():
         for loan in loans:
             if isinstance(loan.lent, nn.Parameter) and loan.lent.grad is not loan.gradient:
-                loan.lower.grad = loan.lent.grad
+                put_gradient(loan.lower, loan.lent.grad)
             written.append((entry, loan, _written(entry, loan)))
     devices = {elements.device for _, _, elements in written}
     flags = [torch.stack([elements.any() for _, _, elements in written if elements.device == one]) for one in devices]
@@ -174,6 +191,7 @@ class Float32Value:
         """The value, float32: a copy."""
         self.loans.end(self)
         self.follow(lower)
+        self.loans.lend_again(self)
         return _joined(lower, self.rest)
 
     @torch.no_grad()
@@ -182,9 +200,10 @@ class Float32Value:
         self.loans.end(self)
         if self.rest is None:
             lower.copy_(value)
-            return
-        self.follow(lower)
-        kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
+        else:
+            self.follow(lower)
+            kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
+        self.loans.lend_again(self)
 
     def put_elements(self, lower: Tensor, value: Tensor, which: Tensor) -> None:
         """Those elements of ``value`` become the value's; a ``lower`` that has another shape by now stays as it is."""
@@ -213,6 +232,7 @@ class Float32Value:
         self.loans.end(self)
         if self.rest is not None:
             self.rest.zero_()
+        self.loans.lend_again(self)
 
     def in_copies(self, lower: Tensor) -> Tensor:
         """What is copied and pickled in the place of ``lower``: of a parameter one for all, as long as it lives."""

@@ -1,7 +1,7 @@
 """Models that come in float16 or bfloat16, as checkpoints are loaded today: float32 while a session lives.
 
 `Incoming.widen` comes before everything else that a session does to its models, so that all of it sees a float32 model:
-masters, kept norms, copies, ``state_dict()``. `Incoming.give_back` is its undo, and comes last of all. A session that takes
+casts, kept norms, copies, ``state_dict()``. `Incoming.give_back` is its undo, and comes last of all. A session that takes
 over the models of an earlier one takes over its record too, without rounding in between.
 """
 

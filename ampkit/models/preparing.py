@@ -19,17 +19,16 @@ from ..patching import Undo
 from ..sharding import fsdp_modules
 from . import direct_calls, forward, keep_fp32, layers, operators, sharded
 from .copies import RECORD_KEY, need_no_plain_copies, remove_hooks
-from .float32_values import Float32Value, Loans
+from .float32_values import Float32Value, Loans, put_gradient
 from .forward import ForwardCasts
 from .forward_scope import cast_submodules
 from .keep_fp32 import ACTIVATION_KEY, Kept
-from .records import CastModel, WeightRecord, lower_entries, own_tensors
+from .records import CastModel, WeightRecord, lower_entries, own_tensors, record_of
 from .state_dicts import go_by_record
 
 Plan = Any  # plan.py's, which stands above this room
-Originals = dict[
-    torch.Tensor, torch.Tensor
-]  # what was cast, as it was: until all is prepared, so that what fails is undone exactly
+# What was cast, as it was, and its gradient: until all is prepared, so that what fails is undone exactly.
+Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def prepare_models(
@@ -50,7 +49,7 @@ def prepare_models(
 
     def cast(model: nn.Module, precision: torch.dtype, choice: Any, is_sharded: bool = False) -> None:
         whole = CastModel(precision, loans, is_sharded)
-        _cast_weights(model, whole, choice, values, originals)
+        _cast_weights(model, whole, choice, bool(plan.master_weights), values, originals)
 
     for model in models:
         undo.if_alive(forward.uninstall, model)
@@ -77,7 +76,12 @@ def prepare_models(
 
 
 def _cast_weights(
-    model: nn.Module, whole: CastModel, kept: Any, values: dict[torch.Tensor, Float32Value], originals: Originals
+    model: nn.Module,
+    whole: CastModel,
+    kept: Any,
+    has_masters: bool,
+    values: dict[torch.Tensor, Float32Value],
+    originals: Originals,
 ) -> None:
     """Cast everything that is not kept, in place. Tied weights share one value, also between models.
 
@@ -98,9 +102,9 @@ def _cast_weights(
                 whole.kept[id(tensor)] = tensor
                 continue
             if tensor not in values:
-                originals[tensor] = tensor.data
-                values[tensor] = _cast(tensor, whole)
-                if _exceeds(originals[tensor], whole.lower_precision):
+                originals[tensor] = (tensor.data, tensor.grad)
+                values[tensor] = _cast(tensor, whole, has_masters)
+                if _exceeds(originals[tensor][0], whole.lower_precision):
                     too_large.append(f"{prefix}.{name}" if prefix else name)
             if is_parameter:
                 whole.add(tensor, values[tensor])
@@ -119,16 +123,16 @@ def _cast_weights(
         )
 
 
-def _cast(tensor: torch.Tensor, whole: CastModel) -> Float32Value:
-    """Cast a tensor in place. Its gradient, if it has one, stays as it is."""
+def _cast(tensor: torch.Tensor, whole: CastModel, has_master: bool) -> Float32Value:
+    """Cast a tensor in place; its gradient, if it has one, too where there is no float32 value to train."""
     entry = Float32Value(whole.loans)
     lower = entry.split(tensor.detach().float(), whole.lower_precision)
-    gradient, tensor.grad = tensor.grad, None
+    gradient = tensor.grad
+    if gradient is not None and not has_master:
+        gradient = gradient.to(whole.lower_precision)
     # All memory is there: what follows does not fail.
-    if isinstance(tensor, nn.Parameter):
-        tensor.grad_dtype = None  # any
-    tensor.data = lower
-    tensor.grad = gradient
+    tensor.grad, tensor.data = None, lower
+    put_gradient(tensor, gradient)
     return entry
 
 
@@ -141,12 +145,15 @@ def _exceeds(original: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def restore_weights(model: nn.Module, originals: Originals) -> None:
     """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours."""
-    for tensor, entry in lower_entries(model):
-        value = originals.get(tensor)
-        gradient, tensor.grad = tensor.grad, None
-        tensor.data = entry.current(tensor) if value is None else value
-        if isinstance(tensor, nn.Parameter):
-            tensor.grad_dtype = tensor.dtype
+    record = record_of(model)
+    removed = (
+        record.whole.lower_parameters() if record is not None else ()
+    )  # of layers that a script has exchanged, too
+    for tensor, entry in dict([*lower_entries(model), *removed]).items():
+        value, gradient = originals.get(tensor) or (entry.current(tensor), tensor.grad)
+        tensor.grad, tensor.data = None, value
+        if isinstance(tensor, nn.Parameter) and tensor.grad_dtype is not tensor.dtype:
+            tensor.grad_dtype = None  # nothing else follows what the parameter is cast to from here on
         fits = gradient is not None and gradient.shape == tensor.shape  # not after ``p.data = ...`` of another shape
         tensor.grad = gradient.to(tensor.dtype) if fits else None
     for module in model.modules():

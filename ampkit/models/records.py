@@ -38,6 +38,12 @@ class CastModel:
         self.parameters[id(tensor)] = entry
         self._tensors.append(tensor)
 
+    def lower_parameters(self) -> Iterator[tuple[torch.Tensor, Float32Value]]:
+        """(lower-precision parameter, its float32 value) for all that were cast, also those that are in no module any more."""
+        for tensor in self._tensors:
+            if tensor.dtype is self.lower_precision:
+                yield tensor, self.parameters[id(tensor)]
+
 
 @dataclass
 class WeightRecord:

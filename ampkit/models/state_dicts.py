@@ -24,9 +24,8 @@ def _lend_float32_values(module: nn.Module, state_dict: dict, prefix: str, local
     for name, lower, entry in record.lower_tensors(module):
         saved = state_dict.get(prefix + name)
         if saved is not None:
-            value = record.whole.loans.lend(entry, lower, state_dict, prefix + name)
-            # keep_vars=True: whoever asks for parameters gets one.
-            state_dict[prefix + name] = nn.Parameter(value, lower.requires_grad) if saved is lower else value
+            keeps_vars = saved is lower and isinstance(lower, nn.Parameter)
+            state_dict[prefix + name] = record.whole.loans.lend(entry, lower, state_dict, prefix + name, keeps_vars)
 
 
 def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metadata: dict, *_: object) -> None:

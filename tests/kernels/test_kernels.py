@@ -14,7 +14,7 @@ from hypothesis import strategies
 from ampkit import DynamicLossScale, kernels
 from ampkit.libraries import cuda_is_emulated
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F32, F16, BF16, I16 = torch.float32, torch.float16, torch.bfloat16, torch.int16
 KERNEL_DTYPES = (F32, F16, BF16)
 # Around the edges of a vector, a tile, a block (CPU) and a chunk (CUDA).
 SIZES = (1, 3, 16, 17, 511, 513, 65535, 65536, 65537, 200_003)
@@ -66,127 +66,6 @@ def test_axpby_rounds_each_float32_step(ops, device, dtypes):
     for x, y, out in zip(xs, ys, outputs):
         ax, by = (x.double() * a).to(F32), (y.double() * b).to(F32)
         assert_same(out, rounded(ax.double() + by.double(), dtypes[2]))
-
-
-def restored(grad, unscaled, zeros_count):
-    """What stays exact, one element after the other: of eight in a row nothing does where more than one was changed."""
-    shown, exact, result = grad.double().flatten().tolist(), unscaled.double().flatten().tolist(), []
-    as_rounded = unscaled.to(grad.dtype).double().flatten().tolist()
-    for start in range(0, len(shown), 8):
-        rows = list(zip(shown[start : start + 8], exact[start : start + 8], as_rounded[start : start + 8]))
-        written = sum(g != r for g, _, r in rows) > 1
-        result += [g if written or g != r or (zeros_count and g == 0) else x for g, x, r in rows]
-    return torch.tensor(result, dtype=torch.float64, device=grad.device).view(grad.shape)
-
-
-@pytest.mark.parametrize("every", [3, 9])  # in each run of eight several elements are written to, or about one
-@pytest.mark.parametrize("zeros_count", [False, True])
-@pytest.mark.parametrize("dtypes", list(itertools.product(KERNEL_DTYPES, repeat=3)))
-def test_restore_keeps_what_was_written(ops, device, dtypes, zeros_count, every):
-    """Some elements were written to, some written zeros; the others are what the exact values round to."""
-    exacts = [random(size, dtypes[1], device) * 2.0**-14 for size in SIZES[:6]]
-    for exact in exacts:
-        exact.view(-1)[1::5] = 1e-8  # of which float16 shows nothing
-    unscaled = [(exact.double() * 0.125).to(F32) for exact in exacts]
-    grads = [x.to(dtypes[0]) for x in unscaled]
-    for grad in grads:
-        grad.view(-1)[::every] += 0.25
-        grad.view(-1)[:: 7 * every] = 0.0
-    outputs = [torch.full_like(x, 7.0, dtype=dtypes[2]) for x in exacts]
-    ops.multi_tensor_restore(grads, exacts, outputs, 0.125, 3.0, zeros_count)
-    for grad, x, out in zip(grads, unscaled, outputs):
-        assert_same(out, rounded(restored(grad, x, zeros_count) * 3.0, dtypes[2]))
-
-
-def test_restore_counts_elements_in_a_row_as_they_lie_in_memory(ops, device):
-    """Of a 16 x 16 matrix that lies by columns, two elements of column 0 are written to: its first eight are as written."""
-    exact = torch.full((16, 16), 1 + 2.0**-12, device=device).t()
-    grad = exact.to(BF16)
-    grad[2, 0], grad[5, 0], grad[2, 9] = 3.0, 4.0, 5.0
-    out = torch.empty_like(exact)
-    ops.multi_tensor_restore([grad], [exact], [out], 1.0)
-    expected = exact.clone()
-    expected[:8, 0] = 1.0
-    expected[2, 0], expected[5, 0], expected[2, 9] = 3.0, 4.0, 5.0
-    assert_same(out, expected)
-    by_rows = torch.empty(16, 16, device=device)
-    ops.multi_tensor_restore([grad], [exact], [by_rows], 1.0)
-    assert by_rows[2, 0] == 3.0 and by_rows[3, 0] == exact[3, 0], "tensors that lie differently are taken by rows"
-
-
-def rounded_and_written_to(exacts, inv_scale, dtype):
-    """What ``exacts`` are unscaled, and rounded to; of the latter every ninth element was written to, and some are zeros."""
-    unscaled = [(exact.double() * inv_scale).to(F32) for exact in exacts]
-    grads = [x.to(dtype) for x in unscaled]
-    for grad in grads:
-        grad.view(-1)[::9] += 0.25
-        grad.view(-1)[::63] = 0.0
-    return unscaled, grads
-
-
-@pytest.mark.parametrize("zeros_count", [False, True])
-@pytest.mark.parametrize("dtypes", list(itertools.product(KERNEL_DTYPES, repeat=3)))
-def test_accumulate_adds_to_what_is_known_and_rounds_once(ops, device, dtypes, zeros_count):
-    grad_dtype, exact_dtype, total_dtype = dtypes
-    exacts = [random(size, exact_dtype, device) * 2.0**-14 for size in SIZES[:6]]
-    unscaled, grads = rounded_and_written_to(exacts, 0.125, grad_dtype)
-    fresh = [random(size, grad_dtype, device) for size in SIZES[:6]]
-    totals = [torch.full_like(x, 7.0, dtype=total_dtype) for x in exacts]
-    third = torch.tensor(1 / 3, dtype=F32, device=device).double()
-    expected = [
-        ((x.double() * third).to(F32).double() + restored(grad, known, zeros_count)).to(F32)
-        for x, grad, known in zip(fresh, grads, unscaled)
-    ]
-    found_inf = torch.zeros(1, device=device)
-    ops.multi_tensor_accumulate(fresh, grads, exacts, totals, 1 / 3, 0.125, zeros_count, found_inf)
-    for grad, total, value in zip(grads, totals, expected):
-        assert_same(grad, value.to(grad_dtype))
-        assert_same(total, value.to(total_dtype))
-    assert found_inf.item() == 0.0
-
-
-@pytest.mark.parametrize("dtype", (F16, BF16))
-def test_accumulate_in_place_and_where_nothing_more_is_known(ops, device, dtype):
-    fresh, grads = ([random(size, dtype, device) for size in SIZES] for _ in range(2))
-    first = [a.float() + b.float() for a, b in zip(fresh, grads)]
-    totals = [torch.empty_like(x, dtype=F32) for x in grads]
-    ops.multi_tensor_accumulate(fresh, grads, grads, totals, 1.0)
-    ops.multi_tensor_accumulate(fresh, grads, totals, totals, torch.full((1,), 0.5, device=device))
-    for a, grad, total, sum_of_two in zip(fresh, grads, totals, first):
-        assert_same(total, a.float() * 0.5 + sum_of_two)
-        assert_same(grad, total.to(dtype))
-
-
-def test_accumulate_checks_fresh_gradients_only(ops, device):
-    clean, bad = torch.ones(20, device=device), torch.ones(20, device=device)
-    bad[19] = float("inf")
-    for fresh, grad, expected in [(bad, clean, 1.0), (clean, bad, 0.0)]:
-        found_inf, first_bad = torch.zeros(1, device=device), torch.full((1,), kernels.NO_BAD, device=device)
-        grads = [clean.clone(), grad.clone()]
-        ops.multi_tensor_accumulate(
-            [clean, fresh],
-            grads,
-            grads,
-            [torch.empty(20, device=device) for _ in grads],
-            1.0,
-            1.0,
-            False,
-            found_inf,
-            first_bad,
-        )
-        assert found_inf.item() == expected
-        assert first_bad.item() == (1 if expected else kernels.NO_BAD)
-
-
-@pytest.mark.parametrize("zeros_count", [False, True])
-@pytest.mark.parametrize("dtypes", list(itertools.product(KERNEL_DTYPES, repeat=2)))
-def test_restore_l2norm_is_the_norm_of_what_restore_gives(ops, device, dtypes, zeros_count):
-    exacts = [random(size, dtypes[1], device) for size in SIZES[:7]]
-    unscaled, grads = rounded_and_written_to(exacts, 2.0**-20, dtypes[0])
-    norm, norms = ops.multi_tensor_restore_l2norm(grads, exacts, 2.0**-20, zeros_count, True)
-    expected = torch.stack([restored(grad, known, zeros_count).norm() for grad, known in zip(grads, unscaled)])
-    torch.testing.assert_close(norms, expected.to(F32), rtol=1e-6, atol=0)
-    torch.testing.assert_close(norm, expected.norm().reshape(1).to(F32), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("per_tensor", [False, True])
@@ -332,6 +211,27 @@ def test_layouts(ops, device, layout):
     torch.testing.assert_close(norm, x.double().norm().reshape(1).to(F32), rtol=1e-6, atol=0)
 
 
+def lying_like(tensor, dtype):
+    """Zeros with the strides of ``tensor``, but for repeated elements, which nothing can be written to."""
+    if any(stride == 0 for stride in tensor.stride()):
+        return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+    place = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=dtype, device=tensor.device)
+    return place.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@pytest.mark.parametrize("dtype", (F16, BF16))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_weights_and_rests(ops, device, layout, dtype):
+    x, out = LAYOUTS[layout](device)
+    for like in (x, out):
+        weights, rests = lying_like(like, dtype), lying_like(like, I16)
+        ops.multi_tensor_split([x], [weights], [rests])
+        expected = kernels.split(x.float(), dtype)
+        assert torch.equal(weights.view(I16), expected[0].view(I16)) and torch.equal(rests, expected[1])
+        ops.multi_tensor_join([weights], [rests], [out.fill_(7.0)])
+        assert_same(out, kernels.join(*expected).to(out.dtype))
+
+
 def test_writing_to_a_view_leaves_the_rest_alone(ops, device):
     whole = torch.zeros(100, device=device)
     ops.multi_tensor_scale([torch.ones(50, device=device)], [whole[::2]], 3.0)
@@ -345,12 +245,25 @@ def test_what_lies_beside_a_slice_is_left_alone(ops, device, dtype):
         whole = torch.full((40,), 7.0, dtype=dtype, device=device)
         ops.multi_tensor_scale([torch.ones(size, device=device)], [whole[start : start + size]], 3.0)
         assert whole.tolist() == [7.0] * start + [3.0] * size + [7.0] * (40 - start - size), (start, size)
+        if dtype is F32:
+            continue
+        # 2^-16 of the last place of 3 in bfloat16, 2^-6; 4 units of 2^-15 of the one in float16, 2^-9.
+        rests, value, rest = torch.full((40,), 7, dtype=I16, device=device), 3.0 + 2.0**-22, 1 if dtype is BF16 else 4
+        here = slice(start, start + size)
+        ops.multi_tensor_split([torch.full((size,), value, device=device)], [whole[here]], [rests[here]])
+        assert whole.tolist() == [7.0] * start + [3.0] * size + [7.0] * (40 - start - size), (start, size)
+        assert rests.tolist() == [7] * start + [rest] * size + [7] * (40 - start - size), (start, size)
+        joined = torch.full((40,), 7.0, device=device)
+        ops.multi_tensor_join([whole[here]], [rests[here]], [joined[here]])
+        assert joined.tolist() == [7.0] * start + [value] * size + [7.0] * (40 - start - size), (start, size)
 
 
 def test_empty_lists_and_empty_tensors(ops, device):
     found_inf = torch.zeros(1, device=device)
     ops.multi_tensor_scale([], [], 2.0, found_inf)
     ops.multi_tensor_axpby([], [], [], 1.0, 1.0, found_inf)
+    ops.multi_tensor_join([], [], [])
+    ops.multi_tensor_split([], [], [])
     norm, norms = ops.multi_tensor_l2norm([], per_tensor=True)
     assert norm.tolist() == [0.0] and norms.shape == (0,)
     empty, one = torch.empty(0, device=device), torch.ones(1, device=device)
@@ -360,6 +273,10 @@ def test_empty_lists_and_empty_tensors(ops, device):
         assert [out.tolist() for out in outputs] == [[2.0] * x.numel() for x in row]
         norm, norms = ops.multi_tensor_l2norm(row, per_tensor=True)
         assert norms.tolist() == [float(x.numel()) for x in row]
+        weights, rests = ([torch.zeros_like(x, dtype=dtype) for x in row] for dtype in (F16, I16))
+        ops.multi_tensor_split([x + 2.0**-23 for x in row], weights, rests)
+        ops.multi_tensor_join(weights, rests, outputs)
+        assert [out.tolist() for out in outputs] == [[1.0 + 2.0**-23] * x.numel() for x in row]
     assert found_inf.item() == 0.0
 
 
@@ -371,6 +288,11 @@ def test_five_thousand_tensors(ops, device):
     ops.multi_tensor_scale(inputs, outputs, 2.0, found_inf)
     assert all(out.tolist() == [2.0 * (i % 100)] * size for i, (out, size) in enumerate(zip(outputs, sizes)))
     assert found_inf.item() == 0.0
+    weights, rests = ([torch.empty(size, dtype=dtype, device=device) for size in sizes] for dtype in (F16, I16))
+    values, joined = [out + 2.0**-14 for out in outputs], [torch.empty_like(out) for out in outputs]
+    ops.multi_tensor_split(values, weights, rests)
+    ops.multi_tensor_join(weights, rests, joined)
+    assert all(map(torch.equal, joined, values))
     inputs[4999][0] = float("inf")
     ops.multi_tensor_scale(inputs, outputs, 2.0, found_inf)
     assert found_inf.item() == 1.0
@@ -496,9 +418,9 @@ def test_an_output_whose_elements_share_a_place_is_refused_before_anything_is_wr
         ops.multi_tensor_scale(inputs, outputs, 5.0, found_inf)
     with pytest.raises(RuntimeError, match=expected):
         ops.multi_tensor_axpby(inputs, inputs, outputs, 5.0, 1.0, found_inf)
-    totals = r"several elements of totals\[1\] lie in one place in memory"
-    with pytest.raises(RuntimeError, match=totals):
-        ops.multi_tensor_accumulate(inputs, [x.clone() for x in inputs], inputs, outputs, 5.0)
+    weights, rests = [x.to(BF16) for x in inputs], [torch.zeros_like(x, dtype=torch.int16) for x in inputs]
+    with pytest.raises(RuntimeError, match=expected):
+        ops.multi_tensor_join(weights, rests, outputs)
     assert outputs[0].tolist() == [7.0] * 3 and outputs[2].tolist() == [7.0] * 2 and bool((overlapping == 1.0).all())
     ops.multi_tensor_scale([overlapping], [torch.empty_like(inputs[1])], 5.0)  # read, it is as good as any
 
@@ -517,6 +439,15 @@ def test_parameters_are_written_and_their_versions_move(ops, device):
     ops.multi_tensor_scale([torch.ones(3, device=device)], [parameter], 2.0)
     assert parameter.tolist() == [2.0] * 3 and parameter.requires_grad and parameter.is_leaf
     assert parameter._version > before
+    rest, values = torch.zeros(3, dtype=I16, device=device), torch.full((3,), 1.0 + 2.0**-20, device=device)
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=BF16, device=device))
+    versions = [one._version for one in (weight, rest, parameter)]
+    ops.multi_tensor_split([values], [weight], [rest])
+    assert weight._version > versions[0] and rest._version > versions[1] and weight.requires_grad and weight.is_leaf
+    versions = [one._version for one in (weight, rest, parameter)]
+    ops.multi_tensor_join([weight], [rest], [parameter])
+    assert torch.equal(parameter, values) and parameter._version > versions[2]
+    assert [weight._version, rest._version] == versions[:2], "they were only read"
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
@@ -529,6 +460,13 @@ def test_devices_may_mix(ops, device):
         assert found_inf.item() == 1.0
     _, norms = ops.multi_tensor_l2norm([inputs[0], inputs[1], inputs[3]], per_tensor=True)
     torch.testing.assert_close(norms, torch.tensor([2.0, 3.0, 4.0]).sqrt())
+    values = [torch.full((i + 2,), 1.0 + 2.0**-20, device=x.device) for i, x in enumerate(inputs)]
+    weights, rests = ([torch.zeros_like(x, dtype=dtype) for x in values] for dtype in (BF16, I16))
+    ops.multi_tensor_split(values, weights, rests)
+    outputs = [torch.zeros_like(x) for x in values]
+    ops.multi_tensor_join(weights, rests, outputs)
+    assert all(map(torch.equal, outputs, values))
+    assert all(weight.eq(1.0).all() and rest.eq(8).all() for weight, rest in zip(weights, rests))
 
 
 @pytest.mark.compiled("kernels")
@@ -544,12 +482,11 @@ def test_opcheck(device):
     for flag, first, tensor in ((found_inf, first_bad, number), (None, None, None)):
         torch.library.opcheck(ops.multi_tensor_scale.default, (x, out, 0.5, tensor, flag, first))
         torch.library.opcheck(ops.multi_tensor_axpby.default, (x, y, out, 0.5, tensor, 2.0, tensor, flag, -1, first))
-        torch.library.opcheck(ops.multi_tensor_restore.default, (x, y, out, 0.5, tensor, 2.0, tensor, False))
-        totals, arguments = [torch.empty_like(t) for t in y], (0.5, tensor, 2.0, tensor, False, flag, first)
-        torch.library.opcheck(ops.multi_tensor_accumulate.default, (x, out, y, totals, *arguments))
+    weights, rests = ([torch.zeros_like(t, dtype=dtype) for t in x] for dtype in (BF16, I16))
+    torch.library.opcheck(ops.multi_tensor_split.default, (x, weights, rests))
+    torch.library.opcheck(ops.multi_tensor_join.default, (weights, rests, out))
     for per_tensor in (False, True):
         torch.library.opcheck(ops.multi_tensor_l2norm.default, (x, per_tensor))
-        torch.library.opcheck(ops.multi_tensor_restore_l2norm.default, (x, y, 0.5, number, True, per_tensor))
         for outputs in (out, []):
             arguments = (x, outputs, 0.5, number, found_inf, per_tensor, first_bad)
             torch.library.opcheck(ops.multi_tensor_unscale_l2norm.default, arguments)
@@ -562,6 +499,9 @@ def test_face_traces_without_graph_breaks(ops, device):
     def step(grads, masters, found_inf):
         kernels.multi_tensor_scale(grads, masters, 0.5, found_inf)
         kernels.multi_tensor_axpby(masters, masters, masters, 1.0, 1.0, found_inf)
+        rests = [torch.zeros_like(grad, dtype=I16) for grad in grads]
+        kernels.multi_tensor_split(masters, grads, rests)
+        kernels.multi_tensor_join(grads, rests, masters)
         return kernels.multi_tensor_l2norm(masters, True)
 
     grads = [torch.ones(4, dtype=BF16, device=device), torch.ones(9, dtype=BF16, device=device)]
@@ -598,19 +538,16 @@ for x in sources:
             expected = (x.float() * torch.tensor(scale)).to(dtype)
             assert torch.equal(out.isnan(), expected.isnan())
             assert torch.equal(out[~out.isnan()], expected[~out.isnan()]), (x.dtype, dtype, scale)
-for exact in sources:
-    for dtype in (torch.float16, torch.bfloat16):
-        grad = (exact.float() * 0.3).to(dtype)
-        grad[::5] = 1.0
-        results = []
-        for accumulate in (kernels.multi_tensor_accumulate, kernels.multi_tensor_accumulate.__wrapped__):
-            fresh = bits.view(dtype).repeat(2)[: grad.numel()]
-            lists = [fresh], [grad.clone()], [exact], [torch.empty_like(grad, dtype=torch.float32)]
-            accumulate(*lists, 0.7, 0.3)
-            results += [lists[1][0], lists[3][0]]
-        for found, expected in zip(results[:2], results[2:]):
-            assert torch.equal(found.isnan(), expected.isnan())
-            assert torch.equal(found[~found.isnan()], expected[~found.isnan()]), (exact.dtype, dtype)
+for dtype in (torch.float16, torch.bfloat16):
+    for x in sources:
+        weights, rests = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=torch.int16)
+        kernels.multi_tensor_split([x], [weights], [rests])
+        expected = kernels.split(x.float(), dtype)
+        assert torch.equal(weights.view(torch.int16), expected[0].view(torch.int16)) and torch.equal(rests, expected[1])
+    for rests in (bits.roll(1), bits.roll(100), bits[torch.randperm(65536)]):
+        out = torch.empty(65536)
+        kernels.multi_tensor_join([bits.view(dtype)], [rests], [out])
+        assert torch.equal(out.view(torch.int32), kernels.join(bits.view(dtype), rests).view(torch.int32))
 clean = [x[x.isfinite()] for x in sources]
 print(kernels.multi_tensor_l2norm(clean)[0].item().hex())
 """
@@ -638,7 +575,17 @@ bits = torch.arange(-32768, 32768, dtype=torch.int16)
 tiny = torch.arange(-(2**22), 2**22, 127, dtype=torch.int32).view(torch.float32)
 sources = [bits.view(torch.float16), bits.view(torch.bfloat16), torch.cat((tiny, torch.randn(9) * 1e-30))]
 integers = {4: torch.int32, 2: torch.int16}
+rests, split, joined = torch.arange(-32768, 32768, dtype=torch.int16).flip(0), {}, {}
+for dtype in (torch.float16, torch.bfloat16):
+    split[dtype], joined[dtype] = kernels.split(sources[2], dtype), kernels.join(bits.view(dtype), rests)
 assert torch.set_flush_denormal(True)
+for dtype in split:
+    lists = [torch.empty_like(x) for x in split[dtype]]
+    kernels.multi_tensor_split([sources[2]], lists[:1], lists[1:])
+    assert all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(lists, split[dtype])), dtype
+    out = torch.empty(65536)
+    kernels.multi_tensor_join([bits.view(dtype)], [rests], [out])
+    assert torch.equal(out.view(torch.int32), joined[dtype].view(torch.int32)), dtype
 flushed = torch.tensor([1e-40]) * 1.0
 assert flushed.view(torch.int32).item() == 0
 for x in sources:
@@ -861,6 +808,15 @@ def test_extension_agrees_with_the_reference_on_anything(data):
         norms = unscale_l2norm(xs, None, a, flags[0], True, flags[1])
         assert (found_inf, first_bad) == flags
         results[-1] += norms
+    lower = data.draw(strategies.sampled_from((F16, BF16)), label="dtype of weights")
+    for x in xs:
+        kept = kernels.split(x.float(), lower)
+        weight, rest = (torch.zeros(x.numel() + offset, dtype=dtype)[offset:] for dtype in (lower, I16))
+        kernels.multi_tensor_split([x], [weight], [rest])
+        assert torch.equal(weight.view(I16), kept[0].view(I16)) and torch.equal(rest, kept[1])
+        joined = torch.zeros(x.numel() + offset, dtype=target)[offset:]
+        kernels.multi_tensor_join([weight], [rest], [joined])
+        assert_same(joined, kernels.join(*kept).to(target))
     for expected, found in zip(results[0][:-2], results[1][:-2], strict=True):
         assert_same(found, expected)
     for expected, found in zip(results[0][-2:], results[1][-2:]):

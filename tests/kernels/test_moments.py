@@ -292,19 +292,19 @@ def test_parameters_in_bfloat16_are_rounded_by_numbers_drawn(ops, device, op):
     assert_equal_bits(step.written(), expected)
 
 
-@pytest.mark.parametrize("rest", [torch.int16, torch.int8], ids=["int16", "int8"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("op", ["adam", "sgd"])
-def test_split_parameters_and_packed_moments_in_one_step(ops, device, op, rest):
+def test_weights_with_rests_and_packed_moments_in_one_step(ops, device, op, dtype):
     """As float32 parameters with packed moments, split afterwards; a rest is never rounded by numbers drawn."""
     step = Step(op, [(n,) for n in LONG], device=device)
-    halves = [split(p, rest) for p in step.params]
+    halves = [split(p, dtype) for p in step.params]
     step.params = [join(weight, rest) for weight, rest in halves]
     params, *packed = (
         step.expected(drawn_from=4)[i : i + len(LONG)] for i in range(0, len(LONG) * (1 + step.states), len(LONG))
     )
     step.params, step.lower = ([half[i] for half in halves] for i in range(2))
     step.run(positions=step.positions, seed=4, round_params=True)
-    expected = [split(p, rest) for p in params]
+    expected = [split(p, dtype) for p in params]
     assert_equal_bits(step.params, [weight for weight, _ in expected])
     assert_equal_bits(step.lower, [rest for _, rest in expected])
     assert_equal_bits(itertools.chain(*step.packed), itertools.chain(*packed))

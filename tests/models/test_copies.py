@@ -205,7 +205,8 @@ def test_copy_made_after_a_write_to_state_dict_has_it(copied):
         model.last.weight.fill_(0.2)
     twin = copied(model)
     assert torch.equal(twin.first.weight, torch.full((6, 4), 0.1))
-    assert torch.equal(twin.last.weight, torch.full((2, 5), 0.2).bfloat16().float())
+    # 0.2 is between 2^-3 and 2^-2, where the last place of a bfloat16 is 2^-10.
+    assert (twin.last.weight - torch.tensor(0.2).bfloat16().float()).abs().max() <= 2.0**-11
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -469,14 +470,12 @@ def test_replica_casts_like_the_model(level):
     assert torch.equal(nn.DataParallel(model)(X), model(X))
 
 
-def test_worker_process_gets_a_plain_model_that_shares_the_masters():
+def test_worker_process_gets_a_plain_model_with_the_float32_values():
     model, _ = trained_a_little("O2")
     # What torch.multiprocessing.spawn does with its arguments.
     twin = pickle.loads(ForkingPickler.dumps(model))
     assert_plain(twin)
     assert_same_values(twin.state_dict(), values(model))
-    masters = model.state_dict()
-    assert all(p.data_ptr() == masters[name].data_ptr() for name, p in twin.named_parameters() if p.requires_grad)
 
 
 # Averages of weights

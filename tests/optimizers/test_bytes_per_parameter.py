@@ -1,4 +1,4 @@
-"""What training with FusedAdam takes for each parameter: weight, gradient, master or the rest of its bits, and two moments."""
+"""What training with Adam takes for each parameter: weight, rest, gradient and two moments, of tensors that live."""
 
 import gc
 
@@ -12,6 +12,12 @@ from ampkit.optimizers import FusedAdam
 
 SHAPE = 512, 256
 IN_8_BITS = 2 * (1 + 4 / 256)  # with their share of a float32 scale to 256 of them
+MAKERS = {
+    "torch's": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "float32": lambda p: FusedAdam(p, lr=1e-3),
+    "bfloat16": lambda p: FusedAdam(p, lr=1e-3, state_dtype="bfloat16"),
+    "int8": lambda p: FusedAdam(p, lr=1e-3, state_dtype="int8"),
+}
 
 
 def bytes_held(model=None):
@@ -23,28 +29,51 @@ def bytes_held(model=None):
     return sum({storage.data_ptr(): storage.nbytes() for storage in large}.values())
 
 
-@pytest.mark.parametrize(
-    ("level", "settings", "state_dtype", "expected"),
-    [
-        ("O5", {}, "float32", 2 + 2 + 4 + 4 + 4),
-        ("O5", {}, "bfloat16", 2 + 2 + 4 + 2 + 2),
-        ("O5", {}, "int8", 2 + 2 + 4 + IN_8_BITS),
-        ("O5", {"master_weights": "split"}, "float32", 2 + 2 + 2 + 4 + 4),
-        ("O5", {"master_weights": "split24"}, "float32", 2 + 2 + 1 + 4 + 4),
-        ("O5", {"master_weights": "split"}, "int8", 2 + 2 + 2 + IN_8_BITS),
-        ("O5", {"master_weights": "split24"}, "int8", 2 + 2 + 1 + IN_8_BITS),
-        # What float16 cannot hold unscaled stays beside the gradient, at its scale.
-        ("O2", {"cast_model_type": torch.float16, "model_grads": "unscaled"}, "float32", 2 + 2 + 2 + 4 + 4 + 4),
-        ("O2", {"cast_model_type": torch.float16, "model_grads": "scaled"}, "float32", 2 + 2 + 4 + 4 + 4),
-    ],
-)
-def test_bytes_per_parameter(level, settings, state_dtype, expected):
-    before = bytes_held()
-    model = nn.Linear(*SHAPE, bias=False)
-    model, optimizer = initialize_quietly(model, lambda p: FusedAdam(p, state_dtype=state_dtype), level, **settings)
-    for _ in range(2):
+def train(model, optimizer, blocks=1, steps=2):
+    for _ in range(steps):
         optimizer.zero_grad()
-        backward(model(torch.randn(4, SHAPE[0])).square().mean(), optimizer)
+        for _ in range(blocks):
+            backward(model(torch.randn(4, SHAPE[0])).float().square().mean(), optimizer)
         ampkit.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "blocks", "expected"),
+    [
+        # Weight, rest, gradient, moments.
+        ("O5", "float32", 1, 2 + 2 + 2 + 8),
+        ("O5", "torch's", 1, 2 + 2 + 2 + 8),
+        ("O5", "bfloat16", 1, 2 + 2 + 2 + 4),
+        ("O5", "int8", 1, 2 + 2 + 2 + IN_8_BITS),
+        # A sum of blocks is float32, and a gradient that came at a loss scale.
+        ("O5", "float32", 2, 2 + 2 + 4 + 8),
+        ("O5", "torch's", 2, 2 + 2 + 4 + 8),
+        ("O2", "float32", 1, 2 + 2 + 4 + 8),
+        ("O2", "torch's", 1, 2 + 2 + 4 + 8),
+        ("O2", "float32", 2, 2 + 2 + 4 + 8),
+        ("O2", "int8", 1, 2 + 2 + 4 + IN_8_BITS),
+        # Without rests, and in float32 as torch has it.
+        ("O3", "bfloat16", 1, 2 + 2 + 4),
+        ("O0", "float32", 1, 4 + 4 + 8),
+        ("O0", "torch's", 1, 4 + 4 + 8),
+    ],
+)
+def test_bytes_per_parameter(level, name, blocks, expected):
+    before = bytes_held()
+    settings = {"cast_model_type": torch.float16, "loss_scale": 128.0} if level == "O2" else {}
+    model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], level, **settings)
+    train(model, optimizer, blocks)
     assert bytes_held(model) - before == expected * SHAPE[0] * SHAPE[1]
+
+
+@pytest.mark.parametrize("name", ["float32", "torch's"])
+def test_float32_that_was_handed_out_is_held_no_longer_than_the_script_does(name):
+    before = bytes_held()
+    model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], "O5")
+    train(model, optimizer)
+    saved = model.state_dict()
+    assert saved["weight"].dtype is torch.float32 and bytes_held(model) - before >= (14 + 4) * SHAPE[0] * SHAPE[1]
+    del saved
+    train(model, optimizer)
+    assert bytes_held(model) - before == 14 * SHAPE[0] * SHAPE[1]

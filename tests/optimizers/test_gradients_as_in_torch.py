@@ -69,7 +69,7 @@ def replaced(model, step):
 
 
 def with_noise(model, step):
-    generator = torch.Generator().manual_seed(100 + step)
+    generator = torch.Generator().manual_seed(1100 + step)
     for p in model.parameters():
         p.grad += 0.05 * torch.randn(p.shape, generator=generator).to(p.grad)
 
@@ -217,29 +217,24 @@ def test_after_several_blocks_too(way, setting, optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_untouched_float16_gradients_keep_what_they_cannot_hold_unscaled(dtype):
+def test_a_gradient_is_float32_where_its_weights_precision_cannot_hold_it(dtype):
     model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=dtype, loss_scale=2.0**16)
     backward_of_one_weight(model, optimizer, 2.0**-30)
-    assert model.weight.grad.item() == (0.0 if dtype is torch.float16 else 2.0**-30)
+    assert model.weight.grad.item() == 2.0**-30
+    assert model.weight.grad.dtype is (torch.float32 if dtype is torch.float16 else torch.bfloat16)
     optimizer.step()
     assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
 
 
-@pytest.mark.parametrize("size", [1, 16])  # less than eight elements, of which none can tell, and more
-def test_zeros_count_even_where_float16_had_rounded_to_zero(size):
-    model = nn.Linear(size, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16, verbosity=0)
-    for zeroes, expected in ((False, -(2.0**-30)), (True, -(2.0**-30))):  # the second step adds nothing
+def test_zeros_that_are_written_to_a_float16_weights_gradient_count():
+    model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
+    for zeroes in (False, True):  # the second step adds nothing
         optimizer.zero_grad()
-        with ampkit.scale_loss(model(torch.ones(1, size)).float().sum() * 2.0**-30, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        assert not model.weight.grad.any(), "float16 holds nothing below 2**-24"
+        backward_of_one_weight(model, optimizer, 2.0**-30)
         if zeroes:
             model.weight.grad.zero_()
         optimizer.step()
-        assert next(ampkit.master_params(optimizer)).tolist() == [[expected] * size]
+        assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -345,14 +340,44 @@ def test_a_block_judges_what_its_own_backward_pass_made(level, make_optimizer):
     assert [entry["loss_scale"] for entry in ampkit.state_dict().values()] == [2.0**15, 2.0**16]
 
 
-def test_writing_to_both_sides_is_an_error():
+def test_the_gradient_of_a_master_is_that_of_its_weight():
     model, optimizer = one_weight(opt_level="O2")
     backward_of_one_weight(model, optimizer, 0.25)
-    nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 0.125)
+    master = next(ampkit.master_params(optimizer))
+    assert master.grad is model.weight.grad and master.grad.dtype is torch.float32
+    nn.utils.clip_grad_norm_([master], 0.125)
     model.weight.grad *= 2
-    with pytest.raises(ampkit.ConfigurationError, match="was written to after the gradients of the masters"):
+    optimizer.step()
+    assert abs(next(ampkit.master_params(optimizer)).item() - 0.75) < 1e-5
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+def test_a_gradient_that_is_put_on_a_master_is_stepped_with(make_optimizer):
+    model, optimizer = one_weight(make_optimizer=make_optimizer, opt_level="O2")
+    for given, expected in ((torch.tensor([[0.5]]), 0.5), (None, 0.5)):
+        optimizer.zero_grad()
+        backward_of_one_weight(model, optimizer, 0.25)
+        for master in ampkit.master_params(optimizer):
+            master.grad = given
         optimizer.step()
-    assert next(optimizer.param_groups[0]["params"].__iter__()).item() == 1.0
+        assert next(ampkit.master_params(optimizer)).item() == expected
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_list_of_masters_that_a_script_keeps_is_current_in_ten_iterations(make_optimizer, dtype):
+    """Ten gradients of 1/2 that are clipped to 1/4 in the list: values and gradients are those of each iteration."""
+    model, optimizer = one_weight(0.0, make_optimizer, opt_level="O2", cast_model_type=dtype)
+    params = list(ampkit.master_params(optimizer))
+    for step in range(10):
+        optimizer.zero_grad()
+        assert params[0].grad is None
+        backward_of_one_weight(model, optimizer, 0.5)
+        assert params[0].grad.item() == 0.5
+        nn.utils.clip_grad_norm_(params, 0.25)
+        optimizer.step()
+        assert abs(params[0].item() + 0.25 * (step + 1)) < 1e-4
+        assert next(ampkit.master_params(optimizer)) is params[0]
 
 
 def test_writing_after_clip_grad_norm_is_an_error():
@@ -491,11 +516,11 @@ def test_a_skipped_step_leaves_gradients_in_their_flat_buffer(make_optimizer, le
     assert next(ampkit.master_params(optimizer)).item() == -0.25
 
 
-def test_looking_at_groups_while_gradients_wait_at_their_scale_changes_nothing():
+def test_looking_at_masters_while_gradients_wait_at_their_scale_changes_nothing():
     model, optimizer = one_weight(opt_level="O2")
     with ampkit.scale_loss(model(torch.ones(1, 1)).float().sum() / 4, optimizer, delay_unscale=True) as scaled_loss:
         scaled_loss.backward()
-    assert [p.grad for group in optimizer.param_groups for p in group["params"]] == [None]
+    assert [p.grad.item() for p in ampkit.master_params(optimizer)] == [0.25]  # asking ends the delay
     optimizer.step()
     assert next(ampkit.master_params(optimizer)).item() == 0.75
 
@@ -506,7 +531,7 @@ def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
     ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
     for model, optimizer in zip(models, optimizers):
         backward_of_one_weight(model, optimizer, 0.25)
-    list(ampkit.master_params(optimizers[1]))
+    ampkit.clip_grad_norm_(optimizers[1], 1.0)
     models[1].weight.grad *= 2
     with pytest.raises(ampkit.ConfigurationError, match="was written to after"):
         with ampkit.scale_loss(models[0](torch.ones(1, 1)).float().sum(), optimizers):
@@ -557,13 +582,12 @@ def test_an_infinity_of_an_earlier_block_moves_no_scale_of_a_later_one(level):
     assert next(ampkit.master_params(optimizer)).item() == 0.0
 
 
-def test_clipping_float16_makes_no_gradients_of_masters():
+def test_clipping_float16_gradients_below_its_range():
     model, optimizer = one_weight(0.0, FusedSGD, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
-    backward_of_one_weight(model, optimizer, 2.0**-30)
-    assert ampkit.clip_grad_norm_(optimizer, 2.0**-31).item() == 2.0**-30
-    assert next(iter(optimizer.param_groups[0]["params"])).raw_grad is None
+    backward_of_one_weight(model, optimizer, 2.0**-20)
+    assert ampkit.clip_grad_norm_(optimizer, 2.0**-21).item() == 2.0**-20
     optimizer.step()
-    assert -(2.0**-30) < next(ampkit.master_params(optimizer)).item() < 0.0
+    assert -(2.0**-21) < next(ampkit.master_params(optimizer)).item() < 0.0
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters are not where `initialize` put them: other lists in their groups, or lists of their own."""
+"""Optimizers whose groups a script changes, that have lists of parameters of their own, or other optimizers inside."""
 
 import pytest
 import torch
@@ -166,13 +166,14 @@ def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
 
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 @pytest.mark.parametrize("make", ("SGD", "FusedSGD"))
-def test_state_that_a_script_puts_under_the_models_weights_is_the_optimizers(make, level, caplog):
+def test_state_lies_under_the_models_weights_in_float32(make, level):
     model = model_of_test()
     model, optimizer = ampkit.initialize(model, OPTIMIZERS[make](model.parameters()), opt_level=level, verbosity=0)
     backward(loss_of(model), optimizer)
     optimizer.step()
     optimizer.zero_grad()
     for param in model.parameters():
+        assert optimizer.state[param]["momentum_buffer"].dtype is torch.float32
         optimizer.state[param]["momentum_buffer"] = torch.full(param.shape, 0.5)
     before = {name: value.double() for name, value in model.state_dict().items()}
     backward(loss_of(model) * 0.0, optimizer)
@@ -181,16 +182,51 @@ def test_state_that_a_script_puts_under_the_models_weights_is_the_optimizers(mak
         expected = before[name] - 0.1 * 0.9 * 0.5
         assert torch.allclose(model.state_dict()[name].double(), expected, atol=1e-6), name
     assert optimizer.state_dict()["state"].keys() == set(range(len(list(model.parameters()))))
-    assert ("float32 master" in caplog.text) == (level != "O1")
 
 
-def test_a_look_for_the_state_of_the_models_weights_is_told_and_leaves_nothing(caplog):
-    model = model_of_test()
-    model, optimizer = ampkit.initialize(model, OPTIMIZERS["SGD"](model.parameters()), opt_level="O5", verbosity=0)
-    for _ in range(3):
-        assert not any(optimizer.state[param] for param in model.parameters() if param.dtype is torch.bfloat16)
-        backward(loss_of(model), optimizer)
-        optimizer.step()
-        assert all(param in optimizer.state for param in ampkit.master_params(optimizer))
-    assert len(optimizer.state) == len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
-    assert caplog.text.count("was asked for a weight of the model") == 1
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization as scripts have it (Foret et al. 2021): the inner optimizer shares its groups."""
+
+    def __init__(self, params, base, rho=0.05, **settings):
+        super().__init__(params, {"rho": rho, **settings})
+        self.base_optimizer = base(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        norm = torch.stack([p.grad.norm() for p in self.param_groups[0]["params"]]).norm()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_((p.grad * (self.param_groups[0]["rho"] / norm)).to(p.dtype))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+def test_an_optimizer_inside_of_another_trains_float32_values(base, level):
+    """Steps of 1e-4 are lost in bfloat16: after fifty the way is that of float32 within a tenth."""
+
+    def moved(level):
+        torch.manual_seed(0)
+        model = model_of_test()
+        optimizer = SAM(model.parameters(), base, lr=1e-4)
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for _ in range(50):
+            backward(loss_of(model), optimizer)
+            optimizer.first_step()
+            backward(loss_of(model), optimizer)
+            optimizer.second_step()
+        way = torch.cat([(value - before[name]).flatten() for name, value in model.state_dict().items()])
+        ampkit.close()
+        return way
+
+    expected, found = moved("O0"), moved(level)
+    assert (found - expected).norm() <= 0.1 * expected.norm()

@@ -98,11 +98,11 @@ def test_moments_stay_narrow_where_a_session_begins_and_ends(name, state_dtype, 
 
 @EVERY
 @NARROW
-@pytest.mark.parametrize("masters", [True, "split"], ids=["masters", "split"])
-def test_a_session_resumes_bit_for_bit(name, state_dtype, masters):
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bfloat16", "float16"])
+def test_a_session_resumes_bit_for_bit(name, state_dtype, dtype):
     def start():
         make = lambda p: MAKERS[name](p, state_dtype=state_dtype)  # noqa: E731
-        return initialize_quietly(small_model(), make, "O5", master_weights=masters)
+        return initialize_quietly(small_model(), make, "O2", cast_model_type=dtype)
 
     def steps(model, optimizer, first):
         for step in range(first, first + 4):
@@ -116,14 +116,15 @@ def test_a_session_resumes_bit_for_bit(name, state_dtype, masters):
     steps(model, optimizer, 0)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), ampkit.state_dict()))
     steps(model, optimizer, 4)
-    straight = values_of(optimizer)
+    straight = [*values_of(optimizer), *model.state_dict().values()]
     ampkit.close()
     model, optimizer = start()
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     ampkit.load_state_dict(saved[2])
     steps(model, optimizer, 4)
-    assert_same_bits(values_of(optimizer), straight)
+    assert_same_bits([*values_of(optimizer), *model.state_dict().values()], straight)
+    assert {x.dtype for x in model.state_dict().values()} == {torch.float32} and model[0].weight.dtype is dtype
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

@@ -75,8 +75,6 @@ def test_added_group_trains(level, form):
     for group in added:
         optimizer.add_param_group(group)
     assert torch.equal(model.state_dict()["3.weight"], before["3.weight"])
-    if level in ("O2", "O5"):
-        assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
     optimizer.zero_grad()
     backward_of(model, optimizer)
     gradient = optimizer.param_groups[1]["params"][0].grad.float().clone()
@@ -465,9 +463,9 @@ def test_unusual_optimizer_trains_like_in_float32(kind, level):
         assert ampkit.step_was_skipped(optimizer)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     keys = set(optimizer.state)
-    assert keys <= set(ampkit.master_params(optimizer))
+    assert keys <= set(model.parameters())
     ampkit.close()
-    assert set(optimizer.state) <= set(model.parameters()) and len(optimizer.state) == len(keys)
+    assert set(optimizer.state) == keys
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -497,7 +495,7 @@ def test_base_optimizer_that_was_wrapped_and_passed_too_steps_once():
     before = model.state_dict()["3.bias"].clone()
     outer.zero_grad()
     backward_of(model, [outer])
-    gradient = outer.param_groups[0]["params"][-1].grad.clone()
+    gradient = outer.param_groups[0]["params"][-1].grad.float()
     outer.step()
     torch.testing.assert_close(model.state_dict()["3.bias"], before - 0.1 * gradient)
 

@@ -80,11 +80,9 @@ CHANGES = [
     ("O1", {"min_loss_scale": 1.0}, "min_loss_scale=1.0"),
     ("O1", {"max_loss_scale": 1024.0}, "max_loss_scale=1024.0"),
     ("O1", {"keep_fp32": ["0", nn.Tanh]}, "keep_fp32=['0', Tanh]"),
-    ("O2", {"keep_originals": False}, "keep_originals=False"),
     ("O1", {"policy": "apex"}, "policy=Policy('apex')"),
     ("O1", {"on_floor": "warn"}, "on_floor='warn'"),
     ("O1", {"scope": "forward"}, "scope='forward'"),
-    ("O2", {"model_grads": "scaled"}, "model_grads='scaled'"),
     ("O2", {"lower_precision_weights": "refuse"}, "lower_precision_weights='refuse'"),
 ]
 
@@ -113,7 +111,6 @@ def test_every_setting_of_initialize_is_among_those_tested():
 
 def test_all_settings_together_are_at_most_six_lines(capsys):
     settings = {name: value for level, change, _ in CHANGES if level == "O2" for name, value in change.items()}
-    del settings["master_weights"]  # model_grads="scaled" needs them
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = ampkit.Policy("apex", {"torch.nn.functional.gelu": "fp32"})

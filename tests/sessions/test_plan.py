@@ -54,7 +54,7 @@ def test_defaults_that_all_levels_share():
         plan = defaults_of(level, "cpu")
         assert (plan.enabled, plan.num_losses, plan.verbosity, plan.cast_model_outputs) == (True, 1, 1, None)
         assert (plan.min_loss_scale, plan.max_loss_scale) == (2.0**-14, 2.0**24)
-        assert (plan.keep_fp32, plan.keep_originals, plan.on_floor) == ((), True, "raise")
+        assert (plan.keep_fp32, plan.on_floor) == ((), "raise")
         assert plan.policy == Policy("default")
     assert DYNAMIC == DynamicLossScale(2.0**16, 2.0, 0.5, 2000, 1)
 
@@ -107,8 +107,6 @@ ACCEPTED = (
     ("O2 O1", "keep_fp32", "head", ("head",)),
     ("O2", "keep_fp32", torch.nn.Linear, (torch.nn.Linear,)),
     ("O2", "keep_fp32", ["head", torch.nn.Linear], ("head", torch.nn.Linear)),
-    ("O2", "keep_originals", False, False),
-    ("O2 O5", "model_grads", "scaled", "scaled"),
     ("O1", "policy", "apex", Policy("apex")),
     ("O1", "on_floor", "warn", "warn"),
 )
@@ -161,9 +159,8 @@ REFUSED = (
     ("O1", "max_loss_scale", "big", ("'big'", "positive")),
     ("O2", "keep_fp32", 3, ("keep_fp32=3", "modules, module types or name patterns")),
     ("O2", "keep_fp32", [F32], ("torch.float32", "modules, module types or name patterns")),
-    ("O1 O3", "model_grads", "scaled", ("model_grads='scaled'", "masters")),
-    ("O2", "model_grads", True, ("model_grads=True", "'unscaled'")),
-    ("O2", "keep_originals", "no", ("'no'", "True or False")),
+    ("O2 O5", "master_weights", "split", ("'split'", "a rest of 16 bits now")),
+    ("O5", "master_weights", "split24", ("'split24'", "True or False")),
     ("O1", "policy", "nvidia", ("'nvidia'", "apex", "default")),
     ("O1", "on_floor", "stop", ("'stop'", "'raise' or 'warn'")),
     ("O1", "half", True, ("'half'", "known are", "loss_scale")),

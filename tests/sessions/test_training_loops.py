@@ -262,7 +262,8 @@ def test_weights_replaced_through_data_reach_the_masters(level):
     model.linear.weight.data = torch.full_like(model.linear.weight, 3.0)
     block(model, optimizer)
     optimizer.step()
-    assert torch.equal(model.state_dict()["linear.weight"], torch.full((2, 4), 3.0))
+    # The last place of a bfloat16 between 2 and 4 is 2^-6.
+    assert (model.state_dict()["linear.weight"] - 3.0).abs().max() <= 2.0**-7
     assert torch.equal(model.linear.weight, torch.full((2, 4), 3.0, dtype=torch.bfloat16))
 
 
