@@ -99,7 +99,7 @@ class OptimizerWrapper:
     def detach(self) -> None:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
         if not self.gradients.is_open:
-            self._settle()
+            self._settle(refuses=False)
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
         self.active = False
@@ -158,10 +158,10 @@ class OptimizerWrapper:
             slot.entry.loans.lend_again(slot.entry)
             slot.entry.loans.hand_gradient(slot.entry)
 
-    def end_loans(self) -> None:
+    def end_loans(self, refuses: bool = True) -> None:
         """Take over what was written to float32 values, and gradients, that were lent."""
         if self.gradients.mastered:
-            self.gradients.mastered[0].entry.loans.end()
+            self.gradients.mastered[0].entry.loans.end(refuses=refuses)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -320,9 +320,9 @@ class OptimizerWrapper:
         self.gradients.clipping.refuse_unseen_writes()
         self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self, refuses: bool = True) -> None:
         self.gradients.bring_back()
-        self.end_loans()
+        self.end_loans(refuses)
         self.findings.drop_cleared()
         if self.gradients.delayed_scale is not None:
             self.owner.scaling.finish_delayed(self)

@@ -26,11 +26,10 @@ def sync_weights(model: nn.Module) -> None:
 
     Raises `ConfigurationError` for weights whose dtype was changed and for parameters that are new since ``initialize``, by name.
     """
-    loans = record_of(model).whole.loans
-    loans.end()
-    loans.lend_again()
+    whole = record_of(model).whole
+    whole.loans.end()
+    whole.loans.lend_again()
     in_float32: list[tuple[Float32Value, torch.Tensor, nn.Module, str]] = []
-    is_all = True
     for module in walk(model):
         record = module.__dict__.get(RECORD_KEY)
         if record is None:
@@ -43,7 +42,7 @@ def sync_weights(model: nn.Module) -> None:
             if entry is None:
                 _accept_unknown(model, module, name, tensor, record)
             elif tensor.dtype is lower_precision:
-                is_all, rest = False, entry.rest
+                rest = entry.rest
                 # Not entry.follow(tensor), which every weight would be asked for in every forward.
                 if rest is not None and (rest.numel() != tensor.numel() or rest.device != tensor.device):
                     entry.follow(tensor)
@@ -51,21 +50,12 @@ def sync_weights(model: nn.Module) -> None:
                 in_float32.append((entry, tensor, module, name))
             else:
                 raise _foreign_weight(model, module, name, tensor)
-    if in_float32:
-        _take_float32(model, in_float32, is_all)
-
-
-def _take_float32(
-    model: nn.Module, weights: list[tuple[Float32Value, torch.Tensor, nn.Module, str]], is_all: bool
-) -> None:
-    """Weights that are float32 now were given values (``p.data = ...``), unless ``model.float()`` has made all of them so."""
-    precisions = [_whole(model, module).lower_precision for _, _, module, _ in weights]
-    if is_all and all(torch.equal(one.detach().to(to).float(), one) for (_, one, *_), to in zip(weights, precisions)):
-        _, tensor, module, name = weights[0]
-        raise _foreign_weight(model, module, name, tensor)
-    for (entry, tensor, *_), precision in zip(weights, precisions):
+    for entry, tensor, module, name in in_float32:
+        if whole.was_made_float32:
+            raise _foreign_weight(model, module, name, tensor)
         if tensor.dtype is torch.float32:  # of tied weights the first is done
-            entry.take_float32(tensor, precision)
+            entry.take_float32(tensor, _whole(model, module).lower_precision)
+    whole.was_made_float32 = False
 
 
 def note_new_modules(model: nn.Module) -> None:

@@ -80,14 +80,17 @@ class Loans:
                 put_gradient(loan.lent, loan.lower.grad)  # inside of a block it is in lower precision
                 self._of[entry][index] = loan._replace(gradient=loan.lower.grad)
 
-    def end(self, entry: Float32Value | None = None) -> None:
-        """Take over what was written to the loans of one value, or of all. No rest may change while its value is lent."""
+    def end(self, entry: Float32Value | None = None, refuses: bool = True) -> None:
+        """Take over what was written to the loans of one value, or of all. No rest may change while its value is lent.
+
+        Raises `ConfigurationError` where a script has written to a weight too, unless it ``refuses`` nothing: then that counts.
+        """
         if not self._of or (entry is not None and entry not in self._of):
             return
         ended = dict(self._of) if entry is None else {entry: self._of[entry]}
         for one in ended:
             del self._of[one]
-        _take_back(ended)
+        _take_back(ended, refuses)
 
     @torch.no_grad()
     def lend_again(self, entry: Float32Value | None = None) -> None:
@@ -122,7 +125,7 @@ def forget_gradient(param: Tensor) -> None:
 
 
 @torch.no_grad()
-def _take_back(ended: dict[Float32Value, list[Loan]]) -> None:
+def _take_back(ended: dict[Float32Value, list[Loan]], refuses: bool) -> None:
     """Write to weights and rests what scripts have written to the values that they were lent."""
     written = []
     for entry, loans in ended.items():
@@ -132,9 +135,20 @@ def _take_back(ended: dict[Float32Value, list[Loan]]) -> None:
             written.append((entry, loan, _written(entry, loan)))
     devices = {elements.device for _, _, elements in written}
     flags = [torch.stack([elements.any() for _, _, elements in written if elements.device == one]) for one in devices]
-    if any(bool(flag.any()) for flag in flags):
-        for entry, loan, elements in written:
-            entry.put_elements(loan.lower, loan.lent.detach(), elements)
+    if not any(bool(flag.any()) for flag in flags):
+        return
+    taken = [(entry, loan, elements & ~_written_apart(loan, elements)) for entry, loan, elements in written]
+    if refuses:
+        for (_, loan, elements), (*_, own) in zip(written, taken):
+            if not torch.equal(elements, own):
+                raise ConfigurationError(
+                    f"A weight of shape {tuple(loan.lower.shape)} and its float32 value (from state_dict() or "
+                    "ampkit.master_params) were both written to since the last forward or step, and now differ: one of the two "
+                    "writes would be lost. Write to one of them only, or call state_dict() or master_params again after writing to "
+                    "the weight."
+                )
+    for entry, loan, elements in taken:
+        entry.put_elements(loan.lower, loan.lent.detach(), elements)
 
 
 def _written(entry: Float32Value, loan: Loan) -> Tensor:
@@ -146,6 +160,16 @@ def _written(entry: Float32Value, loan: Loan) -> Tensor:
             f"shape {tuple(now.shape)}. Write values of the same shape to it, or to the model's weight."
         )
     return _joined(before, entry.rest).view(torch.int32) != now.to(before.device).view(torch.int32)
+
+
+def _written_apart(loan: Loan, written: Tensor) -> Tensor:
+    """Which of the elements that were ``written`` to in what was lent were written to in the weight too, with another value."""
+    now, before = loan.lower.detach(), loan.before
+    if now.shape != before.shape or now.dtype is not before.dtype:
+        return torch.zeros_like(written)  # another weight is there by now, and stays as it is
+    now = now.to(before.device).view(torch.int16)
+    lent = loan.lent.detach().to(before.device, before.dtype).view(torch.int16)
+    return written & (now != before.view(torch.int16)) & (now != lent)
 
 
 def _joined(lower: Tensor, rest: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ from .classes import InFront, is_made_here, own_class, put_in_front
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .direct_calls import running
 from .keep_fp32 import have_it_called
-from .records import lower_entries
+from .records import lower_entries, record_of
 
 CASTS_KEY = "_ampkit_casts"
 
@@ -71,9 +71,12 @@ class _Shell(InFront):
     """Mixed into the class of every initialized model, in front of the model's own class."""
 
     def _apply(self, fn, *args, **kwargs):
+        cast = list(lower_entries(self))
         result = super()._apply(fn, *args, **kwargs)
-        for tensor, entry in lower_entries(self):
+        for tensor, entry in cast:
             entry.follow(tensor)
+            if tensor.dtype is torch.float32:  # the next forward says so
+                record_of(self).whole.was_made_float32 = True
         return result
 
     def zero_grad(self, *args, **kwargs):

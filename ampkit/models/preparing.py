@@ -146,11 +146,13 @@ def _exceeds(original: torch.Tensor, dtype: torch.dtype) -> bool:
 def restore_weights(model: nn.Module, originals: Originals) -> None:
     """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours."""
     record = record_of(model)
-    removed = (
-        record.whole.lower_parameters() if record is not None else ()
-    )  # of layers that a script has exchanged, too
-    for tensor, entry in dict([*lower_entries(model), *removed]).items():
-        value, gradient = originals.get(tensor) or (entry.current(tensor), tensor.grad)
+    if record is not None:
+        record.whole.loans.end(refuses=False)
+    every = record.whole.cast_parameters() if record is not None else ()  # also of layers that a script has exchanged
+    for tensor, entry in dict([*lower_entries(model), *every]).items():
+        is_as_cast = record is None or tensor.dtype is record.whole.lower_precision
+        value = entry.current(tensor) if is_as_cast else tensor.detach().float()
+        value, gradient = originals.get(tensor) or (value, tensor.grad)
         tensor.grad, tensor.data = None, value
         if isinstance(tensor, nn.Parameter) and tensor.grad_dtype is not tensor.dtype:
             tensor.grad_dtype = None  # nothing else follows what the parameter is cast to from here on

@@ -31,6 +31,7 @@ class CastModel:
     sharded: bool = False
     parameters: dict[int, Float32Value] = field(default_factory=dict)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    was_made_float32: bool = False  # by ``model.float()``
     _tensors: list[torch.Tensor] = field(default_factory=list)  # held, so that no other gets the id of one
 
     def add(self, tensor: torch.Tensor, entry: Float32Value) -> None:
@@ -38,11 +39,9 @@ class CastModel:
         self.parameters[id(tensor)] = entry
         self._tensors.append(tensor)
 
-    def lower_parameters(self) -> Iterator[tuple[torch.Tensor, Float32Value]]:
-        """(lower-precision parameter, its float32 value) for all that were cast, also those that are in no module any more."""
-        for tensor in self._tensors:
-            if tensor.dtype is self.lower_precision:
-                yield tensor, self.parameters[id(tensor)]
+    def cast_parameters(self) -> Iterator[tuple[torch.Tensor, Float32Value]]:
+        """(parameter, its float32 value) for all that were cast, also those that are in no module any more."""
+        return ((tensor, self.parameters[id(tensor)]) for tensor in self._tensors)
 
 
 @dataclass

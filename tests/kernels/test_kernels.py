@@ -68,6 +68,32 @@ def test_axpby_rounds_each_float32_step(ops, device, dtypes):
         assert_same(out, rounded(ax.double() + by.double(), dtypes[2]))
 
 
+@pytest.mark.parametrize("dtype", (F16, BF16))
+def test_join_takes_any_rest_beside_any_weight(ops, device, dtype):
+    """Weights are not what the rests were made for: a script has written to them."""
+    bits = torch.arange(-(2**15), 2**15)
+    rests = torch.tensor([-(2**15), -(2**14) - 1, -(2**14), -1, 1, 2**14 - 1, 2**14, 2**15 - 1, 12345, -12345])
+    bits, rests = (one.flatten() for one in torch.meshgrid(bits, rests, indexing="ij"))
+    weights, out = bits.to(I16).view(dtype).to(device), torch.full((len(bits),), 7.0, device=device)
+    ops.multi_tensor_join([weights], [rests.to(I16).to(device)], [out])
+    magnitude, infinity = bits & 0x7FFF, 0x7C00 if dtype is F16 else 0x7F80
+    if dtype is F16:  # as wide as half a unit, but beside the least weight
+        rests = torch.where(magnitude > 1, rests.clamp(-(2**14), 2**14 - 1), rests)
+    code = magnitude * 2 ** (15 if dtype is F16 else 16) + torch.where(
+        (magnitude > 0) & (magnitude < infinity), rests, 0
+    )
+    # A float with 5 bits of exponent and 25 of fraction, or float32's own 8 and 23; what float32 lacks of the former is cut off.
+    fraction, bias = (25, 15) if dtype is F16 else (23, 127)
+    exponent, digits = code >> fraction, code & (2**fraction - 1)
+    digits = torch.where(exponent > 0, digits + 2**fraction, digits).double()
+    expected = digits * torch.exp2(exponent.clamp(min=1).double() - bias - fraction)
+    nearest = expected.to(F32)
+    expected = torch.where(nearest.double() > expected, torch.nextafter(nearest, torch.zeros(())), nearest)
+    expected = torch.where(magnitude < infinity, expected, torch.where(magnitude > infinity, torch.nan, torch.inf))
+    assert_same(out, torch.where(bits < 0, -expected, expected).to(device))
+    assert torch.equal(torch.signbit(out[~out.isnan()]), torch.signbit(weights[~out.isnan()]))
+
+
 @pytest.mark.parametrize("per_tensor", [False, True])
 def test_l2norm_of_mixed_dtypes(ops, device, per_tensor):
     tensors = [random(size, dtype, device) for size, dtype in zip(SIZES, itertools.cycle(KERNEL_DTYPES))]

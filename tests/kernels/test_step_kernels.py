@@ -357,6 +357,14 @@ def test_a_large_model_is_streamed_past_the_caches(ops, device):
     assert all(torch.equal(low, p.half()) for low, p in zip(lower, params))
     ops.multi_tensor_axpby(grads, params, outputs, 1.0, 2.0)
     assert all(torch.equal(out, g.float() + p * 2) for out, g, p in zip(outputs, grads, params))
+    rests = [torch.zeros(size, dtype=torch.int16, device=device) for size in sizes]
+    ops.multi_tensor_split(params, lower, rests)
+    ops.multi_tensor_join(lower, rests, outputs)
+    for out, p in zip(outputs, params):  # in float16 exact from 2^-14 on, and to 2^-40 below
+        assert ((out.double() - p.double()).abs() <= torch.where(p.abs() < 2.0**-14, 2.0**-40, 0.0)).all()
+    narrow = [torch.zeros_like(out, dtype=BF16) for out in outputs]
+    ops.multi_tensor_join(lower, rests, narrow)
+    assert all(torch.equal(low, out.to(BF16)) for low, out in zip(narrow, outputs))
     norm, _ = ops.multi_tensor_unscale_l2norm(grads, outputs, 0.5)
     assert all(torch.equal(out, g.float() * 0.5) for out, g in zip(outputs, grads))
     torch.testing.assert_close(norm.double(), 0.5 * torch.cat(grads).double().norm().reshape(1), rtol=1e-6, atol=0)

@@ -306,7 +306,7 @@ def from_vector(model, values):
 
 @pytest.mark.parametrize("put", (assigned, from_vector))
 @pytest.mark.parametrize(
-    "settings", ({"opt_level": "O2"}, {"opt_level": "O3"}, {"opt_level": "O5", "master_weights": "split"})
+    "settings", ({"opt_level": "O2"}, {"opt_level": "O3"}, {"opt_level": "O2", "cast_model_type": torch.float16})
 )
 def test_float32_values_put_in_the_place_of_weights_are_taken(settings, put):
     model = make_net()
@@ -319,16 +319,14 @@ def test_float32_values_put_in_the_place_of_weights_are_taken(settings, put):
     lower = model[0].weight.dtype
     assert lower in (torch.float16, BF16)
     for param, value, saved in zip(model.parameters(), values, model.state_dict().values()):
-        one_bit_of_the_rest = (
-            0.0 if settings["opt_level"] == "O2" else 2**-8 if settings["opt_level"] == "O3" else 2**-23
-        )
-        torch.testing.assert_close(saved, value, atol=0, rtol=one_bit_of_the_rest)
+        tolerance = 2**-8 if settings["opt_level"] == "O3" else 0.0
+        torch.testing.assert_close(saved, value, atol=2**-40, rtol=tolerance)
         assert torch.equal(param, value.to(lower))
     assert torch.equal(outputs, model(X))
     train(model, optimizer)
 
 
-def test_float32_average_put_in_for_an_evaluation_leaves_the_masters_their_digits():
+def test_a_float32_average_put_in_for_an_evaluation_is_exact_and_moves_weights_by_half_a_place_at_most():
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     o2(model, optimizer)
@@ -344,7 +342,9 @@ def test_float32_average_put_in_for_an_evaluation_leaves_the_masters_their_digit
         assigned(model, own)
         with torch.no_grad():
             model(X)
-        assert all(torch.equal(value, masters[name]) for name, value in model.state_dict().items())
+        for name, value in model.state_dict().items():  # both are within half of a place of bfloat16's 8 bits
+            assert ((value - masters[name]).abs() <= 2**-7 * masters[name].abs()).all()
+            assert torch.equal(value.to(BF16), masters[name].to(BF16))
 
 
 @pytest.mark.parametrize("level", ("O2", "O3", "O5"))
@@ -402,27 +402,21 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("kept", (False, True), ids=("cast", "kept"))
 @pytest.mark.parametrize("how", AVERAGES)
-def test_average_that_a_model_keeps_is_warned_of_and_right_when_kept(how, kept, caplog):
+def test_average_that_a_model_keeps_moves_as_in_float32_where_it_is_kept(how):
     make, name, average_of = AVERAGES[how]
     model, twin = make(how), make(how)
     optimizers = [torch.optim.SGD(m.query.parameters(), lr=0.3) for m in (model, twin)]
     start = average_of(twin).detach().clone()
-    with caplog.at_level(logging.WARNING, "ampkit"):
-        o2(model, optimizers[0], keep_fp32=name if kept else ())
-        train(model, optimizers[0], STEPS)
-        state = model.state_dict()
+    o2(
+        model, optimizers[0], keep_fp32=name if how == "buffer" else ()
+    )  # a frozen twin of what is trained is kept anyway
+    train(model, optimizers[0], STEPS)
     train_in_float32(twin, optimizers[1], STEPS)
     full = "average" if how == "buffer" else "key.0.weight"
-    moved, wanted = (state[full] - start).norm(), (average_of(twin) - start).norm()
-    if kept:
-        assert not caplog.records
-        assert abs(moved - wanted) <= 0.1 * wanted
-    else:
-        assert state[full].to(BF16).equal(average_of(model))  # the checkpoint has what the model has
-        [record] = caplog.records
-        assert f"keep_fp32={name!r}" in record.getMessage()
+    moved, wanted = (model.state_dict()[full] - start).norm(), (average_of(twin) - start).norm()
+    assert average_of(model).dtype is torch.float32
+    assert abs(moved - wanted) <= 0.1 * wanted
 
 
 def through_data(target, online):
@@ -430,9 +424,10 @@ def through_data(target, online):
         mine.data.mul_(DECAY).add_((1 - DECAY) * its.data)
 
 
-def by_lerp(target, online):
+def by_copy(target, online):
     with torch.no_grad():
-        torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), 1 - DECAY)
+        for mine, its in zip(target.parameters(), online.parameters()):
+            mine.copy_(DECAY * mine + (1 - DECAY) * its)
 
 
 def by_loading(target, online):
@@ -445,58 +440,42 @@ def by_vector(target, online):
     nn.utils.vector_to_parameters(mine * DECAY + its * (1 - DECAY), target.parameters())
 
 
-def copied_through_data(target, online):
-    for mine, its in zip(target.parameters(), online.parameters()):
-        mine.data.copy_(its.data)
-
-
-def copied(target, online):
-    with torch.no_grad():
-        for mine, its in zip(target.parameters(), online.parameters()):
-            mine.copy_(its)
-
-
-def copied_by_loading(target, online):
-    target.load_state_dict(dict(online.named_parameters()))
-
-
-def warnings_about_a_target(update, caplog, owned="online", frozen=False, every=1, **settings):
-    """What is said of a target network that is a model of its own, as in SAC and DQN."""
+def target_after(update, frozen, level):
+    """A target network that is a model of its own, as in SAC and DQN; how far it has moved, and its dtype."""
     online = make_net()
     target = copy.deepcopy(online).requires_grad_(not frozen)
-    params = [*online.parameters(), *(target.parameters() if owned == "both" else ())]
-    with caplog.at_level(logging.WARNING, "ampkit"):
-        (online, target), optimizer = ampkit.initialize(
-            [online, target],
-            torch.optim.SGD(params, lr=0.3),
-            opt_level="O2",
-            verbosity=0,
-            keep_fp32=[target] if settings else (),
-        )
-        for step in range(STEPS):
-            with torch.no_grad():
-                wanted = target(X).float() + 1
-            iterate(lambda wanted=wanted: (online(X).float() - wanted).square().mean(), optimizer, 1)
-            if step % every == every - 1:
-                update(target, online)
-    return [record.getMessage() for record in caplog.records]
+    start = copy.deepcopy(target.state_dict())
+    (online, target), optimizer = ampkit.initialize(
+        [online, target], torch.optim.SGD(online.parameters(), lr=0.3), opt_level=level, verbosity=0
+    )
+    for _ in range(STEPS):
+        with torch.no_grad():
+            wanted = target(X).float() + 1
+        iterate(lambda wanted=wanted: (online(X).float() - wanted).square().mean(), optimizer, 1)
+        update(target, online)
+    way = torch.cat([(value - start[name]).flatten() for name, value in target.state_dict().items()])
+    dtypes = {param.dtype for param in target.parameters()}
+    ampkit.close()
+    return way.norm(), dtypes
 
 
-@pytest.mark.parametrize("owned, frozen", (("online", False), ("online", True), ("both", True)))
-@pytest.mark.parametrize("update", (through_data, by_lerp, by_loading, by_vector))
-def test_target_network_that_stalls_is_warned_of(update, owned, frozen, caplog):
-    [message] = warnings_about_a_target(update, caplog, owned, frozen)
-    assert "like an average, in torch.bfloat16" in message and "keep_fp32=" in message
+@pytest.mark.parametrize("update", (through_data, by_copy, by_loading, by_vector))
+def test_a_frozen_target_network_stays_float32_and_moves_as_in_float32(update):
+    wanted, _ = target_after(update, True, "O0")
+    moved, dtypes = target_after(update, True, "O2")
+    assert dtypes == {torch.float32} and abs(moved - wanted) <= 0.1 * wanted
 
 
-def test_target_network_in_float32_is_not_warned_of(caplog):
-    assert not warnings_about_a_target(through_data, caplog, keep=True)
+def test_a_target_network_that_is_not_frozen_is_cast():
+    assert BF16 in target_after(through_data, False, "O2")[1]
 
 
-@pytest.mark.parametrize("every", (1, 7))
-@pytest.mark.parametrize("update", (copied_through_data, copied, copied_by_loading))
-def test_target_network_that_is_copied_now_and_then_is_no_average(update, every, caplog):
-    assert not warnings_about_a_target(update, caplog, every=every)
+def test_frozen_layers_beside_trained_ones_of_a_list_are_cast():
+    """Blocks of a list look alike: that some are frozen makes no averages of them."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[0].requires_grad_(False)
+    o2(model, torch.optim.SGD(model[1:].parameters(), lr=0.1))
+    assert {param.dtype for param in model.parameters()} == {BF16}
 
 
 def test_queue_and_loaded_weights_are_no_averages(caplog):
@@ -659,7 +638,7 @@ def _put_negated_in_place(model):
         p.data = -p.data
 
 
-@pytest.mark.parametrize("settings", [{}, {"master_weights": "split"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"cast_model_type": torch.float16}], ids=str)
 @pytest.mark.parametrize("write", [_negate, _negate_as_a_vector, _negate_through_data, _put_negated_in_place])
 def test_what_is_written_to_weights_after_load_state_dict_counts(write, settings):
     net = nn.Linear(2, 2)
@@ -672,33 +651,32 @@ def test_what_is_written_to_weights_after_load_state_dict_counts(write, settings
         assert torch.equal(values, -loaded[name])
 
 
-def test_a_state_dict_that_was_kept_loads_what_was_written_to_weights_since():
-    """It holds the values themselves, as in torch: loading it changes nothing."""
+def test_a_state_dict_that_was_kept_loads_what_weights_were_when_it_was_made():
     net = nn.Linear(2, 2)
     model, _ = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
     kept = model.state_dict()
+    before = kept["weight"].clone()
     with torch.no_grad():
         model.weight.fill_(3.0)
     model.load_state_dict(kept)
-    assert model.weight.unique().item() == 3.0
-    assert kept["weight"].unique().item() == 3.0
+    assert torch.equal(model.state_dict()["weight"], before) and torch.equal(kept["weight"], before)
 
 
 @pytest.mark.parametrize("from_", ["state_dict", "master_params"])
 @pytest.mark.parametrize("write", [_negate_through_data, _put_negated_in_place])
-def test_what_is_written_through_data_after_the_master_was_written_to_counts(write, from_):
+def test_what_is_written_through_data_after_the_float32_value_was_written_to_is_refused(write, from_):
     net = nn.Linear(2, 2, bias=False)
     model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
     master = model.state_dict()["weight"] if from_ == "state_dict" else next(iter(ampkit.master_params(optimizer)))
     with torch.no_grad():
         master.fill_(2.0)
     write(model)
-    assert model(torch.tensor([[1.0, 1.0]])).tolist() == [[-4.0, -4.0]]
-    assert model.state_dict()["weight"].unique().item() == -2.0
+    with pytest.raises(ampkit.ConfigurationError, match="both written to since the last forward or step"):
+        model(torch.tensor([[1.0, 1.0]]))
 
 
 @pytest.mark.parametrize("then", ["forward", "step"])
-def test_a_weight_and_its_master_that_were_both_written_to_are_refused(then):
+def test_a_weight_and_its_float32_value_that_were_both_written_to_are_refused(then):
     net = nn.Linear(2, 2, bias=False)
     model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
     kept = model.state_dict()
@@ -733,13 +711,13 @@ def test_a_weight_and_its_master_that_were_given_the_same_values_are_not_refused
     assert model(torch.tensor([[1.0, 1.0]])).tolist() == [[4.0, 4.0]]
 
 
-def test_float32_values_in_the_place_of_one_parameter_whose_master_was_written_to_are_taken():
-    """What bfloat16 holds exactly, as zeros, looks like a weight that was made float32; but then its neighbour would be too."""
+def test_float32_values_in_the_places_of_all_parameters_are_taken():
+    """What bfloat16 holds exactly, as zeros, is no model that was made float32."""
     model = o2(nn.Linear(2, 2))
-    model.state_dict()["bias"].fill_(2.0)
-    model.bias.data = torch.zeros(2)
-    assert torch.equal(model(torch.zeros(1, 2)), torch.zeros(1, 2))
-    assert torch.equal(model.state_dict()["bias"], torch.zeros(2))
+    for param in model.parameters():
+        param.data = torch.zeros(param.shape)
+    assert torch.equal(model(torch.ones(1, 2)), torch.zeros(1, 2))
+    assert not any(value.any() for value in model.state_dict().values())
 
 
 def test_a_weight_given_float32_values_before_an_evaluation_in_inference_mode_trains_on():
@@ -749,4 +727,5 @@ def test_a_weight_given_float32_values_before_an_evaluation_in_inference_mode_tr
     with torch.inference_mode():
         model(torch.ones(1, 2))
     iterate(lambda: model(torch.ones(1, 2)).sum(), optimizer)
-    assert model.state_dict()["weight"].unique().item() == 1.0
+    # 2 - 1 within half of the last place of 2, which is 2^-6.
+    assert (model.state_dict()["weight"] - 1.0).abs().max() <= 2.0**-7

@@ -189,7 +189,7 @@ def test_small_updates_are_lost_in_bfloat16_and_not_at_o5():
 
 @pytest.mark.parametrize(
     "level, words",
-    (("O1", "they are float32"), ("O5", "float32 masters"), ("O3", "without masters")),
+    (("O1", "they are float32"), ("O5", "they train in float32"), ("O3", "they train in torch.bfloat16")),
 )
 def test_one_line_says_so(level, words, caplog):
     caplog.set_level(logging.INFO, logger="ampkit")

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex import optimizers as apex_optimizers
-from ampkit.iteration.master_weights import MasterWeight
 from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
 from ampkit.parallel import LARC
 
@@ -76,7 +75,7 @@ def backward_on_batch(model, optimizer, seed=1, with_side=True, factor=1.0, **fl
 
 
 def masters(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return list(ampkit.master_params(optimizer))
 
 
 def float64_twin(make_twin, optimizer):
@@ -108,7 +107,6 @@ def test_step_agrees_with_float64_torch_optim(name, level):
         backward_on_batch(model, optimizer, step, with_side=step != 2 or name == "apex FusedAdam")
         for param, gradient in zip(params, gradients_in_float64(model)):
             param.grad = gradient
-        assert all(p.raw_grad is None for p in masters(optimizer) if p.requires_grad and p.shape != (8,))
         optimizer.step()
         twin.step()
         assert_model_is_the_rounded_masters(model, optimizer)
@@ -280,19 +278,17 @@ def test_micro_batches_add_up(level, growth_interval, delays, clipped_between):
         assert (start - master.double() - gradient).abs().max() <= (3e-2 if any(delays) else 1e-2) * largest
 
 
-def test_second_micro_batch_makes_float32_accumulators_and_delayed_ones_do_not():
+def test_second_micro_batch_makes_float32_sums_and_delayed_ones_do_not():
     model, optimizer = with_fused(TWINS["FusedAdam"][0])
-    cast = [
-        p for p, w in zip(masters(optimizer), model.parameters()) if w.dtype is not torch.float32 and p.requires_grad
-    ]
+    cast = [p for p in model.parameters() if p.dtype is not torch.float32 and p.requires_grad]
     backward_on_batch(model, optimizer)
-    assert all(p.raw_grad is None for p in cast)
+    assert all(p.grad.dtype is torch.bfloat16 for p in cast)
     backward_on_batch(model, optimizer)
     assert all(p.grad.dtype is torch.float32 for p in cast)
     optimizer.zero_grad()
     for delayed in (True, True, False):
         backward_on_batch(model, optimizer, delay_unscale=delayed)
-        assert all(p.raw_grad is None for p in cast)
+        assert all(p.grad.dtype is torch.bfloat16 for p in cast)
 
 
 # What scripts do in between
@@ -528,9 +524,8 @@ def reachable_bytes(*roots):
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-            gradient = thing.raw_grad if isinstance(thing, MasterWeight) else thing.grad  # not to have one made
-            if gradient is not None:
-                pending.append(gradient)
+            if thing.grad is not None:
+                pending.append(thing.grad)
             pending.append(vars(thing))
             continue
         pending.extend(gc.get_referents(thing))
@@ -540,8 +535,8 @@ def reachable_bytes(*roots):
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("kind", [FusedAdam, torch.optim.Adam])
-def test_after_a_step_of_adam_sixteen_bytes_are_held_per_parameter(kind, level, delayed):
-    """Masters have no float32 gradients any more: many scripts clear gradients after the next forward pass only."""
+def test_after_a_step_of_adam_fourteen_bytes_are_held_per_parameter(kind, level, delayed):
+    """No float32 gradients any more: many scripts clear gradients after the next forward pass only."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
     optimizer = kind(model.parameters(), lr=1e-3)
@@ -557,10 +552,10 @@ def test_after_a_step_of_adam_sixteen_bytes_are_held_per_parameter(kind, level, 
         optimizer.step()
     parameters = sum(p.numel() for p in model.parameters())
     held = reachable_bytes(model, optimizer, ampkit.current_session())
-    # Weight 2, gradient 2, master 4, moments 8; and a few words for steps and flags.
-    assert 16 * parameters <= held <= 16 * parameters + 4096
+    # Weight 2, rest 2, gradient 2, moments 8; and a few words for steps and flags.
+    assert 14 * parameters <= held <= 14 * parameters + 4096
     list(ampkit.master_params(optimizer))  # brings float32 gradients about: the count can tell
-    assert reachable_bytes(model, optimizer, ampkit.current_session()) >= 20 * parameters
+    assert reachable_bytes(model, optimizer, ampkit.current_session()) >= 16 * parameters
 
 
 # -- complex parameters

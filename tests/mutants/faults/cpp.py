@@ -2,14 +2,164 @@
 
 from ..mutant import Mutant
 
+SAME = "kernels/test_split.py::test_the_operators_do_the_same"
+CONVERTS = "kernels/test_split.py::test_the_operators_convert_values_of_another_dtype[extension-cpu]"
+A_STEP = "kernels/test_split.py::test_a_step_of_weights_with_rests_is_that_of_their_float32_values"
+ANY_REST = "kernels/test_kernels.py::test_join_takes_any_rest_beside_any_weight"
+SLICE = "kernels/test_kernels.py::test_what_lies_beside_a_slice_is_left_alone"
+
+
+def split_fault(name: str, old: str, new: str, breaks: str, test: str, file: str = "csrc/functors/split.h") -> Mutant:
+    return Mutant(f"cpp split: {name}", file, old, new, breaks, (test,))
+
+
 FAULTS = [
-    Mutant(
-        "cpp split: ties to zero",
-        "csrc/functors/split.h",
-        "(bits + 0x8000u) >> 16",
-        "(bits + 0x7fffu) >> 16",
-        breaks="a split weight is the value rounded to nearest, ties away from zero",
-        tests=("kernels/test_split.py::test_every_class_of_values_goes_through_a_step[extension-cpu-rest_dtype0]",),
+    split_fault(
+        "ties to zero",
+        "(code + Format::kHalfUnit) >> Format::kRestBits",
+        "(code + Format::kHalfUnit - 1) >> Format::kRestBits",
+        "a weight is the value rounded to nearest, ties away from zero",
+        SAME,
+    ),
+    split_fault(
+        "a sign goes to the place beside it",
+        "static_cast<uint32_t>(bits) >> 16 & 0x8000u",
+        "static_cast<uint32_t>(bits) >> 17 & 0x8000u",
+        "a weight has the sign of the value",
+        SAME,
+    ),
+    split_fault(
+        "a NaN is an infinity",
+        "is_nan ? Format::kNaN : Format::kInfinity | sign",
+        "Format::kInfinity | sign",
+        "what is no number stays none",
+        SAME,
+    ),
+    split_fault(
+        "an infinity has a rest",
+        "static_cast<int16_t>(is_finite ? left : 0)",
+        "static_cast<int16_t>(left)",
+        "beside what is not finite a rest is 0",
+        SAME,
+    ),
+    split_fault(
+        "values too large become infinite",
+        "given > Format::kLargest ? Format::kLargest : given",
+        "given",
+        "what would exceed the largest finite weight becomes it",
+        SAME,
+    ),
+    split_fault(
+        "values too small for a weight are 0",
+        "rounded == 0 && code != 0 ? 1 : rounded",
+        "rounded",
+        "a value too small for its weight stands beside the least one there is",
+        SAME,
+    ),
+    split_fault(
+        "sums are rounded up",
+        "kUnitsOfOne + kAlmostHalf",
+        "kUnitsOfOne + 0.5f",
+        "in float16 a value from 2^-16 to 2^-14 is kept as it is",
+        SAME,
+    ),
+    split_fault(
+        "rests below half a unit count",
+        "rest = rest < -Format::kHalfUnit ? -Format::kHalfUnit : rest;",
+        "",
+        "a weight that is written to is within half a unit of its value",
+        ANY_REST,
+    ),
+    split_fault(
+        "rests above half a unit count",
+        "rest > Format::kHalfUnit - 1 ? Format::kHalfUnit - 1 : rest",
+        "rest > Format::kHalfUnit ? Format::kHalfUnit : rest",
+        "a value rounds to its weight, whatever the rest",
+        ANY_REST,
+    ),
+    split_fault(
+        "the rest of a zero counts",
+        "magnitude != 0 && magnitude < static_cast<int32_t>(Format::kInfinity)",
+        "magnitude < static_cast<int32_t>(Format::kInfinity)",
+        "beside a weight of 0 a rest counts for nothing",
+        ANY_REST,
+    ),
+    split_fault(
+        "the rest of an infinity counts",
+        "magnitude != 0 && magnitude < static_cast<int32_t>(Format::kInfinity)",
+        "magnitude != 0",
+        "beside an infinite weight a rest counts for nothing",
+        ANY_REST,
+    ),
+    split_fault(
+        "odd codes are rounded to even",
+        "static_cast<float>(code & ~(code >> 24))",
+        "static_cast<float>(code)",
+        "a value rounds to its weight, whatever the rest",
+        ANY_REST,
+    ),
+    split_fault(
+        "codes are a place too long",
+        "(code >> 2) + kRebias",
+        "(code >> 1) + kRebias",
+        "weight and rest together are the value",
+        SAME,
+    ),
+    split_fault(
+        "the last elements are left out",
+        "split_tile(load(data[0], dtype[0], offset, n, buffer), data[1], data[2], dtype[1], offset, n);",
+        "split_tile(load(data[0], dtype[0], offset, n, buffer), data[1], data[2], dtype[1], offset, n & ~int64_t{7});",
+        "all elements of a tensor are split",
+        SLICE,
+        file="csrc/cpu/multi_tensor_split.cpp",
+    ),
+    split_fault(
+        "what is joined in lower precision stays in the buffer",
+        "store(to, data[2], dtype[2], offset, n, streams);",
+        "",
+        "values are joined into outputs of any dtype",
+        CONVERTS,
+        file="csrc/cpu/multi_tensor_split.cpp",
+    ),
+    split_fault(
+        "all tiles are joined into the first",
+        "target(data[2], dtype[2], offset, buffer, streams)",
+        "target(data[2], dtype[2], block.offset, buffer, streams)",
+        "each element is written to its own place",
+        SAME,
+        file="csrc/cpu/multi_tensor_split.cpp",
+    ),
+    split_fault(
+        "weights are taken for what the outputs are",
+        "join_tile(data[0], data[1], dtype[0], offset, to, n);",
+        "join_tile(data[0], data[1], dtype[2], offset, to, n);",
+        "weights of either dtype are joined with their rests",
+        SAME,
+        file="csrc/cpu/multi_tensor_split.cpp",
+    ),
+    split_fault(
+        "a step takes all weights with rests for bfloat16",
+        "split_tile(p, data[1], data[kLower], dtype[1], offset, n);",
+        "split_tile(p, data[1], data[kLower], DType::kBFloat16, offset, n);",
+        "a step leaves the rests of the weights that it leaves",
+        A_STEP,
+        file="csrc/cpu/step_block.h",
+    ),
+    split_fault(
+        "rests beside float32 are taken",
+        "!is_rest(tensors[i].dtype[kLower]) || tensors[i].dtype[kParams] != DType::kFloat",
+        "true",
+        "the rest of a float32 parameter is refused",
+        "kernels/test_split.py::test_a_rest_beside_float32_is_refused[extension-cpu-adamw]",
+        file="csrc/step_lists.h",
+    ),
+    split_fault(
+        "float32 weights are joined",
+        "fits && is_rest(tensor.dtype[k + 1])",
+        "is_rest(tensor.dtype[k + 1])",
+        "weights with rests are in lower precision",
+        "kernels/test_split.py::test_the_operators_refuse_what_is_no_weight_or_rest[extension-cpu]",
+        file="csrc/tensor_lists.h",
     ),
     Mutant(
         "cpp adam: the root of the correction is missing",

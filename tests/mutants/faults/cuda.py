@@ -18,17 +18,75 @@ LAUNCHES = "kernels/test_kernels.py::test_lists_take_few_launches"
 SCALE = "kernels/test_kernels.py::test_scale_rounds_the_float32_product"
 LAYOUTS = "kernels/test_kernels.py::test_layouts"
 SLICE = "kernels/test_kernels.py::test_what_lies_beside_a_slice_is_left_alone"
+SPLIT = "kernels/test_split.py::test_the_operators_do_the_same"
 WHEREVER = "kernels/test_kernels.py::test_found_inf_wherever_the_value_hides"
 FIRST_BAD = "kernels/test_kernels.py::test_first_bad_is_the_smallest_index_and_only_falls"
 
 FAULTS = [
+    # Weights and rests
     fault(
-        "step: rests of one byte are read out of order",
+        "split: rests have no sign",
         DRIVER,
-        "raw.words[k / 4] >> k % 4 * 8 & 0xff",
-        "raw.words[k / 4] >> k % 2 * 8 & 0xff",
+        "static_cast<int16_t>(half_word(raw_rests, k))",
+        "static_cast<int32_t>(half_word(raw_rests, k))",
+        "weight and rest together are the value",
+        SPLIT,
+    ),
+    fault(
+        "split: float16 is joined as bfloat16",
+        DRIVER,
+        "is_half ? join<true>(weight, rest) : join<false>(weight, rest)",
+        "join<false>(weight, rest)",
+        "weights of either dtype are joined with their rests",
+        SPLIT,
+    ),
+    fault(
+        "split: float16 is split as bfloat16",
+        DRIVER,
+        "is_half ? split<true>(values[k], weight, rest) : split<false>(values[k], weight, rest);",
+        "split<false>(values[k], weight, rest);",
+        "a rest is what the weight in its own dtype lacks",
+        SPLIT,
+    ),
+    fault(
+        "split: weights and rests change places",
+        "multi_tensor_split.cu",
+        "chunk.join_rests(0, chunk.fetch(0, i), chunk.fetch(1, i), values);",
+        "chunk.join_rests(0, chunk.fetch(1, i), chunk.fetch(0, i), values);",
+        "weight and rest together are the value",
+        SPLIT,
+    ),
+    fault(
+        "split: all stretches of a chunk are joined into the first",
+        "multi_tensor_split.cu",
+        "chunk.store(2, i, values);",
+        "chunk.store(2, threadIdx.x * kWidth, values);",
+        "each element is written to its own place",
+        SPLIT,
+    ),
+    fault(
+        "split: all stretches of a chunk are split into the first",
+        "multi_tensor_split.cu",
+        "chunk.store_split(1, 2, i, values);",
+        "chunk.store_split(1, 2, threadIdx.x * kWidth, values);",
+        "each element is written to its own place",
+        SPLIT,
+    ),
+    fault(
+        "step: the first stretch's rests serve all",
+        STEP,
+        "raw[list] = chunk.fetch(list, i);  // nothing beyond the end\n      if (splits) rests = chunk.fetch(kLower, i);",
+        "raw[list] = chunk.fetch(list, i);",
         "each parameter has its own rest",
-        "kernels/test_split.py::test_a_step_of_split_parameters_is_that_of_their_float32_values",
+        "kernels/test_split.py::test_a_step_of_weights_with_rests_is_that_of_their_float32_values",
+    ),
+    fault(
+        "step: weights with rests are stored without them",
+        STEP,
+        "chunk.store_split(1, kLower, i, values[1]);",
+        "chunk.store(1, i, values[1]);",
+        "a step leaves the rests of the weights that it leaves",
+        "kernels/test_split.py::test_a_step_of_weights_with_rests_is_that_of_their_float32_values",
     ),
     # Barriers
     fault(
@@ -229,14 +287,6 @@ FAULTS = [
         "ratios == nullptr ? 1.0f : ratios[0]",
         "each tensor moves at its own rate",
         A_STEP,
-    ),
-    fault(
-        "restore: float16 is not rounded",
-        "multi_tensor_apply.cuh",
-        "if (dtype == DType::kHalf) return __half2float(__float2half_rn(value));",
-        "",
-        "a gradient is told by what the exact value rounds to",
-        "kernels/test_kernels.py::test_restore_keeps_what_was_written",
     ),
     fault(
         "update_scale: the launch is not checked",

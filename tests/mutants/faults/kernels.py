@@ -2,38 +2,117 @@
 
 from ..mutant import Mutant
 
+A_VALUE = "test_a_value_is_its_weight_and_rest"
+OVERWRITTEN = "test_what_is_written_over_a_weight_is_what_both_together_round_to"
+BESIDE_SPECIAL = "test_beside_zero_infinity_and_nan_a_rest_counts_for_nothing"
+
+
+def split_fault(name: str, old: str, new: str, breaks: str, test: str) -> Mutant:
+    return Mutant(f"split: {name}", "ampkit/kernels/split.py", old, new, breaks, (f"kernels/test_split.py::{test}",))
+
+
 FAULTS = [
-    Mutant(
-        "split: ties to zero",
-        "ampkit/kernels/split.py",
-        "weights = ((bits + 0x8000) >> 16)",
-        "weights = ((bits + 0x7FFF) >> 16)",
-        breaks="a split weight is the value rounded to nearest, ties away from zero",
-        tests=("kernels/test_split.py::test_a_value_is_its_weight_and_rest_bit_for_bit",),
+    split_fault(
+        "ties to zero",
+        "rounded = (code + (1 << shift >> 1)) >> shift",
+        "rounded = (code + (1 << shift >> 1) - 1) >> shift",
+        "a weight is the value rounded to nearest, ties away from zero",
+        A_VALUE,
+    ),
+    split_fault(
+        "a NaN is an infinity",
+        "torch.where(given > 0x7F800000, nan, infinity | sign)",
+        "infinity | sign",
+        "what is no number stays none",
+        A_VALUE,
+    ),
+    split_fault(
+        "values too large become infinite",
+        "given.clamp(max=largest)",
+        "given",
+        "what would exceed the largest finite weight becomes it",
+        A_VALUE,
+    ),
+    split_fault(
+        "values too small for a weight are 0",
+        "rounded = torch.where((rounded == 0) & (code != 0), 1, rounded)",
+        "pass",
+        "a value too small for its weight stands beside the least one there is",
+        A_VALUE,
+    ),
+    split_fault(
+        "beside the least weight a rest is no longer than elsewhere",
+        "rest = torch.where(magnitude > 1, rest.clamp(-(1 << 14), (1 << 14) - 1), rest)",
+        "rest = rest.clamp(-(1 << 14), (1 << 14) - 1)",
+        "a value too small for its weight is kept to 2^-40",
+        A_VALUE,
+    ),
+    split_fault(
+        "sums are rounded up",
+        "0.5 - 2.0**-25",
+        "0.5",
+        "in float16 a value from 2^-16 to 2^-14 is kept as it is",
+        A_VALUE,
+    ),
+    split_fault(
+        "rests of any length count",
+        "rest.clamp(-(1 << 14), (1 << 14) - 1)",
+        "rest",
+        "a weight that is written to is within half a unit of its value",
+        OVERWRITTEN,
+    ),
+    split_fault(
+        "odd codes are rounded to even",
+        "(code & ~(code >> 24))",
+        "code",
+        "a value rounds to its weight, whatever the rest",
+        OVERWRITTEN,
+    ),
+    split_fault(
+        "the rest of a zero counts",
+        "(magnitude != 0) & (magnitude < infinity)",
+        "magnitude < infinity",
+        "beside a weight of 0 a rest counts for nothing",
+        BESIDE_SPECIAL,
+    ),
+    split_fault(
+        "the rest of an infinity counts",
+        "(magnitude != 0) & (magnitude < infinity)",
+        "magnitude != 0",
+        "beside an infinite weight a rest counts for nothing",
+        BESIDE_SPECIAL,
     ),
     Mutant(
-        "split: 24 bits by cutting",
-        "ampkit/kernels/split.py",
-        "+ ((1 << left_out) >> 1)",
-        "+ 0",
-        breaks="a value of 24 bits is rounded to nearest",
-        tests=("kernels/test_split.py::test_a_value_is_its_weight_and_rest_bit_for_bit",),
+        "split: all weights are taken for bfloat16",
+        "ampkit/kernels/reference.py",
+        "split(value.float(), weight.dtype)",
+        "split(value.float(), torch.bfloat16)",
+        breaks="a rest is what the weight in its own dtype lacks",
+        tests=("kernels/test_split.py::test_the_operators_do_the_same[reference-cpu-float16]",),
     ),
     Mutant(
-        "split: the rest of a zero",
-        "ampkit/kernels/split.py",
-        "magnitudes.clamp_(min=0)",
-        "magnitudes",
-        breaks="a zero written over a weight with a negative rest is a zero, no NaN",
-        tests=("kernels/test_split.py::test_what_is_written_over_a_weight_is_what_both_together_round_to",),
+        "updates: all weights with rests are taken for bfloat16",
+        "ampkit/kernels/reference_optimizers.py",
+        "split(p[i], params[i].dtype)",
+        "split(p[i], torch.bfloat16)",
+        breaks="a step leaves the rests of the weights that it leaves",
+        tests=("kernels/test_split.py::test_a_step_of_weights_with_rests_is_that_of_their_float32_values",),
     ),
     Mutant(
         "reference: rests of float32 parameters",
         "ampkit/kernels/checks.py",
-        'if lists["params"][i].dtype is not torch.bfloat16:',
-        'if lists["params"][i].dtype is torch.float16:',
+        "if tensor.dtype is not torch.int16 or weight.dtype not in LOWER_PRECISION:",
+        "if tensor.dtype is not torch.int16:",
         breaks="the rest of a float32 parameter is refused",
-        tests=("kernels/test_split.py::test_the_rest_of_what_is_no_bfloat16_is_refused",),
+        tests=("kernels/test_split.py::test_a_rest_beside_float32_is_refused",),
+    ),
+    Mutant(
+        "reference: rests of any dtype",
+        "ampkit/kernels/checks.py",
+        "if tensor.dtype is not torch.int16 or weight.dtype not in LOWER_PRECISION:",
+        "if weight.dtype not in LOWER_PRECISION:",
+        breaks="a rest is int16",
+        tests=("kernels/test_split.py::test_the_operators_refuse_what_is_no_weight_or_rest",),
     ),
     Mutant(
         "reference: a clean list clears found_inf",

@@ -4,6 +4,7 @@ from ..mutant import Mutant
 
 KERNELS, OPTIMIZERS = "kernels/test_moments.py::", "optimizers/test_narrow_moments.py::"
 PACKS = KERNELS + "test_a_step_packs_what_it_would_write_in_float32"
+WITH_RESTS = KERNELS + "test_weights_with_rests_and_packed_moments_in_one_step"
 DRAWN = KERNELS + "test_parameters_in_bfloat16_are_rounded_by_numbers_drawn"
 
 
@@ -132,6 +133,23 @@ FAULTS = [
         "0",
         "each block has a scale of its own",
         PACKS,
+    ),
+    fault(
+        "cpu: weights with rests and packed moments are taken for bfloat16",
+        "csrc/cpu/rounded_step_block.h",
+        "split_tile(p, data[1], data[kLower], dtype[1], offset, n);",
+        "split_tile(p, data[1], data[kLower], DType::kBFloat16, offset, n);",
+        "a step leaves the rests of the weights that it leaves",
+        WITH_RESTS,
+    ),
+    fault(
+        "cuda: weights with rests and packed moments are stored without them",
+        "csrc/cuda/rounded_step.cuh",
+        "chunk.store_split(1, kLower, i, p);",
+        "chunk.store(1, i, p);",
+        "a step leaves the rests of the weights that it leaves",
+        WITH_RESTS,
+        extension="emulated",
     ),
     fault(
         "cuda: half of a warp is asked",

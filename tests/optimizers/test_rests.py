@@ -1,0 +1,400 @@
+"""Weights and rests in training: beside whole float32 masters, resumed, lent, copied and closed."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from helpers import iterate, random_batch, saved_and_loaded
+from torch import nn
+
+import ampkit
+from ampkit import kernels, optimizers
+
+BF16 = torch.bfloat16
+LOWER = [torch.bfloat16, torch.float16]
+
+
+def adamw(params):
+    return optimizers.FusedAdam(params, lr=3e-3, weight_decay=0.1)
+
+
+def torch_adamw(params):
+    return torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1)
+
+
+def torch_sgd(params):
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def sgd(params):
+    return optimizers.FusedSGD(params, lr=0.05, momentum=0.9)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def initialized(make=adamw, dtype=BF16, model=None, **settings):
+    """Without a loss scale where nothing else is said."""
+    model = net() if model is None else model
+    optimizer = make(model.parameters())
+    settings = {"loss_scale": 1.0, "cast_model_type": dtype, **settings}
+    return ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0, **settings)
+
+
+def loss_of(model, seed=1):
+    inputs, targets = random_batch(seed)
+    return lambda: nn.functional.mse_loss(model(inputs), targets)
+
+
+def float32_values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert found[name].dtype is expected[name].dtype and torch.equal(found[name], expected[name]), name
+
+
+def one_layer():
+    """Few tensors, for many steps."""
+    torch.manual_seed(0)
+    return nn.Linear(6, 3, bias=False)
+
+
+@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize(
+    ("make", "build", "steps"),
+    [(adamw, one_layer, 1000), (adamw, net, 50), (sgd, net, 50), (torch_adamw, one_layer, 1000), (torch_sgd, net, 50)],
+)
+def test_training_is_that_of_whole_float32_masters(make, build, steps, dtype):
+    """Whose weights are rounded ties away: in bfloat16 bit for bit; in float16 values below 2^-14 are kept to 2^-40."""
+    model, optimizer = initialized(make, dtype, build())
+    twin = build().to(dtype)
+    masters = [nn.Parameter(p.detach().clone()) for p in build().parameters()]
+    reference = make(masters)
+    batches = [random_batch(seed) for seed in range(16)]
+    for step in range(steps):
+        inputs, targets = batches[step % 16]
+        iterate(lambda x=inputs, y=targets: nn.functional.mse_loss(model(x), y), optimizer)
+        with torch.no_grad():
+            for p, master in zip(twin.parameters(), masters):
+                p.copy_(kernels.split(master, dtype)[0])
+        nn.functional.mse_loss(twin(inputs.to(dtype)).float(), targets).backward()
+        for p, master in zip(twin.parameters(), masters):
+            master.grad, p.grad = p.grad.float(), None
+        reference.step()
+    for found, master in zip(model.state_dict().values(), masters):
+        torch.testing.assert_close(found, master.detach(), rtol=0, atol=0 if dtype is BF16 else 1e-6)
+    assert any(not torch.equal(m.detach(), m.detach().to(dtype).float()) for m in masters)
+
+
+def adamw_in_8_bits(params):
+    return optimizers.FusedAdam(params, lr=3e-3, state_dtype="int8")
+
+
+@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize("make", [adamw, sgd, adamw_in_8_bits, torch_adamw])
+def test_a_resumed_run_is_the_same_run(make, dtype):
+    model, optimizer = initialized(make, dtype)
+    iterate(loss_of(model), optimizer, times=5)
+    saved = saved_and_loaded(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}
+    )
+    iterate(loss_of(model), optimizer, times=5)
+    expected = float32_values(model)
+    ampkit.close()
+    again, optimizer = initialized(make, dtype, net(seed=3))
+    again.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    ampkit.load_state_dict(saved["amp"])
+    assert_same(float32_values(again), dict(saved["model"]))
+    assert all(not x.is_floating_point() or x.dtype is torch.float32 for x in saved["model"].values())
+    iterate(loss_of(again), optimizer, times=5)
+    assert_same(float32_values(again), expected)
+
+
+def trained(**settings):
+    model, optimizer = initialized(**settings)
+    iterate(loss_of(model), optimizer, times=3)
+    return model, optimizer
+
+
+def test_other_memory_for_the_same_weights_loses_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    model, optimizer = initialized(model=model)
+    inputs = torch.randn(2, 3, 3, 3)
+    iterate(lambda: model(inputs).square().mean(), optimizer)
+    before = float32_values(model)
+    model.to(memory_format=torch.channels_last)
+    assert_same(float32_values(model), before)
+    iterate(lambda: model(inputs).square().mean(), optimizer)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_close_gives_the_float32_values_back():
+    model, optimizer = trained()
+    expected, weights = float32_values(model), list(model.parameters())
+    ampkit.close()
+    assert_same(dict(model.state_dict()), expected)
+    assert all(p is q and p.dtype is torch.float32 for p, q in zip(model.parameters(), weights))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in weights]
+    loss_of(model)().backward()
+    optimizer.step()
+    assert all(s["exp_avg"].dtype is torch.float32 and float(s["step"]) == 4 for s in optimizer.state.values())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_pair_is_float32_and_trains(copied):
+    model, optimizer = trained()
+    twin, twin_optimizer = copied((model, optimizer))
+    assert_same(dict(twin.state_dict()), float32_values(model))
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in twin_optimizer.param_groups[0]["params"]}
+    loss_of(twin)().backward()
+    twin_optimizer.step()
+    assert not torch.equal(twin[0].weight, model.state_dict()["0.weight"])
+
+
+def test_an_average_of_the_models_values_is_float32():
+    model, _ = trained()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    first = float32_values(model)
+    assert all(p.dtype is torch.float32 for p in average.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(average.module.parameters(), first.values()))
+
+
+# Gradients
+
+
+def over_stand_ins_and_in_one_pass(**settings):
+    """The same model with torch's optimizer and ours, in two sessions."""
+    for one in (torch_sgd, sgd):
+        yield initialized(one, **settings)
+
+
+def assert_masters_close(results):
+    first, second = results
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=0, atol=2e-6)
+
+
+def test_blocks_are_added_in_float32():
+    """1 and then thirty-two times 2^-9 in bfloat16 stay 1; in float32 they are 1.0625."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    model, optimizer = initialized(lambda p: optimizers.FusedSGD(p, lr=2.0**-10), model=model)
+    for size in (1.0, *[2.0**-9] * 32):
+        with ampkit.scale_loss(model(torch.full((1, 1), size)).sum(), optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert model.state_dict()["weight"].item() == 1.0 - 1.0625 * 2.0**-10
+
+
+CLIPS = {
+    "ampkit": lambda model, optimizer: ampkit.clip_grad_norm_(optimizer, 0.01),
+    "master_params": lambda model, optimizer: nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 0.01),
+    "parameters": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "by hand": lambda model, optimizer: [p.grad.mul_(0.1) for p in ampkit.master_params(optimizer)],
+    "list": lambda model, optimizer: [setattr(p, "grad", p.grad * 0.1) for p in list(ampkit.master_params(optimizer))],
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipping_is_the_same_over_stand_ins_and_in_one_pass(clip):
+    results = []
+    for model, optimizer in over_stand_ins_and_in_one_pass():
+        for _ in range(3):
+            optimizer.zero_grad()
+            for seed in (1, 2):
+                with ampkit.scale_loss(loss_of(model, seed)(), optimizer) as scaled:
+                    scaled.backward()
+            CLIPS[clip](model, optimizer)
+            optimizer.step()
+        results.append(float32_values(model))
+        ampkit.close()
+    assert_masters_close(results)
+
+
+def test_master_params_are_float32_and_what_is_written_to_them_comes_home():
+    model, optimizer = trained()
+    expected = float32_values(model)
+    for p, value in zip(ampkit.master_params(optimizer), expected.values()):
+        assert p.dtype is torch.float32 and p.requires_grad and torch.equal(p.detach(), value)
+    assert_same(float32_values(model), expected)
+    for p in ampkit.master_params(optimizer):
+        with torch.no_grad():
+            p.add_(2.0**-12)
+    expected = {name: value + 2.0**-12 for name, value in expected.items()}
+    assert_same(float32_values(model), expected)
+    for p in ampkit.master_params(optimizer):
+        p.data.mul_(0.5)
+        break
+    expected["0.weight"] = expected["0.weight"] * 0.5
+    assert_same(float32_values(model), expected)
+    vector = nn.utils.parameters_to_vector(ampkit.master_params(optimizer)).detach()
+    nn.utils.vector_to_parameters(vector * 2, ampkit.master_params(optimizer))
+    assert_same(float32_values(model), {name: value * 2 for name, value in expected.items()})
+
+
+def test_a_value_that_is_still_held_brings_no_old_gradient_into_the_step():
+    """``for average, p in zip(averages, master_params(optimizer))`` after the step leaves the last ``p`` behind."""
+    results = []
+    for model, optimizer in over_stand_ins_and_in_one_pass():
+        for seed in range(3):
+            iterate(loss_of(model, seed), optimizer)
+            held = list(ampkit.master_params(optimizer))
+        iterate(loss_of(model, 3), optimizer)
+        del held
+        results.append(float32_values(model))
+        ampkit.close()
+    assert_masters_close(results)
+
+
+def test_a_held_value_has_the_gradient_of_now():
+    """Clipping a list that was made before the backward pass clips."""
+    model, optimizer = trained()
+    held = list(ampkit.master_params(optimizer))
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in held)
+    with ampkit.scale_loss(loss_of(model)(), optimizer) as scaled:
+        scaled.backward()
+    norm = nn.utils.clip_grad_norm_(held, 0.01)
+    assert norm > 0.02
+    grads = [p.grad for p in ampkit.master_params(optimizer)]
+    assert float(nn.utils.get_total_norm(grads)) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_counted_writes_to_a_list_of_masters_are_seen_by_whoever_asks_next():
+    """An average swapped in for a validation, and out again."""
+    model, optimizer = trained()
+    inputs, before = torch.randn(5, 6), float32_values(model)
+    with torch.no_grad():
+        masters = list(ampkit.master_params(optimizer))
+        outputs = model(inputs)
+        torch._foreach_mul_(masters, 0.5)
+        assert not torch.equal(model(inputs), outputs)
+        assert_same(float32_values(model), {name: value * 0.5 for name, value in before.items()})
+        torch._foreach_mul_(masters, 2.0)
+        assert_same(float32_values(model), before)
+        assert torch.equal(model(inputs), outputs)
+        vector = nn.utils.parameters_to_vector(masters)
+        nn.utils.vector_to_parameters(vector * 2, masters)  # which assigns ``.data``
+        assert_same(float32_values(model), {name: value * 2 for name, value in before.items()})
+
+
+def test_what_is_loaded_is_newer_than_what_was_written_to_a_list_of_masters():
+    model, optimizer = trained()
+    masters = list(ampkit.master_params(optimizer))
+    with torch.no_grad():
+        torch._foreach_mul_(masters, 0.5)
+    state = float32_values(net(seed=5))
+    model.load_state_dict(state)
+    model(torch.randn(5, 6))
+    del masters
+    assert_same(float32_values(model), state)
+
+
+def test_gradients_taken_off_a_list_of_masters_are_not_stepped_with():
+    model, optimizer = initialized(sgd)
+    masters = list(ampkit.master_params(optimizer))
+    loss_of(model)().backward()
+    before = float32_values(model)
+    for p in masters:
+        p.grad = None
+    optimizer.step()
+    assert_same(float32_values(model), before)
+
+
+def test_a_weight_that_is_exchanged_for_a_larger_one_is_its_own_value():
+    model, optimizer = trained()
+    with ampkit.scale_loss(loss_of(model)(), optimizer) as scaled:
+        scaled.backward()
+    next(ampkit.master_params(optimizer))
+    rows = torch.randn(9, 8).to(BF16)
+    model[2].weight.data = rows
+    assert torch.equal(model.state_dict()["2.weight"], rows.float())
+    ampkit.close()
+    assert torch.equal(model[2].weight, rows.float()) and model[2].weight.grad is None
+    assert model[0].weight.grad is not None and model[0].weight.grad.dtype is torch.float32
+
+
+def test_masters_that_were_kept_over_close_write_nowhere():
+    model, optimizer = trained()
+    kept = list(ampkit.master_params(optimizer))
+    ampkit.close()
+    expected = float32_values(model)
+    with torch.no_grad():
+        kept[0].zero_()
+    del kept
+    gc.collect()
+    assert_same(dict(model.state_dict()), expected)
+
+
+def test_a_skipped_step_leaves_weights_and_rests():
+    model, optimizer = initialized(loss_scale="dynamic")
+    iterate(loss_of(model), optimizer, times=2)
+    before = float32_values(model)
+    loss = loss_of(model)
+    iterate(lambda: loss() * float("inf"), optimizer)
+    assert ampkit.step_was_skipped(optimizer)
+    assert_same(float32_values(model), before)
+    iterate(loss, optimizer)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_parameters_of_two_optimizers_come_back_once():
+    model = net()
+    both = [adamw(model.parameters()), sgd(model[2].parameters())]
+    model, both = ampkit.initialize(model, both, opt_level="O5", verbosity=0)
+    with ampkit.scale_loss(loss_of(model)(), both) as scaled:
+        scaled.backward()
+    for optimizer in both:
+        optimizer.step()
+    expected = float32_values(model)
+    ampkit.close()
+    assert_same(float32_values(model), expected)
+    assert model[2].weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_model_that_was_cast_before_close_keeps_what_it_holds(dtype):
+    model, _ = trained()
+    model.to(dtype)
+    expected = {name: value.float() for name, value in model.state_dict().items()}
+    ampkit.close()
+    assert_same(float32_values(model), expected)
+
+
+def test_frozen_tied_and_later_parameters():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = sgd(model[0].parameters())
+    original = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    inputs = torch.randn(5, 4)
+    model[2].bias.requires_grad_(False)
+    iterate(lambda: model(inputs).square().mean(), optimizer)
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], state["1.weight"]) and not torch.equal(
+        state["0.weight"], original["0.weight"]
+    )
+    assert torch.equal(state["2.weight"], original["2.weight"])
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    assert torch.equal(model.state_dict()["2.weight"], original["2.weight"])
+    iterate(lambda: model(inputs).square().mean(), optimizer)
+    assert not torch.equal(model.state_dict()["2.weight"], original["2.weight"])
+    assert torch.equal(model.state_dict()["2.bias"], original["2.bias"])
+    assert all(p.dtype is BF16 for group in optimizer.param_groups for p in group["params"])
+
+
+def test_a_second_initialize_goes_on_from_the_float32_values():
+    model, optimizer = trained()
+    expected = float32_values(model)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    assert_same(float32_values(model), expected)
+    iterate(loss_of(model), optimizer)
