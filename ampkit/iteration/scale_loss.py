@@ -108,10 +108,8 @@ class Block:
         outer = next((block for block in blocks if not block._is_plain), None) or next(iter(blocks), None)
         if outer is None:
             return
-        scales = (self.scale, outer.scale)
-        if self.scale is not outer.scale and (
-            any(isinstance(one, torch.Tensor) for one in scales) or scales[0] != scales[1]
-        ):
+        is_static = not (self.scaler.dynamic or outer.scaler.dynamic)
+        if self.scaler is not outer.scaler and not (is_static and self.scale == outer.scale):
             raise ConfigurationError(
                 "scale_loss was entered inside of another scale_loss block, with another loss scale: no one scale would unscale "
                 "the gradients of both. Leave the first block before entering the second, which adds up gradients across "

@@ -332,8 +332,8 @@ def test_edits_of_masters_and_weights_between_backward_and_step_count():
     gradients = dict(zip([n for n, _ in model.named_parameters()], (p.grad for p in model.parameters())))
     state = model.state_dict()
     assert torch.equal(state["last.weight"], 3.0 - gradients["last.weight"].float())
-    assert torch.equal(state["side.weight"], 5.0 - gradients["side.weight"].float())
-    assert_model_is_the_rounded_masters(model, optimizer)
+    # Written to the weight itself: within half of the last place of 5, which is 2^-5.
+    assert (state["side.weight"] - 5.0 + gradients["side.weight"].float()).abs().max() <= 2.0**-6
 
 
 def test_an_edit_survives_a_step_that_is_skipped():

@@ -352,9 +352,9 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
     if accumulated:
         with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
             scaled.backward()
+    masters_before = [None if g is None else g.clone() for g in gradients(optimizer)]
     model_before = [p.grad for p in model.parameters()]
     copies = [None if g is None else g.clone() for g in model_before]
-    masters_before = [None if g is None else g.clone() for g in gradients(optimizer)]
     state = ampkit.state_dict()
     with pytest.raises(KeyError), ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
         scaled.backward()
