@@ -6,13 +6,9 @@ itself (functions of torch, methods of an optimizer) goes through one; sessions 
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 _INHERITED = object()
@@ -81,49 +77,6 @@ class SharedPatches:
         self._users -= 1
         if not self._users:
             self._patches.restore()
-
-
-class ModulePatches(SharedPatches):
-    """The same for a module that need not be imported yet: ``patch(patches, module)`` is called once it is.
-
-    In the meantime it stands on ``sys.meta_path``. It finds no module by itself.
-    """
-
-    def __init__(self, name: str, patch: Callable[[PatchSet, Any], None]) -> None:
-        super().__init__(self._patch_when_imported)
-        self._name = name
-        self._patch_module = patch
-
-    def _patch_when_imported(self, patches: PatchSet) -> None:
-        if self._name in sys.modules:
-            self._patch_module(patches, sys.modules[self._name])
-        else:
-            sys.meta_path.insert(0, self)
-
-    def release(self) -> None:
-        super().release()
-        if not self._users:
-            self._stop_waiting()
-
-    def _stop_waiting(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        self._stop_waiting()
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_patch(module: ModuleType) -> None:
-                execute(module)
-                if self._users:
-                    self._patch_module(self._patches, module)
-
-            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
-        return spec
 
 
 class Undo(ExitStack):

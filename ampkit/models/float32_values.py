@@ -185,7 +185,7 @@ def _joined(lower: Tensor, rest: Tensor | None) -> Tensor:
 class Float32Value:
     """The float32 value of one lower-precision tensor, which every method is given.
 
-    Without a ``rest`` (int16, in the tensor's shape) the tensor is all there is: a weight that O3 trains. ``loans`` are its
+    Without a ``rest`` (int16, in the tensor's shape) the tensor is all there is, as at O3. ``loans`` are its
     session's.
     """
 

@@ -64,9 +64,6 @@ def prepare_models(
             if (dtype := direct_calls.precision_in(model)) is not None:
                 undo.if_alive(restore, model)
                 cast(model, dtype, keep_fp32.AsTheyAre())
-    if not plan.master_weights:
-        for tensor in trained & values.keys():
-            values[tensor].rest = None  # it trains in lower precision, and is its own value
     _log_kept(kept, plan)
     if twins and plan.verbosity >= 1:
         pairs = ", ".join(f"{own} (of {twin})" for own, twin in twins.values())
@@ -124,12 +121,13 @@ def _cast_weights(
 
 
 def _cast(tensor: torch.Tensor, whole: CastModel, has_master: bool) -> Float32Value:
-    """Cast a tensor in place; its gradient, if it has one, too where there is no float32 value to train."""
-    entry = Float32Value(whole.loans)
-    lower = entry.split(tensor.detach().float(), whole.lower_precision)
-    gradient = tensor.grad
-    if gradient is not None and not has_master:
-        gradient = gradient.to(whole.lower_precision)
+    """Cast a tensor in place. Where it ``has_master``, a rest keeps its float32 value, and its gradient stays float32."""
+    entry, gradient = Float32Value(whole.loans), tensor.grad
+    if has_master:
+        lower = entry.split(tensor.detach().float(), whole.lower_precision)
+    else:
+        lower = tensor.detach().to(whole.lower_precision)
+        gradient = None if gradient is None else gradient.to(whole.lower_precision)
     # All memory is there: what follows does not fail.
     tensor.grad, tensor.data = None, lower
     put_gradient(tensor, gradient)

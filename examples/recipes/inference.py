@@ -1,4 +1,4 @@
-"""Inference only: no optimizer, and no masters. O3 holds the weights in lower precision, at half of float32's bytes."""
+"""Inference only: no optimizer. O3 holds the weights in lower precision and nothing beside them, at half of float32's bytes."""
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ def weight_bytes():
 with torch.inference_mode():
     expected, float32_bytes = model(x), weight_bytes()
 
-# keep_originals=False: nobody will want the float32 weights back.
-model = ampkit.initialize(model, opt_level="O3", keep_originals=False, cast_model_outputs=torch.float32, verbosity=0)
+model = ampkit.initialize(model, opt_level="O3", cast_model_outputs=torch.float32, verbosity=0)
 with torch.inference_mode():
     found = model(x)
 

@@ -296,7 +296,9 @@ def test_the_stash_with_masters(amp):
     assert [p is q for p, q in zip(stash.all_fp32_from_fp32_params, model[1].parameters())] == [True, True]
     assert len(stash.fp16_groups) == len(stash.fp32_from_fp16_groups) == len(stash.fp32_from_fp32_groups) == 1
     assert not hasattr(stash, "all_fp32_params")
-    assert stash.all_fp32_from_fp16_params[0] is optimizer.param_groups[0]["params"][0]
+    masters = list(amp.master_params(optimizer))
+    assert stash.all_fp32_from_fp16_params[0] is masters[0] and stash.fp32_from_fp16_groups[0][0] is masters[0]
+    assert stash.all_fp16_params[0] is optimizer.param_groups[0]["params"][0]
     with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer, delay_unscale=True) as scaled:
         scaled.backward()
     assert stash.params_have_scaled_gradients

@@ -157,9 +157,9 @@ def test_evaluation_computes_at_the_level_too(lightning, tmp_path):
 
 
 @pytest.mark.parametrize("validates", (False, True))
-@pytest.mark.parametrize("level", ("O1", "O2", "O5", "split"))
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_the_average_of_lightnings_callback_is_float32_and_remains(level, validates, lightning, tmp_path):
-    settings = {**settings_of("O5"), "master_weights": "split"} if level == "split" else settings_of(level)
+    settings = settings_of(level)
     module = lightning.Module("FusedAdam")
     average = AveragedModel(net_with_norm(), avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
     callback = importlib.import_module("lightning.pytorch.callbacks").EMAWeightAveraging(decay=0.5)

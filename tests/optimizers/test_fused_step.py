@@ -328,7 +328,7 @@ def test_edits_of_masters_and_weights_between_backward_and_step_count():
         with torch.no_grad():
             model.side.weight.fill_(5.0)
 
-    _, model, optimizer = one_step(between=edit)
+    _, model, _ = one_step(between=edit)
     gradients = dict(zip([n for n, _ in model.named_parameters()], (p.grad for p in model.parameters())))
     state = model.state_dict()
     assert torch.equal(state["last.weight"], 3.0 - gradients["last.weight"].float())

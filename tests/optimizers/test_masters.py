@@ -104,7 +104,7 @@ def test_state_dict_of_a_submodule_is_float32_too(part):
         assert torch.equal(value, whole[f"{part}.{name}"]) and value.dtype is whole[f"{part}.{name}"].dtype
 
 
-@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+@pytest.mark.parametrize("level", ("O2", "O5"))
 def test_frozen_parameters_and_buffers_are_exact(level):
     torch.manual_seed(0)
     original = FrozenMiddle()

@@ -674,21 +674,23 @@ def test_what_fsdp2_sets_late_is_refused_where_it_is_not_even_declared(shards_of
         has_run(model)
 
 
-@pytest.mark.parametrize("level, masters", [("O2", "split"), ("O5", "split24")])
-def test_split_masters_of_shards_are_refused_and_leave_the_model_trainable(group_of_one, level, masters):
-    """A shard is float32 and its own master; beside it there is no bfloat16 weight whose rest could be kept."""
-    model = fully_shard(nn.Linear(6, 3), opt_level=level, cast_model_type=torch.bfloat16)
-    optimizer = FusedAdam(model.parameters())
-    with pytest.raises(ampkit.ConfigurationError, match=f"master_weights='{masters}'.*FSDP2.*Leave master_weights out"):
-        ampkit.initialize(
-            model, optimizer, opt_level=level, cast_model_type=torch.bfloat16, master_weights=masters, verbosity=0
-        )
-    before = whole(model.state_dict())
-    model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    # By the learning rate of Adam's first step: all gradients have one sign.
-    for name, value in whole(model.state_dict()).items():
-        torch.testing.assert_close(before[name] - value, torch.full_like(value, 1e-3), rtol=1e-3, atol=0)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_fsdp1_is_refused_in_words(group_of_one, level, when):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Linear(6, 3)
+    if when == "before":
+        with pytest.raises(ampkit.ConfigurationError, match=r"FSDP1.*ampkit\.parallel\.fully_shard"):
+            ampkit.initialize(
+                FullyShardedDataParallel(model, device_id=torch.device("cpu")), opt_level=level, verbosity=0
+            )
+        return
+    model, optimizer = ampkit.initialize(model, FusedAdam(model.parameters()), opt_level=level, verbosity=0)
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(ampkit.ConfigurationError, match=r"FSDP1.*ampkit\.parallel\.fully_shard"):
+        with ampkit.scale_loss(wrapped(torch.ones(2, 6)).float().sum(), optimizer) as scaled:
+            scaled.backward()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """torch.distributed.checkpoint's `get_state_dict` and `set_state_dict` where the optimizer holds masters: state by names."""
 
-import importlib
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, as_one_of_two_ranks, backward, iterate, net_with_norm, random_batch, results_of_two_ranks
+from helpers import as_one_of_two_ranks, backward, iterate, net_with_norm, random_batch, results_of_two_ranks
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 import ampkit
 from ampkit.optimizers import FusedAdam
-from ampkit.patching import ModulePatches
 
 NAMES = [name for name, _ in net_with_norm().named_parameters()]
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdam": FusedAdam}
@@ -130,20 +126,6 @@ def test_state_of_a_compiled_model_two_optimizers_and_tied_weights():
     assert state["b.1.weight"]["momentum_buffer"].shape == (2, 8) and state["a.0.weight"]["exp_avg"].shape == (8, 6)
 
 
-def test_model_names_its_own_weights_afterwards_and_nothing_stays_patched():
-    from torch.distributed.checkpoint import state_dict
-
-    before = state_dict._get_optim_state_dict
-    model, optimizer = prepared("O2", "AdamW")
-    assert state_dict._get_optim_state_dict is not before
-    get_optimizer_state_dict(model, optimizer)
-    assert [param.dtype for param in model.parameters()].count(torch.bfloat16) == 4
-    assert "named_parameters" not in vars(model)
-    ampkit.close()
-    assert state_dict._get_optim_state_dict is before
-    assert not any(type(finder).__module__.startswith("ampkit.patching") for finder in sys.meta_path)
-
-
 def test_state_of_an_initialized_optimizer_before_its_first_step_is_zeros_and_its_weights_stay():
     model, optimizer = prepared("O2", "FusedAdam")
     before = cloned(model.state_dict())
@@ -152,54 +134,6 @@ def test_state_of_an_initialized_optimizer_before_its_first_step_is_zeros_and_it
     ampkit.close()
     assert sorted(state) == sorted(NAMES) and not any(one["exp_avg"].any() for one in state.values())
     assert_equal_trees(after, before)
-
-
-@pytest.mark.parametrize("imports_before", (False, True))
-def test_module_is_patched_once_it_is_imported_and_as_long_as_somebody_asks(tmp_path, monkeypatch, imports_before):
-    (tmp_path / "imported_late.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    patched = ModulePatches("imported_late", lambda patches, module: patches.set(module, "value", module.value + 1))
-    finders = list(sys.meta_path)
-    patched.acquire()
-    patched.acquire()
-    if imports_before:
-        assert importlib.import_module("imported_late").value == 2
-        assert sys.meta_path == finders
-    patched.release()
-    assert importlib.import_module("imported_late").value == 2
-    patched.release()
-    assert importlib.import_module("imported_late").value == 1 and sys.meta_path == finders
-    patched.acquire()
-    assert importlib.import_module("imported_late").value == 2
-    patched.release()
-    del sys.modules["imported_late"]
-    patched.acquire()
-    patched.release()
-    assert importlib.import_module("imported_late").value == 1 and sys.meta_path == finders
-    del sys.modules["imported_late"]
-
-
-@pytest.mark.slow
-def test_script_that_imports_the_functions_after_initialize(tmp_path):
-    """As a function that saves does. Nothing of torch.distributed.checkpoint is imported before."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, torch, ampkit\n"
-        "model = torch.nn.Linear(2, 2)\n"
-        "optimizer = torch.optim.AdamW(model.parameters())\n"
-        "ampkit.initialize(model, optimizer, opt_level='O2', verbosity=0)\n"
-        "assert 'torch.distributed.checkpoint.state_dict' not in sys.modules\n"
-        "finders = len(sys.meta_path)\n"
-        "from torch.distributed.checkpoint.state_dict import get_state_dict\n"
-        "assert len(sys.meta_path) == finders - 1\n"
-        "print(sorted(get_state_dict(model, optimizer)[1]['state']))\n"
-        "ampkit.close()\n"
-        "import torch.distributed.checkpoint.state_dict as module\n"
-        "print(module._get_optim_state_dict.__globals__['__name__'].partition('.')[0])\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
-    assert run.stdout.split("\n")[:2] == ["['bias', 'weight']", "torch"], run.stderr
 
 
 def test_masters_written_in_place_by_checkpoint_load_reach_the_weights(tmp_path):

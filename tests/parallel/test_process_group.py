@@ -245,17 +245,12 @@ def test_gradients_are_looked_at_again_only_where_a_script_may_have_averaged_the
         assert rank["norms"] == {"False": 0, "True": 2}
 
 
-@pytest.mark.parametrize(
-    "level, make, settings",
-    [
-        *((level, make, {}) for level in ("O1", "O2", "O5") for make in (torch.optim.AdamW, FusedAdam)),
-        ("O5", FusedAdam, {"master_weights": "split"}),
-    ],
-)
-def test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one(group_of_one, level, make, settings):
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one(group_of_one, level, make):
     model = net_with_norm()
     optimizer = make(model.parameters(), lr=1e-2)
-    settings = {"loss_scale": 8.0, "verbosity": 0, "process_group": group_of_one, **settings}
+    settings = {"loss_scale": 8.0, "verbosity": 0, "process_group": group_of_one}
     ampkit.initialize(model, optimizer, opt_level=level, **settings)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for spoiled in (True, False):

@@ -58,8 +58,8 @@ FAULTS = [
     ),
     split_fault(
         "sums are rounded up",
-        "kUnitsOfOne + kAlmostHalf",
-        "kUnitsOfOne + 0.5f",
+        "float_of_bits(magnitude > 0x38800000 ? 0x38800000 : magnitude) * kUnitsOfOne + kAlmostHalf",
+        "float_of_bits(magnitude > 0x38800000 ? 0x38800000 : magnitude) * kUnitsOfOne + 0.5f",
         "in float16 a value from 2^-16 to 2^-14 is kept as it is",
         SAME,
     ),
