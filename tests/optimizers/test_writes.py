@@ -21,7 +21,7 @@ F32 = torch.float32
 SETTINGS = {
     "O2": dict(opt_level="O2"),
     "O5": dict(opt_level="O5"),
-    "float16": dict(opt_level="O2", cast_model_type=torch.float16),
+    "float16": dict(opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0),
 }
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -298,7 +298,7 @@ def back_by_numpy(p):
 
 def back_in_float32(p):
     """What lower precision holds, assigned as float32."""
-    backup = p.data.float()
+    backup = p.data.float().clone()
     changed(p)
     yield
     p.data = backup
