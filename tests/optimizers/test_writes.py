@@ -368,7 +368,7 @@ def test_what_is_put_back_is_back_to_the_last_bit(way, setting, meanwhile):
         meanwhile(model)
         for step in steps:
             assert next(step, "done") == "done"
-    evaluated(model)
+        evaluated(model)
     after = float32_values(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert_step_without_gradients_changes_nothing(model, optimizer)
