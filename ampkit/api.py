@@ -246,27 +246,17 @@ def clip_grad_norm_(
             wrapper.synchronize_gradients()
             wrapper.gradients.widen()
         grads = [param.grad for param in params if param.grad is not None]
-        if any(map(is_sharded, grads)):
-            norm = norm_over_processes(grads, norm_type)
-            if error_if_nonfinite and not bool(norm.isfinite()):
-                raise _non_finite_norm(norm_type, norm)
-        else:
-            norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+        total = norm_over_processes if any(map(is_sharded, grads)) else torch.nn.utils.get_total_norm
+        norm = total(grads, norm_type)
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.where(norm.isfinite(), norm, 0.0))
-        return norm
-    total = wrapper.clip_grad_norm(float(max_norm))
-    if total is None:
-        return torch.zeros(())
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise _non_finite_norm(norm_type, total)
-    return total.reshape(())
-
-
-def _non_finite_norm(norm_type: float, norm: torch.Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped. Pass "
-        "error_if_nonfinite=False to leave such gradients to the loss scale."
-    )
+    else:
+        norm = wrapper.clip_grad_norm(float(max_norm))
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped. Pass "
+            "error_if_nonfinite=False to leave such gradients to the loss scale."
+        )
+    return norm
 
 
 def step_was_skipped(optimizer: Any) -> bool:

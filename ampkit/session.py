@@ -158,7 +158,8 @@ class Session:
             self._forget_traces()
             for model in models if has_masters else ():
                 note_weights(model)
-            self._match_states(optimizers)
+            for optimizer in optimizers:
+                wrapper_of(optimizer).cast_state()
             originals.clear()  # last of all: what failed before could still be undone exactly
         except BaseException:
             self.close()
@@ -234,12 +235,6 @@ class Session:
             for one in (optimizer, *inner_optimizers(optimizer)) if values else ():
                 self._undo.if_alive(copies.hand_out_own_state, one)
                 copies.hand_out_plain_state(one, values)
-
-    @staticmethod
-    def _match_states(optimizers: Sequence[Any]) -> None:
-        """Give state that came with a parameter which now trains in lower precision the dtype that fresh state would have."""
-        for own, cast in [pair for optimizer in optimizers for pair in wrapper_of(optimizer).matched_state()]:
-            own.update(cast)
 
     def _start_casting(self, models: Sequence[nn.Module]) -> None:
         plan = self.plan

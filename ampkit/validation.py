@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -273,16 +272,13 @@ def scripted_parts(model_list: list[nn.Module], plan: Plan) -> None:
     """
     for model in model_list if plan.casts_weights else ():
         for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) and _has_castable_tensors(module):
+            tensors = (*module.parameters(), *module.buffers()) if isinstance(module, torch.jit.ScriptModule) else ()
+            if any(tensor.dtype in CASTABLE for tensor in tensors):
                 raise ConfigurationError(
                     f"Module {name!r} of the model is a TorchScript module, whose operations are fixed: {plan.opt_level} cannot "
                     "cast its weights. Put the module that it was made from in its place, or use opt_level='O1' or 'O4', "
                     "which cast its calls and leave its weights float32."
                 )
-
-
-def _has_castable_tensors(module: nn.Module) -> bool:
-    return any(tensor.dtype in CASTABLE for tensor in (*module.parameters(), *module.buffers()))
 
 
 def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
@@ -298,7 +294,10 @@ def _refuse_unfit_weights(
     model: nn.Module, recast: set[torch.Tensor], plan: Plan, lower_precision_weights: str
 ) -> None:
     first: tuple[str, torch.dtype] | None = None  # the first tensor in lower precision
-    for kind, name, tensor in _named_tensors(model):
+    every = [("Parameter", *one) for one in model.named_parameters()] + [
+        ("Buffer", *one) for one in model.named_buffers()
+    ]
+    for kind, name, tensor in every:
         if tensor.is_meta and plan.casts_weights:
             raise ConfigurationError(
                 f"{kind} {name!r} is on the meta device and holds no values, and {plan.opt_level} makes masters of them. Give the "
@@ -339,12 +338,6 @@ def _unfit(found: str) -> ConfigurationError:
         f"{found}: initialize() expects floating-point weights, and cannot train integer or quantised ones. Load the model "
         "without quantisation, or make it a buffer (register_buffer) if it is no weight."
     )
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
-        for name, tensor in named:
-            yield kind, name, tensor
 
 
 def _refuse_repeats(found: list[Any], kind: str) -> None:

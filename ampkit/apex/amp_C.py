@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..kernels import reference_optimizers
 from .tensor_lists import Lists, checked_lists, found_inf_for, is_raised, raise_flag
 
 
@@ -332,18 +331,20 @@ def multi_tensor_lamb_stage1_cuda(
     grads, params, exp_avgs, exp_avg_sqs, outputs = checked_lists(
         "multi_tensor_lamb_stage1_cuda", tensor_lists, 5, noop_flag
     )
-    directions = reference_optimizers.lamb_direction(
-        grads,
-        params,
-        exp_avgs,
-        exp_avg_sqs,
-        betas=(beta1, beta2),
-        eps=eps,
-        step=step,
-        decays=torch.as_tensor(per_tensor_decay).tolist(),
-        clip=kernels.clip_factor(global_grad_norm, max_global_grad_norm),
-    )
-    _copy(outputs, directions)
+    columns = (grads, [param.clone() for param in params], exp_avgs, exp_avg_sqs)
+    decays = torch.as_tensor(per_tensor_decay).expand(len(grads)).tolist()
+    for decay in dict.fromkeys(decays):
+        own = [i for i, one in enumerate(decays) if one == decay]
+        kernels.multi_tensor_lamb(
+            *([column[i] for i in own] for column in columns),
+            directions=[outputs[i] for i in own],
+            lr=0.0,
+            betas=(beta1, beta2),
+            eps=eps,
+            step=step,
+            weight_decay=decay,
+            clip=kernels.clip_factor(global_grad_norm, max_global_grad_norm),
+        )
 
 
 def multi_tensor_lamb_stage2_cuda(
@@ -358,14 +359,12 @@ def multi_tensor_lamb_stage2_cuda(
 ) -> None:
     """The second half of LAMB on the lists (p, update)."""
     params, directions = checked_lists("multi_tensor_lamb_stage2_cuda", tensor_lists, 2, noop_flag)
-    reference_optimizers.lamb_move(
-        params,
-        directions,
-        lr=lr,
-        trusts=bool(use_nvlamb) or weight_decay != 0,
-        param_norms=per_tensor_param_norm,
-        direction_norms=per_tensor_update_norm,
-    )
+    trust = None
+    if use_nvlamb or weight_decay != 0:
+        trust = kernels.lars_trust(
+            per_tensor_update_norm, per_tensor_param_norm, trust_coefficient=1.0, eps=0.0, weight_decay=0.0
+        )
+    kernels.multi_tensor_sgd(directions, params, None, lr=lr, trust=trust)
 
 
 def multi_tensor_lars(
@@ -475,11 +474,6 @@ def _adam_capturable(
         bias_correction=bool(bias_correction),
         weight_decay=weight_decay,
     )
-
-
-@torch.no_grad()
-def _copy(outputs: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(outputs, list(values))
 
 
 def __getattr__(name: str) -> Any:

@@ -24,9 +24,8 @@ from .found_inf import FoundInf, places_for
 from .slots import Slot
 from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
 
-LISTS_OF_A_COLLECTION = (
-    2  #: how many lists a collection checks: fresh gradients, and those that are added to earlier ones
-)
+#: How many lists a collection checks: fresh gradients, and those that are added to earlier ones.
+LISTS_OF_A_COLLECTION = 2
 
 SlotGradient = tuple[Slot, torch.Tensor]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..casting.engine import active_casting
-from ..casting.tensors import cast_state
+from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..logs import logger
@@ -44,8 +44,6 @@ _compiling = torch.compiler.is_dynamo_compiling
 # Those of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
 _pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
 _post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
-
-StateCasts = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class OptimizerWrapper:
@@ -104,26 +102,21 @@ class OptimizerWrapper:
                 self.gradients.widen()
         self.active = False
         self._patches.restore()
-        for own, cast in self._state_cast(torch.float32):
-            own.update(cast)
+        self.cast_state(torch.float32)
         self.gradients.forget_slots()
 
-    def matched_state(self) -> StateCasts:
-        """State that came with a parameter which now trains in lower precision, in its dtype, as fresh state would be."""
-        return [] if getattr(self.optimizer, "keeps_float32_state", False) else self._state_cast()
-
-    def _state_cast(self, dtype: torch.dtype | None = None) -> StateCasts:
-        """The state of parameters that train in lower precision, in this dtype, or in theirs.
-
-        Pairs of a state and what to update it with: nothing is written before all memory is there.
-        """
+    def cast_state(self, dtype: torch.dtype | None = None) -> None:
+        """Have the state of parameters that train in lower precision be in this dtype, or in theirs, as fresh state would be."""
         optimizer = self.optimizer
-        state = {} if getattr(optimizer, "keeps_narrow_state", False) else optimizer.state
-        return [
+        keeps = "keeps_float32_state" if dtype is None else "keeps_narrow_state"
+        state = {} if getattr(optimizer, keeps, False) else optimizer.state
+        cast = [
             (state[slot.param], cast_state(state[slot.param], dtype or slot.param.dtype))
             for slot in self.gradients.slots
             if slot.entry is None and slot.param.dtype in LOWER_PRECISION and slot.param in state
         ]
+        for own, update in cast:  # once all memory is there
+            own.update(update)
 
     def master_params(self) -> Iterator[Tensor]:
         """What the optimizer updates, in its order: of weights with rests their float32 values, which are lent."""
@@ -139,7 +132,7 @@ class OptimizerWrapper:
         if self.gradients.mastered:
             self.gradients.mastered[0].entry.loans.lend_again()
         entries = {slot.param: slot.entry for slot in self.gradients.mastered}
-        for param in self._params():
+        for param in params_of(self.optimizer):
             entry = entries.get(param)
             if entry is not None:
                 self._has_lent = True
@@ -162,9 +155,6 @@ class OptimizerWrapper:
         """Take over what was written to float32 values, and gradients, that were lent."""
         if self.gradients.mastered:
             self.gradients.mastered[0].entry.loans.end(refuses=refuses)
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def _replace(self, optimizer: Any, name: str, method: Callable[..., Any]) -> None:
         before, ref = vars(optimizer).get(name), weakref.ref(optimizer)
@@ -252,11 +242,9 @@ class OptimizerWrapper:
         """Have the step that follows run over stand-ins, where the optimizer knows nothing of rests.
 
         The script's hooks before the step may write to the model's gradients, and those after it look at its weights: stand-ins are
-        there for the update between them alone.
+        there for the update between them alone. Optimizers that take step inputs see to it where their update begins.
         """
-        if (
-            self._takes_step_inputs or not self.gradients.mastered
-        ):  # the former see to themselves where the update begins
+        if self._takes_step_inputs or not self.gradients.mastered:
             return nullcontext()
         return self._between_hooks() if _has_hooks(self.optimizer) else self.stand_ins.in_step()
 
@@ -296,17 +284,16 @@ class OptimizerWrapper:
         self.end_step()
         return result
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor | None:
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""
-        gradients = self.gradients
         self.synchronize_gradients()
-        norm = gradients.total_norm()
-        if norm is not None:
-            coefficient = kernels.clip_coefficient(norm, max_norm)
-            # Where the norm is not finite the flag decides: inf times 0 would make NaN of it.
-            coefficient = torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient))
-            gradients.clip_by(coefficient)
-        return norm
+        norm = self.gradients.total_norm()
+        if norm is None:
+            return torch.zeros(())
+        coefficient = kernels.clip_coefficient(norm, max_norm)
+        # Where the norm is not finite the flag decides: inf times 0 would make NaN of it.
+        self.gradients.clip_by(torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient)))
+        return norm.reshape(())
 
     def end_step(self) -> None:
         """After a step that was taken."""
@@ -383,7 +370,7 @@ class OptimizerWrapper:
         for group in groups:
             if not isinstance(group["params"], list):
                 group["params"] = list(group["params"])
-        self.gradients.add(self._slots.of(self._params(), values))
+        self.gradients.add(self._slots.of(params_of(self.optimizer), values))
         self._lists = [list(group["params"]) for group in groups]
 
     def _holds_the_same(self, groups: Sequence[dict[str, Any]]) -> bool:

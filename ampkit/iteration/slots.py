@@ -47,9 +47,7 @@ class Slots:
             slot = self._slots.get(id(param))
             if slot is None:
                 entry = values.get(param)
-                if (
-                    entry is not None and entry.rest is None
-                ):  # made of cast weights since, as a parametrization's original is
+                if entry is not None and entry.rest is None:  # made of cast weights since, by a parametrization
                     entry.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
                 slot = self._slots[id(param)] = Slot(param, entry)
             yield slot

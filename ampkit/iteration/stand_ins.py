@@ -31,7 +31,7 @@ class StandIns:
         self.are_in_place = False
         # Until a step has moved a stand-in: an optimizer with a list of its own steps past them.
         self._moves = is_known(optimizer)
-        self._weights_before: dict[Slot, Tensor] = {}
+        self._before: dict[Slot, tuple[Tensor, Tensor]] = {}  # weights and stand-ins
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -101,7 +101,8 @@ class StandIns:
         for slot in self._gradients.mastered:
             self._of[slot].grad = found.get(slot)
         if not self._moves:
-            self._weights_before = {slot: slot.param.detach().clone() for slot in self._gradients.slots}
+            values = ((slot, self._of.get(slot, slot.param)) for slot in self._gradients.slots)
+            self._before = {slot: (slot.param.detach().clone(), value.detach().clone()) for slot, value in values}
 
     @torch.no_grad()
     def put_into_model(self) -> None:
@@ -115,21 +116,14 @@ class StandIns:
 
     def _refuse_steps_past(self) -> None:
         """Raise where the optimizer wrote to the model's weights and left these alone. The weights go back."""
-        before, self._weights_before = self._weights_before, {}
-        past: list[Slot] = []
-        for slot, weights in before.items():
-            if slot.entry is None:
-                continue
-            value = torch.empty_like(weights, dtype=torch.float32)
-            kernels.multi_tensor_join([weights], [slot.entry.rest], [value])
-            if not torch.equal(value, self._of[slot]):
-                self._moves = True
-            elif not torch.equal(weights, slot.param):
-                past.append(slot)
+        before, self._before = self._before, {}
+        still = [slot for slot in self._gradients.mastered if torch.equal(before[slot][1], self._of[slot])]
+        self._moves = len(still) < len(self._gradients.mastered)
+        past = [slot for slot in still if not torch.equal(before[slot][0], slot.param)]
         if not past:
             return
-        for slot, weights in before.items():
-            slot.param.copy_(weights)
+        for slot, (weight, _) in before.items():
+            slot.param.copy_(weight)
         optimizer, param = self._optimizers[0], past[0].param
         raise ConfigurationError(
             f"{type(optimizer).__name__}.step() wrote to {len(past)} of the model's {param.dtype} weights, one of shape "

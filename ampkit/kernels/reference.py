@@ -42,9 +42,8 @@ def multi_tensor_scale(
 
 
 def _scale(inputs, outputs, scale):
-    one_by_one = [
-        out.is_complex() and out.is_conj() for out in outputs
-    ]  # torch writes no lists of what it has not conjugated yet
+    # torch writes no lists of what it has not conjugated yet.
+    one_by_one = [out.is_complex() and out.is_conj() for out in outputs]
     if not any(one_by_one) and not isinstance(scale, torch.Tensor) and scale == 1.0:
         torch._foreach_copy_(outputs, inputs)
         return

@@ -17,7 +17,6 @@ optimizer's, moments in lower precision are rounded by random numbers, a functio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -264,46 +263,6 @@ def multi_tensor_novograd(
 
 
 @torch.no_grad()
-def lamb_direction(
-    grads: Tensors,
-    params: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    step: Number,
-    decays: Sequence[float] | float,
-    clip: Number | None = None,
-) -> list[Tensor]:
-    """The first half of LAMB alone: updates the moments and returns the directions. ``decays``: one, or one a tensor."""
-    p, d = _working(params, params), _scaled(grads, params, None, clip)
-    m, v = _working(exp_avgs, params), _working(exp_avg_sqs, params)
-    _update_moments(m, v, d, betas, 1.0 - betas[0])
-    _write(None, (exp_avgs, m), (exp_avg_sqs, v))
-    update = _adam_direction(m, v, betas, eps, step, True)
-    decays = [float(decays)] * len(p) if isinstance(decays, (int, float)) else [float(decay) for decay in decays]
-    torch._foreach_add_(update, torch._foreach_mul(p, decays))
-    return update
-
-
-@torch.no_grad()
-def lamb_move(
-    params: Tensors,
-    directions: Tensors,
-    *,
-    lr: Number,
-    trusts: bool,
-    param_norms: Tensor | None = None,
-    direction_norms: Tensor | None = None,
-) -> None:
-    """The second half of LAMB alone. Norms, one element a tensor, are computed here unless they are given."""
-    p, d = _working(params, params), _working(directions, params)
-    _lamb_move(p, d, lr, trusts, param_norms, direction_norms)
-    _write(None, (params, p))
-
-
-@torch.no_grad()
 def lars_trust(
     grad_norms: Tensor, param_norms: Tensor, *, trust_coefficient: float, eps: float, weight_decay: float
 ) -> Tensor:
@@ -344,10 +303,9 @@ def clip_coefficient(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor
     return (max_norm / (norm + eps)).clamp(max=1.0)
 
 
-def _lamb_move(p, d, lr, trusts, param_norms=None, direction_norms=None):
+def _lamb_move(p, d, lr, trusts):
     if trusts and p:
-        w = gradient_norms(p, 2) if param_norms is None else param_norms
-        u = gradient_norms(d, 2) if direction_norms is None else direction_norms
+        w, u = gradient_norms(p, 2), gradient_norms(d, 2)
         ratios = torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
         d = torch._foreach_mul(d, [ratio.to(x) for ratio, x in zip(ratios.unbind(), d)])
     _subtract(p, d, lr)
@@ -389,15 +347,15 @@ def _subtract(p: list[Tensor], update: Tensors, lr: Number) -> None:
 
 
 def _times(tensors: Tensors, factor: Number) -> list[Tensor]:
-    if isinstance(factor, Tensor):
-        return list(torch._foreach_mul(list(tensors), [factor.reshape(()).to(t) for t in tensors]))
-    return list(torch._foreach_mul(list(tensors), float(factor)))
+    return list(torch._foreach_mul(list(tensors), _for_each(tensors, factor)))
 
 
 def _over(tensors: Tensors, divisor: Number) -> list[Tensor]:
-    if isinstance(divisor, Tensor):
-        return list(torch._foreach_div(list(tensors), [divisor.reshape(()).to(t) for t in tensors]))
-    return list(torch._foreach_div(list(tensors), float(divisor)))
+    return list(torch._foreach_div(list(tensors), _for_each(tensors, divisor)))
+
+
+def _for_each(tensors: Tensors, number: Number) -> list[Tensor] | float:
+    return [number.reshape(()).to(t) for t in tensors] if isinstance(number, Tensor) else float(number)
 
 
 def _working(tensors: Tensors, params: Tensors, found_inf: Tensor | None = None) -> list[Tensor]:

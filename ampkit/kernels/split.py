@@ -16,9 +16,7 @@ _SIGN = -0x80000000
 _REBIAS = 0x38000000  # between the exponents of float32 and float16
 _FIRST_NORMAL = 0x400 << 15  # the code of 2^-14
 _UNITS_OF_ONE = 2.0**39
-_ALMOST_HALF = (
-    0.5 - 2.0**-25
-)  # added before a sum is cut off, so that it is rounded to nearest; 0.5 would round odd sums up
+_ALMOST_HALF = 0.5 - 2.0**-25  # added before a sum is cut off, which rounds it to nearest; 0.5 would round odd sums up
 
 
 def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from ..dtypes import CASTABLE
 from ..errors import ConfigurationError
 from .copies import RECORD_KEY
 from .float32_values import Float32Value
-from .records import CastModel, WeightRecord, record_of, walk
+from .records import WeightRecord, record_of, walk
 from .state_dicts import go_by_record
 
 
@@ -29,7 +29,7 @@ def sync_weights(model: nn.Module) -> None:
     whole = record_of(model).whole
     whole.loans.end()
     whole.loans.lend_again()
-    in_float32: list[tuple[Float32Value, torch.Tensor, nn.Module, str]] = []
+    in_float32: list[tuple[Float32Value, torch.Tensor, torch.dtype, nn.Module, str]] = []
     for module in walk(model):
         record = module.__dict__.get(RECORD_KEY)
         if record is None:
@@ -47,14 +47,14 @@ def sync_weights(model: nn.Module) -> None:
                 if rest is not None and (rest.numel() != tensor.numel() or rest.device != tensor.device):
                     entry.follow(tensor)
             elif tensor.dtype is torch.float32:
-                in_float32.append((entry, tensor, module, name))
+                in_float32.append((entry, tensor, lower_precision, module, name))
             else:
                 raise _foreign_weight(model, module, name, tensor)
-    for entry, tensor, module, name in in_float32:
+    for entry, tensor, lower_precision, module, name in in_float32:
         if whole.was_made_float32:
             raise _foreign_weight(model, module, name, tensor)
         if tensor.dtype is torch.float32:  # of tied weights the first is done
-            entry.take_float32(tensor, _whole(model, module).lower_precision)
+            entry.take_float32(tensor, lower_precision)
     whole.was_made_float32 = False
 
 
@@ -90,7 +90,7 @@ def _accept_unknown(model: nn.Module, module: nn.Module, name: str, tensor: torc
 
 
 def _foreign_weight(model: nn.Module, module: nn.Module, name: str, tensor: torch.Tensor) -> ConfigurationError:
-    whole = _whole(model, module)
+    whole = (record_of(module) or record_of(model)).whole  # what is new and scripted has no record
     prefix = next((prefix for prefix, inner in model.named_modules() if inner is module), "")
     full_name = f"{prefix}.{name}" if prefix else name
     if id(tensor) in whole.parameters or id(tensor) in whole.kept:
@@ -103,11 +103,6 @@ def _foreign_weight(model: nn.Module, module: nn.Module, name: str, tensor: torc
         f"Parameter {full_name!r} ({tensor.dtype}) is new since initialize(), which has not cast it. "
         "Change the model first, then call initialize() again; it may be called as often as you like."
     )
-
-
-def _whole(model: nn.Module, module: nn.Module) -> CastModel:
-    """What `module` is a part of: it has no record where it is new, and scripted."""
-    return (record_of(module) or record_of(model)).whole
 
 
 Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]

@@ -42,9 +42,8 @@ class Loans:
 
     def __init__(self) -> None:
         self._of: dict[Float32Value, list[Loan]] = {}
-        self._held: dict[
-            Float32Value, tuple[Tensor, weakref.ref[Tensor]]
-        ] = {}  # parameters that were lent, and their weights
+        # Parameters that were lent, and their weights.
+        self._held: dict[Float32Value, tuple[Tensor, weakref.ref[Tensor]]] = {}
 
     def lend(
         self, entry: Float32Value, lower: Tensor, state_dict: Mapping[str, Any], name: str, as_parameter: bool

@@ -81,7 +81,7 @@ class Kept:
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
         self.unmatched: list[Any] = []
-        self._model = model
+        self.model = model
         for name, module in model.named_modules():
             if needs_float32(module) or (keep_norms and is_norm(module)):
                 self.modules[module] = name
@@ -134,7 +134,7 @@ class Kept:
         inside = {inner for module in self.in_float32(hand_on_norms=False) for inner in module.modules()}
         return [
             f"{prefix}.{name}" if prefix else name
-            for prefix, module in self._model.named_modules()
+            for prefix, module in self.model.named_modules()
             if module not in inside
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
             if param in self.parameters or module in self.named
@@ -152,7 +152,7 @@ class Kept:
             tensors = {param for module in inside for param in module.parameters(recurse=False)}
             found = {
                 module: name
-                for name, module in self._model.named_modules()
+                for name, module in self.model.named_modules()
                 if module not in inside and any(param in tensors for param in module.parameters(recurse=False))
             }
             self.modules.update(found)
@@ -162,7 +162,7 @@ class Kept:
             modules, parameters = self._matching(item)
         else:
             matches = (lambda m: isinstance(m, item)) if isinstance(item, type) else (lambda m: m is item)
-            modules = {m: name for name, m in self._model.named_modules() if matches(m)}
+            modules = {m: name for name, m in self.model.named_modules() if matches(m)}
             parameters = set()
         self.named.update(modules)
         self.parameters.update(parameters)
@@ -170,7 +170,7 @@ class Kept:
 
     def _matching(self, pattern: str) -> tuple[dict[nn.Module, str], set[torch.Tensor]]:
         """Modules and parameters by name. Who names all that is in a module, ``"head.*"``, names the module."""
-        model = self._model
+        model = self.model
         modules = {m: name for name, m in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
         every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         parameters = {tensor for name, tensor in every if fnmatch.fnmatchcase(name, pattern)}
@@ -181,12 +181,9 @@ class Kept:
                 modules[module] = name
         return modules, parameters
 
-    def modules_by_name(self) -> list[tuple[str, nn.Module]]:
-        return list(self._model.named_modules())
-
     def _name_attentions(self) -> None:
         """torch's attention never calls its ``out_proj``: who names that names the attention."""
-        for name, module in self._model.named_modules():
+        for name, module in self.model.named_modules():
             if isinstance(module, nn.MultiheadAttention) and module.out_proj in self.named:
                 self.named[module] = name
 
@@ -254,7 +251,7 @@ def refuse_unmatched(kept: list[Kept]) -> None:
 
 def _near(item: Any, kept: list[Kept]) -> str:
     """What was probably meant by an item that matches nothing."""
-    modules = {name: module for one in kept for name, module in one.modules_by_name() if name}
+    modules = {name: module for one in kept for name, module in one.model.named_modules() if name}
     if not isinstance(item, str):
         return " That one belongs to another model." if isinstance(item, nn.Module) else ""
     if any(type(module).__name__ == item for module in modules.values()):

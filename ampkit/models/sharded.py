@@ -37,24 +37,17 @@ def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | 
     return next(iter(lower.values()))
 
 
-def keep_no_casts_of_gathered(module: nn.Module) -> Callable[[], None]:
+def keep_no_casts_of_gathered(module: nn.Module) -> Callable[[], Any]:
     """Forget casts of what FSDP2 has gathered for a module before and after its forward; returns the undo.
 
     A gathered weight is the same tensor at the same version after every gathering, whatever was put into it.
     """
-    handles = [
-        module.register_forward_pre_hook(_forget_casts),
-        module.register_forward_hook(_forget_casts, prepend=True),
-    ]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    before = module.register_forward_pre_hook(_forget_casts)
+    after = module.register_forward_hook(_forget_casts, prepend=True)
+    return lambda: [handle.remove() for handle in (before, after)]
 
 
-def sum_partial_gradients(model: nn.Module) -> Callable[[], None]:
+def sum_partial_gradients(model: nn.Module) -> Callable[[], Any]:
     """Have gradients that tensor parallelism leaves as a part of a sum on each process be summed up; returns the undo.
 
     So it is with ``SequenceParallel``: each process sees some of the tokens, and all have the whole weight of a norm. torch's
@@ -66,12 +59,7 @@ def sum_partial_gradients(model: nn.Module) -> Callable[[], None]:
         for param in model.parameters()
         if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp
     ]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    return lambda: [handle.remove() for handle in handles]
 
 
 def _summed_up(gradient: Any) -> Any:

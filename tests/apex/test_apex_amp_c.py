@@ -255,11 +255,17 @@ def test_lamb_in_one_call_and_in_two_halves(device):
 
     lists = fresh()
     updates = [torch.empty_like(p) for p in params]
-    decay = torch.full((2,), 0.1, device=device)
-    amp_C.multi_tensor_lamb_stage1_cuda(
-        65536, zeros(device), [*lists, updates], decay, 1, 0.9, 0.99, 1e-6, global_norm, 1.0
-    )
-    assert_close(updates, r, 1e-3)
+    for decays in ([0.1, 0.3], [0.1, 0.1]):  # one for each tensor
+        lists = fresh()
+        amp_C.multi_tensor_lamb_stage1_cuda(
+            65536,
+            zeros(device),
+            [*lists, updates],
+            torch.tensor(decays, device=device),
+            *(1, 0.9, 0.99, 1e-6, global_norm, 1.0),
+        )
+        assert_close(updates, [d + (one - 0.1) * p for d, one, p in zip(r, decays, w)], 1e-3)
+        assert all(map(torch.equal, lists[1], params))
     norms = [torch.stack([t.norm() for t in ts]) for ts in (lists[1], updates)]
     amp_C.multi_tensor_lamb_stage2_cuda(65536, zeros(device), [lists[1], updates], *norms, 0.05, 0.1, False)
     assert_close(lists[1], wanted, 1e-4)

@@ -711,6 +711,22 @@ def test_a_weight_and_its_master_that_were_given_the_same_values_are_not_refused
     assert model(torch.tensor([[1.0, 1.0]])).tolist() == [[4.0, 4.0]]
 
 
+@pytest.mark.parametrize("then", ["forward", "step"])
+def test_writes_to_other_elements_of_a_weight_and_its_float32_value_both_count(then):
+    net = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(net.weight, 1 + 2**-10)
+    model, optimizer = o2(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    kept = model.state_dict()
+    with torch.no_grad():
+        kept["weight"][0].fill_(1 + 2**-12)
+        model.weight[1].fill_(3.0)
+    {"forward": lambda: model(torch.ones(1, 2)), "step": optimizer.step}[then]()
+    assert model.weight.tolist() == [[1.0, 1.0], [3.0, 3.0]]
+    values = model.state_dict()["weight"]
+    # The last place of 3 in bfloat16 is 2^-6.
+    assert values[0].tolist() == [1 + 2**-12] * 2 and (values[1] - 3.0).abs().max() <= 2.0**-7
+
+
 def test_float32_values_in_the_places_of_all_parameters_are_taken():
     """What bfloat16 holds exactly, as zeros, is no model that was made float32."""
     model = o2(nn.Linear(2, 2))

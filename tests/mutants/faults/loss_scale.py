@@ -229,4 +229,38 @@ FAULTS = [
         breaks="what no optimizer owns belongs to the one of the block",
         tests=("scaling/test_running_statistics.py::test_what_no_optimizer_owns_belongs_to_the_one_of_the_block",),
     ),
+    Mutant(
+        "nested blocks: each unscales for itself",
+        "ampkit/iteration/scale_loss.py",
+        "if not outer._is_plain:",
+        "if False:",
+        breaks="gradients of both blocks are unscaled once",
+        tests=("scaling/test_nested_blocks.py::test_gradients_of_both_blocks_are_unscaled",),
+    ),
+    Mutant(
+        "nested blocks: any two scales are one",
+        "ampkit/iteration/scale_loss.py",
+        "if self.scaler is not outer.scaler and not (is_static and self.scale == outer.scale):",
+        "if False:",
+        breaks="a block with another loss scale inside of a block is refused",
+        tests=(
+            "scaling/test_nested_blocks.py::test_another_loss_scale_inside_is_refused_and_leaves_everything_as_it_was",
+        ),
+    ),
+    Mutant(
+        "nested blocks: an inner overflow moves no scale",
+        "ampkit/iteration/scale_loss.py",
+        "taken = [wrapper for wrapper in self.named if wrapper in self.around.unnamed]",
+        "taken = []",
+        breaks="the outer block judges what the inner one names",
+        tests=("scaling/test_nested_blocks.py::test_an_overflow_inside_skips_both",),
+    ),
+    Mutant(
+        "nested blocks: the innermost is nobody's",
+        "ampkit/iteration/scale_loss.py",
+        "self.around = outer.around or outer",
+        "self.around = outer",
+        breaks="the outermost of three blocks unscales for all",
+        tests=("scaling/test_nested_blocks.py::test_blocks_of_three_optimizers",),
+    ),
 ]

@@ -142,14 +142,6 @@ FAULTS = [
         tests=("optimizers/test_fused_step.py::test_a_copied_optimizer_has_its_settings",),
     ),
     Mutant(
-        "fused: own gradients are not unscaled",
-        "ampkit/optimizers/fused.py",
-        "inv_scale = inputs.inv_scale if scale is None else inverse(scale)",
-        "inv_scale = None if scale is None else inverse(scale)",
-        breaks="inside GradScaler.step gradients are unscaled once",
-        tests=("optimizers/test_fused_optimizers.py::test_optimizers_that_unscale_work_inside_grad_scaler",),
-    ),
-    Mutant(
         "fused: grad scaler unscales twice",
         "ampkit/optimizers/fused.py",
         "inv_scale = None if unscaled else",

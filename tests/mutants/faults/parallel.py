@@ -4,20 +4,40 @@ from ..mutant import Mutant
 
 FAULTS = [
     Mutant(
-        "collectives: what is written to weights is not noted",
+        "collectives: rests outlive what is written to weights",
         "ampkit/models/collectives.py",
-        "note_uncounted_write(written)",
+        "entry.clear_rest()",
         "pass",
-        breaks="what a collective writes to a weight reaches its master",
-        tests=("parallel/test_uncounted_writes.py::test_what_a_collective_writes_to_a_weight_reaches_its_master",),
+        breaks="equal weights have equal rests on every rank",
+        tests=(
+            "parallel/test_uncounted_writes.py::test_a_collective_clears_the_rests_of_weights_it_writes_to_and_no_others",
+        ),
     ),
     Mutant(
-        "collectives: DDP leaves masters as they were",
+        "collectives: memory that was a weight's still is",
         "ampkit/models/collectives.py",
-        "entry.put(tensor, value)",
+        "weight is not None and weight.untyped_storage().data_ptr() == place and _overlap(weight, written)",
+        "weight is not None",
+        breaks="a collective elsewhere leaves rests alone",
+        tests=("parallel/test_uncounted_writes.py::test_memory_that_was_a_weights_before_is_none_of_its",),
+    ),
+    Mutant(
+        "collectives: DDP leaves rests as they were",
+        "ampkit/models/collectives.py",
+        "entry.rest.copy_(rest.view(torch.int16).view(entry.rest.shape))",
         "pass",
         breaks="DDP gives all ranks the float32 values of one",
         tests=("parallel/test_uncounted_writes.py::test_ddp_gives_all_ranks_the_float32_values_of_one",),
+    ),
+    Mutant(
+        "fsdp2: gradients are clipped by the norm of the shard",
+        "ampkit/iteration/gradients.py",
+        "total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())",
+        "total_over((), kernels.multi_tensor_l2norm(parts)[0].double().square())",
+        breaks="the norm is that of all shards",
+        tests=(
+            "parallel/test_fsdp2.py::test_sharded_training_equals_one_process_and_an_inf_in_one_shard_skips_on_every_rank",
+        ),
     ),
     Mutant(
         "optimizer wrapper: what an average brings in is not judged",
@@ -33,16 +53,6 @@ FAULTS = [
         "highest(found.flag, dict.fromkeys(groups))",
         "pass",
         breaks="an inf in one shard skips on every rank",
-        tests=(
-            "parallel/test_fsdp2.py::test_sharded_training_equals_one_process_and_an_inf_in_one_shard_skips_on_every_rank",
-        ),
-    ),
-    Mutant(
-        "fsdp2: gradients are clipped by the norm of the shard",
-        "ampkit/iteration/gradient_groups.py",
-        "total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())",
-        "total_over((), kernels.multi_tensor_l2norm(parts)[0].double().square())",
-        breaks="the norm is that of all shards",
         tests=(
             "parallel/test_fsdp2.py::test_sharded_training_equals_one_process_and_an_inf_in_one_shard_skips_on_every_rank",
         ),
@@ -70,30 +80,6 @@ FAULTS = [
         'has_own = any(not hasattr(type(param), "device_mesh") for param in one.parameters())',
         breaks="norms under tensor parallelism get FSDP2 groups of their own",
         tests=("parallel/test_tensor_parallel.py::test_norms_under_tensor_parallelism_get_groups_of_their_own",),
-    ),
-    Mutant(
-        "checkpoints: masters have no names",
-        "ampkit/iteration/named_state.py",
-        "((name, masters.get(param, param)) for",
-        "((name, param) for",
-        breaks="get_state_dict finds masters by the names of their weights",
-        tests=("parallel/test_named_state.py::test_run_goes_on_bit_for_bit_and_by_way_of_float32",),
-    ),
-    Mutant(
-        "fsdp1: each rank judges its own part",
-        "ampkit/session.py",
-        "self.process_group = self.process_group or flat_over",
-        "pass",
-        breaks="ranks that FSDP1 shards over skip together",
-        tests=("parallel/test_fsdp1.py::test_ranks_of_fsdp1_agree_over_its_process_group",),
-    ),
-    Mutant(
-        "an optimizer in the backward pass steps with scaled gradients",
-        "ampkit/session.py",
-        'if any(hasattr(param, "_in_backward_optimizers") for param in model.parameters()):',
-        "if False:",
-        breaks="an optimizer in the backward pass is refused where it would step wrongly",
-        tests=("parallel/test_fsdp1.py::test_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongly",),
     ),
     Mutant(
         "fsdp2: casts of gathered weights are kept",
