@@ -158,8 +158,9 @@ class Session:
             self._forget_traces()
             for model in models if has_masters else ():
                 note_weights(model)
-            for optimizer in optimizers:
-                wrapper_of(optimizer).cast_state()
+            casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
+            for own, cast in casts:  # all memory is there
+                own.update(cast)
             originals.clear()  # last of all: what failed before could still be undone exactly
         except BaseException:
             self.close()

@@ -229,7 +229,6 @@ inline PyObject* use_tensor_access(PyObject*, PyObject* capsule) {
 #define AMPKIT_DIRECT_METHODS(device, type)                                                                                \
   AMPKIT_DIRECT(multi_tensor_scale, device, type), AMPKIT_DIRECT(multi_tensor_axpby, device, type),                        \
       AMPKIT_DIRECT(multi_tensor_join, device, type), AMPKIT_DIRECT(multi_tensor_split, device, type),                     \
-      AMPKIT_DIRECT(multi_tensor_l2norm, device, type),                                                                    \
       AMPKIT_DIRECT(multi_tensor_unscale_l2norm, device, type), AMPKIT_DIRECT(multi_tensor_sgd, device, type),             \
       AMPKIT_DIRECT(multi_tensor_adam, device, type), AMPKIT_DIRECT(multi_tensor_adagrad, device, type),                   \
       AMPKIT_DIRECT(multi_tensor_novograd, device, type), AMPKIT_DIRECT(multi_tensor_lamb, device, type),                  \

@@ -43,11 +43,8 @@ void multi_tensor_join_cuda(const TensorList& weights, const TensorList& rests, 
 void multi_tensor_split_cpu(const TensorList& values, const TensorList& weights, const TensorList& rests);
 void multi_tensor_split_cuda(const TensorList& values, const TensorList& weights, const TensorList& rests);
 
-// The Euclidean norm of all tensors together, float32 [1], and of each, float32 [n] ([0] when not asked for).
-std::tuple<Tensor, Tensor> multi_tensor_l2norm_cpu(const TensorList& tensors, bool per_tensor);
-std::tuple<Tensor, Tensor> multi_tensor_l2norm_cuda(const TensorList& tensors, bool per_tensor);
-
-// The same of inputs * inv_scale, which outputs receive if there are any; inputs are checked.
+// The Euclidean norm of all inputs * inv_scale together, float32 [1], and of each, float32 [n] ([0] when not asked for); outputs,
+// if there are any, receive the products. Inputs are checked.
 std::tuple<Tensor, Tensor> multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const TensorList& outputs,
                                                            double inv_scale, const MaybeTensor& inv_scale_tensor,
                                                            const MaybeTensor& found_inf, bool per_tensor,

@@ -18,7 +18,6 @@ STABLE_TORCH_LIBRARY(ampkit, m) {
       "Tensor? b_tensor, Tensor(b!)? found_inf, int arg_to_check, Tensor(c!)? first_bad) -> ()");
   m.def("multi_tensor_join(Tensor[] weights, Tensor[] rests, Tensor(a!)[] outputs) -> ()");
   m.def("multi_tensor_split(Tensor[] values, Tensor(a!)[] weights, Tensor(b!)[] rests) -> ()");
-  m.def("multi_tensor_l2norm(Tensor[] tensors, bool per_tensor) -> (Tensor, Tensor)");
   m.def(
       "multi_tensor_unscale_l2norm(Tensor[] inputs, Tensor(a!)[] outputs, float inv_scale, Tensor? inv_scale_tensor, "
       "Tensor(b!)? found_inf, bool per_tensor, Tensor(c!)? first_bad) -> (Tensor, Tensor)");
@@ -59,7 +58,6 @@ STABLE_TORCH_LIBRARY_IMPL(ampkit, CPU, m) {
   m.impl("multi_tensor_axpby", TORCH_BOX(&ampkit::multi_tensor_axpby_cpu));
   m.impl("multi_tensor_join", TORCH_BOX(&ampkit::multi_tensor_join_cpu));
   m.impl("multi_tensor_split", TORCH_BOX(&ampkit::multi_tensor_split_cpu));
-  m.impl("multi_tensor_l2norm", TORCH_BOX(&ampkit::multi_tensor_l2norm_cpu));
   m.impl("multi_tensor_unscale_l2norm", TORCH_BOX(&ampkit::multi_tensor_unscale_l2norm_cpu));
   m.impl("multi_tensor_sgd", TORCH_BOX(&ampkit::multi_tensor_sgd_cpu));
   m.impl("multi_tensor_adam", TORCH_BOX(&ampkit::multi_tensor_adam_cpu));

@@ -25,8 +25,8 @@
 namespace ampkit {
 
 enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kPacked };  // the last: functors/moments.h
-// kWriteOrRest: written, and may hold rests (Note [weights and rests]). kMoment: written, and may be packed.
-enum class Role { kRead, kWrite, kWriteOrRest, kMoment };
+// kRest: rests (Note [weights and rests]), read. kWriteOrRest: written, and may hold rests. kMoment: written, and may be packed.
+enum class Role { kRead, kRest, kWrite, kWriteOrRest, kMoment };
 
 AMPKIT_INLINE constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16; }
 
@@ -144,7 +144,7 @@ class TensorLists {
     }
     if (contiguous || share_layout(i)) return true;
     for (const NamedList& list : lists_)
-      AMPKIT_CHECK(list.role == Role::kRead || flat.numel == 0 || !overlaps_itself(list.tensors[i]), op_, ": several elements of ",
+      AMPKIT_CHECK(list.role <= Role::kRest || flat.numel == 0 || !overlaps_itself(list.tensors[i]), op_, ": several elements of ",
                    list.name, "[", i, "] lie in one place in memory (shape ", describe(list.tensors[i].sizes()), ", strides ",
                    describe(list.tensors[i].strides()), "); pass a copy of it");
     return false;
@@ -158,7 +158,7 @@ class TensorLists {
     if (code == float_code) return DType::kFloat;
     if (code == half_code) return DType::kHalf;
     if (code == bfloat16_code) return DType::kBFloat16;
-    if (code == aoti_torch_dtype_int16() && lists_[k].role == Role::kWriteOrRest) return DType::kInt16;
+    if (code == aoti_torch_dtype_int16() && (lists_[k].role == Role::kRest || lists_[k].role == Role::kWriteOrRest)) return DType::kInt16;
     if (code == aoti_torch_dtype_uint8() && lists_[k].role == Role::kMoment) return DType::kPacked;
     fail(op_, ": ", lists_[k].name, "[", i, "] is ", torch::headeronly::toString(tensor.share().scalar_type()),
          "; the kernels take Float, Half and BFloat16");
@@ -187,7 +187,7 @@ class TensorLists {
     // Never the tensor itself: contiguous() may return its argument, and another list may hold the same memory.
     Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
     torch::stable::copy_(copy, tensor);
-    (role == Role::kRead ? read_ : written_).emplace_back(tensor, copy);
+    (role <= Role::kRest ? read_ : written_).emplace_back(tensor, copy);
     return copy.mutable_data_ptr();
   }
 
@@ -205,7 +205,7 @@ class TensorLists {
 inline TensorLists<3> checked_rests(const char* op, TensorLists<3> lists, int k) {
   for (const FlatTensor<3>& tensor : lists.flat()) {
     const bool fits = tensor.dtype[k] == DType::kHalf || tensor.dtype[k] == DType::kBFloat16;
-    AMPKIT_CHECK(fits && is_rest(tensor.dtype[k + 1]) && !is_rest(tensor.dtype[k == 0 ? 2 : 0]), op,
+    AMPKIT_CHECK(fits && is_rest(tensor.dtype[k + 1]), op,
                  ": expected weights in Half or BFloat16, rests in Short and values in a floating point dtype");
   }
   return lists;
@@ -213,7 +213,7 @@ inline TensorLists<3> checked_rests(const char* op, TensorLists<3> lists, int k)
 
 inline TensorLists<3> join_lists(const char* op, const TensorList& weights, const TensorList& rests, const TensorList& outputs) {
   return checked_rests(
-      op, {op, {{{"weights", weights, Role::kRead}, {"rests", rests, Role::kWriteOrRest}, {"outputs", outputs, Role::kWrite}}}}, 0);
+      op, {op, {{{"weights", weights, Role::kRead}, {"rests", rests, Role::kRest}, {"outputs", outputs, Role::kWrite}}}}, 0);
 }
 
 inline TensorLists<3> split_lists(const char* op, const TensorList& values, const TensorList& weights, const TensorList& rests) {

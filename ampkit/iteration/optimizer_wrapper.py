@@ -102,21 +102,20 @@ class OptimizerWrapper:
                 self.gradients.widen()
         self.active = False
         self._patches.restore()
-        self.cast_state(torch.float32)
+        for own, cast in self.state_cast(torch.float32):
+            own.update(cast)
         self.gradients.forget_slots()
 
-    def cast_state(self, dtype: torch.dtype | None = None) -> None:
-        """Have the state of parameters that train in lower precision be in this dtype, or in theirs, as fresh state would be."""
+    def state_cast(self, dtype: torch.dtype | None = None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The state of parameters that train in lower precision, each with what it is in this dtype, or in theirs."""
         optimizer = self.optimizer
         keeps = "keeps_float32_state" if dtype is None else "keeps_narrow_state"
         state = {} if getattr(optimizer, keeps, False) else optimizer.state
-        cast = [
+        return [
             (state[slot.param], cast_state(state[slot.param], dtype or slot.param.dtype))
             for slot in self.gradients.slots
             if slot.entry is None and slot.param.dtype in LOWER_PRECISION and slot.param in state
         ]
-        for own, update in cast:  # once all memory is there
-            own.update(update)
 
     def master_params(self) -> Iterator[Tensor]:
         """What the optimizer updates, in its order: of weights with rests their float32 values, which are lent."""

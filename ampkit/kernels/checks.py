@@ -5,7 +5,7 @@ import torch
 from ampkit.dtypes import LOWER_PRECISION
 from ampkit.kernels.moments import packed_size
 
-# Lists that no operator writes to. (A join's weights and a split's values may lie in one place more than once, too.)
+# Lists that no operator writes to; a join writes to its outputs alone.
 _ONLY_READ = frozenset(("inputs", "xs", "ys", "tensors", "grads", "values"))
 # Which steps take rests in the place of ``lower``, and packed moments; in which lists the latter are.
 _TAKES_RESTS = _TAKES_PACKED = ("multi_tensor_sgd", "multi_tensor_adam")
@@ -24,7 +24,7 @@ def check_lists(op, **lists):
                 f"{op}: {first_name} has {len(first)} tensors, {name} has {len(tensors)}; pass lists of one length"
             )
     for name, tensors in lists.items():
-        is_written = name not in _ONLY_READ
+        is_written = name == "outputs" if op == "multi_tensor_join" else name not in _ONLY_READ
         for i, (tensor, expected) in enumerate(zip(tensors, first)):
             if tensor.dtype is torch.uint8 and name in _MOMENTS and op in _TAKES_PACKED:
                 _check_packed(op, f"{name}[{i}]", tensor, expected.numel())

@@ -18,10 +18,9 @@ from ampkit.kernels.signatures import with_signature_of
 _C = importlib.import_module("ampkit._C")
 
 built_with: str = _C.torch_version
-_NORMS = ("l2norm", "unscale_l2norm")
 _STEPS = ("sgd", "adam", "adagrad", "lamb", "novograd")
 _OPERATORS = (
-    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "join", "split", *_NORMS, *_STEPS)),
+    *(f"multi_tensor_{name}" for name in ("scale", "axpby", "join", "split", "unscale_l2norm", *_STEPS)),
     "update_scale",
     "cpu_capability",
 )
@@ -179,16 +178,10 @@ for _name, _op in ops.items():
         torch.library.register_fake(f"ampkit::{_name}", lambda *args: None)
 
 
-def _fake_norms(where):
-    def norms(tensors, *rest):
-        each = tensors[0].new_empty(len(tensors) if rest[where] else 0, dtype=torch.float32)
-        return tensors[0].new_empty(1, dtype=torch.float32), each
+@torch.library.register_fake("ampkit::multi_tensor_unscale_l2norm")
+def _fake_norms(inputs, outputs, inv_scale, inv_scale_tensor, found_inf, per_tensor, first_bad):
+    each = inputs[0].new_empty(len(inputs) if per_tensor else 0, dtype=torch.float32)
+    return inputs[0].new_empty(1, dtype=torch.float32), each
 
-    return norms
-
-
-for _name in _NORMS:
-    _arguments = [one.name for one in ops[f"multi_tensor_{_name}"]._schema.arguments]
-    torch.library.register_fake(f"ampkit::multi_tensor_{_name}", _fake_norms(_arguments.index("per_tensor") - 1))
 
 _give_tensor_access(_C)

@@ -119,16 +119,6 @@ def _joined_norms(given: dict[str, Any], parts: list) -> tuple[Tensor, Tensor]:
 
 
 @operator(after=_joined_norms)
-def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
-    """(Euclidean norm of all tensors together, float32 [1]; the norm of each, float32 [n], or [0] unless asked for).
-
-    Both lie on the device of the first tensor. Huge and tiny values keep their norm.
-    """
-    check_lists("multi_tensor_l2norm", tensors=tensors)
-    return _l2norm(tensors, per_tensor, None)
-
-
-@operator(after=_joined_norms)
 def multi_tensor_unscale_l2norm(
     inputs: Tensors,
     outputs: Tensors | None = None,
@@ -137,10 +127,11 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool = False,
     first_bad: Flag | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Norms of ``inputs[i] * inv_scale`` as in multi_tensor_l2norm, with a check of the inputs, in one pass.
+    """The norms of ``inputs[i] * inv_scale``, with a check of the inputs, in one pass.
 
-    ``outputs``, which may be the inputs, receive the products; without them nothing but the inputs is read, and nothing
-    written: the pass before a fused step, which unscales by itself.
+    Returns (Euclidean norm of all together, float32 [1]; the norm of each, float32 [n], or [0] unless asked for), both on the
+    device of the first tensor. Huge and tiny values keep their norm. ``outputs``, which may be the inputs, receive the products;
+    without them nothing but the inputs is read, and nothing written: the pass before a fused step, which unscales by itself.
     """
     check_lists("multi_tensor_unscale_l2norm", inputs=inputs, outputs=outputs)
     norms = _l2norm(inputs, per_tensor, inv_scale)  # first: outputs may be the inputs
@@ -148,6 +139,11 @@ def multi_tensor_unscale_l2norm(
     if outputs is not None:
         _scale(inputs, outputs, 1.0 if inv_scale is None else inv_scale)
     return norms
+
+
+def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
+    """The norms of `multi_tensor_unscale_l2norm`, of the tensors as they are."""
+    return multi_tensor_unscale_l2norm(tensors, per_tensor=per_tensor)
 
 
 @operator_without_lists

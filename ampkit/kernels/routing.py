@@ -39,8 +39,8 @@ Flag = Tensor
 #: What ``first_bad`` holds while no tensor was found that is not finite: above every index.
 NO_BAD = 2**62
 
-#: What the kernels take: moments may be packed (moments.py), which other lists they refuse.
-_TAKEN = CASTABLE | {torch.uint8}
+#: What the kernels take: moments may be packed (moments.py), and there are rests (split.py), which other lists they refuse.
+_TAKEN = CASTABLE | {torch.uint8, torch.int16}
 
 _FLAG_DTYPES = {"found_inf": torch.float32, "first_bad": torch.int64}
 

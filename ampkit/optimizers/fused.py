@@ -252,9 +252,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             if batch is None or key != last:
                 last, batch = key, batches.get(key)
                 if batch is None:
-                    lower, clip = (None, None) if rest is None else ([], inputs.clip)
-                    batch = batches[key] = Batch([], [], lower, inputs.inv_scale, clip, inputs.found_inf)
-                    batch.targets = batch.params
+                    batch = batches[key] = Batch([], [], inv_scale=inputs.inv_scale, found_inf=inputs.found_inf)
+                    if rest is not None:
+                        batch.lower, batch.clip = [], inputs.clip
             batch.params.append(param)
             batch.grads.append(gradient)
             if batch.lower is not None and rest is not None:

@@ -21,7 +21,7 @@ bool nobody_listens() {
 }
 
 // Whether the class of this tensor is to be told of functions of torch. Parameters are not, nor are classes made of them that
-// leave it at that, as master weights are.
+// leave it at that.
 bool has_torch_function(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const nothing = PyObject_GetAttr(ParameterClass, name);

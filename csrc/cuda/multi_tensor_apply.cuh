@@ -9,7 +9,7 @@
 // Note [sectors]: a thread's eight elements of float32 are two accesses of 16 bytes, and its neighbour's begin 32 bytes on. So each
 // request of a warp touches 32 sectors of 32 bytes for 512 bytes, half of each; 16 would do. Loads lose little: the second request
 // finds its halves in L1. Stores go through to L2 as twice as many sectors, where the halves meet before they go on to memory. A step
-// of Adam with masters moves 28 bytes an element, 14 of them written, 12 in float32: L2 sees as much as for 40. On cards whose L2
+// of Adam with rests moves 26 bytes an element, 12 of them written, 8 in float32: L2 sees as much as for 34. On cards whose L2
 // has twice the bandwidth of their memory (A100) that is no limit; with HBM3e (H200) it may be one. Two runs of four elements, 128
 // apart, would be whole sectors for every dtype, at twice the requests for 16-bit ones. But runs of eight are what moments
 // and random numbers are made of, so that these would need a layout of their own; to be decided by a measurement.
@@ -184,13 +184,6 @@ struct Chunk {
     }
   }
 };
-
-// As a tensor of this dtype would hold it.
-__device__ inline float rounded(float value, DType dtype) {
-  if (dtype == DType::kBFloat16) return __bfloat162float(__float2bfloat16_rn(value));
-  if (dtype == DType::kHalf) return __half2float(__float2half_rn(value));
-  return value;
-}
 
 __host__ __device__ inline int64_t bytes_per_element(DType dtype) {
   return dtype == DType::kFloat ? 4 : dtype == DType::kPacked ? 1 : 2;

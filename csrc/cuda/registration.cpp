@@ -11,7 +11,6 @@ STABLE_TORCH_LIBRARY_IMPL(ampkit, CUDA, m) {
   m.impl("multi_tensor_axpby", TORCH_BOX(&ampkit::multi_tensor_axpby_cuda));
   m.impl("multi_tensor_join", TORCH_BOX(&ampkit::multi_tensor_join_cuda));
   m.impl("multi_tensor_split", TORCH_BOX(&ampkit::multi_tensor_split_cuda));
-  m.impl("multi_tensor_l2norm", TORCH_BOX(&ampkit::multi_tensor_l2norm_cuda));
   m.impl("multi_tensor_unscale_l2norm", TORCH_BOX(&ampkit::multi_tensor_unscale_l2norm_cuda));
   m.impl("multi_tensor_sgd", TORCH_BOX(&ampkit::multi_tensor_sgd_cuda));
   m.impl("multi_tensor_adam", TORCH_BOX(&ampkit::multi_tensor_adam_cuda));

@@ -43,7 +43,7 @@ def test_plain_tensors_are_served_at_once():
     assert [t._version for t in (*inputs, *outputs)] == [0, 0, 1, 1]
     assert scale_directly(tuple(inputs), (torch.nn.Parameter(torch.zeros(3)), outputs[1])) is None
     assert scale_directly(inputs, (Weight(torch.zeros(3)), outputs[1])) is None
-    norm, norms = library().multi_tensor_l2norm(0, outputs, True)
+    norm, norms = library().multi_tensor_unscale_l2norm(0, outputs, [], 1.0, None, None, True, None)
     assert norm.item() == pytest.approx(1.75**0.5) and norms.tolist() == pytest.approx([0.75**0.5, 1.0])
 
 

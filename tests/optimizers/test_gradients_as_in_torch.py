@@ -226,6 +226,15 @@ def test_a_gradient_is_float32_where_its_weights_precision_cannot_hold_it(dtype)
     assert next(ampkit.master_params(optimizer)).item() == -(2.0**-30)
 
 
+def test_a_loss_scale_that_is_no_power_of_two_divides_bfloat16_in_float32():
+    """The gradient 1 + 2^-7 times 3 lies between two numbers of bfloat16, of which the even one is 3 + 2^-5."""
+    model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.bfloat16, loss_scale=3.0)
+    backward_of_one_weight(model, optimizer, 1 + 2.0**-7)
+    assert abs(model.weight.grad.item() - (3 + 2.0**-5) / 3) < 1e-6
+    optimizer.step()
+    assert abs(next(ampkit.master_params(optimizer)).item() + (3 + 2.0**-5) / 3) < 1e-6
+
+
 def test_zeros_that_are_written_to_a_float16_weights_gradient_count():
     model, optimizer = one_weight(0.0, opt_level="O2", cast_model_type=torch.float16, loss_scale=2.0**16)
     for zeroes in (False, True):  # the second step adds nothing
@@ -566,6 +575,21 @@ def test_what_float16_cannot_hold_unscaled_outlives_a_delayed_block_too():
     backward_of_one_weight(model, optimizer, 2.0**-30)
     optimizer.step()
     assert next(ampkit.master_params(optimizer)).item() == -3 * 2.0**-30
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_gradient_that_waits_at_its_scale_is_brought_to_the_next_ones(level):
+    """An overflow halves the scale of the first loss; the blocks after it are at 2^15 and 2^16."""
+    model, optimizer = one_weight(0.0, opt_level=level, num_losses=2)
+    for loss_id, slope, delay in ((0, float("inf"), False), (0, 0.25, True), (1, 0.25, False)):
+        if delay:
+            optimizer.zero_grad()
+        with ampkit.scale_loss(
+            model(torch.ones(1, 1)).float().sum() * slope, optimizer, loss_id=loss_id, delay_unscale=delay
+        ) as scaled_loss:
+            scaled_loss.backward()
+    scales = [ampkit.current_session().scaler(loss_id).loss_scale for loss_id in range(2)]
+    assert scales == [2.0**15, 2.0**16] and model.weight.grad.item() == 0.5
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

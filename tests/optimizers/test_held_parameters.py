@@ -97,6 +97,21 @@ def test_weights_taken_out_of_a_group_rest_and_train_again_when_they_are_back(ma
     assert moved == [set(before), {"3.weight", "3.bias"}, set(before)]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_as_many_other_weights_put_into_a_group_train_in_their_place(make, level):
+    """Two layers that are trained in turns. A gradient of 1/4 that nobody unscales is 16,384."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    optimizer = make(model[0].parameters(), lr=2.0**-10)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=2.0**16, verbosity=0)
+    optimizer.param_groups[0]["params"] = [model[1].weight]
+    backward(model(torch.ones(1, 1)).float().sum() / 4, optimizer)
+    optimizer.step()
+    assert [value.item() for value in model.state_dict().values()] == [1.0, 1 - 2.0**-12]
+
+
 class WithItsOwnList(torch.optim.Optimizer):
     """SGD over a list that it keeps beside its groups."""
 

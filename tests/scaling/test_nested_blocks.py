@@ -85,6 +85,24 @@ def test_blocks_of_three_optimizers(level):
     assert found(optimizers) == [3.0, 5.0, 7.0]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_an_overflow_in_the_innermost_of_three_skips_all(order):
+    models = [nn.Linear(4, 2, bias=False) for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    losses = [factor * models[i](X).sum() for i, factor in zip(order, (3, 5, float("inf")))]
+    with ampkit.scale_loss(losses[0], optimizers[order[0]]) as first:
+        with ampkit.scale_loss(losses[1], optimizers[order[1]]) as second:
+            with ampkit.scale_loss(losses[2], optimizers[order[2]]) as third:
+                third.backward()
+            second.backward()
+        first.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [ampkit.step_was_skipped(optimizer) for optimizer in optimizers] == [True] * 3
+    assert ampkit.current_session().scalers[0].loss_scale == 2.0**15
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_before_the_outer_block_ends_is_refused(level):
     models, optimizers = two_of_each(level)

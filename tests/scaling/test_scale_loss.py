@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import initialize_quietly, net_with_norm, random_batch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
 
 import ampkit
@@ -381,6 +382,19 @@ def test_nested_blocks_for_one_optimizer_are_refused():
     ):
         with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
             scaled.backward()
+
+
+@pytest.mark.parametrize("level, settings", [("O1", {}), ("O2", {"loss_scale": 1.0}), ("O5", {})])
+def test_an_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongly(level, settings):
+    """It would meet gradients at the loss scale, or write to weights without their rests."""
+    model = net_with_norm()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    model, optimizer = ampkit.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0, **settings
+    )
+    x, y = batches(1)[0]
+    with pytest.raises(ampkit.ConfigurationError, match="put into the backward pass"):
+        ampkit.scale_loss(F.mse_loss(model(x), y), optimizer)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -117,7 +117,7 @@ FAULTS = [
     ),
     fault(
         "sum: half of the threads leave before the barrier",
-        "multi_tensor_l2norm.cu",
+        "multi_tensor_unscale_l2norm.cu",
         "sum = block_sum(sum);",
         "sum = threadIdx.x < 256 ? block_sum(sum) : 0;",
         "all threads of a block reach each of its barriers",

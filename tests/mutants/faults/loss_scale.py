@@ -256,11 +256,11 @@ FAULTS = [
         tests=("scaling/test_nested_blocks.py::test_an_overflow_inside_skips_both",),
     ),
     Mutant(
-        "nested blocks: the innermost is nobody's",
+        "nested blocks: the innermost is judged apart",
         "ampkit/iteration/scale_loss.py",
         "self.around = outer.around or outer",
         "self.around = outer",
-        breaks="the outermost of three blocks unscales for all",
-        tests=("scaling/test_nested_blocks.py::test_blocks_of_three_optimizers",),
+        breaks="the outermost of three blocks judges for all",
+        tests=("scaling/test_nested_blocks.py::test_an_overflow_in_the_innermost_of_three_skips_all",),
     ),
 ]

@@ -24,7 +24,7 @@ FAULTS = [
     Mutant(
         "collectives: DDP leaves rests as they were",
         "ampkit/models/collectives.py",
-        "entry.rest.copy_(rest.view(torch.int16).view(entry.rest.shape))",
+        "torch.distributed._broadcast_coalesced(process_group, rests, broadcast_bucket_size, src)",
         "pass",
         breaks="DDP gives all ranks the float32 values of one",
         tests=("parallel/test_uncounted_writes.py::test_ddp_gives_all_ranks_the_float32_values_of_one",),
@@ -80,6 +80,16 @@ FAULTS = [
         'has_own = any(not hasattr(type(param), "device_mesh") for param in one.parameters())',
         breaks="norms under tensor parallelism get FSDP2 groups of their own",
         tests=("parallel/test_tensor_parallel.py::test_norms_under_tensor_parallelism_get_groups_of_their_own",),
+    ),
+    Mutant(
+        "an optimizer in the backward pass steps with scaled gradients",
+        "ampkit/session.py",
+        'if any(hasattr(param, "_in_backward_optimizers") for param in model.parameters()):',
+        "if False:",
+        breaks="an optimizer in the backward pass is refused where it would step wrongly",
+        tests=(
+            "scaling/test_scale_loss.py::test_an_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongly",
+        ),
     ),
     Mutant(
         "fsdp2: casts of gathered weights are kept",
