@@ -398,7 +398,7 @@ def test_failure_halfway_leaves_nothing_on_the_model(level, monkeypatch):
     def fail(*_):
         raise MemoryError("made to fail")
 
-    monkeypatch.setattr(Session, "_match_states", fail)
+    monkeypatch.setattr(Session, "_prepare_optimizers", fail)
     with pytest.raises(MemoryError, match="made to fail"):
         initialized(model, level, keep_fp32="head")
     assert plain_state(model) == before and {p.dtype for p in model.parameters()} == {F32}
