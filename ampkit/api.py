@@ -71,10 +71,11 @@ def initialize(
 
     ``opt_level`` is ``"O0"`` to ``"O5"``; every other setting that is None takes the level's default:
 
-    - ``cast_model_type``: the dtype of the model's weights (O2, O3).
-    - ``patch_torch_functions``: whether torch functions are patched (O1, O4); ``patch_torch_functions_type`` to which dtype.
-    - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights.
-    - ``keep_fp32``: modules, types or name patterns that compute in float32 and return float32, at every level.
+    - ``cast_model_type``: the lower precision that weights are stored in and calls are cast to (O2, O3).
+    - ``patch_torch_functions``: whether calls are cast, over float32 weights (O1, O4), and ``patch_torch_functions_type`` to what.
+    - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights (O2, O3, O5).
+    - ``keep_fp32``: modules, types or name patterns that compute in float32 and return float32, at every level. The name of a
+      layer's parameter names the layer; any other parameter is stored in float32, and the calls that it goes to cast it.
     - ``master_weights``: whether weights in lower precision train in float32. The float32 value of a weight is the weight and a
       rest of 16 bits beside it: 14 bytes per parameter with Adam in bfloat16, 16 in float16, whose gradient is float32.
     - ``loss_scale``: ``"dynamic"``, a number, or a `DynamicLossScale`; ``num_losses`` scalers are made. A dynamic scale stays
@@ -83,10 +84,10 @@ def initialize(
     - ``lower_precision_weights``: what becomes of weights that come in float16 or bfloat16. ``"float32"`` makes them
       float32 until the session closes (at O2 and O5 their values; O3 leaves them). ``"keep"`` leaves them, with
       ``master_weights`` as the level has it, and ``"refuse"`` is an error.
-    - ``policy``: which tables O1 follows, ``"default"``, ``"apex"`` or ``"autocast"``; a dict changes single rows
+    - ``policy``: which tables casts of calls follow, ``"default"``, ``"apex"`` or ``"autocast"``; a dict changes single rows
       (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
     - ``scope``: at O1 and O4, "process" casts every call of torch, as Apex did, and "forward" only those inside the forward
-      passes of these models and their submodules, whose outputs are then float32.
+      passes of these models, whose outputs are then float32.
     - ``process_group``: the processes that step together or not at all, for scripts that average gradients by hand after the
       `scale_loss` block, and for pipelines: what one finds to be not finite is found by all when the block ends. DDP needs none,
       and sharded parameters (FSDP2) bring their own.
@@ -128,7 +129,7 @@ def initialize(
         settings["cast_model_type"] = _lower_precision_of(model_list, earlier, recast)
     plan = resolve(opt_level, device_type_of(model_list), settings)
     validation.closures(optimizer_list, plan)
-    validation.scripted_parts(model_list, plan)
+    validation.scripted(model_list, plan)
     validation.weights(model_list, recast, optimizer_list, plan, lower_precision_weights)
     validation.kept_modules(model_list, plan)
     validation.sharded(model_list, optimizer_list, plan)
@@ -329,8 +330,8 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
 def disable_casts() -> Any:
     """``with disable_casts():`` switches casts of calls off, in this thread; nests, and survives exceptions. Also a decorator.
 
-    At O1 and O4 ``with torch.autocast(device_type, enabled=False):`` does the same, and so the body of a compiled function may use
-    either. At O2, O3 and O5 `float_function` alone casts calls; the weights stay in the precision that they are in. Without a
+    ``with torch.autocast(device_type, enabled=False):`` does the same, and so the body of a compiled function may use either.
+    Weights that are stored in lower precision take part with their float32 values, where there are any (O2, O5). Without a
     session it does nothing. Raises nothing of its own.
     """
     switch_off_left_on()
@@ -362,8 +363,8 @@ def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settin
 def close() -> None:
     """Close every live session, newest first: torch, models and optimizers are as they were, weights as trained.
 
-    Weights come back in the dtype that they came in, from float32 masters where there are any. It may be called twice, and without
-    a session; it raises nothing of its own.
+    Weights come back in the dtype that they came in, from their float32 values where they have them. It may be called twice,
+    and without a session; it raises nothing of its own.
 
     A thread that initialized at O1 and is not the one that closes is switched off as soon as Python allows where it is the
     main thread, else at its next call of ampkit.

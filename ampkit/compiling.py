@@ -38,10 +38,11 @@ def tag_compiled_code(casts: str) -> None:
     config.cache_key_tag = f"{own}{_TAG}{casts}" if casts else own
 
 
-def kernels_of_inductor() -> dict[str, Any]:
-    """The functions of torch that generated code calls (``extern_kernels.mm``), by name; none before inductor is loaded."""
-    module = sys.modules.get("torch._inductor.select_algorithm")
-    return {} if module is None else vars(module.extern_kernels)
+def give_back_kernels(original_of: Callable[[Any], Any]) -> None:
+    """Have generated code call torch's own kernels: inductor takes wrappers for them where it is loaded while torch is patched."""
+    if (module := sys.modules.get("torch._inductor.select_algorithm")) is not None:
+        kernels = vars(module.extern_kernels)
+        kernels.update({name: original_of(kernel) for name, kernel in kernels.items()})
 
 
 class CompiledModels:

@@ -52,6 +52,21 @@ class Plan:
         return self.cast_model_type in LOWER_PRECISION
 
     @property
+    def casts_calls(self) -> bool:
+        """Whether calls of torch are cast by the tables."""
+        return self.patch_torch_functions or self.casts_weights
+
+    @property
+    def lower_precision(self) -> torch.dtype | None:
+        """What calls are cast to, or None."""
+        return self.patch_torch_functions_type if self.patch_torch_functions else self.cast_model_type
+
+    @property
+    def lowers_all(self) -> bool:
+        """Whether inputs are cast, and all parameters but norms are stored in lower precision, not only matrices: as Apex did."""
+        return self.casts_weights and (not self.master_weights or self.policy.base == "apex")
+
+    @property
     def has_dynamic_loss_scale(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
 

@@ -13,14 +13,13 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from .casting.decorators import cast_models
 from .casting.engine import Casting, active_casting
 from .casting.library import dispatch
 from .casting.tensors import params_of
@@ -37,7 +36,7 @@ from .iteration.stand_ins import inner_optimizers
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
-from .models import copies, exporting, operators, sharded
+from .models import copies, exporting, sharded
 from .models.agreement import Dtypes, dtypes_of, note_new_modules, refuse_changed_dtype, sync_weights
 from .models.averaging import averages
 from .models.collectives import collectives, note_weights
@@ -148,9 +147,9 @@ class Session:
             values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
             self._watch(models)
             self._prepare_optimizers(optimizers, values)
-            if self.plan.patch_torch_functions:
-                self._start_casting(models)
-            of_cast_weights = (cast_models, averages, operators.operators) if self.plan.casts_weights else ()
+            if self.plan.casts_calls:
+                self._start_casting(values)
+            of_cast_weights = (averages,) if self.plan.casts_weights else ()
             has_masters = self.plan.casts_weights or self.plan.master_weights
             for shared in (exporting.exports, *of_cast_weights, *((collectives,) if has_masters else ())):
                 shared.acquire()
@@ -222,7 +221,7 @@ class Session:
     def _watch(self, models: Sequence[nn.Module]) -> None:
         """Hear of what is called on the models."""
         for model in models:
-            if not self.plan.casts_weights:
+            if not self.plan.casts_weights or fsdp_modules(model):
                 self._left_as[model] = dtypes_of(model)
             watchers[model] = Watcher(
                 self._before_forward, self._before_compiled_forward, self._after_zero_grad, self._statistics.forget
@@ -237,20 +236,27 @@ class Session:
                 self._undo.if_alive(copies.hand_out_own_state, one)
                 copies.hand_out_plain_state(one, values)
 
-    def _start_casting(self, models: Sequence[nn.Module]) -> None:
+    def _start_casting(self, values: Mapping[torch.Tensor, Float32Value]) -> None:
         plan = self.plan
-        casting = active_casting()
-        if casting is not None:
-            refuse_second_lower_precision(plan)
-        else:
-            casting = Casting(
-                plan.patch_torch_functions_type, policy=plan.policy, verbosity=plan.verbosity, scope=plan.scope
-            )
+        before = casting = active_casting()
+        refuse_second_lower_precision(plan)
+        scope = plan.scope if plan.patch_torch_functions else "forward"
+        leads = plan.patch_torch_functions and not any(one.plan.patch_torch_functions for one in _sessions_of(before))
+        if casting is None or (leads and casting.lower_precision is not plan.lower_precision):
+            casting = Casting(plan.lower_precision, policy=plan.policy, verbosity=plan.verbosity, scope=scope)
+        elif leads:
+            casting.scope = scope
         self.casting = casting
         self._undo.callback(self.stop_casting)
-        if casting is not active_casting():
+        if casting is not before:
+            if before is not None:
+                before.close()
+                casting.take_over(before)
+                for session in _sessions_of(before):
+                    session.casting = casting
             casting.install()
-        casting.rebind(models)
+        if plan.casts_weights:
+            casting.store(values)
         self._restart_device_types()
         casting.switch_on_here()
 
@@ -259,8 +265,11 @@ class Session:
         casting, self.casting = self.casting, None
         if casting is None:
             return
-        if any(session.casting is casting for session in live_sessions):
-            casting.release(self.models)
+        if self.plan.casts_weights:
+            casting.store_no_more()
+        if others := _sessions_of(casting):
+            if not any(session.plan.patch_torch_functions for session in others):
+                casting.end_scope_of_process()
             self._restart_device_types()
         else:
             casting.close()
@@ -360,15 +369,14 @@ class Session:
         return f"one of shape {tuple(param.shape)} that is in none of the models given to initialize()"
 
     def _before_forward(self, model: nn.Module) -> None:
-        if self.plan.casts_weights:
+        if model in self._left_as:
+            refuse_changed_dtype(model, self._left_as[model])
+        else:
             if not self._knows_sharding:
                 self._refuse_sharded_since()
             sync_weights(model)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 note_weights(model)
-            operators.operators.catch_up()
-        else:
-            refuse_changed_dtype(model, self._left_as[model])
         if self.casting is not None:
             self._cast_where_it_is(model)
             if self.casting.is_behind:
@@ -491,23 +499,29 @@ def not_initialized(optimizer: Any) -> NotInitializedError:
 
 
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:
-    """O1's patches are process-wide: two sessions can share them only with the same tables and the same precision.
+    """The patches are process-wide: sessions share the same tables, and at O1 the same precision.
 
     Sessions in ``closing`` will be gone by then.
     """
     casting = active_casting()
-    stays = any(session.casting is casting for session in live_sessions if session not in closing)
-    if casting is not None and stays and plan.patch_torch_functions:
-        for name, wanted, active in (
-            ("patch_torch_functions_type", plan.patch_torch_functions_type, casting.lower_precision),
-            ("policy", plan.policy, casting.policy),
-            ("scope", plan.scope, casting.scope),
-        ):
-            if wanted != active:
-                raise ConfigurationError(
-                    f"{name}={wanted!r}: a live session patches torch functions with {active!r}, and the patches are "
-                    "process-wide. Use the same value, or close that session first (ampkit.close())."
-                )
+    others = [session for session in _sessions_of(casting) if session not in closing]
+    if not others or not plan.casts_calls:
+        return
+    settings = [("policy", plan.policy, casting.policy)]
+    if plan.patch_torch_functions and any(session.plan.patch_torch_functions for session in others):
+        settings.append(("patch_torch_functions_type", plan.patch_torch_functions_type, casting.lower_precision))
+        settings.append(("scope", plan.scope, casting.scope))
+    for name, wanted, active in settings:
+        if wanted != active:
+            raise ConfigurationError(
+                f"{name}={wanted!r}: a live session patches torch functions with {active!r}, and the patches are "
+                "process-wide. Use the same value, or close that session first (ampkit.close())."
+            )
+
+
+def _sessions_of(casting: Casting | None) -> list[Session]:
+    """The live sessions whose casts an engine makes."""
+    return [session for session in live_sessions if casting is not None and session.casting is casting]
 
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:

@@ -14,7 +14,7 @@ from .casting.tensors import params_of
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .logs import logger
-from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched, refuse_what_no_call_keeps
+from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched
 from .optimizers import LARC, FusedLAMB, FusedLARS, FusedNovoGrad
 from .plan import Plan
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
@@ -80,15 +80,6 @@ def models(value: Any) -> list[nn.Module]:
                     f"The {f'module {name!r} of the model' if name else 'model'} is wrapped in {type(module).__name__}. Call "
                     "initialize() on the bare model, before wrapping, and wrap what it returns."
                 )
-        if isinstance(model, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                "The model is a TorchScript module, whose operations are fixed. Call initialize() on the module before scripting."
-            )
-        if type(model).forward is nn.Module.forward and "forward" not in vars(model):
-            raise ConfigurationError(
-                f"The model is a {type(model).__name__}, which has no forward: nothing would be cast when its modules are called. "
-                "Pass a list of the modules that are called instead: initialize(list(modules), optimizers, ...)."
-            )
     _refuse_repeats(found, "model")
     return found
 
@@ -265,29 +256,21 @@ def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_k
     )
 
 
-def scripted_parts(model_list: list[nn.Module], plan: Plan) -> None:
-    """Refuse TorchScript submodules with weights where weights are cast.
-
-    A script may hold a weight's dtype in its code, takes no hooks for what stays float32 in it, and none for ``state_dict``.
-    """
-    for model in model_list if plan.casts_weights else ():
-        for name, module in model.named_modules():
-            tensors = (*module.parameters(), *module.buffers()) if isinstance(module, torch.jit.ScriptModule) else ()
-            if any(tensor.dtype in CASTABLE for tensor in tensors):
-                raise ConfigurationError(
-                    f"Module {name!r} of the model is a TorchScript module, whose operations are fixed: {plan.opt_level} cannot "
-                    "cast its weights. Put the module that it was made from in its place, or use opt_level='O1' or 'O4', "
-                    "which cast its calls and leave its weights float32."
-                )
+def scripted(model_list: list[nn.Module], plan: Plan) -> None:
+    """Refuse models that are TorchScript where something would have to be put around their forward."""
+    only_calls = plan.patch_torch_functions and plan.scope == "process" and not plan.cast_model_outputs
+    if not only_calls and any(isinstance(model, torch.jit.ScriptModule) for model in model_list):
+        raise ConfigurationError(
+            "The model is a TorchScript module, whose forward cannot be wrapped. Call initialize() on the module before scripting, "
+            "or use opt_level='O1' or 'O4', which cast the calls inside of it."
+        )
 
 
 def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
-    """Refuse items of ``keep_fp32=`` that name nothing in any of the models, or what the level cannot keep."""
+    """Refuse items of ``keep_fp32=`` that name nothing in any of the models, or what has no forward in Python."""
     kept = [Kept(model, False, plan.keep_fp32) for model in model_list]
     refuse_unmatched(kept)
     refuse_scripted(kept)
-    if plan.patch_torch_functions:
-        refuse_what_no_call_keeps(kept, plan.opt_level)
 
 
 def _refuse_unfit_weights(

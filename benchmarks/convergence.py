@@ -2,7 +2,7 @@
 
 $ python benchmarks/convergence.py             # --size 64 for the demo's images, which take four times as long
 
-It checks, bit for bit: O0 against plain torch, O2's masters against model.state_dict(), and for every level that saving at
+It checks, bit for bit: O0 against plain torch, master_params() at O2 against model.state_dict(), and for every level that saving at
 step 50 and resuming equals not having stopped at step 100. Then it prints, for each seed and level (torch.autocast beside
 them as a yardstick): how far the first 5 losses and the mean of losses 20 to 50 are from O0's, and the validation top-1
 after the demo's number of steps. It exits with an error when a bound (1%, 10%, one point) does not hold.

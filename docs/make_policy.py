@@ -25,7 +25,9 @@ WORDS = {
     CastKind.LOWER_PRECISION_FP: "lower",
     CastKind.FP32: "fp32",
     CastKind.PROMOTE: "promote",
+    CastKind.CONTRACTION: "lower or promote",
     CastKind.MATCH_FIRST: "match first",
+    CastKind.FP32_WEIGHTS: "fp32 weights",
     CastKind.REJECT: "refused in float16",
     CastKind.BANNED: "refused",
     CastKind.NATIVE: "native",
@@ -268,7 +270,7 @@ def measure(name: str) -> dict[str, tuple[float, float]]:
     torch.manual_seed(0)
     given = inputs()
     errors = {"float16": (0.0, 0.0), "bfloat16": (0.0, 0.0), "float32": (0.0, 0.0)}
-    from_product = choices()[name][2].kind is not CastKind.LOWER_PRECISION_FP
+    from_product = choices()[name][2].kind not in (CastKind.LOWER_PRECISION_FP, CastKind.CONTRACTION)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in (torch.float16, torch.bfloat16):
@@ -341,7 +343,8 @@ def all_rows() -> list[str]:
     for group in sorted(DEFAULT, key=lambda group: list(WORDS).index(group.kind)):
         owners = ", ".join(f"`{path}`" for path in group.owners)
         names = ", ".join(f"`{name}`" for name in group.names)
-        lines.append(f"| {names} | {owners} | {WORDS[group.kind]} | {group.reason} |")
+        kind = WORDS[group.kind] + ", narrow" * group.narrow
+        lines.append(f"| {names} | {owners} | {kind} | {group.reason} |")
     return lines
 
 
@@ -375,28 +378,30 @@ def page() -> str:
     return TEXT.format(**{name: "\n".join(lines) for name, lines in tables.items()})
 
 
-TEXT = """# What O1 computes in which precision
+TEXT = """# Which function computes in which precision
 
 Written by `python docs/make_policy.py` from the tables in `ampkit/policy/`; do not edit.
 
-At O1 and O4 each torch function that has a row computes in the precision of its row; a function without one takes its
-arguments as they come.
+At every level but O0 each torch function that has a row computes in the precision of its row; a function without one takes
+its arguments as they come.
 
 | in | means |
 |---|---|
 | lower | arguments are cast to the lower precision of the session; casts of weights are kept |
 | fp32 | float16 and bfloat16 arguments are cast to float32 |
+| fp32, narrow | the same; at O2, O3 and O5 the result is handed on, and saved, in the precision of the input |
 | promote | where dtypes are mixed, arguments are cast to the widest |
+| lower or promote | lower where the call sums over an index, else promote |
 | match first | an in-place function: other arguments are cast to the dtype of the tensor written to |
+| fp32 weights | what comes after the input is cast to float32, but for statistics in lower precision |
 | native | left to torch, which promotes by itself |
-| refused | an error, with advice, for lower-precision arguments; in float16 only where it says so |
+| refused | an error, with advice, for lower-precision arguments; in float16 only where it says so; at O2, O3 and O5 fp32 |
 
 float64, integer and complex tensors, an explicit `dtype=`, and the tensors that `out=` and in-place functions write to are left
 as they are. NumPy has no bfloat16: `numpy()` of a bfloat16 tensor gives a float32 array, wherever the tensor is.
 
 torchvision's operators have rows where torchvision is loaded: from `initialize` on, or, when it is imported later, from the
-next forward of an initialized model on. At O2, O3 and O5, where nothing else is patched, they compute in float32 too, and give
-back the dtype of their first argument.
+next forward of an initialized model on.
 
 ## Choosing and changing
 
@@ -419,8 +424,8 @@ calls under the same name, too:
 tables refuse computed in float32, `banned="allow"` leaves them to torch.
 
 `"autocast"` takes torch.autocast's list for the device type of the models when they are initialized; `"autocast-cpu"` and
-`"autocast-cuda"` name one outright. A function that a list does not know keeps its row of the default. Sessions at O1
-that live at the same time need the same policy.
+`"autocast-cuda"` name one outright. A function that a list does not know keeps its row of the default. Sessions that
+live at the same time need the same policy. A changed row is not narrow.
 
 ## Where torch's own lists disagree
 

@@ -3,10 +3,8 @@
 import gc
 import os
 import sys
-import sysconfig
 import tempfile
 import types
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +28,6 @@ import torch._dynamo  # replaces torch.manual_seed; the first optimizer would im
 
 import ampkit
 from ampkit import kernels
-from ampkit.casting import swapping
 from ampkit.casting.library import dispatch
 from ampkit.kernels import backend
 from ampkit.libraries import cuda_is_emulated
@@ -48,25 +45,6 @@ COMPILED = {
     "kernels": lambda: None if kernels.implementation().name == "extension" else kernels.implementation().why,
     "wrappers": lambda: None if dispatch().library is not None else dispatch().why,
 }
-
-
-# O1 searches all loaded modules for functions of torch. These are loaded by the tests' tools and by torch.compile, and hold none.
-LEFT_ALONE = swapping._LEFT_ALONE | {
-    *("_pytest", "hypothesis", "iniconfig", "mpmath", "networkx", "numpy", "PIL", "pluggy", "pygments", "pytest"),
-    *("setuptools", "sortedcontainers", "sympy", "tqdm", "triton"),
-}
-LIBRARIES = pytest.StashKey[frozenset]()
-CLIENTS = Path(__file__).with_name("clients")
-
-
-def libraries() -> frozenset[str]:
-    """The packages that are installed and loaded. Only tests of clients have them searched, and those of torchvision: all that
-    transformers, timm and others import makes a session of O1 three times as slow.
-    """
-    installed = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    files = ((name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()))
-    found = frozenset(name.partition(".")[0] for name, file in files if file.startswith(installed))
-    return found - {"torchvision", "__main__"}
 
 
 WAITING = pytest.StashKey[int]()
@@ -105,9 +83,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What every test would pay for: the collector walks all that is alive, and O1 all loaded modules."""
+    """What every test would pay for: the collector walks all that is alive."""
     gc.set_threshold(50_000, 20, 20)
-    session.config.stash[LIBRARIES] = libraries()
 
 
 def gpus_needed(item):
@@ -132,8 +109,6 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_runtest_setup(item):
-    of_clients = CLIENTS in item.path.parents
-    swapping._LEFT_ALONE = LEFT_ALONE if of_clients else LEFT_ALONE | item.config.stash[LIBRARIES]
     for marker in item.iter_markers("compiled"):
         if (why := COMPILED[marker.args[0]]()) is not None:
             pytest.skip(f"no compiled {marker.args[0]}: {why}")

@@ -69,9 +69,13 @@ def iterate(loss_of: Callable[[], torch.Tensor], optimizer, times: int = 1, **fl
 
 
 def one_weight(value: float = 1.0, make_optimizer: Callable = torch.optim.SGD, **settings) -> tuple[nn.Module, Any]:
-    """A model y = w * x of one weight, and SGD with a rate of 1, so that a step is the gradient; initialized."""
+    """A model y = w * x of one weight, and SGD with a rate of 1, so that a step is the gradient; initialized.
+
+    At O2 and O5 the weight is in lower precision, which only Apex's rule stores a single one in.
+    """
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, value)
+    settings.setdefault("policy", "apex" if settings.get("opt_level") in ("O2", "O5") else "default")
     return ampkit.initialize(model, make_optimizer(model.parameters(), lr=1.0), **{"verbosity": 0, **settings})
 
 

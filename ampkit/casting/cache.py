@@ -2,8 +2,9 @@
 
 The O1 engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights
 and of activations. An entry holds as long as the version counters and the storage of the weight are what they were.
-Writes that torch itself does not count move neither: the engine forgets a parameter's casts when somebody reads its
-``.data``; a write through a ``.data`` that was kept, or a numpy view, is unseen until the cache is dropped.
+Writes that torch itself does not count move neither. So the engine forgets a parameter's casts, and those of all
+activations, when a script asks for ``.data``, ``numpy()`` or ``__dlpack__()``. A write through one of these that the script
+has kept from before is unseen until the cache is dropped.
 """
 
 from __future__ import annotations
@@ -147,10 +148,10 @@ class CastCaches:
         """The casts of weights that are kept now, by weight."""
         return {weight: cast for store in self._stores() for weight, cast in store.pairs()}
 
-    def forget(self, weight: Tensor) -> None:
-        """Forget the casts of one weight."""
+    def forget(self, tensor: Tensor) -> None:
+        """Forget the casts of one tensor, and of all activations, before a write that torch does not count."""
         for store in self._stores():
-            store.forget(weight)
+            store.forget(tensor)
 
     @contextlib.contextmanager
     def forward_scope(self) -> Iterator[None]:

@@ -66,19 +66,6 @@ class CppWrappers:
             _traced[place.key] = original
 
 
-def is_held_by_others(function: Callable) -> bool:
-    """Whether somebody still holds one of the functions that last as long as the process; others count as held."""
-    return sys.getrefcount(function) > _references.get(id(function), 0)
-
-
-def tables_of_dynamo() -> tuple[dict, dict]:
-    """Where dynamo keeps what it was told about the functions that last as long as the process."""
-    from torch._dynamo.trace_rules import get_torch_obj_rule_map
-    from torch._dynamo.variables import PolyfilledFunctionVariable
-
-    return get_torch_obj_rule_map(), PolyfilledFunctionVariable._get_polyfill_handlers()
-
-
 def remind_dynamo() -> None:
     """While torch is as it was found: dynamo must know torch's functions, and ours that last, by themselves.
 
@@ -92,7 +79,7 @@ def remind_dynamo() -> None:
 
     if get_torch_obj_rule_map.cache_info().currsize and torch.mm not in get_torch_obj_rule_map():
         get_torch_obj_rule_map.cache_clear()
-    rules, handlers = tables_of_dynamo()
+    rules, handlers = get_torch_obj_rule_map(), PolyfilledFunctionVariable._get_polyfill_handlers()
     for place in _places.values():
         if place is not None and place.function in handlers:
             rules.setdefault(place.function, PolyfilledFunctionVariable)
@@ -108,9 +95,6 @@ class _Place(NamedTuple):
 _traced: dict[str, Callable] = {}
 
 _places: dict[tuple[int, str, type], _Place | None] = {}
-
-# References to each lasting function when nobody but its place and dynamo holds it.
-_references: dict[int, int] = {}
 
 
 def _place_of(library: ModuleType, owner: Any, name: str, original: Callable) -> _Place | None:
@@ -137,10 +121,7 @@ def _make_place(library: ModuleType, owner: Any, name: str, original: Callable) 
             return _traced[key](*args, **kwargs)
 
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
-    place = _Place(call, function, key)
-    # Who asks holds it twice more: in a list, and by a name.
-    _references[id(function)] = sys.getrefcount(function) + 2
-    return place
+    return _Place(call, function, key)
 
 
 def _doc_of(original: Callable, name: str) -> str | None:

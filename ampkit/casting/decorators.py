@@ -8,65 +8,24 @@ like a row of the tables, so that ``dtype=``, ``out=`` and the like keep their m
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from typing import Any, TypeVar
 
-import torch
-
+from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..policy.cast_rules import CastKind
 from .engine import Casting, active_casting, register_rule
-from .tensors import map_tensors, to_float32
+from .tensors import map_tensors, tensors_in
 from .wrappers import caster, promoter
 
 F = TypeVar("F", bound=Callable)
 
 
-class _Suspensions(threading.local):
-    """How many `disable_casts` blocks this thread is in, at levels that cast models."""
-
-    def __init__(self) -> None:  # dynamo guards on the attribute being there
-        self.number = 0
-
-
-class CastModels:
-    """Whether `float_function` casts where torch is not patched: while sessions at O2, O3 or O5 are alive."""
-
-    def __init__(self) -> None:
-        self._sessions = 0
-        self._suspensions = _Suspensions()
-
-    def acquire(self) -> None:
-        self._sessions += 1
-
-    def release(self) -> None:
-        self._sessions -= 1
-
-    def is_on(self) -> bool:
-        """Whether a call made now, in this thread, is cast."""
-        return self._sessions > 0 and self._suspensions.number == 0
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Casting off inside, in this thread."""
-        self._suspensions.number += 1
-        try:
-            yield
-        finally:
-            self._suspensions.number -= 1
-
-
-cast_models = CastModels()
-
-
-@contextmanager
-def casts_of_calls_disabled() -> Iterator[None]:
+def casts_of_calls_disabled() -> AbstractContextManager[Any]:
     """Casts of calls off in this thread, whatever the levels of the live sessions."""
     casting = active_casting()
-    with cast_models.disabled(), nullcontext() if casting is None else casting.disabled():
-        yield
+    return nullcontext() if casting is None else casting.disabled()
 
 
 class CastsOfCallsDisabled(ContextDecorator):
@@ -151,23 +110,28 @@ def _decorated(fn: Any, kind: CastKind) -> Any:
     @functools.wraps(fn)
     def cast_and_call(*args: Any, **kwargs: Any) -> Any:
         casting = active_casting()
-        if casting is None or not casting.is_on():
-            if kind is not CastKind.FP32 or not cast_models.is_on():
-                return fn(*args, **kwargs)
-            return fn(*map_tensors(args, to_float32), **map_tensors(kwargs, to_float32))
-        if kind is CastKind.PROMOTE:
-            cast = promoter(casting.state, label, args, kwargs)
-        else:
-            cast = caster(kind, casting.state, label, dtype=_region_dtype(kind, casting))
-        if cast is None:
+        if casting is None:
             return fn(*args, **kwargs)
-        return fn(*map_tensors(args, cast), **map_tensors(kwargs, cast))
+        if casting.is_on():
+            args, kwargs = _cast(kind, casting, label, args, kwargs)
+        else:  # see Note [where casts are off] in state.py
+            lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
+            if casting.state.holds_for(lower):
+                with casting.state.region(True, lower[0].dtype, narrow=True):
+                    args, kwargs = _cast(kind, casting, label, args, kwargs)
+        return fn(*args, **kwargs)
 
     return cast_and_call
 
 
-def _region_dtype(kind: CastKind, casting: Casting) -> torch.dtype | None:
-    return casting.state.other_precision() if kind is CastKind.LOWER_PRECISION_FP else None
+def _cast(kind: CastKind, casting: Casting, label: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a decorated function as its rule has them, where casts are on."""
+    if kind is CastKind.PROMOTE:
+        cast = promoter(casting.state, label, args, kwargs)
+    else:
+        other = casting.state.other_precision() if kind is CastKind.LOWER_PRECISION_FP else None
+        cast = caster(kind, casting.state, label, dtype=other)
+    return (args, kwargs) if cast is None else (map_tensors(args, cast), map_tensors(kwargs, cast))
 
 
 def _register(kind: CastKind, module: Any, name: str) -> None:

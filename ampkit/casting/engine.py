@@ -1,6 +1,6 @@
-"""The O1 engine: puts the wrappers in torch's place, switches casting on and off, and takes everything back.
+"""The engine of every level that casts: puts the wrappers in torch's place, switches casting on and off, and takes everything back.
 
-There is one engine at a time, owned by the sessions at O1. Whether a thread's calls are cast is torch.autocast's own state,
+There is one engine at a time, owned by the sessions that cast. Whether a thread's calls are cast is torch.autocast's own state,
 which `state.py` reads; here it is set: by `install` for its thread, and by the forward of an initialized model for others.
 """
 
@@ -12,22 +12,19 @@ import inspect
 import logging
 import os
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..compiling import compiled_models, forget_traces, kernels_of_inductor, tag_compiled_code
+from ..compiling import compiled_models, forget_traces, tag_compiled_code
 from ..errors import ConfigurationError
 from ..patching import PatchSet
 from ..policy import Policy, tables_for
-from ..policy.cast_rules import CastKind, CastRule, is_loaded, kernels, namesakes
+from ..policy.cast_rules import CastKind, CastRule, is_loaded, namesakes
 from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
-from .early_bound import EarlyBound
 from .library import dispatch
 from .pickling import patch_picklers
 from .state import CastingState, Saved, mark_regions, number_of_regions, restore, save, switch
@@ -79,14 +76,15 @@ class Casting:
         self._device_types = frozenset(device_types)
         self._installed = False
         self._paused = False
+        self._storing = 0  # sessions whose models store weights in lower precision
         #: In the forward of models of other levels too, which is off otherwise: `amp.init` of the drop-in asks for it.
         self.covers_every_model = False
         self._patches = PatchSet()
         self._originals: dict[tuple[int, str], Any] = {}
         self._wrapped_by: dict[int, Any] = {}  # originals by the id of what stands in their place
+        self._wrappers: dict[int, Any] = {}  # what stands in their places by the id of originals
         self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._tag = ""
-        self._early_bound = EarlyBound()
         # Packages that have rows, and are not loaded yet.
         self._awaited: tuple[str, ...] = ()
         # What threads were before they were switched on for good, by their ident.
@@ -121,7 +119,6 @@ class Casting:
                 self._patch(rule)
             patch_torch(self._patches, self)
             patch_picklers(self._patches, self.wrapper_of)
-            self._early_bound.in_modules()
             self._installed = True
             self._describe()
             self.switch_on_here()
@@ -162,13 +159,11 @@ class Casting:
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
         """Put a rule of the user's in place at once; it replaces a rule of the tables for the same function."""
         rule = CastRule(kind, owner, name)
-        brought = [CastRule(CastKind.NATIVE, *namesake) for namesake in namesakes(rule)] + kernels(rule)
         with _beneath_others():
-            for below in brought:
-                if (id(below.owner), below.name) not in _registered:
-                    self._patch(below)
+            for owner, name in namesakes(rule):
+                if (id(owner), name) not in _registered:
+                    self._patch(CastRule(CastKind.NATIVE, owner, name))
             self._patch(rule)
-            self._early_bound.again()
         self._describe()
         forget_traces()
 
@@ -187,7 +182,6 @@ class Casting:
             for rule in self.policy.rules(_registered.values())[0]:
                 if (id(rule.owner), rule.name) not in self._kinds:
                     self._patch(rule)
-            self._early_bound.again()
         self._describe()
         forget_traces()
 
@@ -213,14 +207,6 @@ class Casting:
             self._switch_off_here()
             self.switch_on_here()
 
-    def rebind(self, models: Iterable[nn.Module]) -> None:
-        """Have the functions of torch that the models hold cast too, whenever they were bound."""
-        self._early_bound.in_models(models, self._cast_below())
-
-    def release(self, models: Iterable[nn.Module]) -> None:
-        """Undo `rebind` for models whose session ends before the engine."""
-        self._early_bound.release(models)
-
     # -- on and off
 
     def is_on(self) -> bool:
@@ -231,22 +217,53 @@ class Casting:
         """Casting off inside, in this thread: a `Region`, but for traces."""
         return self.state.region(False)
 
-    def scope_of_forward(self) -> AbstractContextManager[Any]:
+    def scope_of_forward(self, stored_in: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """What surrounds the forward pass of a model, in eager code and in a trace, which does without the cache."""
-        return self._unless_a_region_decides() if _compiling() else self.forward_scope()
+        return self._unless_a_region_decides(stored_in) if _compiling() else self.forward_scope(stored_in)
 
     @contextmanager
-    def forward_scope(self) -> Iterator[None]:
-        """The forward pass of an initialized model: cast, unless a region that the script entered says otherwise."""
-        with self.caches.forward_scope(), self._unless_a_region_decides():
+    def forward_scope(self, stored_in: torch.dtype | None = None) -> Iterator[None]:
+        """The forward pass of an initialized model: cast, unless a region that the script entered says otherwise.
+
+        ``stored_in`` is the lower precision of the model's weights, if they are stored so.
+        """
+        with self.caches.forward_scope(), self._unless_a_region_decides(stored_in):
             yield
 
-    def _unless_a_region_decides(self) -> AbstractContextManager[Any]:
+    def _unless_a_region_decides(self, stored_in: torch.dtype | None) -> AbstractContextManager[Any]:
         if self._out_of_date and not _compiling():
             self._bring_up_to_date()
-        if self.state.is_on() or not self.state.installed or number_of_regions() > 0:
+        state = self.state
+        if not state.installed:
             return nullcontext()
-        return self.state.region(True)
+        if state.is_on():  # for calls of every model, or for those of the one around this
+            fits = stored_in is None or (
+                state.is_narrow() and (state.other_precision() or self.lower_precision) is stored_in
+            )
+            return nullcontext() if fits else state.region(True, stored_in, narrow=True)
+        if number_of_regions() > 0:
+            return nullcontext()
+        return state.region(True, stored_in, narrow=stored_in is not None)
+
+    def take_over(self, earlier: Casting) -> None:
+        """Before `install`: go on with the stored weights of an engine that was closed."""
+        self.state.stored, self._storing = earlier.state.stored, earlier._storing
+        self._device_types = earlier._device_types
+
+    def end_scope_of_process(self) -> None:
+        """Cast in the forward of models only, from now on: the last session that had every call cast is gone."""
+        self.scope = "forward"
+        self._switch_off_here()
+
+    def store(self, values: Mapping[torch.Tensor, Any]) -> None:
+        """A session's models store weights in lower precision, until `store_no_more`: these, with their float32 values."""
+        self.state.stored.update(values)
+        self._storing += 1
+        self._tell_state()
+
+    def store_no_more(self) -> None:
+        self._storing -= 1
+        self._tell_state()
 
     @property
     def paused(self) -> bool:
@@ -279,7 +296,7 @@ class Casting:
         mark_regions(self.state.device_types)
 
     def _tell_state(self) -> None:
-        self.state.set(self._installed and not self._paused, self._device_types)
+        self.state.set(self._installed and not self._paused, self._device_types, self._storing > 0)
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
@@ -311,11 +328,7 @@ class Casting:
 
     def wrapper_of(self, original: Any) -> Any | None:
         """What stands in the place of a function of torch's, or None."""
-        return self._early_bound.wrapper_of(original)
-
-    def give_back_kernels(self) -> None:
-        """Have code that inductor generates call torch's own kernels."""
-        self._early_bound.give_back(kernels_of_inductor())
+        return self._wrappers.get(id(original))
 
     # -- patches
 
@@ -325,33 +338,18 @@ class Casting:
         if rule.kind is CastKind.NATIVE and not autocast_would_cast(rule):
             if key in self._originals:  # patched by an earlier rule
                 self._patches.set(rule.owner, rule.name, self._originals[key])
-                self._early_bound.note(key, self._originals[key], self._originals[key])
+                self._wrappers.pop(id(self._originals[key]), None)
             return
         if key not in self._originals:
             self._originals[key] = _stored(rule.owner, rule.name)
         stored = self._originals[key]
-        wrapped = self._wrapped(stored, rule)
-        self._patches.set(rule.owner, rule.name, wrapped)
-        self._early_bound.note(key, stored, wrapped)
-
-    def _cast_below(self) -> list[Callable]:
-        """Functions of torch.nn.functional in Python all of whose `namesakes` and `kernels` are cast by the same rule."""
-        found = []
-        for key, (owner, name, kind) in self._kinds.items():
-            if owner is not nn.functional or not isinstance(self._originals.get(key), types.FunctionType):
-                continue
-            rule = CastRule(CastKind[kind], owner, name)
-            below = namesakes(rule) + [(kernel.owner, kernel.name) for kernel in kernels(rule)]
-            kinds = {self._kinds.get((id(place), named), (None, None, None))[2] for place, named in below}
-            if kinds == {kind}:
-                found.append(self._originals[key])
-        return found
+        self._patches.set(rule.owner, rule.name, self._wrapped(stored, rule))
 
     def _wrapped(self, stored: Any, rule: CastRule) -> Any:
         if isinstance(stored, (staticmethod, classmethod)):
             return type(stored)(wrap(rule, stored.__func__, self.state, self.cpp))
         wrapper = wrap(rule, stored, self.state, self.cpp)
-        self._wrapped_by[id(wrapper)] = stored  # alive as long as the patch is
+        self._wrapped_by[id(wrapper)], self._wrappers[id(stored)] = stored, wrapper
         return wrapper
 
     def _restore(self) -> None:
@@ -359,10 +357,10 @@ class Casting:
         self._originals.clear()
         self._kinds.clear()
         self._wrapped_by.clear()
+        self._wrappers.clear()
         if self.cpp is not None:
             self.cpp.close()
         self.caches.drop()
-        self._early_bound.undo()
 
 
 def active_casting() -> Casting | None:

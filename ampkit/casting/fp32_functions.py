@@ -38,6 +38,7 @@ _softmax, _log_softmax = torch.softmax, torch.log_softmax
 _native_layer_norm = torch.native_layer_norm
 _native_group_norm = torch.native_group_norm
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_embedding_backward = torch.ops.aten.embedding_dense_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
@@ -75,7 +76,12 @@ def _saving_the_input(
 
 
 def _is_cast(x: Any, state: CastingState) -> bool:
-    return type(x) is Tensor and x.dtype in LOWER_PRECISION and state.is_on() and state.casts_on(x.device.type)
+    return (
+        type(x) in (Tensor, Parameter)
+        and x.dtype in LOWER_PRECISION
+        and state.is_on()
+        and state.casts_on(x.device.type)
+    )
 
 
 def _records_plainly(x: Tensor) -> bool:
@@ -320,7 +326,36 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
     return dx, *(None,) * 7
 
 
+# -- embedding
+
+
+def with_sparse_gradients(wrapper: Callable, original: Callable) -> Callable:
+    """Embeddings whose gradients are sparse have them in the table's precision: autograd casts no sparse gradient."""
+
+    def call(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+        if not sparse:
+            return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
+        rows = original(weight, indices, padding_idx, scale_grad_by_freq, True)
+        return rows.float() if rows.dtype in LOWER_PRECISION else rows
+
+    return call
+
+
+def _arguments_of_embedding(weight, indices, padding_idx, scale_grad_by_freq):
+    return weight, indices, padding_idx, scale_grad_by_freq
+
+
+def _embedding(original, weight, indices, padding_idx, scale_grad_by_freq):
+    return original(weight.detach(), indices, padding_idx, scale_grad_by_freq).float(), (indices,)
+
+
+def _gradients_of_embedding(grad, needed, statistics, weight, indices, padding_idx, scale_grad_by_freq):
+    rows = _embedding_backward(grad, indices, len(weight), padding_idx, scale_grad_by_freq)
+    return rows.to(weight.dtype), None, None, None
+
+
 _COMPUTATIONS = {
+    "embedding": _Computation(_arguments_of_embedding, _embedding, _gradients_of_embedding),
     "layer_norm": _Computation(_arguments_of_layer_norm, _layer_norm, _gradients_of_layer_norm),
     "group_norm": _Computation(_arguments_of_group_norm, _group_norm, _gradients_of_group_norm),
     "rms_norm": _Computation(_arguments_of_rms_norm, _rms_norm, _gradients_of_rms_norm),

@@ -1,8 +1,8 @@
 """Pickling of torch's own functions while wrappers stand in their places.
 
 Pickle writes a Python function as the name of its place, and refuses when something else stands there. Objects that
-hold an original where it was not rebound (a dataset that goes to a spawned worker) shall be pickled all the same, and
-load anywhere: such a function is written as ``copy.copy(torch.nn.functional.softmax)``, by the wrapper's name, which leaves
+hold an original, bound before (a model, a dataset that goes to a spawned worker), shall be pickled all the same, and load
+anywhere: such a function is written as ``copy.copy(torch.nn.functional.softmax)``, by the wrapper's name, which leaves
 functions as they are.
 
 C's pickler asks nobody about functions, but for a subclass with ``reducer_override``. So ``pickle.Pickler`` becomes one

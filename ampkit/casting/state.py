@@ -5,10 +5,19 @@ enabled=False):``), custom_fwd, checkpoint, DataParallel and dynamo's guards swi
 reaches (TorchScript, ``torch.ops``, C++ code) is cast by torch. `CastingState` is what every wrapper asks; the engine owns it.
 
 Note [the backward pass]
-    autograd's formulas must compute in the precision of their forward, so torch.autocast is off while the engine runs.
-    Hooks are cast all the same where ``backward()`` was called with casts on. Autograd carries that to its threads like every
-    state of torch.autocast: we keep it as the one for a backend that nobody has any more. A region entered inside a hook has
-    the last word, which is why the number of regions counts.
+    autograd's formulas must compute in the precision of their forward, so torch.autocast is off while the engine runs, and
+    hooks are not cast. A function in Python computes backward in the state of its forward; checkpoint, custom_bwd and regions
+    that a hook enters set their own.
+
+Note [narrow results]
+    Where weights are stored in lower precision, softmax, norms and powers compute in float32 and hand on, and save, the
+    precision of their input; at O1 they hand on float32. Which of the two holds is one bit of the thread. checkpoint, dynamo and
+    DataParallel carry it like the rest of torch.autocast's state, as whether autocast has a cache.
+
+Note [where casts are off]
+    A lower-precision tensor may come out of a model whose weights are stored so: ``F.linear(x, model.weight)``. Outside of every
+    region a row of the tables then holds for that call. In a region that a script has switched off, stored weights take part
+    with their float32 values.
 """
 
 from __future__ import annotations
@@ -21,14 +30,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..dtypes import LOWER_PRECISION
 
 if TYPE_CHECKING:
     from .cache import CastCaches
-
-#: torch.autocast for this device type says "a hook of a backward pass that was called with casts on".
-IN_BACKWARD = "ipu"
 
 # Bound once: asked on every call.
 _is_enabled = torch.is_autocast_enabled
@@ -52,6 +59,9 @@ class CastingState:
         #: Device types whose tensors are cast, and the engine's word for whether any are.
         self.device_types: tuple[str, ...] = ()
         self.installed = False
+        #: Weights that models hold in lower precision, and how to make float32 of each; and whether there are such models.
+        self.stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.stores = False
         self._torchs_choice: dict[str, torch.dtype] = {}
         #: Set when the engine is closed, and what threads were before it switched them on for good, by their ident.
         self.closed = False
@@ -60,15 +70,16 @@ class CastingState:
         self._followers: tuple[str, ...] = ()
         self._control = control
 
-    def set(self, installed: bool, device_types: Iterable[str]) -> None:
-        """For the engine: whether it is installed, and whose tensors it casts."""
+    def set(self, installed: bool, device_types: Iterable[str], stores: bool = False) -> None:
+        """For the engine: whether it is installed, whose tensors it casts, and whether models store weights in lower precision."""
         self.device_types = tuple(one for one in sorted(device_types) if _is_known(one))
         self._followers = tuple(sorted(set(device_types) - set(self.device_types)))
         self._torchs_choice = {one: default_precision(one) for one in self.device_types}
         self.installed = installed
+        self.stores = stores
         if self._control is not None:
             choices = list(self._torchs_choice.values())
-            self._control.set(installed, self.device_types, choices, self._followers, self.lower_precision)
+            self._control.set(installed, stores, self.device_types, choices, self._followers, self.lower_precision)
 
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, is cast."""
@@ -77,32 +88,49 @@ class CastingState:
         for device_type in self.device_types:
             if _is_enabled(device_type):
                 return True
-        # See Note [the backward pass].
-        return not _compiling() and _is_enabled(IN_BACKWARD) and number_of_regions() == 0
+        return False
+
+    def holds_for(self, lower: Sequence[torch.Tensor]) -> bool:
+        """Whether the tables hold, where casts are off, for a call with these tensors in lower precision."""
+        return len(lower) > 0 and self.stores and self.installed and number_of_regions() == 0
+
+    def in_float32(self, weight: torch.Tensor) -> torch.Tensor:
+        """The float32 value of a weight that is stored in lower precision; other tensors as they are."""
+        if weight.dtype not in LOWER_PRECISION:
+            return weight
+        value = None if _compiling() else self.stored.get(weight)
+        return weight.float() if value is None else _Float32.apply(weight, value)
 
     def casts_on(self, device_type: str) -> bool:
         """Whether tensors on devices of this type are cast now, in this thread, where `is_on`."""
         if device_type not in self.device_types:
             return device_type in self._followers
-        return _is_enabled(device_type) or (not _compiling() and _is_enabled(IN_BACKWARD))
+        return _is_enabled(device_type)
 
     def other_precision(self) -> torch.dtype | None:
         """The dtype of a torch.autocast region, where it is neither the session's nor what torch has by default."""
         for device_type in self.device_types:
             dtype = _dtype_of(device_type)
             if dtype is not self.lower_precision and _is_enabled(device_type):
-                asked_for = dtype in LOWER_PRECISION and dtype is not self._torchs_choice[device_type]
+                chosen = dtype is not self._torchs_choice[device_type] or self.is_narrow()
+                asked_for = dtype in LOWER_PRECISION and chosen
                 return dtype if asked_for else None
         return None
 
-    def region(self, enabled: bool, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
+    def is_narrow(self) -> bool:
+        """Whether softmax, norms and powers hand on their input's precision: see Note [narrow results]."""
+        return self.stores and torch.is_autocast_cache_enabled()
+
+    def region(
+        self, enabled: bool, dtype: torch.dtype | None = None, narrow: bool = False
+    ) -> AbstractContextManager[Any]:
         """A region of torch.autocast for every device type of the session: a `Region`, or torch's own in a trace."""
         dtype = dtype or self.lower_precision
         if not _compiling():
-            return Region(self, enabled, dtype)
+            return Region(self, enabled, dtype, narrow)
         if len(self.device_types) == 1:
-            return torch.autocast(self.device_types[0], dtype, enabled, cache_enabled=False)
-        return _traced_regions(self.device_types, enabled, dtype)
+            return torch.autocast(self.device_types[0], dtype, enabled, cache_enabled=narrow)
+        return _traced_regions(self.device_types, enabled, dtype, narrow)
 
     def switch_back_on(self, device_types: Sequence[str]) -> None:
         """Undo a mere switching off, likewise."""
@@ -118,20 +146,34 @@ class CastingState:
         restore(self.before.get(threading.get_ident(), saved) if self.closed else saved)
 
 
+class _Float32(torch.autograd.Function):
+    """A stored weight's float32 value; its gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, value: Any) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        return value.current(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
 class Region:
     """``with torch.autocast(...):`` for all device types of an engine, without its cache and its checks."""
 
-    __slots__ = ("_before", "_dtype", "_enabled", "_state")
+    __slots__ = ("_before", "_dtype", "_enabled", "_narrow", "_state")
 
-    def __init__(self, state: CastingState, enabled: bool, dtype: torch.dtype) -> None:
+    def __init__(self, state: CastingState, enabled: bool, dtype: torch.dtype, narrow: bool = False) -> None:
         self._state = state
         self._enabled = enabled
         self._dtype = dtype
+        self._narrow = narrow
 
     def __enter__(self) -> Region:
         self._before = save(self._state.device_types)
         torch.autocast_increment_nesting()
-        switch(self._state.device_types, self._enabled, self._dtype)
+        switch(self._state.device_types, self._enabled, self._dtype, self._narrow)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -150,10 +192,10 @@ class Region:
 
 
 @contextlib.contextmanager
-def _traced_regions(device_types: Sequence[str], enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+def _traced_regions(device_types: Sequence[str], enabled: bool, dtype: torch.dtype, narrow: bool) -> Iterator[None]:
     with contextlib.ExitStack() as regions:
         for one in device_types:
-            regions.enter_context(torch.autocast(one, dtype, enabled, cache_enabled=False))
+            regions.enter_context(torch.autocast(one, dtype, enabled, cache_enabled=narrow))
         yield
 
 
@@ -184,12 +226,12 @@ def save(device_types: Sequence[str]) -> Saved:
     return [(one, _is_enabled(one), _dtype_of(one)) for one in device_types], torch.is_autocast_cache_enabled()
 
 
-def switch(device_types: Sequence[str], enabled: bool, dtype: torch.dtype) -> None:
-    """Set this thread's state. torch's own cache is left out: it goes stale wherever regions are not nested."""
+def switch(device_types: Sequence[str], enabled: bool, dtype: torch.dtype, narrow: bool = False) -> None:
+    """Set this thread's state. torch's own cache, which goes stale where regions are not nested, is on where results are narrow."""
     for one in device_types:
         torch.set_autocast_enabled(one, enabled)
         torch.set_autocast_dtype(one, dtype)
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(narrow)
 
 
 def restore(saved: Saved) -> None:

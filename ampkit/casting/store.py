@@ -114,11 +114,12 @@ class CastStore:
         if self.stamp(weight) != made_of:
             casts.pop(address, None)
 
-    def forget(self, weight: Tensor) -> None:
-        """Forget the casts of one weight."""
+    def forget(self, tensor: Tensor) -> None:
+        """Forget the casts of one weight, and those of all activations: which of them share its memory, nobody knows."""
         self._generation += 1
+        self._recent = ()
         for casts in self._modes:
-            casts.pop(id(weight), None)
+            casts.pop(id(tensor), None)
 
     def drop(self, *, before_backward: bool = False) -> None:
         """Forget every cast.

@@ -1,15 +1,16 @@
 """The places of torch around the functions that O1 patches: they look through wrappers, or past what casting relies on.
 
-Parameters are written through ``.data``, data loaders run transforms, autograd runs formulas and functions, checkpoints run
-functions again, torch.jit compiles sources and records traces, inductor collects kernels. Each is patched, from the engine's
-`install` to its `close`.
+Tensors are written through ``.data``, data loaders run transforms, autograd runs formulas and functions, checkpoints run
+functions again, torch.jit compiles sources and records traces, inductor collects kernels, subclasses of Tensor have tables
+of functions. Each is patched, from the engine's `install` to its `close`.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 from torch.utils.data._utils import fetch
 
+from ..compiling import give_back_kernels
+from ..dtypes import LOWER_PRECISION
 from ..patching import PatchSet
-from .state import IN_BACKWARD, CastingState, number_of_regions
+from .state import CastingState, number_of_regions
 
 _AUTOCAST_KEY = "_ampkit_autocast"
+_MEAN_THE_DTYPE = frozenset({"torch", "ampkit"})
 
 
 def patch_torch(patches: PatchSet, engine: Any) -> None:
@@ -34,9 +38,15 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         patches.set(fetcher, "fetch", _inside(engine.disabled, fetcher.fetch))
+    # Recurrent layers refuse an input of another dtype than their weights' where torch.autocast is off.
+    check = _inside(lambda: state.region(True) if state.stores else nullcontext(), nn.RNNBase.check_input)
+    patches.set(nn.RNNBase, "check_input", check)
     # torch.jit.script compiles what a function calls from its source, and has to see torch's own.
     for module, name in ((torch.jit._recursive, "try_compile_fn"), (torch.jit._builtins, "_find_builtin")):
         patches.set(module, name, _seeing_through(getattr(module, name), engine))
+    # Tables of functions that were made before, in a ``__torch_function__``, have torch's own too.
+    for module in (torch.functional, nn.functional, torch._tensor):
+        patches.set(module, "handle_torch_function", _seeing_through(module.handle_torch_function, engine))
     # A trace has to contain the casts of weights: the cache would freeze them into it.
     for name in ("_trace_impl", "trace_module"):
         patches.set(torch.jit._trace, name, _inside(state.caches.bypassed, getattr(torch.jit._trace, name)))
@@ -45,7 +55,7 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
 
 
 def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
-    """See Note [the backward pass] in state.py. A function in Python computes backward in the state of its forward."""
+    """See Note [the backward pass] in state.py."""
     run_backward = torch.autograd._engine_run_backward
     apply = BackwardCFunction.apply
 
@@ -54,19 +64,11 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
         if not state.installed:
             return run_backward(*args, **kwargs)
         on = [one for one in state.device_types if torch.is_autocast_enabled(one)]
-        hooks_are_cast, in_backward = bool(on) or state.is_on(), torch.is_autocast_enabled(IN_BACKWARD)
-        regions = number_of_regions() if hooks_are_cast else 0
-        for _ in range(regions):  # those that were entered before do not speak for the hooks
-            torch.autocast_decrement_nesting()
         for one in on:
             torch.set_autocast_enabled(one, False)
-        torch.set_autocast_enabled(IN_BACKWARD, hooks_are_cast)
         try:
             return run_backward(*args, **kwargs)
         finally:
-            for _ in range(regions):
-                torch.autocast_increment_nesting()
-            torch.set_autocast_enabled(IN_BACKWARD, in_backward)
             state.switch_back_on(on)
 
     def note_state(function: Any) -> None:
@@ -121,16 +123,41 @@ def _in_regions_of_now(function: Callable) -> Callable:
     return call
 
 
+class _Data(property):
+    """Stands for ``Tensor.data``. dynamo asks it for its class and name, where a subclass has a ``__torch_function__``."""
+
+    __objclass__ = torch._C.TensorBase
+    __name__ = "data"
+
+
 def _patch_data(patches: PatchSet, state: CastingState) -> None:
-    """Writes through ``.data`` are not counted: whoever asks for it may be about to write."""
-    data = torch._C.TensorBase.data
+    """Writes through ``.data``, NumPy and DLPack are not counted: a script that asks for one of them may be about to write."""
+    data, forget = torch._C.TensorBase.data, state.caches.forget
 
-    def get(parameter: nn.Parameter) -> torch.Tensor:
-        # torch.Tensor's is looked up now: a session of O2 may have patched it since (models/data_reads.py).
-        state.caches.forget(parameter)
-        return torch.Tensor.data.__get__(parameter)
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        forget(tensor)
+        return data.__get__(tensor)
 
-    patches.set(nn.Parameter, "data", property(get, data.__set__, doc=data.__doc__))
+    def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
+        forget(tensor)
+        is_weight = type(tensor) is nn.Parameter and tensor.dtype is torch.float32
+        if is_weight and getattr(values, "dtype", None) in LOWER_PRECISION and state.is_on():
+            # What a cast call returned, assigned by a script. torch and ampkit mean the dtype: ``.half()`` of a module assigns too.
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _MEAN_THE_DTYPE:
+                values = values.float()
+        data.__set__(tensor, values)
+
+    def forgetting(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            forget(tensor)
+            return function(tensor, *args, **kwargs)
+
+        return call
+
+    patches.set(torch.Tensor, "data", _Data(get, put, data.__delete__, data.__doc__))
+    for name in ("numpy", "__dlpack__"):
+        patches.set(torch.Tensor, name, forgetting(getattr(torch.Tensor, name)))
 
 
 def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callable) -> Callable:
@@ -156,10 +183,7 @@ def _seeing_through(function: Callable, engine: Any) -> Callable:
 
 
 def _compiled_apart(function: Callable, engine: Any) -> Callable:
-    """The compiler of graphs with and without casts, whose code must not be taken for each other on disk.
-
-    The casts are in inductor's graphs already; but loaded while torch is patched, it takes wrappers for torch's kernels.
-    """
+    """The compiler of graphs with and without casts, whose code must not be taken for each other on disk."""
 
     @functools.wraps(function)
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
@@ -167,6 +191,6 @@ def _compiled_apart(function: Callable, engine: Any) -> Callable:
         try:
             return function(*args, **kwargs)
         finally:
-            engine.give_back_kernels()
+            give_back_kernels(engine.original_of)  # the casts are in the graphs already
 
     return compile_graph

@@ -5,8 +5,9 @@ somebody kept is inert after the engine closes. The engine calls `wrap`; nothing
 
 Note [the tables win]
     torch.autocast is on beneath the wrappers, with lists of its own, and sees what a function calls in its turn. So torch's
-    functions are called with it off (`past_autocast`), but for those that were given lower precision: nothing in them is
-    left to cast, and what they call has rows of its own. (Recurrent layers have to be called with it off: recurrent.py.)
+    functions are called with it off (`past_autocast`), but for those that were given lower precision and are not on
+    its lists of what is float32: nothing in them is left to cast, and what they call has rows of its own. (Recurrent layers
+    have to be called with it off: recurrent.py.)
 
 Note [what is never cast]
     An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
@@ -27,16 +28,17 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import RefusedOperation
 from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
 from .cache import is_weight
-from .fp32_functions import without_copies
+from .fp32_functions import with_sparse_gradients, without_copies
 from .recurrent import RECURRENT, in_one_chunk
 from .state import CastingState, past_autocast
-from .tensors import CONVERT, map_tensors, tensors_in
+from .tensors import CONVERT, map_tensors, tensors_in, to_float32
 
 if TYPE_CHECKING:
     from .cpp_wrappers import CppWrappers
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 Convert = Callable[[Tensor], Tensor]
 
 _logger = logging.getLogger("ampkit")
+_compiling = torch.compiler.is_compiling
 
 _EXACT = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.Size})
@@ -63,19 +66,26 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     """A function to stand at ``rule.owner.name`` in place of ``original``."""
     kind, owner, name = rule.kind, rule.owner, rule.name
     is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
-    plain = _FACTORIES[kind](
-        kind, original, past_autocast(original, state) if is_torch else original, state, name, is_torch
-    )
+    beneath = original if owner is not Tensor or isinstance(original, FunctionType) else _known_to_tables(original)
+    as_it_is = past_autocast(beneath, state) if is_torch else beneath
+    plain = _FACTORIES[kind](kind, beneath, as_it_is, state, name, is_torch)
     if is_torch and kind is CastKind.LOWER_PRECISION_FP and name in RECURRENT:
         plain = in_one_chunk(plain, original, state)
     wrapper = _naming_out(plain, original)
     # C++ knows out= by its keyword only, and does not write the log of casts.
     in_cpp = cpp is not None and is_torch and wrapper is plain and state.verbosity < 2 and name not in _TO_NUMPY
+    in_cpp = in_cpp and kind not in (CastKind.CONTRACTION, CastKind.FP32_WEIGHTS)
+    if kind is CastKind.LOWER_PRECISION_FP and isinstance(original, FunctionType) and name in _WIDENED_BY_AUTOCAST:
+        in_cpp = False  # it leaves torch.autocast on beneath functions in Python
     saving = None
     if kind is CastKind.FP32:
         log = None if state.verbosity < 2 else lambda x: _log_cast(x, torch.float32, name)
         saving = without_copies(wrapper, original, state, owner, name, log)
-    wrapper = saving or wrapper
+        if saving is not None and name == "embedding":
+            saving = with_sparse_gradients(saving, original)
+        if rule.narrow:
+            saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
+    wrapper = _where_casts_are_off(saving or wrapper, original, state)
     _name_like(wrapper, original, owner, name)
     if not in_cpp:
         return wrapper
@@ -88,6 +98,54 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     if isinstance(fast, FunctionType):
         _name_like(fast, original, owner, name)
     return fast
+
+
+def _known_to_tables(method: Callable) -> Callable:
+    """A method that gives itself to a ``__torch_function__``: torch gives what stands in its place, which tables do not have."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        relevant = (*args, *kwargs.values())
+        if _compiling() or not has_torch_function(relevant):
+            return method(*args, **kwargs)
+        return handle_torch_function(method, relevant, *args, **kwargs)
+
+    return call
+
+
+def _narrow(wrapper: Callable, native: Callable | None, state: CastingState) -> Callable:
+    """See Note [narrow results] in state.py. ``native`` computes in float32 inside and rounds its result once."""
+
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        dtype = getattr(x, "dtype", None)
+        if dtype not in LOWER_PRECISION or not state.is_on() or not state.is_narrow() or _has_dtype(args, kwargs):
+            return wrapper(*args, **kwargs)
+        if native is not None:
+            return native(*args, **kwargs)
+        result = wrapper(*args, **kwargs)
+        return result.to(dtype) if isinstance(result, Tensor) and result.dtype is torch.float32 else result
+
+    return narrow
+
+
+_ROUND_ONCE = frozenset({"softmax", "softmin", "pow", "__pow__", "__rpow__"})
+
+
+def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
+    """See Note [where casts are off] in state.py."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not state.stores or state.is_on():
+            return wrapper(*args, **kwargs)
+        lower = [x for x in tensors_in(args, kwargs) if x.dtype in LOWER_PRECISION]
+        if state.holds_for(lower):
+            with state.region(True, lower[0].dtype, narrow=True):
+                return wrapper(*args, **kwargs)
+        if lower and state.installed and all(type(x) is Parameter for x in lower):
+            return original(*map_tensors(args, state.in_float32), **map_tensors(kwargs, state.in_float32))
+        return original(*args, **kwargs)
+
+    return call
 
 
 def keep_overloads(wrapper: Callable, original: Callable) -> None:
@@ -106,7 +164,7 @@ def autocast_would_cast(rule: CastRule) -> bool:
 
 
 _WIDENED_BY_AUTOCAST = frozenset(
-    name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names if group.kind is not CastKind.LOWER_PRECISION_FP
+    name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names if group.kind in (CastKind.FP32, CastKind.BANNED)
 )
 _CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name in group.names) | {
     *("cat", "concat", "concatenate", "stack", "index_copy"),
@@ -169,7 +227,7 @@ def _one_dtype(
     """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype."""
     target = _target(kind, state)
     cast = caster(kind, state, name, only_reads=is_torch)
-    agrees = name not in RECURRENT and (isinstance(original, FunctionType) or name not in _WIDENED_BY_AUTOCAST)
+    agrees = name not in RECURRENT and name not in _WIDENED_BY_AUTOCAST
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
     follows_regions, is_on, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.is_on, state.other_precision
     to_be_cast = LOWER_PRECISION if kind is CastKind.FP32 else CASTABLE - {target}
@@ -240,6 +298,32 @@ def _promote(
     return wrapper
 
 
+def _contract(
+    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
+) -> Callable:
+    """CONTRACTION: einsum is a matrix product, or only multiplies and moves elements."""
+    lower = _one_dtype(CastKind.LOWER_PRECISION_FP, original, as_it_is, state, name, is_torch)
+    promoted = _promote(CastKind.PROMOTE, original, as_it_is, state, name, is_torch)
+
+    def wrapper(*args: Any) -> Any:
+        return (lower if _sums_over_an_index(args) else promoted)(*args)
+
+    return wrapper
+
+
+def _sums_over_an_index(args: tuple) -> bool:
+    """Whether einsum of these leaves an index out of its result: of an equation, or of operands and lists of indices in turn."""
+    if args and isinstance(args[0], str):
+        inputs, arrow, output = args[0].replace(" ", "").partition("->")
+        indices, output = inputs.replace(",", "").replace("...", "."), output if arrow else None
+    else:
+        indices = [index for of_operand in args[1::2] for index in of_operand]
+        output = args[-1] if len(args) % 2 else None
+    if output is None:  # those that stand there once; the ellipsis always stays
+        return any(indices.count(index) > 1 for index in indices if index is not Ellipsis and index != ".")
+    return any(index not in output for index in indices)
+
+
 def _match_first(
     kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
 ) -> Callable:
@@ -261,6 +345,25 @@ def _match_first(
     return wrapper
 
 
+def _fp32_weights(
+    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
+) -> Callable:
+    """FP32_WEIGHTS: batch norm, which takes float32 weights and statistics beside an input in any precision."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not state.stores or not state.is_on():
+            return original(*args, **kwargs)
+        statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
+        if any(
+            isinstance(x, Tensor) and x.dtype in LOWER_PRECISION for x in statistics
+        ):  # a copy would get what is written
+            return original(*args, **kwargs)
+        x = {"input": kwargs.pop("input")} if "input" in kwargs else {}
+        return original(*args[:1], *map_tensors(args[1:], to_float32), **x, **map_tensors(kwargs, to_float32))
+
+    return wrapper
+
+
 def _reject(
     kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
 ) -> Callable:
@@ -271,7 +374,7 @@ def _reject(
             first = args[0] if args else kwargs.get("input")
             if isinstance(first, Tensor) and first.dtype is torch.float16 and state.casts_on(first.device.type):
                 raise RefusedOperation(
-                    f"{name}() was called on a float16 tensor while O1 is active: its result may not fit into float16, "
+                    f"{name}() was called on a float16 tensor while casts are on: its result may not fit into float16, "
                     f"and in place it cannot become float32. Call {name.rstrip('_')}(), which returns float32, or put "
                     f"the call into 'with ampkit.disable_casts():'."
                 )
@@ -286,11 +389,13 @@ def _ban(
     """BANNED: functions that lose their meaning in lower precision, or that the user's policy refuses."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if name in _ADVICE and state.is_on() and state.is_narrow():  # lower precision is what such a model has
+            return as_it_is(*map_tensors(args, to_float32), **map_tensors(kwargs, to_float32))
         if state.is_on():
             for x in tensors_in(args, kwargs):
                 if x.dtype in LOWER_PRECISION and state.casts_on(x.device.type):
                     raise RefusedOperation(
-                        f"{name}() was called with a {x.dtype} tensor while O1 is active: {_ADVICE.get(name, _ANY_ADVICE)}"
+                        f"{name}() was called with a {x.dtype} tensor while casts are on: {_ADVICE.get(name, _ANY_ADVICE)}"
                     )
         return as_it_is(*args, **kwargs)
 
@@ -314,7 +419,9 @@ _FACTORIES = {
     CastKind.FP32: _one_dtype,
     CastKind.PROMOTE: _promote,
     CastKind.PROMOTE_SEQUENCE: _promote,
+    CastKind.CONTRACTION: _contract,
     CastKind.MATCH_FIRST: _match_first,
+    CastKind.FP32_WEIGHTS: _fp32_weights,
     CastKind.REJECT: _reject,
     CastKind.BANNED: _ban,
     CastKind.NATIVE: _leave,

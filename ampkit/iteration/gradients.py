@@ -291,7 +291,9 @@ class Gradients:
         for slot in self.slots:
             slot.clear()
             if own or slot.entry is not None:
-                if set_to_none:
+                if set_to_none and slot.entry is None:
+                    slot.param.grad = None
+                elif set_to_none:
                     forget_gradient(slot.param)
                 elif slot.param.grad is not None:
                     gradient = slot.param.grad
@@ -323,14 +325,16 @@ def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf 
     multiplies = not is_one(inv)
     if not multiplies and found is None:
         return
+    inexact = (torch.float16,) if backward.exact_in_place else (torch.float16, torch.bfloat16)
     params, inputs, outputs = [], [], []
     for slot, gradient in fresh:
         if is_sparse(gradient):
             unscale_sparse(slot, gradient, inv, found)
             continue
-        is_exact = gradient.dtype is torch.float32 or (backward.exact_in_place and gradient.dtype is torch.bfloat16)
         output = gradient
-        if multiplies and slot.entry is not None and not is_exact:
+        if multiplies and gradient.grad_fn is not None:
+            gradient, output = _put_recorded(slot, gradient, inv)
+        elif multiplies and slot.entry is not None and gradient.dtype in inexact:
             output = torch.empty_like(gradient, dtype=torch.float32)
             put_gradient(slot.param, output)
         params.append(slot.param)
@@ -354,13 +358,32 @@ def _add(sums: list[SlotGradient], backward: BackwardPass, found: FoundInf | Non
         if slot.entry is not None and stash.dtype is not torch.float32 and not is_of_script:
             total = torch.empty_like(stash, dtype=torch.float32)
         slot.stash = None
-        put_gradient(slot.param, total)
+        if gradient.grad_fn is not None or stash.grad_fn is not None:
+            gradient, total = _put_recorded(slot, gradient, backward.inv, stash)
+        else:
+            put_gradient(slot.param, total)
         params.append(slot.param)
         fresh.append(gradient)
         stashes.append(stash)
         totals.append(total)
     flag, first_bad = places_for(found, params)
     kernels.multi_tensor_axpby(fresh, stashes, totals, backward.inv, 1.0, flag, 0, first_bad)
+
+
+def _put_recorded(
+    slot: Slot, gradient: torch.Tensor, inv: Scale, stash: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """After ``backward(create_graph=True)``: unscale ``param.grad`` for autograd too, since a script may differentiate it again.
+
+    Returns what the kernels, of which autograd knows nothing, read and write.
+    """
+    with torch.enable_grad():
+        dtype = gradient.dtype if slot.entry is None else torch.float32
+        total = gradient.to(dtype) * on(inv, gradient.device)
+        if stash is not None:
+            total = total + stash
+    put_gradient(slot.param, total)
+    return gradient.detach(), total.detach()
 
 
 def _drop_if(slot: Slot, found_inf: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rounded = (code + (1 << shift >> 1)) >> shift
     if is_half:
         rounded = torch.where((rounded == 0) & (code != 0), 1, rounded)
-    rest = torch.where(rounded == 0, 0, code - (rounded << shift))
+    rest = code - (rounded << shift)
     is_finite = given < 0x7F800000
     special = torch.where(given > 0x7F800000, nan, infinity | sign)
     weight = torch.where(is_finite, rounded | sign, special)

@@ -1,46 +1,43 @@
 """What a forward of an initialized model looks at first: loans end, float32 values that were assigned to weights are split.
 
-What nobody has cast since ``initialize`` is met here too: modules that came from the model's own parts are taken in, new
-parameters and changed dtypes are refused.
+What is new since ``initialize`` is met here too: modules that came from the model's own parts are taken in. Changed dtypes are
+refused.
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from ..dtypes import CASTABLE
 from ..errors import ConfigurationError
 from .copies import RECORD_KEY
 from .float32_values import Float32Value
-from .records import WeightRecord, record_of, walk
+from .records import record_of, walk
 from .state_dicts import go_by_record
 
 
 def sync_weights(model: nn.Module) -> None:
     """Have what was written to loans, and float32 values that were assigned to weights (``p.data = values``), reach the weights.
 
-    Raises `ConfigurationError` for weights whose dtype was changed and for parameters that are new since ``initialize``, by name.
+    Raises `ConfigurationError` for weights whose dtype was changed, by name.
     """
-    whole = record_of(model).whole
+    whole = record_of(model)
     whole.loans.end()
     whole.loans.lend_again()
+    note_new_modules(model)
     in_float32: list[tuple[Float32Value, torch.Tensor, torch.dtype, nn.Module, str]] = []
     for module in walk(model):
-        record = module.__dict__.get(RECORD_KEY)
-        if record is None:
-            record = _record_of_new(model, module)
-        parameters, lower_precision = record.whole.parameters, record.whole.lower_precision
+        record = module.__dict__.get(RECORD_KEY, whole)
+        parameters, kept, lower_precision = record.parameters, record.kept, record.lower_precision
         for name, tensor in module._parameters.items():
             if tensor is None:
                 continue
             entry = parameters.get(id(tensor))
-            if entry is None:
-                _accept_unknown(model, module, name, tensor, record)
+            if entry is None:  # kept in float32; or new since, and calls are cast
+                if tensor.dtype is not torch.float32 and id(tensor) in kept:
+                    raise _foreign_weight(model, module, name, tensor)
             elif tensor.dtype is lower_precision:
                 rest = entry.rest
                 # Not entry.follow(tensor), which every weight would be asked for in every forward.
@@ -59,49 +56,21 @@ def sync_weights(model: nn.Module) -> None:
 
 
 def note_new_modules(model: nn.Module) -> None:
-    """Have the lower-precision weights of modules that are new since ``initialize`` known before the next forward."""
-    for module in walk(model):
-        if RECORD_KEY not in module.__dict__:
-            with suppress(ConfigurationError):  # the next forward says what is wrong
-                _record_of_new(model, module)
-
-
-def _record_of_new(model: nn.Module, module: nn.Module) -> WeightRecord:
-    """The record for a module that is new since ``initialize``, such as a parametrization: it knows what came from the model."""
-    record = replace(model.__dict__[RECORD_KEY], buffers={})
-    for name, tensor in module._parameters.items():
-        if tensor is not None and id(tensor) not in record.whole.parameters:
-            _accept_unknown(model, module, name, tensor, record)
-    if not isinstance(module, torch.jit.ScriptModule):
-        go_by_record(module, record)
-    return record
-
-
-def _accept_unknown(model: nn.Module, module: nn.Module, name: str, tensor: torch.Tensor, record: WeightRecord) -> None:
-    """What `cast_weights` has not cast: what is kept, what is never cast, and weights made of cast ones are right."""
-    whole = record.whole
-    if whole.sharded or type(tensor) is torch.Tensor:  # torch.func.functional_call lends tensors of its own
-        return
-    was_kept = id(tensor) in whole.kept
-    if not was_kept and tensor.dtype not in CASTABLE:
-        return
-    if tensor.dtype is not (torch.float32 if was_kept or record.in_float32 else whole.lower_precision):
-        raise _foreign_weight(model, module, name, tensor)
+    """Have modules that are new since ``initialize``, such as parametrizations, save what came from the model in float32."""
+    record = record_of(model)
+    for module in walk(model) if record is not None else ():
+        if RECORD_KEY not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
+            go_by_record(module, record)
 
 
 def _foreign_weight(model: nn.Module, module: nn.Module, name: str, tensor: torch.Tensor) -> ConfigurationError:
-    whole = (record_of(module) or record_of(model)).whole  # what is new and scripted has no record
+    whole = record_of(module) or record_of(model)  # what is new and scripted has no record
     prefix = next((prefix for prefix, inner in model.named_modules() if inner is module), "")
     full_name = f"{prefix}.{name}" if prefix else name
-    if id(tensor) in whole.parameters or id(tensor) in whole.kept:
-        was = whole.lower_precision if id(tensor) in whole.parameters else torch.float32
-        return ConfigurationError(
-            f"{full_name!r} is {tensor.dtype}, initialize() left it {was}. Do not change the dtype of an initialized model "
-            "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
-        )
+    was = whole.lower_precision if id(tensor) in whole.parameters else torch.float32
     return ConfigurationError(
-        f"Parameter {full_name!r} ({tensor.dtype}) is new since initialize(), which has not cast it. "
-        "Change the model first, then call initialize() again; it may be called as often as you like."
+        f"{full_name!r} is {tensor.dtype}, initialize() left it {was}. Do not change the dtype of an initialized model "
+        "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
     )
 
 

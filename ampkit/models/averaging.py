@@ -23,14 +23,11 @@ def _averaging(original: Any) -> Any:
     def update_parameters(self: Any, model: nn.Module) -> None:
         entries = dict(lower_entries(model))
 
-        def values(tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-            return (entries[tensor].current(tensor) if tensor in entries else tensor for tensor in tensors)
+        def parameters() -> Iterator[torch.Tensor]:
+            return (entries[param].current(param) if param in entries else param for param in model.parameters())
 
         # As much of a model as an average asks for.
-        float32 = SimpleNamespace(
-            parameters=lambda: values(model.parameters()), buffers=lambda: values(model.buffers())
-        )
-        original(self, float32)
+        original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))
 
     return update_parameters
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -94,14 +93,9 @@ def _with_rests(original: Callable) -> Callable:
         broadcast_buffers: bool = True,
     ) -> None:
         original(module, process_group, broadcast_bucket_size, src, params_and_buffers_to_ignore, broadcast_buffers)
-        named = chain(module.named_parameters(), module.named_buffers())
-        ignored = {id(tensor) for name, tensor in named if name in params_and_buffers_to_ignore}
+        ignored = {id(param) for name, param in module.named_parameters() if name in params_and_buffers_to_ignore}
         entries = {
-            entry: None
-            for tensor, entry in lower_entries(module)
-            if entry.rest is not None
-            and id(tensor) not in ignored
-            and (broadcast_buffers or isinstance(tensor, nn.Parameter))
+            entry: None for param, entry in lower_entries(module) if entry.rest is not None and id(param) not in ignored
         }
         if not entries:
             return

@@ -71,10 +71,9 @@ def stand_in(module: nn.Module) -> nn.Module:
             attributes[key] = value.copy() if is_of_hooks else value
     remove_hooks(plain)
     float32 = {id(tensor): value for tensor, value in _float32_values(module)}
-    for key in ("_parameters", "_buffers"):
-        attributes[key] = type(attributes[key])(
-            (name, float32.get(id(tensor), tensor)) for name, tensor in attributes[key].items()
-        )
+    parameters = attributes["_parameters"]
+    attributes["_parameters"] = type(parameters)((name, float32.get(id(p), p)) for name, p in parameters.items())
+    attributes["_buffers"] = attributes["_buffers"].copy()
     if isinstance(module, nn.RNNBase):
         weights = [float32.get(id(weight), weight) for weight in module._flat_weights]
         attributes["_flat_weights"] = weights
@@ -82,18 +81,17 @@ def stand_in(module: nn.Module) -> nn.Module:
     return plain
 
 
-def _float32_values(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(lower-precision tensor, what is copied in its place) for the module's own tensors."""
+def _float32_values(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """(lower-precision parameter, what is copied in its place) for the module's own."""
     record = module.__dict__.get(RECORD_KEY)
-    return [] if record is None else [(x, entry.in_copies(x)) for _, x, entry in record.lower_tensors(module)]
+    return [] if record is None else [(param, entry.in_copies(param)) for _, param, entry in record.lower_in(module)]
 
 
 def _deepcopy(ref: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
     module = ref()
     plain = stand_in(module)
-    for tensor, value in _float32_values(module):
-        if isinstance(tensor, nn.Parameter):
-            _copy_as_one(tensor, value, memo)
+    for param, value in _float32_values(module):
+        _copy_as_one(param, value, memo)
     if hasattr(type(plain), "__deepcopy__"):
         twin = memo[id(module)] = type(plain).__deepcopy__(plain, memo)
         copy._keep_alive(plain, memo)

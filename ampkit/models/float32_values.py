@@ -257,12 +257,9 @@ class Float32Value:
             self.rest.zero_()
         self.loans.lend_again(self)
 
-    def in_copies(self, lower: Tensor) -> Tensor:
-        """What is copied and pickled in the place of ``lower``: of a parameter one for all, as long as it lives."""
-        value = self.current(lower)
-        if not isinstance(lower, nn.Parameter):
-            return value
-        found = self._in_copies()
+    def in_copies(self, lower: Tensor) -> nn.Parameter:
+        """What is copied and pickled in the place of ``lower``: one for all, as long as it lives."""
+        value, found = self.current(lower), self._in_copies()
         if found is None:
             found = nn.Parameter(value)
             self._in_copies = weakref.ref(found)

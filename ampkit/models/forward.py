@@ -1,6 +1,6 @@
-"""The forward of an initialized model: casts inputs and outputs, and tells its session that it runs.
+"""The forward of an initialized model: has calls cast inside, casts outputs, and tells its session that it runs.
 
-An initialized model's class is replaced by a subclass, so that ``model(x)`` and ``model.forward(x)`` both cast, and
+An initialized model's class is replaced by a subclass, so that ``model(x)`` and ``model.forward(x)`` do the same, and
 DataParallel's replicas carry the behaviour with them. The instance holds a `ForwardCasts` (dtypes only); its session, where it
 has one, is asked through `watchers`.
 """
@@ -8,6 +8,7 @@ has one, is asked through `watchers`.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +19,11 @@ import torch
 from torch import nn
 
 from ..casting.engine import active_casting
-from ..casting.state import number_of_regions
 from ..casting.tensors import cast_floating
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
 from .classes import InFront, is_made_here, own_class, put_in_front
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
-from .direct_calls import running
 from .keep_fp32 import have_it_called
 from .records import lower_entries, record_of
 
@@ -50,21 +49,28 @@ _compiling = torch.compiler.is_compiling
 class ForwardCasts:
     """What a forward does to dtypes; None leaves them alone.
 
-    ``patched`` says that torch's functions cast inside, and ``outermost_only`` that outputs of a forward inside of another
-    that is cast are left alone. ``targets_stay`` is for ``model(images, targets)`` that computes its losses itself. ``kept``
-    is for what ``keep_fp32=`` names, which may lie inside of one another.
+    ``casts_calls`` says that torch's functions cast inside, ``stored_in`` what the weights are stored in where that is lower
+    precision. Outputs of a forward inside of another in the same precision go on to its next layer as they are.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
-    patched: bool = False
-    outermost_only: bool = False
-    targets_stay: bool = False
-    kept: bool = False
+    casts_calls: bool = False
+    stored_in: torch.dtype | None = None
 
 
-#: A module in float32 inside a model that is not: casts of calls are off in it, and its outputs stay as they are.
-KEPT = ForwardCasts(inputs=torch.float32, kept=True)
+#: What ``keep_fp32=`` names inside a model: casts of calls are off in it, and its outputs stay as they are.
+KEPT = ForwardCasts(inputs=torch.float32)
+
+
+class _Running(threading.local):
+    """What the innermost running forward of this thread does."""
+
+    def __init__(self) -> None:  # dynamo guards on the attribute being there
+        self.casts: ForwardCasts | None = None
+
+
+_running = _Running()
 
 
 class _Shell(InFront):
@@ -76,7 +82,7 @@ class _Shell(InFront):
         for tensor, entry in cast:
             entry.follow(tensor)
             if tensor.dtype is torch.float32:  # the next forward says so
-                record_of(self).whole.was_made_float32 = True
+                record_of(self).was_made_float32 = True
         return result
 
     def zero_grad(self, *args, **kwargs):
@@ -108,7 +114,7 @@ class _Shell(InFront):
 
 def install(model: nn.Module, casts: ForwardCasts) -> None:
     """Make ``model`` cast as ``casts`` says, whichever way its forward is called."""
-    if casts.kept:
+    if casts is KEPT:
         have_it_called(model)
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
@@ -134,9 +140,8 @@ def uninstall(model: nn.Module) -> None:
 def cast_inputs(function: Callable) -> Callable:
     """Decorate a method of a model so that it casts as the model's ``forward`` does once it is initialized.
 
-    At O2, O3 and O5 floating tensors among the arguments, those in containers too, are cast to the precision of the weights, and
-    floating outputs as the model's are. Without initialize, or at levels that do not cast the model, the method is as it was.
-    Raises nothing of its own.
+    Inside of it calls of torch are cast, and at O3 its inputs are; floating outputs become what the model's are. Without initialize
+    the method is as it was. Raises nothing of its own.
 
     >>> class Net(torch.nn.Linear):
     ...     @cast_inputs
@@ -158,7 +163,8 @@ def _around(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> A
 
 def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
     casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
-    if casts is None or (casts.kept and running.inputs is casts.inputs):  # in a kept module that is inside another
+    outer = _running.casts
+    if casts is None or (casts is KEPT and outer is casts):  # in a kept module that is inside another
         return function(*args, **kwargs)
     traced = _compiling()
     if traced:
@@ -167,41 +173,26 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
         watcher = watchers.get(model)
         if watcher is not None:
             watcher.before_forward(model)
-    inside = casts.outermost_only and _is_cast_already()
-    outer = running.inputs
-    running.inputs = casts.inputs
+    _running.casts = casts
     try:
-        with _o1_casts(casts, traced):
+        with _casts_of_calls(casts):
             if casts.inputs is not None:
-                args, kwargs = _cast_inputs(casts, args, kwargs)
+                args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
             outputs = function(*args, **kwargs)
     finally:
-        running.inputs = outer
-    # Called from inside a forward that runs in the same dtype, the outputs go on to its next layer.
-    inside = inside or (casts.inputs is not None and outer is casts.inputs)
+        _running.casts = outer
+    inside = outer is not None and outer.casts_calls and casts.casts_calls and outer.stored_in is casts.stored_in
     return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
 
 
-def _cast_inputs(casts: ForwardCasts, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    if not casts.targets_stay:
-        return cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
-    targets = {"targets": kwargs["targets"]} if "targets" in kwargs else {}
-    return (*cast_floating(args[:1], casts.inputs), *args[1:]), {**cast_floating(kwargs, casts.inputs), **targets}
-
-
-def _o1_casts(casts: ForwardCasts, traced: bool) -> AbstractContextManager[None]:
-    """O1's casts are on in the forward of a model at O1, and off in those of others. A trace does without the cache."""
+def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
+    """Casts of calls are on in the forward of a model that has them, and off in those of others."""
     casting = active_casting()
     if casting is None:
         return nullcontext()
-    if casts.kept or not (casts.patched or casting.covers_every_model):
+    if casts is KEPT or not (casts.casts_calls or casting.covers_every_model):
         return casting.disabled()
-    return casting.scope_of_forward()
-
-
-def _is_cast_already() -> bool:
-    casting = active_casting()
-    return casting is not None and (casting.is_on() or number_of_regions() > 0)
+    return casting.scope_of_forward(casts.stored_in)
 
 
 def _note_trace(model: nn.Module) -> None:

@@ -1,11 +1,8 @@
-"""Which modules stay float32, and how they live among lower-precision activations.
+"""Which parameters stay float32 where weights are stored in lower precision, and which modules compute in float32.
 
-What ``keep_fp32=`` names runs in float32 at every level and hands on float32: it gets a forward of its own (`KEPT` in
-forward.py), and where the weights of a model are cast, those around it are given a hook that casts float32 inputs down.
-
-Norm layers and what torch has no lower precision for keep float32 weights only, and hand lower precision on. Batch and instance
-norm take lower-precision activations with float32 weights natively; the others are given hooks that hand them float32 inputs
-and cast their outputs back. Copies and close leave out hooks by the module that they are functions of.
+Stored in lower precision are matrices: parameters with at least two dimensions larger than 1, and the biases of torch's layers
+beside them. Everything else stays float32: norms, gates, scales, and all buffers. What ``keep_fp32=`` names stays float32 and
+computes in it, at every level: it gets a forward of its own (`KEPT` in forward.py), in which calls are not cast.
 """
 
 from __future__ import annotations
@@ -18,72 +15,55 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _Orthogonal
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..casting.tensors import cast_floating
-from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..sharding import fsdp_modules
 from .classes import own_class
 
-ACTIVATION_KEY = "_ampkit_activation_dtype"
-
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _NormBase)
-_QUANTISERS = ("torch.ao.quantization.fake_quantize.FakeQuantizeBase", "torch.ao.quantization.observer.ObserverBase")
-_ROW = 16  # fewer numbers may be in order by chance
-_NORM_SUFFIXES = ("Norm", "Norm1d", "Norm2d", "Norm3d")
+_LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Every norm class of torch.nn and its subclasses, and classes named like one (``LlamaRMSNorm``)."""
-    return isinstance(module, _NORM_TYPES) or type(module).__name__.endswith(_NORM_SUFFIXES)
+    """Every norm class of torch.nn and its subclasses."""
+    return isinstance(module, _NORM_TYPES)
 
 
-def needs_float32(module: nn.Module) -> bool:
-    """Whether torch has no lower precision for it.
-
-    Orthogonal parametrizations: in bfloat16 two of the maps have no kernels, and the third gives NaN. Fake quantisation: its
-    kernels write to float32 ranges and scales only.
-    """
-    if any(f"{cls.__module__}.{cls.__name__}" in _QUANTISERS for cls in type(module).__mro__):
-        return True
-    return isinstance(module, ParametrizationList) and any(isinstance(one, _Orthogonal) for one in module)
-
-
-def takes_lower_precision_natively(module: nn.Module) -> bool:
-    """torch's batch norm kernels compute in float32 from lower-precision input with float32 weights.
-
-    A subclass with a forward of its own may do anything, and is not trusted to.
-    """
-    home = getattr(type(module).forward, "__module__", "")
-    return isinstance(module, _NormBase) and home.startswith(("torch.nn.", "ampkit."))
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    return sum(size > 1 for size in tensor.shape) >= 2
 
 
 class AsTheyAre:
     """The choice that keeps every float32 tensor: only weights that came in lower precision get a float32 value behind them."""
 
-    def covers(self, module: nn.Module) -> bool:
-        return False
-
-    def keeps(self, module: nn.Module, name: str, tensor: torch.Tensor, lower_precision: torch.dtype) -> bool:
+    def keeps(self, module: nn.Module, param: nn.Parameter) -> bool:
         return True
 
 
 class Kept:
     """The choice for one model: ``modules`` (with everything inside them) and single parameters and buffers by identity.
 
-    ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing.
+    ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing. Of what is
+    not kept it lowers the matrices, or where it ``lowers_all`` every parameter.
     """
 
-    def __init__(self, model: nn.Module, keep_norms: bool, keep_fp32: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        keep_norms: bool,
+        keep_fp32: tuple[Any, ...],
+        lowers_all: bool = False,
+    ) -> None:
         self.modules: dict[nn.Module, str] = {}
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
         self.unmatched: list[Any] = []
         self.model = model
+        self.lowers_all = lowers_all
         for name, module in model.named_modules():
-            if needs_float32(module) or (keep_norms and is_norm(module)):
+            if keep_norms and is_norm(module):
                 self.modules[module] = name
         for item in keep_fp32:
             if not self._keep(item):
@@ -96,49 +76,24 @@ class Kept:
     def covers(self, module: nn.Module) -> bool:
         return module in self._inside
 
-    def keeps(self, module: nn.Module, name: str, tensor: torch.Tensor, lower_precision: torch.dtype) -> bool:
-        """Whether a float32 tensor of the module stays as it is. Frequencies of rotary embeddings do: they meet large positions."""
-        if self.covers(module) or tensor in self.parameters or name.endswith("inv_freq"):
+    def keeps(self, module: nn.Module, param: nn.Parameter) -> bool:
+        """Whether a float32 parameter of the module stays as it is."""
+        if self.covers(module) or param in self.parameters:
             return True
-        return name in module._buffers and _loses_its_steps(tensor, lower_precision)
+        if self.lowers_all or is_norm(module) or _is_matrix(param):
+            return False
+        own = [one for one in module._parameters.values() if one is not None]
+        return not (isinstance(module, _LAYERS) and any(map(_is_matrix, own)))
 
-    def bridged(self) -> list[nn.Module]:
-        """Kept modules that hand on lower precision: norms and the like, outside of those that run in float32."""
-        in_float32 = set(self.in_float32(hand_on_norms=True))
-        nested = {inner for module in self.modules for inner in module.modules() if inner is not module}
-        return [m for m in self.modules if m not in nested and m not in in_float32 and _has_forward(m)]
-
-    def in_float32(self, hand_on_norms: bool) -> list[nn.Module]:
-        """The modules that ``keep_fp32=`` names and all inside them: each may be called by itself, containers never are.
-
-        With ``hand_on_norms`` norms that are named by themselves are left out, as are parametrizations.
-        """
+    def in_float32(self) -> list[nn.Module]:
+        """The modules that ``keep_fp32=`` names and all inside them: each may be called by itself, containers never are."""
         found: dict[nn.Module, None] = {}
         for root in self.named:
-            if hand_on_norms and (is_norm(root) or isinstance(root, ParametrizationList)):
-                continue
             computed = {m for one in root.modules() if isinstance(one, ParametrizationList) for m in one.modules()}
             for module in root.modules():
                 if _has_forward(module) and (module is root or module not in computed):
                     found[module] = None
         return list(found)
-
-    def mixes_precisions(self) -> bool:
-        """Whether float32 may reach weights in lower precision, in a model whose weights are cast."""
-        norms = {inner for module in self.modules if is_norm(module) for inner in module.modules()}
-        in_norms = {param for module in norms for param in module.parameters(recurse=False)}
-        return bool(self.in_float32(hand_on_norms=True) or self.parameters - in_norms)
-
-    def alone(self) -> list[str]:
-        """Names of parameters that are to be kept although no module around them is."""
-        inside = {inner for module in self.in_float32(hand_on_norms=False) for inner in module.modules()}
-        return [
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.model.named_modules()
-            if module not in inside
-            for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
-            if param in self.parameters or module in self.named
-        ]
 
     def scripted(self) -> list[str]:
         """Names of modules that are to be kept and have no forward in Python."""
@@ -169,15 +124,13 @@ class Kept:
         return bool(modules or parameters)
 
     def _matching(self, pattern: str) -> tuple[dict[nn.Module, str], set[torch.Tensor]]:
-        """Modules and parameters by name. Who names all that is in a module, ``"head.*"``, names the module."""
+        """Modules and parameters by name. Who names a parameter of a layer, ``"head.weight"``, names the layer."""
         model = self.model
         modules = {m: name for name, m in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)}
         every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         parameters = {tensor for name, tensor in every if fnmatch.fnmatchcase(name, pattern)}
         for name, module in model.named_modules():
-            own = list(module.parameters(recurse=False))
-            children = [child for child in module.children() if child not in modules]
-            if own and not children and parameters.issuperset(own):
+            if modules.keys() >= set(module.children()) and not parameters.isdisjoint(module.parameters(recurse=False)):
                 modules[module] = name
         return modules, parameters
 
@@ -216,19 +169,6 @@ def frozen_twins(models: Sequence[nn.Module], trained: set[torch.Tensor]) -> dic
     return found
 
 
-def _loses_its_steps(buffer: torch.Tensor, lower_precision: torch.dtype) -> bool:
-    """Whether this is a row of numbers that rise, or fall, or turn once, whose distances lower precision does not hold.
-
-    The noise levels of a diffusion, times, positions, the edges of bins: 0.9999 becomes 1, and what divides by the rest is NaN.
-    """
-    if buffer.is_meta or buffer.dim() != 1 or len(buffer) < _ROW:
-        return False
-    steps, rounded = buffer.diff(), buffer.to(lower_precision).float().diff()
-    directions = steps.sign()[steps != 0]
-    in_order = (directions[1:] != directions[:-1]).sum() <= 1
-    return bool(in_order & ((rounded - steps).abs() > steps.abs() / 16).any())
-
-
 def _has_forward(module: nn.Module) -> bool:
     """Whether calls reach the module: not a ModuleList, not what torch.compile or torch.jit put around one."""
     if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
@@ -260,25 +200,6 @@ def _near(item: Any, kept: list[Kept]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def refuse_what_no_call_keeps(kept: list[Kept], level: str) -> None:
-    """Where calls are cast and not weights, only modules can be kept, by what happens around their forward."""
-    for one in kept:
-        alone = one.alone()
-        if alone:
-            around = list(dict.fromkeys(name.rpartition(".")[0] for name in alone))
-            if all(around):
-                advice = f"Name the modules whose operations use them instead: keep_fp32={around}."
-            else:
-                advice = (
-                    "Compute with them inside 'with torch.autocast(device_type, enabled=False):', or in a function under "
-                    "@ampkit.float_function."
-                )
-            raise ConfigurationError(
-                f"keep_fp32 names single parameters ({', '.join(alone)}). {level} casts the arguments of calls and leaves all "
-                f"weights float32, so there is nothing to keep about a parameter alone. {advice}"
-            )
-
-
 def refuse_scripted(kept: list[Kept]) -> None:
     """The forward of a scripted module is not called from Python, and nothing can be put around it."""
     names = [name for one in kept for name in one.scripted()]
@@ -289,55 +210,9 @@ def refuse_scripted(kept: list[Kept]) -> None:
         )
 
 
-def bridge(module: nn.Module, lower_precision: torch.dtype) -> None:
-    """Let float32 weights live among lower-precision activations: float32 in, ``lower_precision`` out."""
-    if not takes_lower_precision_natively(module):
-        module.__dict__[ACTIVATION_KEY] = lower_precision
-        module.register_forward_pre_hook(_inputs_to_float32, with_kwargs=True)
-        module.register_forward_hook(_outputs_to_activation_dtype)
-
-
-def take_inputs_down(module: nn.Module) -> None:
-    """Have the module's inputs cast to the precision of its own weights, where that is lower."""
-    if _inputs_to_own_precision not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_inputs_to_own_precision, with_kwargs=True)
-
-
 def have_it_called(module: nn.Module) -> None:
     """torch's TransformerEncoderLayer calls its parts, instead of one kernel in their place, where one of them has a hook."""
     module.register_forward_pre_hook(_no_kernel_in_its_place)
-
-
-def own_precision(module: nn.Module) -> torch.dtype | None:
-    """The lower precision of the module's own weights, if they have one: parameters, parametrized ones, running statistics."""
-    # DataParallel's replicas hold their parameters apart.
-    for param in (module.__dict__.get("_former_parameters") or module._parameters).values():
-        if param is not None and param.dtype in LOWER_PRECISION:
-            return param.dtype
-    parametrizations = module._modules.get("parametrizations")
-    if parametrizations is not None:
-        for one in parametrizations._modules.values():
-            if ACTIVATION_KEY in one.__dict__:
-                return one.__dict__[ACTIVATION_KEY]
-            dtype = own_precision(one)
-            if dtype is not None:
-                return dtype
-    if isinstance(module, _NormBase) and module.running_mean is not None and module.weight is None:
-        return module.running_mean.dtype if module.running_mean.dtype in LOWER_PRECISION else None
-    return None
-
-
-def _inputs_to_float32(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
-
-
-def _outputs_to_activation_dtype(module: nn.Module, args: tuple, output: Any) -> Any:
-    return cast_floating(output, module.__dict__[ACTIVATION_KEY])
-
-
-def _inputs_to_own_precision(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    dtype = own_precision(module)
-    return (args, kwargs) if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
 
 
 def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:

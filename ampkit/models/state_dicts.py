@@ -7,10 +7,10 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from .copies import RECORD_KEY, hand_out_plain_copies
-from .records import WeightRecord
+from .records import CastModel
 
 
-def go_by_record(module: nn.Module, record: WeightRecord) -> None:
+def go_by_record(module: nn.Module, record: CastModel) -> None:
     """Have what is saved of the module, loaded into it and copied be float32, by this record."""
     module.__dict__[RECORD_KEY] = record
     module.register_state_dict_post_hook(_lend_float32_values)
@@ -21,11 +21,10 @@ def go_by_record(module: nn.Module, record: WeightRecord) -> None:
 def _lend_float32_values(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """state_dict() lends out the float32 values: writing to them is writing to the model, until its next forward or step."""
     record = module.__dict__[RECORD_KEY]
-    for name, lower, entry in record.lower_tensors(module):
-        saved = state_dict.get(prefix + name)
-        if saved is not None:
-            keeps_vars = saved is lower and isinstance(lower, nn.Parameter)
-            state_dict[prefix + name] = record.whole.loans.lend(entry, lower, state_dict, prefix + name, keeps_vars)
+    for name, lower, entry in record.lower_in(module):
+        key = prefix + name
+        if (saved := state_dict.get(key)) is not None:
+            state_dict[key] = record.loans.lend(entry, lower, state_dict, key, as_parameter=saved is lower)
 
 
 def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metadata: dict, *_: object) -> None:
@@ -36,10 +35,10 @@ def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metad
     if metadata.get("assign_to_params_buffers"):
         raise ConfigurationError(
             "load_state_dict(assign=True) was called on an initialized model: it would put other tensors in the place of the "
-            "weights that masters and optimizer belong to. Leave assign=True out (the values are copied, to the float32 "
-            "weights too), or load before initialize()."
+            "weights that the optimizer updates. Leave assign=True out (the values are copied, in float32), or load before "
+            "initialize()."
         )
-    for name, tensor, entry in module.__dict__[RECORD_KEY].lower_tensors(module):
+    for name, tensor, entry in module.__dict__[RECORD_KEY].lower_in(module):
         loaded = state_dict.get(prefix + name)
         entry.loans.end(entry)  # what was written to a loan before is older
         if not isinstance(loaded, torch.Tensor) or loaded.shape != tensor.shape or not loaded.is_floating_point():

@@ -22,7 +22,7 @@ class FusedAdam(FusedOptimizer):
     ``capturable=True`` keeps the learning rate in a tensor beside the parameters and works inside
     ``torch.amp.GradScaler.step``, which hands its scale and its finding over instead of reading them.
     ``master_weights=True`` (with it) updates float32 copies of lower-precision parameters; not needed under
-    ``initialize``, which makes masters itself.
+    ``initialize``, which trains them in float32 itself.
 
     ``state_dtype`` ("float32", "bfloat16", "int8") is what moments are stored in: 8, 4 or about 2 bytes for each parameter;
     checkpoints hold them in float32 all the same. ``rounding="stochastic"`` rounds parameters in bfloat16 up or down at

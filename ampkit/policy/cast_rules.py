@@ -22,7 +22,9 @@ class CastKind(enum.Enum):
     FP32 = "cast to float32"
     PROMOTE = "cast to the widest dtype among the arguments"
     PROMOTE_SEQUENCE = "cast the tensors of a sequence to the widest dtype among them"
+    CONTRACTION = "cast to the session's lower precision where an index is summed over, else to the widest dtype"
     MATCH_FIRST = "cast the other arguments to the dtype of the first"
+    FP32_WEIGHTS = "cast the arguments after the first to float32, but for statistics in lower precision"
     REJECT = "refused when the first argument is float16"
     BANNED = "refused when any argument is float16 or bfloat16"
     NATIVE = "left to torch, which promotes by itself; nothing is patched"
@@ -32,7 +34,9 @@ class CastKind(enum.Enum):
 LOWER = CastKind.LOWER_PRECISION_FP
 FP32 = CastKind.FP32
 PROMOTE = CastKind.PROMOTE
+CONTRACTION = CastKind.CONTRACTION
 MATCH_FIRST = CastKind.MATCH_FIRST
+FP32_WEIGHTS = CastKind.FP32_WEIGHTS
 REJECT = CastKind.REJECT
 BANNED = CastKind.BANNED
 NATIVE = CastKind.NATIVE
@@ -45,27 +49,8 @@ SPECIAL = "torch.special"
 VF = "torch._VF"
 VISION = "torch.ops.torchvision"
 
-# What functions of torch.nn.functional that are written in Python call: in torch, where it is not their own name,
+# What functions of torch.nn.functional that are written in Python call in torch, where it is not their own name.
 _OTHER_NAMES = {"grid_sample": "grid_sampler"}
-# and in torch._C._nn.
-_KERNELS = {
-    "adaptive_avg_pool3d": ("adaptive_avg_pool3d",),
-    "binary_cross_entropy": ("binary_cross_entropy",),
-    "cross_entropy": ("cross_entropy_loss",),
-    "huber_loss": ("huber_loss",),
-    "interpolate": (
-        *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
-        *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
-        *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-    ),
-    "l1_loss": ("l1_loss",),
-    "mse_loss": ("mse_loss",),
-    "multi_margin_loss": ("multi_margin_loss",),
-    "multilabel_margin_loss": ("multilabel_margin_loss",),
-    "nll_loss": ("nll_loss_nd", "nll_loss", "nll_loss2d"),
-    "smooth_l1_loss": ("smooth_l1_loss",),
-    "soft_margin_loss": ("soft_margin_loss",),
-}
 
 
 @dataclass(frozen=True)
@@ -74,6 +59,7 @@ class RuleGroup:
 
     Several owners mean that each name is looked for in all of them: ``exp`` is a function of torch and a method of
     Tensor, and has to be found under both spellings. Functions of a ``package`` beside torch are patched where it is loaded.
+    ``narrow`` says that where weights are stored in lower precision the result, float32 inside, has the input's precision.
     """
 
     kind: CastKind
@@ -81,6 +67,7 @@ class RuleGroup:
     names: tuple[str, ...]
     reason: str
     package: str = "torch"
+    narrow: bool = False
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -95,14 +82,15 @@ class CastRule:
     owner: Any
     name: str
     reason: str = "registered by the user"
+    narrow: bool = False
 
 
 def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) -> tuple[list[CastRule], list[str]]:
     """The rules that hold for the installed torch, and the names of the tables that it lacks.
 
     One rule is left for each attribute. A later group wins over an earlier one, and ``extra_rules`` win over both: a rule
-    for a function of torch.nn.functional also over the tables' rules for `namesakes`. It holds for its `kernels` too.
-    Groups of packages that are not loaded are left out.
+    for a function of torch.nn.functional also over the tables' rules for `namesakes`. Groups of packages that are not
+    loaded are left out.
     """
     rules: dict[tuple[int, str], CastRule] = {}
     dropped: list[str] = []
@@ -113,7 +101,7 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
         for name in group.names:
             found = [owner for _, owner in owners if owner is not None and hasattr(owner, name)]
             for owner in found:
-                rules[id(owner), name] = CastRule(group.kind, owner, name, group.reason)
+                rules[id(owner), name] = CastRule(group.kind, owner, name, group.reason, group.narrow)
             if not found:
                 dropped.extend(f"{path}.{name}" for path, _ in owners)
     extra_rules = list(extra_rules)
@@ -121,11 +109,7 @@ def expand(tables: Iterable[RuleGroup], extra_rules: Iterable[CastRule] = ()) ->
         for owner, name in namesakes(rule):
             rules[id(owner), name] = CastRule(CastKind.NATIVE, owner, name, rule.reason)
     for rule in extra_rules:
-        # Last of all: of several wrappers of one function, scripts that bound it early are given the last.
-        rules.pop((id(rule.owner), rule.name), None)
         rules[id(rule.owner), rule.name] = rule
-    for below in [below for rule in rules.values() for below in kernels(rule)]:
-        rules.setdefault((id(below.owner), below.name), below)
     return list(rules.values()), dropped
 
 
@@ -139,18 +123,6 @@ def namesakes(rule: CastRule) -> list[tuple[Any, str]]:
     name = _OTHER_NAMES.get(rule.name, rule.name)
     owners = [resolve_owner(path) for path in (TORCH, TENSOR)]
     return [(owner, name) for owner in owners if hasattr(owner, name)]
-
-
-def kernels(rule: CastRule) -> list[CastRule]:
-    """The same rule for what a function of torch.nn.functional looks up in torch._C._nn when called.
-
-    Scripts bind such functions where nobody finds them, in a local variable or a closure; what they call is found.
-    """
-    names = _KERNELS.get(rule.name, ())
-    if not names or rule.owner is not resolve_owner(F):
-        return []
-    owner = resolve_owner("torch._C._nn")
-    return [CastRule(rule.kind, owner, name, rule.reason) for name in names if hasattr(owner, name)]
 
 
 def is_loaded(package: str) -> bool:

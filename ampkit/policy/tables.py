@@ -1,4 +1,4 @@
-"""The cast tables of O1: data only, each group with its reason.
+"""The cast tables of every level that casts: data only, each group with its reason.
 
 `APEX` holds the rows that Apex's amp had, `TODAY` what torch has gained since and Apex's lists never reached. Where
 Apex cast to make mixed dtypes meet and torch now promotes by itself, the row says NATIVE and nothing is patched.
@@ -10,7 +10,9 @@ from __future__ import annotations
 from .autocast import CPU_LIST, CUDA_LIST
 from .cast_rules import (
     BANNED,
+    CONTRACTION,
     FP32,
+    FP32_WEIGHTS,
     LINALG,
     LOWER,
     MATCH_FIRST,
@@ -43,7 +45,7 @@ APEX = (
     RuleGroup(
         LOWER,
         (TORCH, TENSOR),
-        ("addmm", "addmv", "addr", "matmul", "mm", "mv", "addbmm", "baddbmm", "bmm"),
+        ("addmm", "matmul", "mm", "addbmm", "baddbmm", "bmm"),
         "matrix products run on matrix units, which accumulate in float32",
     ),
     RuleGroup(LOWER, TENSOR, ("__matmul__",), "the operator form of matmul"),
@@ -53,13 +55,16 @@ APEX = (
         LOWER, (VF, TORCH), ("rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell"), "matrix products and gates"
     ),
     RuleGroup(FP32, F, ("interpolate", "grid_sample"), "coordinates need more than 8 or 11 bits"),
-    RuleGroup(FP32, F, ("softplus", "softmin", "log_softmax", "softmax"), "built on exp"),
+    RuleGroup(FP32, F, ("softplus", "log_softmax"), "built on exp"),
+    RuleGroup(FP32, F, ("softmin", "softmax"), "built on exp", narrow=True),
     RuleGroup(
         FP32,
         F,
-        ("layer_norm", "group_norm", "local_response_norm", "normalize", "cosine_similarity"),
+        ("layer_norm", "group_norm", "local_response_norm", "normalize"),
         "sums of squares overflow float16 and lose small terms in bfloat16",
+        narrow=True,
     ),
+    RuleGroup(FP32, F, ("cosine_similarity",), "sums of squares overflow float16 and lose small terms in bfloat16"),
     RuleGroup(
         FP32,
         F,
@@ -72,8 +77,8 @@ APEX = (
         _LOSS,
     ),
     RuleGroup(FP32, (TORCH, TENSOR), _OUT_OF_RANGE, "leaves the range of float16, or is steep"),
-    RuleGroup(FP32, (TORCH, TENSOR), ("pow",), "leaves the range of float16"),
-    RuleGroup(FP32, TENSOR, ("__pow__", "__rpow__"), "the operator forms of pow"),
+    RuleGroup(FP32, (TORCH, TENSOR), ("pow",), "leaves the range of float16", narrow=True),
+    RuleGroup(FP32, TENSOR, ("__pow__", "__rpow__"), "the operator forms of pow", narrow=True),
     RuleGroup(
         FP32,
         (TORCH, TENSOR),
@@ -133,7 +138,20 @@ APEX = (
 
 TODAY = (
     # Matrix products under the names that came later.
-    RuleGroup(LOWER, TORCH, ("einsum", "chain_matmul", "tensordot"), "contractions are matrix products"),
+    RuleGroup(LOWER, TORCH, ("chain_matmul", "tensordot"), "contractions are matrix products"),
+    RuleGroup(
+        CONTRACTION,
+        TORCH,
+        ("einsum",),
+        "a matrix product where it sums over an index; else it only multiplies, and angles (position times frequency) need "
+        "float32: unlike torch.autocast's list for CUDA, which has them more than 1 rad off before position 512",
+    ),
+    RuleGroup(
+        PROMOTE,
+        (TORCH, TENSOR),
+        ("addmv", "addr", "mv"),
+        "one vector gives matrix units nothing to do, and power iteration (spectral norm) needs float32",
+    ),
     RuleGroup(LOWER, LINALG, ("multi_dot", "matmul", "vecdot"), "matrix products"),
     RuleGroup(LOWER, TENSOR, ("__rmatmul__",), "the reflected operator form of matmul"),
     RuleGroup(LOWER, F, ("scaled_dot_product_attention",), "two matrix products; its softmax runs in float32 inside"),
@@ -156,7 +174,14 @@ TODAY = (
     RuleGroup(LOWER, F, ("grouped_mm",), "matrix products of groups of rows"),
     # Softmax, norms and losses in all their spellings.
     RuleGroup(
-        FP32, (TORCH, TENSOR, SPECIAL), ("softmax", "log_softmax", "logsumexp", "log1p"), "built on exp and log"
+        FP32, (TORCH, TENSOR, SPECIAL), ("log_softmax", "logsumexp", "log1p"), "built on exp and log"
+    ),
+    RuleGroup(FP32, (TORCH, TENSOR, SPECIAL), ("softmax",), "built on exp", narrow=True),
+    RuleGroup(
+        FP32,
+        TORCH,
+        ("embedding",),
+        "a table that is stored in lower precision gives float32 rows, whose gradients are added up in float32",
     ),
     RuleGroup(FP32, (TORCH, TENSOR), ("arccos", "arcsin"), "other names of acos and asin"),
     RuleGroup(
@@ -197,13 +222,17 @@ TODAY = (
         ),
         "its results are points of a grid that bfloat16 does not hold",
     ),
-    RuleGroup(FP32, F, ("rms_norm", "instance_norm"), "sums of squares; float32 weights want a float32 input"),
+    RuleGroup(
+        FP32, F, ("rms_norm", "instance_norm"), "sums of squares; float32 weights want a float32 input", narrow=True
+    ),
     RuleGroup(
         FP32,
         TORCH,
-        ("layer_norm", "group_norm", "rms_norm", "instance_norm", "native_layer_norm", "native_group_norm"),
+        ("layer_norm", "group_norm", "rms_norm", "instance_norm"),
         "sums of squares; the spellings below torch.nn.functional",
+        narrow=True,
     ),
+    RuleGroup(FP32, TORCH, ("native_layer_norm", "native_group_norm"), "sums of squares"),
     RuleGroup(
         FP32,
         F,
@@ -225,7 +254,7 @@ TODAY = (
     RuleGroup(
         FP32,
         TORCH,
-        ("frobenius_norm", "nuclear_norm", "norm_except_dim", "std_mean", "var_mean", "cov", "corrcoef"),
+        ("_weight_norm", "frobenius_norm", "nuclear_norm", "norm_except_dim", "std_mean", "var_mean", "cov", "corrcoef"),
         "sums of squares",
     ),
     RuleGroup(FP32, TENSOR, ("cov", "corrcoef"), "sums of squares"),
@@ -354,6 +383,7 @@ TODAY = (
         ),
         "selects or copies elements, which is exact in every precision",
     ),
+    RuleGroup(FP32_WEIGHTS, F, ("batch_norm",), "its statistics, to which it writes, are float32; its weights then have to be"),
     RuleGroup(NATIVE, (TORCH, TENSOR), ("arctan2",), "torch promotes by itself"),
     RuleGroup(NATIVE, (TORCH, TENSOR), ("arctan2_",), "torch lets the tensor written to fix the dtype by itself"),
     RuleGroup(
@@ -372,6 +402,7 @@ TODAY = (
 
 APEX_ONLY = (
     RuleGroup(FP32, F, ("gelu",), "built on exp; Apex had it in float32"),
+    RuleGroup(LOWER, (TORCH, TENSOR), ("addmv", "addr", "mv"), "matrix products; Apex had them in lower precision"),
     RuleGroup(FP32, TENSOR, ("cpu",), "Apex brought tensors to the host as float32; scripts then call numpy()"),
 )
 

@@ -248,16 +248,28 @@ struct PastAutocast {
   }
 };
 
+// Note [where casts are off] in ampkit/casting/state.py: whether Python has to look at such a call.
+bool may_hold_lower_precision(PyObject* const* args, Py_ssize_t total) {
+  for (Py_ssize_t i = 0; i < total; ++i) {
+    if (is_tensor(args[i]) ? is_lower_precision(THPVariable_Unpack(args[i]).scalar_type()) : !holds_no_tensors(args[i])) return true;
+  }
+  return false;
+}
+
 PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   const InUse use(call);
   const Binding* binding = use.binding;
   ThreadKeys& thread = keys_of_this_thread();
+  // A subclass shall be told that torch's own method was called, which is for Python to do.
+  const bool is_subclass = nargs > 0 && !is_tensor(args[0]) && is_subclass_of_tensor(args[0]);
   if (binding == nullptr || !is_on(binding->control, thread)) {
-    return PyObject_Vectorcall(use.original, args, static_cast<size_t>(nargs), kwnames);
+    const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
+    const bool is_slow = binding != nullptr && (is_subclass || (binding->control->stores && may_hold_lower_precision(args, total)));
+    return PyObject_Vectorcall(is_slow ? binding->slow : use.original, args, static_cast<size_t>(nargs), kwnames);
   }
   const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
   uint32_t to_cast = 0;
-  Verdict verdict = binding->kind == Kind::Native ? Verdict::Through : Verdict::Slow;
+  Verdict verdict = binding->kind == Kind::Native && !is_subclass ? Verdict::Through : Verdict::Slow;
   if (verdict == Verdict::Slow && total <= kMaxArguments && !is_watched(thread) &&
       (kwnames == nullptr || !has_out(args, nargs, kwnames)) &&
       !(binding->follows_regions && wants_other_precision(binding->control))) {

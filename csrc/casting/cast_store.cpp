@@ -233,9 +233,14 @@ PyObject* store_keep(PyObject* self, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* store_forget(PyObject* self, PyObject* weight) {
+void forget_recent(CastStore* store) {
+  for (RecentCast& entry : store->recent) entry = RecentCast();
+}
+
+PyObject* store_forget(PyObject* self, PyObject* tensor) {
   ++store_of(self)->generation;
-  for_each_map(store_of(self), [&](WeightCasts& casts) { take_out(casts, casts.find(weight)); });
+  forget_recent(store_of(self));
+  for_each_map(store_of(self), [&](WeightCasts& casts) { take_out(casts, casts.find(tensor)); });
   Py_RETURN_NONE;
 }
 
@@ -254,7 +259,7 @@ PyObject* store_drop(PyObject* object, PyObject* args, PyObject* kwargs) {
   self->in_backward = static_cast<char>(before_backward);
   ++self->generation;
   for_each_map(self, release_all);
-  for (RecentCast& entry : self->recent) entry = RecentCast();
+  forget_recent(self);
   Py_RETURN_NONE;
 }
 

@@ -48,10 +48,10 @@ bool add(Switch* control, PyObject* names, PyObject* choices) {
 PyObject* switch_set(PyObject* object, PyObject* args) {
   HANDLE_TH_ERRORS
   auto* self = reinterpret_cast<Switch*>(object);
-  int installed;
+  int installed, stores;
   PyObject *known, *choices, *followers, *lower_precision;
   if (!PyArg_ParseTuple(
-          args, "pO!O!O!O!:set", &installed, &PyTuple_Type, &known, &PyList_Type, &choices, &PyTuple_Type, &followers,
+          args, "ppO!O!O!O!:set", &installed, &stores, &PyTuple_Type, &known, &PyList_Type, &choices, &PyTuple_Type, &followers,
           &THPDtypeType, &lower_precision)) {
     return nullptr;
   }
@@ -60,13 +60,14 @@ PyObject* switch_set(PyObject* object, PyObject* args) {
   self->keys = c10::DispatchKeySet();
   if (!add(self, known, choices) || !add(self, followers, nullptr)) return nullptr;
   self->lower_precision = reinterpret_cast<THPDtype*>(lower_precision)->scalar_type;
+  self->stores = static_cast<char>(stores);
   self->installed = static_cast<char>(installed);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef switch_methods[] = {
-    {"set", switch_set, METH_VARARGS, "set(installed, device types, torch's default dtypes there, others that follow, lower_precision)"},
+    {"set", switch_set, METH_VARARGS, "set(installed, whether weights are stored in lower precision, device types, torch's default dtypes there, others that follow, lower_precision)"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyTypeObject make_switch_type() {

@@ -10,6 +10,7 @@ namespace ampkit {
 struct Switch {
   PyObject_HEAD
   char installed;
+  char stores;                      // some models store weights in lower precision
   int count;                        // of the device types whose tensors are cast
   c10::DeviceType device_types[8];  // first those that torch.autocast knows
   int known;                        // how many these are
@@ -24,13 +25,7 @@ inline ThreadKeys& keys_of_this_thread() { return c10::impl::raw_local_dispatch_
 
 // Whether a call made now, in the thread of these keys, is cast.
 inline bool is_on(const Switch* control, const ThreadKeys& thread) {
-  if (!control->installed) return false;
-  const c10::DispatchKeySet excluded = thread.excluded();
-  if ((control->keys & excluded) != control->keys) return true;
-  if (excluded.has(c10::DispatchKey::AutocastIPU)) return false;
-  // In a hook of a backward pass that was called with casts on, unless the hook entered a region of its own.
-  at::autocast::increment_nesting();
-  return at::autocast::decrement_nesting() == 0;
+  return control->installed && (control->keys & thread.excluded()) != control->keys;
 }
 
 // Whether a tensor lies on a device whose tensors are cast, where `is_on`.
@@ -38,17 +33,19 @@ inline bool is_on_our_device(const Switch* control, const at::Tensor& tensor) {
   const c10::DeviceType type = tensor.device().type();
   for (int i = 0; i < control->count; ++i) {
     if (control->device_types[i] != type) continue;
-    if (i >= control->known) return true;
-    return at::autocast::is_autocast_enabled(type) || at::autocast::is_autocast_enabled(c10::DeviceType::IPU);
+    return i >= control->known || at::autocast::is_autocast_enabled(type);
   }
   return false;
 }
+
+// Note [narrow results] in ampkit/casting/state.py.
+inline bool is_narrow(const Switch* control) { return control->stores && at::autocast::is_autocast_cache_enabled(); }
 
 // Whether a region of torch.autocast asks for a lower precision that is neither the session's nor torch's default.
 inline bool wants_other_precision(const Switch* control) {
   for (int i = 0; i < control->known; ++i) {
     const at::ScalarType dtype = at::autocast::get_autocast_dtype(control->device_types[i]);
-    if (dtype != control->lower_precision && dtype != control->torchs_choice[i]) return true;
+    if (dtype != control->lower_precision && (dtype != control->torchs_choice[i] || is_narrow(control))) return true;
   }
   return false;
 }

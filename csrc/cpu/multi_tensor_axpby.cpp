@@ -28,12 +28,11 @@ static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
-    const Source x = source(tensor.data[0], tensor.dtype[0], offset, n, x_buffer);
     const float* y = load(tensor.data[1], tensor.dtype[1], offset, n, y_buffer);
     float* out = target(tensor.data[2], tensor.dtype[2], offset, out_buffer, streams);
-    const int32_t magnitude =
-        x.is_bfloat16 ? axpby_tile(static_cast<const BFloat16*>(x.data), y, out, n, functor, x_mask, y_mask)
-                      : axpby_tile(static_cast<const float*>(x.data), y, out, n, functor, x_mask, y_mask);
+    const int32_t magnitude = visit_tile(tensor.data[0], tensor.dtype[0], offset, n, x_buffer, [&](const auto* x) {
+      return axpby_tile(x, y, out, n, functor, x_mask, y_mask);
+    });
     highest = magnitude > highest ? magnitude : highest;
     store(out, tensor.data[2], tensor.dtype[2], offset, n, streams);
   }

@@ -11,7 +11,7 @@ static void join_block(const Block<3>& block, bool streams) {
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start, n = block.size - start < kTile ? block.size - start : kTile;
     float* to = target(data[2], dtype[2], offset, buffer, streams);
-    join_tile(data[0], data[1], dtype[0], offset, to, n);
+    visit_rests(data[0], data[1], dtype[0], offset, [&](auto from) { from.copy_to(to, n); });
     store(to, data[2], dtype[2], offset, n, streams);
   }
   finish_streams(streams);
@@ -22,7 +22,8 @@ static void split_block(const Block<3>& block, bool) {
   TileBuffer buffer;
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start, n = block.size - start < kTile ? block.size - start : kTile;
-    split_tile(load(data[0], dtype[0], offset, n, buffer), data[1], data[2], dtype[1], offset, n);
+    const float* from = load(data[0], dtype[0], offset, n, buffer);
+    visit_rests(data[1], data[2], dtype[1], offset, [&](auto to) { to.store(from, n); });
   }
 }
 

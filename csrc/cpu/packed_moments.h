@@ -170,9 +170,9 @@ struct MovingBlock {
 
 // The block of moments that begins at element `start` of a tile. Decoding and encoding run beside the functor's root and
 // quotient, which are slow; nothing but codes goes through memory.
-template <bool kDraws, bool kWritesLower, class Grad, class Functor>
-static void packed_block(const Grad* g, float* p, const PackedMoment& first, const PackedMoment& second, BFloat16* lower,
-                         int64_t start, Functor functor, float of_tensor, const Drawn* drawn) {
+template <bool kDraws, class Grad, class Functor>
+static void packed_block(const Grad* g, float* p, const PackedMoment& first, const PackedMoment& second, int64_t start,
+                         Functor functor, float of_tensor, const Drawn* drawn) {
   constexpr bool kSecond = Functor::kStates > 1;
   const int64_t block = start / kMomentBlock;
   MovingBlock<SignedCode> a(first.highest[block]);
@@ -190,9 +190,7 @@ static void packed_block(const Grad* g, float* p, const PackedMoment& first, con
 #pragma GCC unroll 1  // a vector of floats, in registers: unrolled it would stay eight floats
 #pragma GCC ivdep
       for (int lane = 0; lane < kLanes; ++lane) functor(gs[lane], ps[lane], as[lane], bs[lane], of_tensor);
-      const Vector param = load_vector(ps);
-      store_vector(p + i, param);
-      if (kWritesLower) store_vector(lower + i, param);
+      store_vector(p + i, load_vector(ps));
       __builtin_memcpy(&a_bits[k], as, sizeof(Register));
       __builtin_memcpy(&b_bits[k], bs, sizeof(Register));
       dither[k] = all_words(kHalfPlace);
@@ -211,13 +209,13 @@ static void packed_block(const Grad* g, float* p, const PackedMoment& first, con
   if (kSecond) b.write(second.codes + start, second.highest + block);
 }
 
-// n is a multiple of kMomentBlock. lower as in step_tile.
-template <bool kWritesLower, class Grad, class Functor>
-static void packed_tile(const Grad* g, float* p, const PackedMoment& first, const PackedMoment& second, BFloat16* lower, int64_t n,
-                        Functor functor, float of_tensor, const Drawn* drawn) {
+// n is a multiple of kMomentBlock.
+template <class Grad, class Functor>
+static void packed_tile(const Grad* g, float* p, const PackedMoment& first, const PackedMoment& second, int64_t n, Functor functor,
+                        float of_tensor, const Drawn* drawn) {
   for (int64_t start = 0; start < n; start += kMomentBlock)
-    drawn != nullptr ? packed_block<true, kWritesLower>(g, p, first, second, lower, start, functor, of_tensor, drawn)
-                     : packed_block<false, kWritesLower>(g, p, first, second, lower, start, functor, of_tensor, drawn);
+    drawn != nullptr ? packed_block<true>(g, p, first, second, start, functor, of_tensor, drawn)
+                     : packed_block<false>(g, p, first, second, start, functor, of_tensor, drawn);
 }
 #endif
 

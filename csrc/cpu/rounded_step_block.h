@@ -45,16 +45,15 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
   const auto data = tensor.data;
   const auto dtype = tensor.dtype;
   const float of_tensor = functor.each(each);
-  const bool splits = is_rest(dtype[kLower]);
   const Philox philox = rounding.draws() ? rounding.numbers_of(index) : Philox{};
   const auto is_drawn = [&](int list) {
     return rounding.draws() && (dtype[list] == DType::kPacked || dtype[list] == DType::kBFloat16);
   };
   const bool draws_moments = (kStates > 0 && is_drawn(2)) || (kStates > 1 && is_drawn(3));
-  const bool draws_param = !splits && rounding.params && is_drawn(1);
+  const bool draws_param = !is_rest(dtype[kLower]) && rounding.params && is_drawn(1);
   const bool packs = AMPKIT_X86_VARIANTS && kStates > 0 && dtype[2] == DType::kPacked &&
                      (kStates == 1 || dtype[kStates + 1] == DType::kPacked);
-  TileBuffer g_buffer, p_buffer, a_buffer, b_buffer, lower_buffer;
+  TileBuffer g_buffer, p_buffer, a_buffer, b_buffer;
   Drawn for_moments, for_param;
   int64_t n = 0;
   for (int64_t start = 0; start < block.size; start += n) {
@@ -62,50 +61,30 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
     n = block.size - start < kTile ? block.size - start : kTile;
     if (packs && n > kMomentBlock) n -= n % kMomentBlock;
     const bool whole = packs && n % kMomentBlock == 0;
-    const Source from = source(data[0], dtype[0], offset, n, g_buffer);
-    const Sink to = sink(data[kLower], dtype[kLower], offset, lower_buffer, streams);
-    const bool fuses_lower = writes_lower && !splits && to.is_bfloat16;
-    const float* g = static_cast<const float*>(from.data);
-    const BFloat16* narrow_g = static_cast<const BFloat16*>(from.data);
-    BFloat16* lower = static_cast<BFloat16*>(to.data);
-    float* p = splits ? edit_split(data[1], data[kLower], dtype[1], offset, n, p_buffer)
-                      : edit(data[1], dtype[1], offset, n, p_buffer);
     if (draws_moments) draw(philox, kMoments, offset, n, for_moments);
     if (draws_param) draw(philox, kParam, offset, n, for_param);
     const Drawn* drawn = draws_moments ? &for_moments : nullptr;
-    if (whole) {
+    const auto update = [&](const auto* g, auto params) {
 #if AMPKIT_X86_VARIANTS
-      if constexpr (kStates > 0) {
-        const PackedMoment a = packed_moment(data[2], tensor.numel, offset);
-        const PackedMoment b = kStates > 1 ? packed_moment(data[kStates + 1], tensor.numel, offset) : PackedMoment{};
-        if (from.is_bfloat16)
-          fuses_lower ? packed_tile<true>(narrow_g, p, a, b, lower, n, functor, of_tensor, drawn)
-                      : packed_tile<false>(narrow_g, p, a, b, lower, n, functor, of_tensor, drawn);
-        else
-          fuses_lower ? packed_tile<true>(g, p, a, b, lower, n, functor, of_tensor, drawn)
-                      : packed_tile<false>(g, p, a, b, lower, n, functor, of_tensor, drawn);
-      }
+      if constexpr (kStates > 0)
+        if (whole) {
+          const PackedMoment a = packed_moment(data[2], tensor.numel, offset);
+          const PackedMoment b = kStates > 1 ? packed_moment(data[kStates + 1], tensor.numel, offset) : PackedMoment{};
+          float* p = params.edit(n, p_buffer);
+          packed_tile(g, p, a, b, n, functor, of_tensor, drawn);
+          return params.store(p, n);
+        }
 #endif
-    } else {
       float* a = kStates > 0 ? edit_moment<SignedCode>(data[2], dtype[2], tensor.numel, offset, n, a_buffer) : nullptr;
       float* b = kStates > 1 ? edit_moment<UnsignedCode>(data[3], dtype[3], tensor.numel, offset, n, b_buffer) : nullptr;
-      if (from.is_bfloat16)
-        fuses_lower ? step_tile<true>(narrow_g, p, a, b, lower, n, functor, of_tensor)
-                    : step_tile<false>(narrow_g, p, a, b, lower, n, functor, of_tensor);
-      else
-        fuses_lower ? step_tile<true>(g, p, a, b, lower, n, functor, of_tensor)
-                    : step_tile<false>(g, p, a, b, lower, n, functor, of_tensor);
+      step_tile(g, params, a, b, n, functor, of_tensor);
       if (kStates > 0) store_moment<SignedCode>(a, data[2], dtype[2], tensor.numel, offset, n, drawn);
       if (kStates > 1) store_moment<UnsignedCode>(b, data[3], dtype[3], tensor.numel, offset, n, drawn);
-    }
-    if (splits)
-      split_tile(p, data[1], data[kLower], dtype[1], offset, n);
-    else
+    };
+    visit_step<Functor>(tensor, offset, n, g_buffer, p_buffer, update, [&](const float* p) {
       store_drawn(p, data[1], dtype[1], offset, n, draws_param ? &for_param : nullptr);
-    if (fuses_lower)
-      finish(to, data[kLower], dtype[kLower], offset, n, streams);
-    else if (writes_lower && !splits)
-      store(p, data[kLower], dtype[kLower], offset, n, streams);
+      if (writes_lower) store(p, data[kLower], dtype[kLower], offset, n, streams);
+    });
   }
   finish_streams(writes_lower && streams);
 }

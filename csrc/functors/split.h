@@ -22,7 +22,7 @@ template <bool kHalf>
 struct SplitFormat {
   static constexpr int kRestBits = kHalf ? 15 : 16;
   static constexpr int32_t kHalfUnit = 1 << (kRestBits - 1);
-  static constexpr uint32_t kInfinity = kHalf ? 0x7c00u : 0x7f80u, kNaN = kHalf ? 0x7e00u : 0x7fc0u;
+  static constexpr int32_t kInfinity = kHalf ? 0x7c00 : 0x7f80, kNaN = kHalf ? 0x7e00 : 0x7fc0;
   static constexpr int32_t kLargest = kHalf ? 0x477fe000 : 0x7f7f7fff;  // of the finite values, as float32 bits
 };
 
@@ -43,45 +43,57 @@ AMPKIT_INLINE float float_of_bits(int32_t bits) {
   return value;
 }
 
+// bfloat16's way without its exceptions: right as long as no value exceeds the largest weight. The two hold the bits of any other too.
+AMPKIT_INLINE float join_bits(uint32_t weight, int32_t rest) {
+  return float_of_bits(static_cast<int32_t>((weight << 16) + static_cast<uint32_t>(rest)));
+}
+
+AMPKIT_INLINE void split_bits(float value, uint16_t& weight, int16_t& rest) {
+  const uint32_t bits = static_cast<uint32_t>(float_bits(value));
+  weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+  rest = static_cast<int16_t>(bits);
+}
+
 template <bool kHalf>
 AMPKIT_INLINE float join(uint32_t weight, int32_t rest) {
   using Format = SplitFormat<kHalf>;
   const int32_t magnitude = static_cast<int32_t>(weight & 0x7fffu);
-  const int32_t sign = static_cast<int32_t>((weight & 0x8000u) << 16);
-  if (kHalf && magnitude > 1) {  // beside 2^-24 alone a rest may be longer
+  const bool counts = magnitude != 0 && magnitude < Format::kInfinity;
+  if (!kHalf) return join_bits(weight, counts ? rest : 0);
+  if (magnitude > 1) {  // beside 2^-24 alone a rest may be longer
     rest = rest < -Format::kHalfUnit ? -Format::kHalfUnit : rest;
     rest = rest > Format::kHalfUnit - 1 ? Format::kHalfUnit - 1 : rest;
   }
-  const bool counts = magnitude != 0 && magnitude < static_cast<int32_t>(Format::kInfinity);
   const int32_t code = static_cast<int32_t>(static_cast<uint32_t>(magnitude) << Format::kRestBits) + (counts ? rest : 0);
-  if (!kHalf) return float_of_bits(code | sign);
   // Of codes from 2^24 on float32 holds the even ones.
   const int32_t subnormal = float_bits(static_cast<float>(code & ~(code >> 24)) * kUnit);
   const int32_t normal = (code >> 2) + kRebias;
   const int32_t special = (magnitude << 13) | 0x7f800000;
   const int32_t finite = code < kFirstNormal ? subnormal : normal;
-  return float_of_bits((magnitude < static_cast<int32_t>(Format::kInfinity) ? finite : special) | sign);
+  return float_of_bits((magnitude < Format::kInfinity ? finite : special) | static_cast<int32_t>((weight & 0x8000u) << 16));
 }
 
 template <bool kHalf>
 AMPKIT_INLINE void split(float value, uint16_t& weight, int16_t& rest) {
   using Format = SplitFormat<kHalf>;
   const int32_t bits = float_bits(value), given = bits & 0x7fffffff;
+  const bool is_finite = given < 0x7f800000, is_nan = given > 0x7f800000;
+  if (!kHalf) {
+    split_bits(float_of_bits(is_finite && given > Format::kLargest ? bits - given + Format::kLargest : bits), weight, rest);
+    weight = is_nan ? Format::kNaN : weight;
+    rest = is_finite ? rest : 0;
+    return;
+  }
   const uint32_t sign = static_cast<uint32_t>(bits) >> 16 & 0x8000u;
   const int32_t magnitude = given > Format::kLargest ? Format::kLargest : given;
-  int32_t code = magnitude;
-  if (kHalf) {
-    const int32_t subnormal = static_cast<int32_t>(
-        float_of_bits(magnitude > 0x38800000 ? 0x38800000 : magnitude) * kUnitsOfOne + kAlmostHalf);
-    code = magnitude < 0x38800000 ? subnormal : static_cast<int32_t>(static_cast<uint32_t>(magnitude - kRebias) << 2);
-  }
+  const int32_t subnormal =
+      static_cast<int32_t>(float_of_bits(magnitude > 0x38800000 ? 0x38800000 : magnitude) * kUnitsOfOne + kAlmostHalf);
+  const int32_t code = magnitude < 0x38800000 ? subnormal : static_cast<int32_t>(static_cast<uint32_t>(magnitude - kRebias) << 2);
   int32_t rounded = (code + Format::kHalfUnit) >> Format::kRestBits;
-  if (kHalf) rounded = rounded == 0 && code != 0 ? 1 : rounded;
-  const int32_t left = rounded == 0 ? 0 : code - (rounded << Format::kRestBits);
-  const bool is_finite = given < 0x7f800000, is_nan = given > 0x7f800000;
-  const uint32_t special = is_nan ? Format::kNaN : Format::kInfinity | sign;
+  rounded = rounded == 0 && code != 0 ? 1 : rounded;
+  const uint32_t special = is_nan ? Format::kNaN : static_cast<uint32_t>(Format::kInfinity) | sign;
   weight = static_cast<uint16_t>(is_finite ? static_cast<uint32_t>(rounded) | sign : special);
-  rest = static_cast<int16_t>(is_finite ? left : 0);
+  rest = static_cast<int16_t>(is_finite ? code - (rounded << Format::kRestBits) : 0);
 }
 
 }  // namespace ampkit

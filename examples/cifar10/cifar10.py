@@ -83,7 +83,7 @@ class Run:
         }
 
     def load(self, file: Path) -> None:
-        """After initialize: what is loaded reaches the masters."""
+        """After initialize: what is loaded is float32."""
         saved = torch.load(file, map_location=DEVICE)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])

@@ -1,6 +1,6 @@
 """An autograd.Function of one's own: its forward runs in what its inputs are cast to, its backward in the state of its forward.
 
-`float_function` around `apply` keeps it in float32 at every level; torch's `custom_fwd(cast_inputs=...)` works at O1 as well.
+`float_function` around `apply` keeps it in float32 at every level; torch's `custom_fwd(cast_inputs=...)` does too.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A moving average of the weights, for evaluation. It averages the masters: bfloat16 would lose its small steps.
+"""A moving average of the weights, for evaluation. It averages the float32 values: bfloat16 would lose its small steps.
 
 A deep copy of an initialized model is a plain float32 model, and `model.state_dict()` is float32 at every level.
 """

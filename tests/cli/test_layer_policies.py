@@ -19,7 +19,7 @@ def example():
     [
         ("O0", {"body": (F32, F32), "gate": (F32, F32), "head": (F32, F32)}, 1.0),
         ("O1", {"body": (F32, LOWER), "gate": (F32, F32), "head": (F32, F32)}, 65536.0),
-        ("O2", {"body": (LOWER, LOWER), "gate": (LOWER, F32), "head": (F32, F32)}, 65536.0),
+        ("O2", {"body": (LOWER, LOWER), "gate": (F32, F32), "head": (F32, F32)}, 65536.0),
     ],
 )
 def test_each_layer_has_its_precision_and_gradients_their_scale(example, level, dtypes, scale):

@@ -1,4 +1,4 @@
-"""Submodules of a model at O2, O3, O5 that are called on their own, as ``generate`` of encoder-decoder models does."""
+"""Parts and weights of a model at O2, O3, O5 that are used on their own, as ``generate`` of encoder-decoder models does."""
 
 import copy
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import saved_and_loaded
 from torch import nn
+from torch.nn import functional as F
 
 import ampkit
-from ampkit.models.direct_calls import _cast_if_outside
 
 LOW = torch.bfloat16
 
@@ -72,10 +72,12 @@ def test_part_called_directly_computes_as_inside_the_model(level):
         handle.remove()
         direct = model.model.encoder(sound())
         assert direct.dtype is LOW and torch.equal(direct, inside[0])
+        assert not any(module._forward_pre_hooks for module in model.modules())
         assert torch.equal(model.generate(sound()), whole)
         torch.testing.assert_close(direct.float(), exact.model.encoder(sound()), rtol=0, atol=0.05)
-        scaled = model.model.encoder(sound(), scale=torch.full((8,), 2.0))  # by name as well
-        assert scaled.dtype is LOW
+        scale = torch.full((8,), 2.0)
+        scaled, wanted = model.model.encoder(sound(), scale=scale), exact.model.encoder(sound(), scale=scale)
+        torch.testing.assert_close(scaled.float(), wanted, rtol=0, atol=0.05)
         # Layers that lie beside one another, with states in a tuple.
         assert model.head(torch.ones(3, 8)).dtype is LOW
         hidden = torch.zeros(1, 2, 8)
@@ -100,37 +102,6 @@ def test_float64_integers_and_kept_parts_are_left():
         model.model.encoder(sound().double())
 
 
-def test_inside_a_forward_nothing_is_cast_twice():
-    """What a model computes in float32 for one of its parts stays float32."""
-    seen = []
-
-    class Part(nn.Linear):
-        def forward(self, x, angle):
-            seen.append(angle.dtype)
-            return super().forward(x) * angle.to(x.dtype)
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = Part(4, 4)
-
-        def forward(self, x):
-            return self.part(x, torch.ones(4, dtype=torch.float32))
-
-    model = ampkit.initialize(Whole(), opt_level="O2", verbosity=0, cast_model_type=LOW)
-    model(torch.ones(2, 4))
-    model.part(torch.ones(2, 4), torch.ones(4))
-    assert seen == [torch.float32, LOW]
-
-
-def test_layers_and_modules_in_float32_do_not_ask_who_called_them():
-    model = cast()
-    hooked = {name for name, module in model.named_modules() if _cast_if_outside in module._forward_pre_hooks.values()}
-    assert hooked == {"model.encoder"}
-    ampkit.close()
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
 @pytest.mark.parametrize("how", ["copied", "pickled"])
 def test_part_of_a_copy_computes_in_float32(how):
     model = cast()
@@ -151,3 +122,64 @@ def test_compiled_parts_cast_too(part):
         found = torch.compile(called, backend="aot_eager", fullgraph=True)(sound())
     assert found.dtype is expected.dtype
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_weight_used_outside_of_its_model_has_the_row_of_the_tables(level):
+    exact, x = translator(), torch.linspace(-1, 1, 24).view(3, 8)
+    wanted = F.linear(x, exact.head.weight)
+    wanted.square().sum().backward()
+    model = cast(level)
+    found = F.linear(x, model.head.weight)
+    assert found.dtype is LOW
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.02)
+    found.float().square().sum().backward()
+    gradient = model.head.weight.grad.float()
+    assert (gradient - exact.head.weight.grad).norm() < 0.02 * exact.head.weight.grad.norm()
+    assert F.linear(x, exact.head.weight).dtype is torch.float32  # calls with nothing in lower precision are torch's
+    assert F.log_softmax(found, -1).dtype is torch.float32 and F.softmax(found, -1).dtype is LOW
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_weight_used_without_casts_has_its_float32_value(level):
+    exact, x = translator(), torch.linspace(-1, 1, 24).view(3, 8)
+    model = cast(level)
+    with torch.autocast("cpu", enabled=False):
+        found = F.linear(x, model.head.weight)
+        assert F.softmax(found.to(LOW), -1).dtype is LOW  # what is no weight is as torch has it
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, F.linear(x, exact.head.weight))
+    [gradient] = torch.autograd.grad(found.sum(), model.head.weight)
+    assert gradient.dtype is LOW and torch.allclose(gradient.float(), x.sum(0).expand(5, 8), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_the_functions_inside_a_model_hand_on(level):
+    """Softmax, norms and powers compute in float32 and return the precision they were given; sums and losses float32."""
+    seen = {}
+
+    class Whole(nn.Linear):
+        def forward(self, x):
+            hidden = super().forward(x)
+            for name in ("softmax", "log_softmax"):
+                seen[name] = getattr(F, name)(hidden, -1)
+            seen.update(pow=hidden**2, norm=F.layer_norm(hidden, (8,)), sum=hidden.sum(-1), loss=F.mse_loss(hidden, x))
+            return hidden
+
+    model = Whole(8, 8)
+    settings = {} if level == "O5" else {"cast_model_type": LOW}
+    ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
+    x = torch.linspace(-1, 1, 16).view(2, 8)
+    hidden = model(x).double()
+    assert {name for name, y in seen.items() if y.dtype is LOW} == {"softmax", "pow", "norm"}
+    wanted = dict(
+        softmax=hidden.softmax(-1),
+        log_softmax=hidden.log_softmax(-1),
+        pow=hidden**2,
+        norm=F.layer_norm(hidden, (8,)),
+        sum=hidden.sum(-1),
+        loss=F.mse_loss(hidden, x.double()),
+    )
+    for name, exact in wanted.items():
+        places = 2**-8 if seen[name].dtype is LOW else 1e-5  # rounded once
+        torch.testing.assert_close(seen[name].double(), exact, rtol=places, atol=1e-6)

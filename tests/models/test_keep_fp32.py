@@ -226,23 +226,27 @@ def test_single_parameter_is_kept_and_the_next_layer_takes_what_comes_of_it(leve
     model(torch.randn(2, 8)).sum().backward()
 
 
-@pytest.mark.parametrize("level", PATCHED)
-def test_single_parameter_is_refused_where_calls_are_cast(level):
-    model = nn.Sequential(Gated(), nn.Linear(8, 8))
-    before = {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
-    with pytest.raises(ampkit.ConfigurationError, match=r"single parameters \(0\.gate\).*keep_fp32=\['0'\]"):
-        initialized(model, level, keep_fp32="*.gate")
-    with pytest.raises(ampkit.ConfigurationError, match=r"single parameters \(gate\).*float_function"):
-        initialized(Gated(), level, keep_fp32="gate")
-    with pytest.raises(ampkit.ConfigurationError, match=r"single parameters \(1\.weight\).*keep_fp32=\['1'\]"):
-        initialized(model, level, keep_fp32="1.weight")
-    assert before == {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
-    assert ampkit.current_session() is None
-
-
 @pytest.mark.parametrize("level", LEVELS)
-def test_all_parameters_of_a_layer_name_the_layer(level):
-    model = initialized(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), level, keep_fp32=["1.weight", "1.bi*", "1.*"])
+def test_single_parameter_is_stored_in_float32_and_calls_cast_it(level):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return self.inner(x) @ self.table
+
+    model = initialized(Table(), level, keep_fp32="table")
+    assert model.table.dtype is F32
+    lower, x = BF16, torch.randn(2, 8)
+    expected = F.linear(x.to(lower), model.inner.weight.to(lower), model.inner.bias.to(lower)) @ model.table.to(lower)
+    assert torch.equal(model(x).float(), expected.float())
+
+
+@pytest.mark.parametrize("names", (["1.weight", "1.bi*"], "1.*", "1.weight"), ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_of_a_layer_name_the_layer(level, names):
+    model = initialized(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), level, keep_fp32=names)
     assert model[1](torch.ones(1, 8).bfloat16()).dtype is F32
     assert model(torch.ones(1, 8)).dtype is F32
 
@@ -325,23 +329,14 @@ def test_what_follows_a_kept_module_takes_its_float32(taker, training, level):
         assert distance(found, exact) < 0.1
 
 
-@pytest.mark.parametrize("level", CAST)
-def test_layers_have_one_hook_and_others_none(level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
-    initialized(model, level, keep_fp32=[nn.BatchNorm1d])
-    assert [len(module._forward_pre_hooks) for module in model] == [1, 0, 0, 1]
-
-
-@pytest.mark.parametrize("level", CAST)
-def test_named_norm_hands_on_lower_precision(level):
-    model = initialized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), level, keep_fp32="1")
-    assert model[1].weight.dtype is F32 and model[1](torch.ones(2, 4).bfloat16()).dtype is BF16
-
-
-@pytest.mark.parametrize("level", PATCHED)
-def test_named_norm_is_like_any_other_at_o1(level):
-    model = initialized(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), level, keep_fp32=nn.BatchNorm1d)
-    assert model(torch.randn(3, 4)).dtype is F32
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_named_norm_hands_on_float32_as_all_that_is_named(norm, level):
+    model = nn.Sequential(nn.Linear(4, 4), norm(4), nn.Linear(4, 4))
+    initialized(model, level, keep_fp32=norm)
+    assert model[1].weight.dtype is F32 and model[1](torch.randn(2, 4).bfloat16()).dtype is F32
+    assert model[0].weight.dtype is (F32 if level in PATCHED else BF16)
+    assert model(torch.randn(3, 4)).dtype is (BF16 if level in PATCHED else F32)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -566,8 +561,9 @@ def test_quantisation_aware_training_keeps_its_ranges_in_float32(level):
     found, wanted = model(x), twin(x)
     found.float().sum().backward()
     wanted.sum().backward()
-    # Seven bits from -1 to 2.
-    torch.testing.assert_close(model[0].activation_post_process.scale, torch.tensor([3 / 127]), rtol=1e-6, atol=0)
+    # Seven bits from -1 to 2. O3 stores buffers in lower precision.
+    scale, places = model[0].activation_post_process.scale.float(), 2**-8 if level == "O3" else 1e-6
+    torch.testing.assert_close(scale, torch.tensor([3 / 127]), rtol=places, atol=0)
     step = model[1].activation_post_process.scale.item()
     torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=1.01 * step)
     torch.testing.assert_close(model[1].weight.grad.float(), twin[1].weight.grad, rtol=0.02, atol=0.05)

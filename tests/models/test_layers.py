@@ -1,6 +1,6 @@
 """What a model at O2, O3, O5 makes in float32 inside of its forward, and gives to layers with lower-precision weights.
 
-torch's layers refuse such a mixture, where torch.autocast casts. Results are compared with the same module in float64.
+torch's layers refuse such a mixture; here their calls are cast. Results are compared with the same module in float64.
 """
 
 import copy
@@ -98,19 +98,33 @@ def test_embedding_of_the_time_is_computed_in_float32_and_taken():
         torch.testing.assert_close(run(torch.zeros(1, 2), torch.tensor([999])), wanted, rtol=0.004, atol=0)
 
 
-def test_subclass_with_a_forward_of_its_own_gets_what_it_was_given():
+@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize(
+    "off", (lambda: torch.autocast("cpu", enabled=False), ampkit.disable_casts), ids=("torch", "ampkit")
+)
+def test_layer_in_a_region_without_casts_computes_with_the_float32_value_of_its_weights(off, level):
     class Exact(nn.Linear):
         def forward(self, x):
-            return nn.functional.linear(x, self.weight.float(), self.bias.float())
+            with off():
+                return super().forward(x)
 
+    torch.manual_seed(0)
     model = Net(Exact(8, 4), lambda layer, make: layer(make(3, 8)))
-    ampkit.initialize(model, opt_level="O2", verbosity=0, cast_model_type=LOW)
-    layer = model.block[0]
-    wanted = sine(3, 8).double() @ layer.weight.double().T + layer.bias.double()
-    torch.testing.assert_close(model().double(), wanted, rtol=1e-5, atol=1e-6)
+    exact = copy.deepcopy(model).double()
+    exact.made_in = torch.float64
+    wanted = exact()
+    wanted.square().sum().backward()
+    settings = {} if level == "O5" else {"cast_model_type": LOW}
+    ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
+    found = model()
+    assert model.block[0].weight.dtype is LOW and found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    found.square().sum().backward()
+    for param, other in zip(model.parameters(), exact.parameters()):
+        torch.testing.assert_close(param.grad.double(), other.grad, rtol=2**-8, atol=0)  # rounded once
 
 
-def test_functional_call_with_float32_weights_computes_in_float32():
+def test_functional_call_with_float32_weights_casts_as_the_model_does():
     """``state_dict()`` is float32 at O2; an average of it may be called so."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -120,15 +134,16 @@ def test_functional_call_with_float32_weights_computes_in_float32():
     hidden = (x.double() @ weights["0.weight"].double().T + weights["0.bias"].double()).tanh()
     wanted = hidden @ weights["2.weight"].double().T + weights["2.bias"].double()
     found = torch.func.functional_call(model, weights, (x,))
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found, model(x))
+    torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_batch_of_tasks_adapts_what_functional_call_lends_the_model(level):
     """One step of each task's own, as in MAML: vmap and grad put tensors without storage in the place of the weights."""
-    model, rate = nn.Linear(3, 1, bias=False), 0.1
+    model, rate = nn.Linear(3, 2, bias=False), 0.1
     ampkit.initialize(model, opt_level=level, verbosity=0, cast_model_type=LOW)
-    x, y = sine(4, 5, 3), sine(4, 5, 1).cos()
+    x, y = sine(4, 5, 3), sine(4, 5, 2).cos()
 
     def error(weights, x, y):
         return (torch.func.functional_call(model, weights, (x,)) - y).square().mean()
@@ -141,25 +156,17 @@ def test_a_batch_of_tasks_adapts_what_functional_call_lends_the_model(level):
     w = model.weight.detach().double().T
     for _ in range(4):
         found = torch.func.vmap(adapted, in_dims=(None, 0, 0))(weights, x, y)
-        steps = 2 * x.double().mT @ (x.double() @ w - y.double()) / 5
+        steps = 2 * x.double().mT @ (x.double() @ w - y.double()) / 10
         wanted = (x.double() @ (w - rate * steps) - y.double()).square().mean((1, 2))
         torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0)
 
 
 def test_what_functional_call_lends_is_given_back():
     """Its graph holds the activations of a whole forward."""
-    model = ampkit.initialize(nn.Linear(3, 1), opt_level="O2", verbosity=0, cast_model_type=LOW)
+    model = ampkit.initialize(nn.Linear(3, 2), opt_level="O2", verbosity=0, cast_model_type=LOW)
     lent = model.weight * 2
     gone = weakref.ref(lent)
     for _ in range(4):
         torch.func.functional_call(model, {"weight": lent}, (torch.ones(2, 3),))
     del lent
     assert gone() is None
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_encoder_layer_whose_norms_are_cast_keeps_its_one_kernel(level):
-    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 8))
-    ampkit.initialize(model, opt_level=level, verbosity=0, keep_batchnorm_fp32=False, cast_model_type=LOW)
-    assert not any(module._forward_pre_hooks for module in model[0].modules())
-    assert model[1]._forward_pre_hooks

@@ -34,29 +34,29 @@ def classes(count):
     return torch.arange(8) % count
 
 
-# Each loss module of torch.nn, and what it is called with beside a layer's output.
+# Each loss module of torch.nn, and what it is called with, made of a layer's output.
 MODULES = {
-    "BCELoss": lambda loss, x: loss(x.sigmoid(), drawn(1, 8, 4).sigmoid()),
-    "BCEWithLogitsLoss": lambda loss, x: loss(x, drawn(1, 8, 4).sigmoid()),
-    "CTCLoss": lambda loss, x: loss(x.reshape(8, 1, 4).log_softmax(2), torch.tensor([[1, 2]]), (8,), (2,)),
-    "CosineEmbeddingLoss": lambda loss, x: loss(x, drawn(1, 8, 4), signs()),
-    "CrossEntropyLoss": lambda loss, x: loss(x, classes(4)),
-    "GaussianNLLLoss": lambda loss, x: loss(x, drawn(1, 8, 4), drawn(2, 8, 4).exp()),
-    "HingeEmbeddingLoss": lambda loss, x: loss(x, signs().unsqueeze(1).expand(8, 4)),
-    "HuberLoss": lambda loss, x: loss(x, drawn(1, 8, 4)),
-    "KLDivLoss": lambda loss, x: loss(x.log_softmax(1), drawn(1, 8, 4).softmax(1)),
-    "L1Loss": lambda loss, x: loss(x, drawn(1, 8, 4)),
-    "MSELoss": lambda loss, x: loss(x, drawn(1, 8, 4)),
-    "MarginRankingLoss": lambda loss, x: loss(x, drawn(1, 8, 4), signs().unsqueeze(1)),
-    "MultiLabelMarginLoss": lambda loss, x: loss(x, torch.tensor([[3, 0, -1, 1]] * 8)),
-    "MultiLabelSoftMarginLoss": lambda loss, x: loss(x, (drawn(1, 8, 4) > 0).to(LOW)),
-    "MultiMarginLoss": lambda loss, x: loss(x, classes(4)),
-    "NLLLoss": lambda loss, x: loss(x.log_softmax(1), classes(4)),
-    "PoissonNLLLoss": lambda loss, x: loss(x, drawn(1, 8, 4).exp()),
-    "SmoothL1Loss": lambda loss, x: loss(x, drawn(1, 8, 4)),
-    "SoftMarginLoss": lambda loss, x: loss(x, signs().unsqueeze(1).expand(8, 4)),
-    "TripletMarginLoss": lambda loss, x: loss(x, drawn(1, 8, 4), drawn(2, 8, 4)),
-    "TripletMarginWithDistanceLoss": lambda loss, x: loss(x, drawn(1, 8, 4), drawn(2, 8, 4)),
+    "BCELoss": lambda x: (x.sigmoid(), drawn(1, 8, 4).sigmoid()),
+    "BCEWithLogitsLoss": lambda x: (x, drawn(1, 8, 4).sigmoid()),
+    "CTCLoss": lambda x: (x.reshape(8, 1, 4).log_softmax(2), torch.tensor([[1, 2]]), (8,), (2,)),
+    "CosineEmbeddingLoss": lambda x: (x, drawn(1, 8, 4), signs()),
+    "CrossEntropyLoss": lambda x: (x, classes(4)),
+    "GaussianNLLLoss": lambda x: (x, drawn(1, 8, 4), drawn(2, 8, 4).exp()),
+    "HingeEmbeddingLoss": lambda x: (x, signs().unsqueeze(1).expand(8, 4)),
+    "HuberLoss": lambda x: (x, drawn(1, 8, 4)),
+    "KLDivLoss": lambda x: (x.log_softmax(1), drawn(1, 8, 4).softmax(1)),
+    "L1Loss": lambda x: (x, drawn(1, 8, 4)),
+    "MSELoss": lambda x: (x, drawn(1, 8, 4)),
+    "MarginRankingLoss": lambda x: (x, drawn(1, 8, 4), signs().unsqueeze(1)),
+    "MultiLabelMarginLoss": lambda x: (x, torch.tensor([[3, 0, -1, 1]] * 8)),
+    "MultiLabelSoftMarginLoss": lambda x: (x, (drawn(1, 8, 4) > 0).to(LOW)),
+    "MultiMarginLoss": lambda x: (x, classes(4)),
+    "NLLLoss": lambda x: (x.log_softmax(1), classes(4)),
+    "PoissonNLLLoss": lambda x: (x, drawn(1, 8, 4).exp()),
+    "SmoothL1Loss": lambda x: (x, drawn(1, 8, 4)),
+    "SoftMarginLoss": lambda x: (x, signs().unsqueeze(1).expand(8, 4)),
+    "TripletMarginLoss": lambda x: (x, drawn(1, 8, 4), drawn(2, 8, 4)),
+    "TripletMarginWithDistanceLoss": lambda x: (x, drawn(1, 8, 4), drawn(2, 8, 4)),
 }
 
 
@@ -69,24 +69,16 @@ def test_no_loss_of_torch_is_left_out():
     } - {"linear_cross_entropy"}
 
 
-class WithFloat32Arguments:
-    """A loss module, called in float32 with what is in lower precision: the number to be found."""
-
-    def __init__(self, loss):
-        self.loss = loss
-
-    def __call__(self, *args):
-        return self.loss(*(x.float() if isinstance(x, torch.Tensor) and x.dtype is LOW else x for x in args))
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_loss_is_float32_inside_and_out(name):
-    call, loss = MODULES[name], getattr(nn, name)()
+    arguments, loss = MODULES[name], getattr(nn, name)()
     x, twin = drawn(0, 8, 4).requires_grad_(), drawn(0, 8, 4).requires_grad_()
-    expected = call(WithFloat32Arguments(loss), twin)
+    given = arguments(x)  # in lower precision, as torch computes them
+    assert LOW in {one.dtype for one in given if isinstance(one, torch.Tensor)}
+    expected = loss(*(y.float() if isinstance(y, torch.Tensor) and y.dtype is LOW else y for y in arguments(twin)))
     expected.backward()
     model = cast_model()
-    found = call(loss, x)
+    found = loss(*given)
     found.backward()
     assert found.dtype is torch.float32 and torch.equal(found, expected)
     assert x.grad.dtype is LOW and torch.equal(x.grad, twin.grad)
@@ -195,15 +187,36 @@ def test_losses_are_cast_until_the_last_session_ends(levels, first_to_close):
     assert held(x, x + 1).dtype is LOW  # what somebody kept calls straight through
 
 
-def test_policy_of_an_o1_session_holds_beside_one_at_o2():
-    one = cast_model()
-    settings = {"patch_torch_functions_type": LOW, "policy": {"torch.nn.functional.mse_loss": "native"}}
-    other = ampkit.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0, **settings)
+@pytest.mark.parametrize("levels", [("O2", "O1"), ("O1", "O2"), ("O2", "O5")], ids=str)
+def test_sessions_of_all_levels_share_one_policy(levels):
+    policy = {"torch.nn.functional.mse_loss": "native"}
+    one = ampkit.initialize(nn.Linear(2, 2), opt_level=levels[0], verbosity=0)
+    other = nn.Linear(2, 2)
+    with pytest.raises(ampkit.ConfigurationError, match=r"policy=.*a live session patches.*Use the same value"):
+        ampkit.initialize(other, opt_level=levels[1], verbosity=0, policy=policy)
+    assert type(other) is nn.Linear and other.weight.dtype is torch.float32
+    ampkit.close()
+    other = ampkit.initialize(other, opt_level=levels[1], verbosity=0, policy=policy)
     x = drawn(0, 8, 4)
     assert F.mse_loss(x, x + 1).dtype is LOW
-    with ampkit.disable_casts():
-        assert F.mse_loss(x, x + 1).dtype is LOW
     del one, other
+
+
+class Probabilities(nn.Linear):
+    def forward(self, x):
+        return F.binary_cross_entropy(super().forward(x).sigmoid(), torch.full_like(x[:, :2], 0.25))
+
+
+@pytest.mark.parametrize("level, lower", [("O2", LOW), ("O2", torch.float16), ("O3", LOW), ("O5", LOW)], ids=str)
+def test_loss_that_o1_refuses_computes_in_float32_of_what_it_is_given(level, lower):
+    model = Probabilities(2, 2)
+    x, exact = torch.linspace(-2, 2, 16).view(8, 2), copy.deepcopy(model).double()
+    cast_model(level, lower, model)
+    found, wanted = model(x), exact(x.double())
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=0.01, atol=0)
+    found.backward(), wanted.backward()
+    assert (model.weight.grad.double() - exact.weight.grad).norm() < 0.03 * exact.weight.grad.norm()
 
 
 @pytest.mark.parametrize("first_to_close", [0, 1])

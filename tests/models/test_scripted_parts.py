@@ -1,5 +1,6 @@
-"""TorchScript modules inside a model: cast call by call at O1, refused by name where weights are cast."""
+"""TorchScript modules: their calls are cast by torch.autocast, at every level, and their weights stay float32."""
 
+import contextlib
 from collections import OrderedDict
 
 import pytest
@@ -14,6 +15,12 @@ class Scaled(nn.Module):
         return 2 * x
 
 
+def in_bfloat16(level):
+    return {"O1": dict(patch_torch_functions_type=torch.bfloat16), "O2": dict(cast_model_type=torch.bfloat16)}.get(
+        level, {}
+    )
+
+
 def model_with(part):
     return nn.Sequential(OrderedDict(body=nn.Linear(4, 4), neck=nn.Sequential(nn.ReLU(), part)))
 
@@ -26,17 +33,68 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
-def test_scripted_part_is_refused_by_its_name_before_anything_is_touched(part, level):
-    model = model_with(part())
-    before = {name: tensor for name, tensor in model.state_dict().items()}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with pytest.raises(ampkit.ConfigurationError, match=r"'neck\.1'.*TorchScript.*O1") as error:
-        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert level in str(error.value)
-    assert all(tensor.dtype is before[name].dtype for name, tensor in model.state_dict().items())
-    assert type(model) is nn.Sequential and ampkit.current_session() is None
+def test_model_with_a_scripted_part_trains_as_under_autocast(part, level):
+    """The script's weights stay float32, and its calls are cast by torch.autocast."""
+
+    def losses(way):
+        torch.manual_seed(0)
+        model = model_with(part())
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        if way not in ("float32", "autocast"):
+            ampkit.initialize(model, optimizer, opt_level=way, verbosity=0, **in_bfloat16(way))
+        found = []
+        for _ in range(10):
+            x = torch.randn(16, 4)
+            with torch.autocast("cpu", enabled=way == "autocast"):
+                loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            with (
+                contextlib.nullcontext(loss)
+                if way in ("float32", "autocast")
+                else ampkit.scale_loss(loss, optimizer) as scaled
+            ):
+                scaled.backward()
+            optimizer.step()
+            found.append(loss.item())
+        assert {tensor.dtype for tensor in model.neck[1].state_dict().values()} <= {torch.float32, torch.int64}
+        ampkit.close()
+        return torch.tensor(found)
+
+    exact = losses("float32")
+    distance = (losses("autocast") - exact).abs().mean()
+    assert (losses(level) - exact).abs().mean() < max(0.02 * exact.mean(), 2 * distance)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_scripted_model_trains_at_o1(level):
+    torch.manual_seed(0)
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    returned, _ = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **in_bfloat16(level))
+    assert returned is model
+    x = torch.randn(64, 4)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        outputs = model(x)
+        assert outputs.dtype is torch.bfloat16
+        loss = (outputs.float() - x.sum(1, keepdim=True)).square().mean()
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    ampkit.close()
+    assert losses[-1] < 0.1 * losses[0] and model(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level, settings", [("O2", {}), ("O1", dict(scope="forward"))])
+def test_scripted_model_is_refused_where_its_forward_would_be_wrapped(level, settings):
+    model = torch.jit.script(nn.Linear(4, 2))
+    with pytest.raises(ampkit.ConfigurationError, match=r"TorchScript.*before scripting.*'O1'"):
+        ampkit.initialize(model, opt_level=level, verbosity=0, **settings)
+    assert model.weight.dtype is torch.float32 and ampkit.current_session() is None
 
 
 def test_scripted_part_without_weights_runs_in_lower_precision():

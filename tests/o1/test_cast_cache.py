@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -117,7 +118,7 @@ def test_evaluation_sees_writes_that_torch_does_not_count(casting, mode):
 
 def test_cast_that_was_written_to_is_made_anew(casting):
     p = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    torch.einsum("ij->ji", p).mul_(3)  # einsum returned a view of the cast
+    torch.chain_matmul(p).mul_(3)  # of one factor it is the cast itself
     assert torch.equal(product(p), torch.ones(2, 2))
 
 
@@ -382,10 +383,80 @@ def test_activation_edited_in_place_is_cast_anew(casting):
 
 def test_cast_of_an_activation_that_was_written_to_is_made_anew(casting):
     x, w = activation(), nn.Parameter(torch.eye(2))
-    view = torch.einsum("ij->ji", x)  # of the cast
+    cast = torch.chain_matmul(x)  # of one factor it is the cast itself
     with torch.no_grad():
-        view.mul_(2)
+        cast.mul_(2)
     assert torch.equal(torch.mm(x, w).float(), torch.full((3, 2), 1.5))
+
+
+def clamp_data(h):
+    h.data.clamp_(-1.0, 1.0)
+
+
+def assign_data(h):
+    h.data = h.data.sign()
+
+
+def assign_data_without_reading_it(h):
+    h.data = torch.ones(3, 2)
+
+
+def write_to_data_of_a_view(h):
+    h[:].data.fill_(1.0)
+
+
+def write_by_numpy(h):
+    h.detach().numpy()[:] = 1.0
+
+
+def write_by_asarray(h):
+    np.asarray(h.detach())[:] = 1.0
+
+
+def write_by_dlpack(h):
+    torch.from_dlpack(h.detach()).data.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        clamp_data,
+        assign_data,
+        assign_data_without_reading_it,
+        write_to_data_of_a_view,
+        write_by_numpy,
+        write_by_asarray,
+        write_by_dlpack,
+    ],
+)
+def test_activation_edited_past_torchs_count_is_cast_anew(casting, write):
+    """Each write makes 1.0 of 1.5, between two layers that use the activation."""
+    h, w = activation(), nn.Parameter(torch.eye(2))
+    before = torch.mm(h, w)
+    version = h._version
+    write(h)
+    assert h._version == version
+    after = torch.mm(h, w)
+    assert torch.equal(before.float(), torch.full((3, 2), 1.5))
+    assert torch.equal(after.float(), torch.ones(3, 2))
+
+
+def test_data_of_another_tensor_leaves_casts_of_weights(casting):
+    h, w = activation(), nn.Parameter(torch.eye(2))
+    torch.mm(h, w)
+    assert torch.equal(torch.rand(3).data.sign(), torch.ones(3))
+    torch.mm(h, w)
+    assert casts_made(casting) == 1
+
+
+def test_data_is_torchs_own_again_after_close():
+    with o1():
+        assert "data" in vars(torch.Tensor)
+        with pytest.raises(RuntimeError, match="Deleting tensor data"):
+            del torch.ones(1).data
+    assert "data" not in vars(torch.Tensor) and "data" not in vars(nn.Parameter) and "numpy" not in vars(torch.Tensor)
+    assert type(torch.Tensor.__dict__["__dlpack__"]).__name__ == "function"
+    assert not hasattr(torch.Tensor.__dlpack__, "__wrapped__")
 
 
 def test_leaf_is_cast_anew_since_scripts_edit_it_by_data(casting):

@@ -255,9 +255,8 @@ def test_float_function_computes_in_float32_in_a_cast_model(level, compiled):
     torch._dynamo.reset()
     model = ampkit.initialize(Distance(), opt_level=level, cast_model_type=LOW, verbosity=0)
     forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    x, ours, plain = forward(torch.randn(8, 4))
-    exact = plain_variance(x.double())
-    assert (ours - exact).abs().max() < 1e-5 < 1e-3 < (plain - exact).abs().max()
+    x, ours, _ = forward(torch.randn(8, 4))
+    assert (ours - plain_variance(x.double())).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)
@@ -275,14 +274,17 @@ def test_float_function_casts_while_a_model_is_cast(level):
 
 
 @pytest.mark.parametrize("level", ("O0", *CAST_LEVELS))
-def test_other_decorators_do_nothing_where_torch_is_not_patched(level):
-    """half_function and bfloat16_function are the identity there, and so is promote_function."""
-    given = [torch.ones(2, dtype=dtype) for dtype in (FULL, LOW)]
+def test_decorators_hold_outside_of_models_where_an_argument_is_in_lower_precision(level):
+    full, low = (torch.ones(2, dtype=dtype) for dtype in (FULL, LOW))
     with ampkit.session(torch.nn.Linear(2, 2), opt_level=level, verbosity=0):
-        for decorate in (half_function, bfloat16_function, promote_function):
-            assert decorate(dtypes)(*given) == [FULL, LOW]
-        if level == "O0":
-            assert float_function(dtypes)(*given) == [FULL, LOW]
+        for decorate, both in (
+            (half_function, LOW),
+            (bfloat16_function, LOW),
+            (promote_function, FULL),
+            (float_function, FULL),
+        ):
+            assert decorate(dtypes)(full, low) == ([FULL, LOW] if level == "O0" else [both, both])
+            assert decorate(dtypes)(full, full) == [FULL, FULL]
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)
@@ -303,8 +305,8 @@ def test_disable_casts_suspends_float_function_and_nothing_else(level):
         thread.join()
         assert {p.dtype for p in model.parameters()} == {LOW}
     assert seen == [LOW, LOW, LOW, FULL] and function(low) == [FULL]
-    assert torch.equal(inside[0], outside[0])  # the model computes as it did
-    assert torch.equal(inside[1], inside[2]) and not torch.equal(outside[1], outside[2])
+    assert torch.equal(inside[1], inside[2])
+    torch.testing.assert_close(inside[0], outside[0], rtol=0.02, atol=0.02)
     with pytest.raises(ZeroDivisionError), ampkit.disable_casts():
         raise ZeroDivisionError
     assert function(low) == [FULL]

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.switch
 # apex-facts: the rows that scripts written for Apex rely on, by owner.
 APEX_LOWER = {
     torch.nn.functional: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc linear",
-    torch: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm addmv addr "
-    "matmul mm mv addbmm baddbmm bmm",
-    torch.Tensor: "__matmul__ prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm",
+    torch: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm matmul mm addbmm "
+    "baddbmm bmm",
+    torch.Tensor: "__matmul__ prelu addmm matmul mm addbmm baddbmm bmm",
 }
 APEX_FP32 = {
     torch.nn.functional: "interpolate grid_sample softplus softmin log_softmax softmax layer_norm group_norm "
@@ -62,6 +62,13 @@ def test_tables_name_each_function_once(policy):
 @pytest.mark.parametrize("policy", TABLES)
 def test_tables_give_a_reason_for_each_group(policy):
     assert all(group.reason for group in tables_for(policy))
+
+
+def test_products_with_a_vector_are_lower_precision_under_apex_only():
+    for owner in (torch, torch.Tensor):
+        for name in ("mv", "addmv", "addr"):
+            assert kinds("apex")[owner, name] is CastKind.LOWER_PRECISION_FP
+            assert kinds("default")[owner, name] is CastKind.PROMOTE
 
 
 def test_cpu_is_cast_under_apex_only():

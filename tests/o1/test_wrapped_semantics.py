@@ -67,8 +67,8 @@ def test_table_of_a_subclass_is_asked(call):
     assert CALLS[call](x) == "labelled"
     with o1():
         assert CALLS[call](x) == "labelled"
-        for function in (F.softmax, F.linear, torch.mm, torch.Tensor.matmul, torch.Tensor.norm):
-            assert HANDLED[function] is labelled
+        with ampkit.disable_casts():
+            assert CALLS[call](x) == "labelled"
     assert CALLS[call](x) == "labelled"
     assert list(HANDLED) == keys
 

@@ -372,7 +372,7 @@ def test_good_gradients_that_a_script_puts_after_an_overflow_are_taken(make, lev
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     optimizer = make(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level=level, policy="apex", verbosity=0)
     with ampkit.scale_loss(model(torch.ones(1, 1)).float().sum() * math.inf, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()

@@ -254,7 +254,7 @@ def test_an_optimizer_that_the_block_did_not_name_steps_all_the_same(level, dela
     for model in models:
         nn.init.constant_(model.weight, 1.0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
+    ampkit.initialize(models, optimizers, opt_level=level, policy="apex", verbosity=0)
     with ampkit.scale_loss(
         models[1](models[0](torch.ones(1, 1))).float().sum() / 4, optimizers[0], delay_unscale=delay
     ) as s:
@@ -269,7 +269,7 @@ def test_an_optimizer_that_the_block_did_not_name_steps_all_the_same(level, dela
 def test_an_overflow_in_what_the_block_did_not_name_skips_that_step_and_moves_no_scale():
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    ampkit.initialize(models, optimizers, opt_level="O2", policy="apex", verbosity=0)
     first, second = (model(torch.ones(1, 1)).float().sum() for model in models)
     before = [model.weight.item() for model in models]
     with ampkit.scale_loss(first + second * float("inf"), optimizers[0]) as scaled_loss:
@@ -299,7 +299,7 @@ def test_an_optimizer_that_the_backward_pass_did_not_reach_costs_no_operator(lev
     for number in (1, 2):
         models = [nn.Linear(1, 1, bias=False) for _ in range(number)]
         optimizers = [make_optimizer(model.parameters(), lr=1.0) for model in models]
-        ampkit.initialize(models, optimizers, opt_level=level, verbosity=0)
+        ampkit.initialize(models, optimizers, opt_level=level, policy="apex", verbosity=0)
         for optimizer, model in zip(optimizers, models):
             backward_of_one_weight(model, optimizer, 0.25)
         gradients = [model.weight.grad for model in models]
@@ -319,7 +319,7 @@ def test_a_gradient_that_a_block_did_not_come_to_is_gone_once_it_is_cleared(leve
     heads = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
     heads.forward = lambda x: [head(x).float().sum() for head in heads]
     optimizer = torch.optim.SGD(heads.parameters(), lr=1.0)
-    ampkit.initialize(heads, optimizer, opt_level=level, verbosity=0)
+    ampkit.initialize(heads, optimizer, opt_level=level, policy="apex", verbosity=0)
     for loss_of in (sum, lambda outputs: outputs[0]):
         backward(loss_of(heads(torch.ones(1, 1))) / 4, optimizer)
     assert [head.weight.grad.item() for head in heads] == [0.5, 0.25]
@@ -336,7 +336,7 @@ def test_a_block_judges_what_its_own_backward_pass_made(level, make_optimizer):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     optimizers = [make_optimizer(model.parameters(), lr=1.0) for _ in range(2)]
-    ampkit.initialize(model, optimizers, opt_level=level, num_losses=2, verbosity=0)
+    ampkit.initialize(model, optimizers, opt_level=level, num_losses=2, policy="apex", verbosity=0)
     for index, slope in enumerate((float("inf"), 0.25)):
         with ampkit.scale_loss(
             model(torch.ones(1, 1)).float().sum() * slope, optimizers[index], loss_id=index
@@ -428,7 +428,7 @@ def test_clearing_inside_the_block_clears(level, named, make_optimizer):
         nn.init.constant_(layer.weight, 1.0)
     groups = [model.parameters()] if named == "one for both" else [layer.parameters() for layer in model]
     optimizers = [make_optimizer(params, lr=1.0) for params in groups]
-    ampkit.initialize(model, optimizers, opt_level=level, verbosity=0)
+    ampkit.initialize(model, optimizers, opt_level=level, policy="apex", verbosity=0)
     of_block = optimizers[:1] if named == "the first" else optimizers
     for clears in (False, True):
         outputs = (model[0] if clears else model)(torch.ones(1, 1).to(model[0].weight.dtype))
@@ -464,7 +464,7 @@ def test_an_optimizer_of_another_initialize_call_is_unscaled_too(level):
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     for model, optimizer in zip(models, optimizers):
         nn.init.constant_(model.weight, 1.0)
-        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        ampkit.initialize(model, optimizer, opt_level=level, policy="apex", verbosity=0)
     with ampkit.scale_loss(models[1](models[0](torch.ones(1, 1))).float().sum() / 4, optimizers[0]) as scaled_loss:
         scaled_loss.backward()
     assert [model.weight.grad.item() for model in models] == [0.25, 0.25]
@@ -537,7 +537,7 @@ def test_looking_at_masters_while_gradients_wait_at_their_scale_changes_nothing(
 def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    ampkit.initialize(models, optimizers, opt_level="O2", policy="apex", verbosity=0)
     for model, optimizer in zip(models, optimizers):
         backward_of_one_weight(model, optimizer, 0.25)
     ampkit.clip_grad_norm_(optimizers[1], 1.0)

@@ -18,7 +18,7 @@ def loss_of(model):
 
 
 def model_of_test():
-    return net_with_norm(4, 6, 1)
+    return net_with_norm(4, 6, 2)
 
 
 OPTIMIZERS = {
@@ -105,7 +105,7 @@ def test_as_many_other_weights_put_into_a_group_train_in_their_place(make, level
     for layer in model:
         nn.init.ones_(layer.weight)
     optimizer = make(model[0].parameters(), lr=2.0**-10)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=2.0**16, verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=2.0**16, policy="apex", verbosity=0)
     optimizer.param_groups[0]["params"] = [model[1].weight]
     backward(model(torch.ones(1, 1)).float().sum() / 4, optimizer)
     optimizer.step()
@@ -173,7 +173,7 @@ def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     optimizer = WithItsOwnList(model.parameters(), lr=1.0)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level=level, policy="apex", verbosity=0)
     backward(model(torch.ones(1, 1)).float().sum() / 4, optimizer)
     optimizer.step()
     assert model.weight.item() == 0.75

@@ -79,7 +79,7 @@ def test_larc_passes_on_what_an_optimizer_has():
 def test_larc_is_copied_without_what_initialize_put_on_it(level, copied):
     model = nn.Linear(2, 1, bias=False)
     optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.5), trust_coefficient=0.25, clip=False, eps=0.0)
-    model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, policy="apex", verbosity=0)
     twin = copied(optimizer)
     (param,) = twin.param_groups[0]["params"]
     before = [model.weight.detach().clone(), param.detach().clone()]

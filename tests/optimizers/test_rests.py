@@ -188,7 +188,7 @@ def test_blocks_are_added_in_float32():
     """1 and then thirty-two times 2^-9 in bfloat16 stay 1; in float32 they are 1.0625."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    model, optimizer = initialized(lambda p: optimizers.FusedSGD(p, lr=2.0**-10), model=model)
+    model, optimizer = initialized(lambda p: optimizers.FusedSGD(p, lr=2.0**-10), model=model, policy="apex")
     for size in (1.0, *[2.0**-9] * 32):
         with ampkit.scale_loss(model(torch.full((1, 1), size)).sum(), optimizer) as scaled:
             scaled.backward()

@@ -123,7 +123,9 @@ def test_gradients_that_a_hook_looks_at_were_clipped_once(make_optimizer):
     seen = []
     weight = nn.Linear(4, 1, bias=False)
     nn.init.zeros_(weight.weight)
-    model, optimizer = ampkit.initialize(weight, make_optimizer(weight.parameters()), opt_level="O2", verbosity=0)
+    model, optimizer = ampkit.initialize(
+        weight, make_optimizer(weight.parameters()), opt_level="O2", policy="apex", verbosity=0
+    )
     optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["params"][0].grad.float()))
     with ampkit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
         scaled.backward()

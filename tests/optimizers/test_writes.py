@@ -422,7 +422,7 @@ def test_small_steps_between_attacks_are_not_lost():
     """Steps of 2^-12 on a weight of 1, whose last place in bfloat16 is 2^-7, with an attack before each: 64 of them are 2^-6."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=2.0**-12), "O5")
+    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=2.0**-12), "O5", policy="apex")
     for _ in range(64):
         backup = model.weight.data.clone()
         model.weight.data.add_(0.5)

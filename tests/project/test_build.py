@@ -72,24 +72,23 @@ OTHER_TORCH = "import torch; torch.__version__ = torch.torch_version.TorchVersio
 
 
 @pytest.fixture
-def package_without_kernels(tmp_path):
-    """A copy of the package that has O1's wrappers in C++, and a stand-in for the kernels."""
+def package_with_wrappers(tmp_path):
+    """A copy of the package that has O1's wrappers in C++."""
     pytest.importorskip("ampkit._casting", reason="no ampkit._casting built for this torch", exc_type=ImportError)
-    ignored = shutil.ignore_patterns("_C.*", "_cuda.*", "__pycache__")
-    shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=ignored)
+    shutil.copytree(ROOT / "ampkit", tmp_path / "ampkit", ignore=shutil.ignore_patterns("_cuda.*", "__pycache__"))
     return tmp_path
 
 
-def test_wrappers_built_with_another_torch_step_aside_and_say_so(package_without_kernels):
-    result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_without_kernels, AMPKIT_EXTENSION="auto", PYTHONPATH="")
+def test_wrappers_built_with_another_torch_step_aside_and_say_so(package_with_wrappers):
+    result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_with_wrappers, AMPKIT_EXTENSION="auto", PYTHONPATH="")
     reason = f"it was built with torch {torch.__version__}, and this is torch 2.11.1+cu999"
     assert result.stdout.startswith("Python ") and reason in result.stdout, result
     assert result.stderr.count(reason) == 1 and "ampkit works without it, slower" in result.stderr
 
 
 @pytest.mark.slow
-def test_wrappers_built_with_another_torch_are_an_error_where_they_are_required(package_without_kernels):
-    result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_without_kernels, AMPKIT_EXTENSION="require", PYTHONPATH="")
+def test_wrappers_built_with_another_torch_are_an_error_where_they_are_required(package_with_wrappers):
+    result = run("-c", OTHER_TORCH + DISPATCH, cwd=package_with_wrappers, AMPKIT_EXTENSION="require", PYTHONPATH="")
     assert result.returncode != 0
     assert "ExtensionError: AMPKIT_EXTENSION=require, but ampkit._casting could not be loaded" in result.stderr
 

@@ -68,8 +68,7 @@ def test_namespaces_are_the_same_after_close(level):
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     during = sum(vars(n).get(k) is not v for n, old in zip(NAMESPACES, before) for k, v in old.items())
-    losses = 21  # of torch.nn.functional
-    assert during > 100 if level in ("O1", "O4") else during == (0 if level == "O0" else losses)
+    assert during == 0 if level == "O0" else during > 100
     classify_tokens(model, optimizer)
     ampkit.close()
     for namespace, old in zip(NAMESPACES, before):
@@ -120,7 +119,7 @@ def test_parameters_are_the_same_objects_with_the_values_of_the_masters(level):
     assert not torch.equal(model.head.weight, start["head.weight"])
     for name in ("frozen.weight", "frozen.bias", "offset"):  # exact, though they were in lower precision
         rounded = start[name].bfloat16().float()
-        assert torch.equal(model.state_dict()[name], rounded if level == "O3" else start[name])
+        assert torch.equal(model.state_dict()[name], rounded if level == "O3" and name != "offset" else start[name])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -204,7 +203,7 @@ def test_block_made_before_close_is_refused_after_it():
 def test_gradients_without_an_optimizer_are_float32_after_close(level):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, policy="apex", verbosity=0)
     model(torch.ones(1, 2)).sum().backward()
     gradients = [p.grad.float() for p in model.parameters()]
     ampkit.close()

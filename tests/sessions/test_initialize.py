@@ -165,7 +165,6 @@ WRONG_MODELS = {
     "half buffer in bfloat16": (half_buffer, ("Buffer 'mask'", "torch.float16", "'0.weight'", "torch.bfloat16")),
     "float64": (lambda: make_model().double(), ("float64", "model.float()", "O0")),
     "lazy": (lazy, ("'weight'", "not initialized yet", "forward pass before")),
-    "scripted": (lambda: torch.jit.script(make_model()), ("TorchScript", "before scripting")),
     "no module": (lambda: "resnet", ("torch.nn.Module", "'resnet'")),
     "an optimizer": (lambda: make_pair()[1], ("torch.nn.Module", "a SGD")),
     "none": (lambda: None, ("a model or a list", "found none")),

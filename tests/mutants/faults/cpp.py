@@ -5,6 +5,7 @@ from ..mutant import Mutant
 SAME = "kernels/test_split.py::test_the_operators_do_the_same"
 CONVERTS = "kernels/test_split.py::test_the_operators_convert_values_of_another_dtype[extension-cpu]"
 A_STEP = "kernels/test_split.py::test_a_step_of_weights_with_rests_is_that_of_their_float32_values"
+BEYOND = "kernels/test_split.py::test_a_step_beyond_the_largest_weight_ends_there"
 ANY_REST = "kernels/test_kernels.py::test_join_takes_any_rest_beside_any_weight"
 SLICE = "kernels/test_kernels.py::test_what_lies_beside_a_slice_is_left_alone"
 
@@ -30,15 +31,15 @@ FAULTS = [
     ),
     split_fault(
         "a NaN is an infinity",
-        "is_nan ? Format::kNaN : Format::kInfinity | sign",
-        "Format::kInfinity | sign",
+        "is_nan ? Format::kNaN : static_cast<uint32_t>(Format::kInfinity) | sign",
+        "static_cast<uint32_t>(Format::kInfinity) | sign",
         "what is no number stays none",
         SAME,
     ),
     split_fault(
         "an infinity has a rest",
-        "static_cast<int16_t>(is_finite ? left : 0)",
-        "static_cast<int16_t>(left)",
+        "rest = is_finite ? rest : 0;",
+        "",
         "beside what is not finite a rest is 0",
         SAME,
     ),
@@ -79,14 +80,14 @@ FAULTS = [
     ),
     split_fault(
         "the rest of a zero counts",
-        "magnitude != 0 && magnitude < static_cast<int32_t>(Format::kInfinity)",
-        "magnitude < static_cast<int32_t>(Format::kInfinity)",
+        "magnitude != 0 && magnitude < Format::kInfinity",
+        "magnitude < Format::kInfinity",
         "beside a weight of 0 a rest counts for nothing",
         ANY_REST,
     ),
     split_fault(
         "the rest of an infinity counts",
-        "magnitude != 0 && magnitude < static_cast<int32_t>(Format::kInfinity)",
+        "magnitude != 0 && magnitude < Format::kInfinity",
         "magnitude != 0",
         "beside an infinite weight a rest counts for nothing",
         ANY_REST,
@@ -107,8 +108,8 @@ FAULTS = [
     ),
     split_fault(
         "the last elements are left out",
-        "split_tile(load(data[0], dtype[0], offset, n, buffer), data[1], data[2], dtype[1], offset, n);",
-        "split_tile(load(data[0], dtype[0], offset, n, buffer), data[1], data[2], dtype[1], offset, n & ~int64_t{7});",
+        "visit_rests(data[1], data[2], dtype[1], offset, [&](auto to) { to.store(from, n); });",
+        "visit_rests(data[1], data[2], dtype[1], offset, [&](auto to) { to.store(from, n & ~int64_t{7}); });",
         "all elements of a tensor are split",
         SLICE,
         file="csrc/cpu/multi_tensor_split.cpp",
@@ -131,19 +132,35 @@ FAULTS = [
     ),
     split_fault(
         "weights are taken for what the outputs are",
-        "join_tile(data[0], data[1], dtype[0], offset, to, n);",
-        "join_tile(data[0], data[1], dtype[2], offset, to, n);",
+        "visit_rests(data[0], data[1], dtype[0], offset, [&](auto from) { from.copy_to(to, n); });",
+        "visit_rests(data[0], data[1], dtype[2], offset, [&](auto from) { from.copy_to(to, n); });",
         "weights of either dtype are joined with their rests",
         SAME,
         file="csrc/cpu/multi_tensor_split.cpp",
     ),
     split_fault(
         "a step takes all weights with rests for bfloat16",
-        "split_tile(p, data[1], data[kLower], dtype[1], offset, n);",
-        "split_tile(p, data[1], data[kLower], DType::kBFloat16, offset, n);",
+        "dtype == DType::kHalf ? body(WeightsAndRests<true>{upper, lower}) : body(WeightsAndRests<false>{upper, lower});",
+        "body(WeightsAndRests<false>{upper, lower});",
         "a step leaves the rests of the weights that it leaves",
         A_STEP,
+        file="csrc/cpu/tiles.h",
+    ),
+    split_fault(
+        "what exceeds the largest weight in a step is left as it was written",
+        "if (highest > Params::kHighest) p.settle(n);",
+        "",
+        "what would exceed the largest finite weight becomes it",
+        BEYOND,
         file="csrc/cpu/step_block.h",
+    ),
+    split_fault(
+        "what exceeds the largest weight is left as it was written",
+        "if (highest > kHighest) settle(n);",
+        "",
+        "what would exceed the largest finite weight becomes it",
+        SAME,
+        file="csrc/cpu/tiles.h",
     ),
     split_fault(
         "rests beside float32 are taken",
@@ -382,6 +399,14 @@ FAULTS = [
         "true",
         breaks="p.data = ... makes a cast stale",
         tests=("o1/test_cast_cache.py::test_edited_weight_is_cast_anew",),
+    ),
+    Mutant(
+        "cpp store: .data keeps the casts of activations",
+        "csrc/casting/cast_store.cpp",
+        "forget_recent(store_of(self));",
+        ";",
+        breaks="a write through .data of an activation counts",
+        tests=("o1/test_cast_cache.py::test_activation_edited_past_torchs_count_is_cast_anew",),
     ),
     Mutant(
         "cpp store: unfreezing is not noticed",

@@ -185,8 +185,8 @@ FAULTS = [
     Mutant(
         "gradients: float16 is unscaled in float16",
         "ampkit/iteration/gradients.py",
-        "is_exact = gradient.dtype is torch.float32 or (",
-        "is_exact = True or (",
+        "(torch.float16,) if backward.exact_in_place else",
+        "() if backward.exact_in_place else",
         breaks="a gradient is float32 where float16 cannot hold it unscaled",
         tests=(
             "optimizers/test_gradients_as_in_torch.py::test_a_gradient_is_float32_where_its_weights_precision_cannot_hold_it",
@@ -195,8 +195,8 @@ FAULTS = [
     Mutant(
         "gradients: bfloat16 is divided in bfloat16 by any scale",
         "ampkit/iteration/gradients.py",
-        "(backward.exact_in_place and gradient.dtype is torch.bfloat16)",
-        "(gradient.dtype is torch.bfloat16)",
+        "if backward.exact_in_place else (torch.float16, torch.bfloat16)",
+        "if True else (torch.float16, torch.bfloat16)",
         breaks="only powers of two divide bfloat16 in place",
         tests=(
             "optimizers/test_gradients_as_in_torch.py::test_a_loss_scale_that_is_no_power_of_two_divides_bfloat16_in_float32",
@@ -251,6 +251,22 @@ FAULTS = [
         "put_gradient(slot.param, gradient)",
         breaks="gradients that are looked at after clipping are clipped once",
         tests=("optimizers/test_fused_step.py::test_clipping_is_torchs_in_float64",),
+    ),
+    Mutant(
+        "gradients: their graph stays scaled",
+        "ampkit/iteration/gradients.py",
+        "if multiplies and gradient.grad_fn is not None:",
+        "if False:",
+        breaks="second derivatives are unscaled",
+        tests=("scaling/test_second_derivatives.py::test_second_derivative_is_unscaled",),
+    ),
+    Mutant(
+        "gradients: the graph of a sum stays scaled",
+        "ampkit/iteration/gradients.py",
+        "if gradient.grad_fn is not None or stash.grad_fn is not None:",
+        "if False:",
+        breaks="second derivatives of gradients of several blocks are unscaled",
+        tests=("scaling/test_second_derivatives.py::test_second_derivative_of_gradients_of_two_blocks",),
     ),
     Mutant(
         "gradients: the norm forgets a clipping before",

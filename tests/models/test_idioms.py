@@ -1,0 +1,881 @@
+"""Ordinary models and training scripts, written for float32: at a level they run as they are, and train as in float32.
+
+A row of the table is a forward with the parts of its model, the batches that it is given, the script that computes the loss,
+and how far from float32's its buffers may end. Expected values are plain torch's.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+
+LEVELS = ("O1", "O2", "O5")
+#: What has a level compute in float16, where it can.
+IN_FLOAT16 = {
+    "O1": dict(patch_torch_functions_type=torch.float16),
+    "O2": dict(cast_model_type=torch.float16),
+}
+SEEDS, STEPS = (0, 1, 2), 30
+# How far the losses may be from float32's, relative to its mean loss: that far, or twice as far as torch.autocast's.
+TOLERANCE, TIMES_AUTOCAST = 0.02, 2
+
+adamw = functools.partial(torch.optim.AdamW, lr=3e-3)
+fast_adamw = functools.partial(torch.optim.AdamW, lr=2e-2)
+sgd = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+
+
+def regression(model, x, y):
+    return F.mse_loss(model(x), y)
+
+
+def classification(model, x, y):
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def of_several(model, *batch):
+    return F.mse_loss(model(*batch[:-1]), batch[-1])
+
+
+def own_loss(model, *batch):
+    return model(*batch)[0]
+
+
+class Parts(nn.Module):
+    """Modules and parameters, and buffers, which are handed in as tensors."""
+
+    def __init__(self, **parts: Any):
+        super().__init__()
+        for name, part in parts.items():
+            if type(part) is torch.Tensor:
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+
+@dataclass(frozen=True)
+class Idiom:
+    make_model: Callable[[], nn.Module]
+    data: Callable[[torch.Generator], tuple]
+    script: Callable[..., torch.Tensor] = regression
+    make_optimizer: Callable[..., torch.optim.Optimizer] = adamw
+    #: By the name of a buffer, how far from float32's it may end; 0 for one that no rounding of activations reaches.
+    buffers: Mapping[str, float] = field(default_factory=dict)
+
+
+IDIOMS: dict[str, Idiom] = {}
+
+
+def idiom(parts: Callable[..., dict], *row, variants: Mapping[str, Any] | None = None, **settings):
+    """Enter the forward that follows, or the methods of a class, into the table: once for each of the variants, which
+    ``parts`` is called with.
+    """
+
+    def enter(forward):
+        methods = vars(forward) if isinstance(forward, type) else {"forward": forward}
+        model_class = type(forward.__name__, (Parts,), {k: v for k, v in methods.items() if callable(v)})
+        for name, variant in (variants or {"": None}).items():
+            given = () if variants is None else (variant,)
+            make_model = functools.partial(lambda given: model_class(**parts(*given)), given)
+            IDIOMS[f"{forward.__name__} {name}".strip().replace("_", " ")] = Idiom(make_model, *row, **settings)
+        return forward
+
+    return enter
+
+
+def run(
+    row: Idiom, seed: int, level: str | None = None, region=contextlib.nullcontext, adapt=None, steps=STEPS, **settings
+):
+    """The loss of each step and the buffers at the end: at a level, or of the script as it is."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = row.make_model()
+    optimizer = row.make_optimizer(model.parameters())
+    if level is not None:
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
+    called, losses = (adapt or (lambda model: model))(model), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with region():
+            loss = row.script(called, *row.data(generator))
+        with contextlib.nullcontext(loss) if level is None else ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    buffers = {name: model.get_buffer(name).detach().double() for name in row.buffers}
+    ampkit.close()
+    return torch.tensor(losses, dtype=torch.float64), buffers
+
+
+def distance(found, wanted):
+    """Between the losses of all seeds: the mean absolute difference, relative to the mean of the wanted ones."""
+    found, wanted = torch.stack(found), torch.stack(wanted)
+    return ((found - wanted).abs().mean() / wanted.abs().mean()).item()
+
+
+# What the models are given. Batches are new in each step, and the same for the same seed.
+
+
+def drawn(*shape, seed=7):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def vectors(generator, rows=64):
+    x = torch.randn(rows, 16, generator=generator)
+    return x, torch.sin(x @ drawn(16, 4) / 4) + x[:, :4].abs()
+
+
+def sequences(generator):
+    x = torch.randn(16, 12, 16, generator=generator)
+    return x, x.cumsum(1) / torch.arange(1.0, 13).sqrt()[:, None]
+
+
+def long_sequences(generator):
+    x = torch.randn(2, 300, 16, generator=generator)
+    return x, x
+
+
+def waves(generator):
+    x, _ = long_sequences(generator)
+    angles = torch.arange(300)[:, None] / 10 ** (torch.arange(8.0) / 8)
+    return x, 0.8 * x * torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def tokens(generator):
+    ids = torch.randint(20, (16, 1), generator=generator)
+    for _ in range(12):
+        ids = torch.cat([ids, (3 * ids[:, -1:] + 1) % 20], 1)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def last_token(generator):
+    x, y = tokens(generator)
+    return x, y[:, -1]
+
+
+def images(generator, size=8):
+    y = torch.randint(4, (16,), generator=generator)
+    return torch.randn(16, 3, size, size, generator=generator) + drawn(4, 3, size, size)[y], y
+
+
+def pictures(generator):
+    x = torch.randn(8, 3, 16, 16, generator=generator)
+    return x, F.avg_pool2d(x, 3, 1, 1) * 3
+
+
+def signals(generator):
+    x = torch.randn(16, 4, 32, generator=generator).cumsum(-1) / 4
+    return x, x.roll(1, -1)
+
+
+def points(generator):
+    x = torch.randn(32, 6, 3, generator=generator)
+    return x, torch.cdist(x, x).amax((1, 2))[:, None]
+
+
+def observations(generator):
+    """Small whole numbers, whose means no precision rounds."""
+    x = torch.randint(4, (16, 16), generator=generator).float()
+    return x, x[:, :4] - x[:, 4:8]
+
+
+def two_layers(hidden=32, **others):
+    return dict(inner=nn.Linear(16, hidden), outer=nn.Linear(hidden, 4), **others)
+
+
+def mlp(*sizes):
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.GELU())]
+    return nn.Sequential(*layers[:-1])
+
+
+# Masks and attention.
+
+
+def decoder(**others):
+    return dict(embed=nn.Embedding(20, 16), qkv=nn.Linear(16, 48), head=nn.Linear(16, 20), **others)
+
+
+def self_attention(qkv, mask=0.0):
+    q, k, v = qkv.chunk(3, dim=-1)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return torch.softmax(scores + mask, dim=-1) @ v
+
+
+FILLS = {"of -inf": -math.inf, "of finfo.min": torch.finfo(torch.float32).min}
+
+
+@idiom(lambda fill: decoder(mask=torch.full((12, 12), fill).triu(1)), tokens, classification, variants=FILLS)
+def additive_mask_in_a_buffer(self, ids):
+    x = self.embed(ids)
+    return self.head(x + self_attention(self.qkv(x), self.mask))
+
+
+@idiom(lambda fill: decoder(fill=fill), tokens, classification, variants=FILLS)
+def additive_mask_in_forward(self, ids):
+    x = self.embed(ids)
+    mask = torch.triu(torch.full((ids.shape[1], ids.shape[1]), self.fill), diagonal=1)
+    return self.head(x + self_attention(self.qkv(x), mask))
+
+
+@idiom(decoder, tokens, classification)
+def masked_fill(self, ids):
+    q, k, v = self.qkv(self.embed(ids)).chunk(3, dim=-1)
+    future = torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
+    scores = (q @ k.transpose(1, 2) / 4).masked_fill(future, -1e9)
+    return self.head(F.softmax(scores, dim=-1) @ v)
+
+
+@idiom(decoder, tokens, classification)
+def attention_by_hand(self, ids):
+    x = self.embed(ids)
+    q, k, v = (part.view(*ids.shape, 4, 4).transpose(1, 2) for part in self.qkv(x).split(16, dim=-1))
+    weights = torch.einsum("bhqd,bhkd->bhqk", q, k).div(2).softmax(-1)
+    return self.head(x + torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2))
+
+
+@idiom(lambda masked: decoder(masked=masked), tokens, classification, variants={"causal": False, "with a mask": True})
+def scaled_dot_product_attention(self, ids):
+    x = self.embed(ids)
+    q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
+    mask = torch.zeros(12, 12).masked_fill(torch.ones(12, 12).triu(1) > 0, -math.inf) if self.masked else None
+    return self.head(x + F.scaled_dot_product_attention(q, k, v, mask, is_causal=not self.masked).squeeze(1))
+
+
+@idiom(lambda: dict(attention=nn.MultiheadAttention(16, 4, batch_first=True), norm=nn.LayerNorm(16)), sequences)
+def multihead_attention(self, x):
+    mask = torch.triu(torch.full((12, 12), -math.inf), diagonal=1)
+    return self.norm(x + self.attention(x, x, x, attn_mask=mask)[0])
+
+
+@idiom(
+    lambda first: dict(layer=nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=first)),
+    sequences,
+    variants={"with the norm first": True, "with the norm last": False},
+)
+def transformer_encoder_layer(self, x):
+    return self.layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(12), is_causal=True)
+
+
+# Positions and times.
+
+
+def projections(**others):
+    """Keys and queries that point one way, so that what turns them tells positions apart; values that are what comes in."""
+    parts = dict(qkv=nn.Linear(16, 48), out=nn.Linear(16, 16), **others)
+    nn.init.constant_(parts["qkv"].bias[:32], 4.0)
+    nn.init.eye_(parts["qkv"].weight[32:])
+    nn.init.eye_(parts["out"].weight)
+    return parts
+
+
+def inverse_frequencies(base=10):
+    return 1 / base ** (torch.arange(0, 16, 2).float() / 16)
+
+
+def rotary_attention(self, x, frequencies):
+    angles = torch.outer(torch.arange(x.shape[1]).float(), frequencies).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    q, k, v = self.qkv(x).chunk(3, dim=-1)
+    q, k = (part * cos + torch.cat([-part[..., 8:], part[..., :8]], -1) * sin for part in (q, k))
+    return self.out(self_attention(torch.cat([q, k, v], -1)))
+
+
+@idiom(lambda: projections(inv_freq=inverse_frequencies()), long_sequences)
+def rotary_of_inv_freq(self, x):
+    return rotary_attention(self, x, self.inv_freq)
+
+
+@idiom(lambda: projections(theta=inverse_frequencies()), long_sequences)
+def rotary_of_theta(self, x):
+    return rotary_attention(self, x, self.theta)
+
+
+@idiom(projections, long_sequences)
+def rotary_in_forward(self, x):
+    return rotary_attention(self, x, inverse_frequencies())
+
+
+@idiom(lambda: projections(frequencies=inverse_frequencies()), waves)
+def einsum_of_positions(self, x):
+    positions = torch.arange(x.shape[1], dtype=torch.float32)
+    angles = torch.einsum("i,j->ij", positions, self.frequencies)
+    return self.out(x * torch.cat([angles.sin(), angles.cos()], -1))
+
+
+def timed(generator):
+    """Samples at times of 0 to 999, and what is wanted of them, which is another for each time."""
+    x = torch.randn(64, 16, generator=generator)
+    t = torch.randint(1000, (64,), generator=generator)
+    return x, t, x / 2 + t.cos()[:, None]
+
+
+@idiom(lambda: dict(time=mlp(32, 32, 16), net=mlp(32, 64, 16)), timed, of_several, fast_adamw)
+def diffusion_time(self, x, t):
+    frequencies = torch.exp(-math.log(10000) * torch.arange(16) / 16)
+    angles = t[:, None].float() * frequencies
+    embedding = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return self.net(torch.cat([x, self.time(embedding)], dim=-1))
+
+
+@idiom(lambda: decoder(positions=nn.Embedding(12, 16)), tokens, classification)
+def learned_positions(self, ids):
+    x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+    return self.head(F.gelu(self.qkv(x)[..., :16]))
+
+
+@idiom(lambda: decoder(token=nn.Parameter(drawn(1, 1, 16))), last_token, classification)
+def class_token(self, ids):
+    x = torch.cat([self.token.expand(len(ids), -1, -1), self.embed(ids)], dim=1)
+    return self.head(self_attention(self.qkv(x))[:, 0])
+
+
+# Recurrence.
+
+
+@idiom(lambda: dict(of_input=nn.Linear(16, 32), of_hidden=nn.Linear(32, 32), out=nn.Linear(32, 16)), sequences)
+def recurrent_by_hand(self, x):
+    hidden, outputs = torch.zeros(x.shape[0], 32), []
+    for step in x.unbind(1):
+        hidden = torch.tanh(self.of_input(step) + self.of_hidden(hidden))
+        outputs.append(self.out(hidden))
+    return torch.stack(outputs, dim=1)
+
+
+@idiom(lambda: dict(rnn=nn.LSTM(16, 32, batch_first=True), out=nn.Linear(32, 16)), sequences)
+def lstm_from_zeros(self, x):
+    state = torch.zeros(1, x.size(0), 32), torch.zeros(1, x.size(0), 32)
+    return self.out(self.rnn(x, state)[0])
+
+
+@idiom(lambda: dict(rnn=nn.GRU(16, 32, batch_first=True), out=nn.Linear(32, 16)), sequences)
+def gru_from_zeros(self, x):
+    return self.out(self.rnn(x, torch.zeros(1, x.size(0), 32))[0])
+
+
+@idiom(lambda: dict(cell=nn.GRUCell(16, 32), out=nn.Linear(32, 16)), sequences)
+def cell_into_zeros(self, x):
+    hidden, outputs = torch.zeros(len(x), 32), torch.zeros(x.shape)
+    for i in range(x.shape[1]):
+        hidden = self.cell(x[:, i], hidden)
+        outputs[:, i] = self.out(hidden)
+    return outputs
+
+
+# Float32 that a forward makes, beside weights.
+
+
+@idiom(lambda: dict(w=nn.Parameter(drawn(20, 16) / 4), head=nn.Linear(16, 20)), tokens, classification)
+def one_hot(self, ids):
+    return self.head(torch.relu(F.one_hot(ids, 20).float() @ self.w))
+
+
+@idiom(lambda: dict(value=nn.Linear(16, 16)), sequences)
+def einsum_with_float_mask(self, x):
+    mask = torch.ones(12, 12).tril()
+    return torch.einsum("bjd,ij->bid", self.value(x), mask / mask.sum(1, keepdim=True))
+
+
+@idiom(decoder, tokens, classification)
+def where_with_constants(self, ids):
+    x = self.embed(ids)
+    x = torch.where(x > 0, x, torch.tensor(0.01)) * torch.where(ids[..., None] == 0, 0.0, 1.0)
+    return self.head(torch.where(x.abs() < 3, self.qkv(x)[..., :16], torch.zeros(())))
+
+
+def binomial():
+    kernel = torch.tensor([0.5, 1.0, 0.5]).repeat(8, 1, 1)
+    return dict(kernel=kernel, inward=nn.Conv1d(4, 8, 3, padding=1), outward=nn.Conv1d(8, 4, 3, padding=1))
+
+
+@idiom(binomial, signals)
+def constant_kernel(self, x):
+    return self.outward(F.conv1d(F.gelu(self.inward(x)), self.kernel, padding=1, groups=8))
+
+
+@idiom(lambda: dict(w=nn.Parameter(drawn(4, 16) / 4), b=nn.Parameter(torch.zeros(4))), vectors)
+def functional_parameter(self, x):
+    return F.linear(x, self.w, self.b)
+
+
+def mixed(generator):
+    x, y = vectors(generator)
+    category = torch.randint(5, (64,), generator=generator)
+    return category, x, x[:, 0] > 0, y + category[:, None] / 4
+
+
+@idiom(lambda: dict(embed=nn.Embedding(5, 8), net=mlp(25, 32, 4)), mixed, of_several)
+def mixed_inputs(self, category, x, flag):
+    return self.net(torch.cat([self.embed(category), x, flag[:, None].float()], dim=1))
+
+
+# Graphs, sets and geometry.
+
+
+def graphs(generator):
+    nodes = torch.randn(24, 16, generator=generator)
+    edges = (torch.rand(24, 24, generator=generator) < 0.2).float()
+    adjacency = ((edges + edges.T) > 0).float() + torch.eye(24)
+    norm = adjacency.sum(1).rsqrt()
+    adjacency = norm[:, None] * adjacency * norm
+    return nodes, adjacency, adjacency @ nodes[:, :4]
+
+
+@idiom(two_layers, graphs, of_several)
+def graph_convolution(self, x, adjacency):
+    return adjacency @ self.outer(F.relu(torch.matmul(adjacency, self.inner(x))))
+
+
+def sets(generator):
+    x = torch.randn(64, 16, generator=generator)
+    index = torch.randint(8, (64,), generator=generator)
+    return x, index, torch.zeros(8, 4).index_add(0, index, x[:, :4]).tanh()
+
+
+@idiom(two_layers, sets, of_several)
+def scatter_into_zeros(self, x, index):
+    hidden = torch.relu(self.inner(x))
+    return self.outer(torch.zeros(8, 32).scatter_add(0, index[:, None].expand(-1, 32), hidden))
+
+
+@idiom(lambda: dict(router=nn.Linear(16, 4), experts=nn.ModuleList(mlp(16, 16, 4) for _ in range(4))), vectors)
+def mixture_of_experts(self, x):
+    weights, chosen = torch.topk(F.softmax(self.router(x), dim=-1), 2)
+    weights, out = weights / weights.sum(-1, keepdim=True), torch.zeros(len(x), 4)
+    for i, expert in enumerate(self.experts):
+        rows, place = torch.where(chosen == i)
+        out.index_add_(0, rows, weights[rows, place, None] * expert(x[rows]))
+    return out
+
+
+@idiom(lambda: dict(embed=nn.Linear(3, 8), head=nn.Linear(36, 1)), points)
+def pairwise_distances(self, x):
+    hidden = self.embed(x)
+    return self.head(torch.cdist(hidden, hidden).flatten(1))
+
+
+def locating():
+    locate = nn.Linear(192, 6)
+    nn.init.zeros_(locate.weight)
+    locate.bias.data = torch.tensor([1.0, 0, 0, 0, 1, 0])
+    return dict(locate=locate, conv=nn.Conv2d(3, 8, 3), head=nn.Linear(288, 4))
+
+
+@idiom(locating, images, classification, sgd)
+def spatial_transformer(self, x):
+    theta = self.locate(x.flatten(1)).view(-1, 2, 3)
+    grid = F.affine_grid(theta, list(x.size()), align_corners=False)
+    return self.head(F.relu(self.conv(F.grid_sample(x, grid, align_corners=False))).flatten(1))
+
+
+# Numbers of a wide range.
+
+
+@idiom(lambda: dict(lift=nn.Conv1d(4, 8, 1), weight=nn.Parameter(drawn(8, 4, 9, 2) / 8)), signals)
+def fourier_layer(self, x):
+    spectrum = torch.fft.rfft(self.lift(x))[..., :9]
+    mixed = torch.einsum("bim,iom->bom", spectrum, torch.view_as_complex(self.weight))
+    return torch.fft.irfft(mixed, n=x.size(-1))
+
+
+@idiom(lambda: dict(net=mlp(16, 32, 9)), vectors, lambda model, x, y: F.mse_loss(model(x), y[:, 0]))
+def log_determinant(self, x):
+    matrices = self.net(x).view(-1, 3, 3) + 2 * torch.eye(3)
+    return torch.linalg.slogdet(matrices)[1]
+
+
+def priced(generator):
+    """Flats of one building: prices near 300,000 that differ by a hundredth."""
+    x, y = vectors(generator)
+    return x, 3e5 + 2e3 * y[:, 0]
+
+
+@idiom(lambda: dict(net=mlp(16, 32, 1), mean=torch.tensor(3e5), std=torch.tensor(2e3)), priced, own_loss)
+def house_prices(self, x, price):
+    predicted = self.net(x).squeeze(1)
+    return F.mse_loss(predicted, (price - self.mean) / self.std), predicted * self.std + self.mean
+
+
+def vae_loss(model, x, _):
+    found, mean, log_variance = model(x)
+    divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp(), dim=1)
+    return F.mse_loss(found, x, reduction="none").sum(1).mean() + divergence.mean()
+
+
+@idiom(lambda: dict(encoder=mlp(16, 32, 8), decoder=mlp(4, 32, 16)), vectors, vae_loss)
+def variational_autoencoder(self, x):
+    mean, log_variance = self.encoder(x).chunk(2, dim=-1)
+    z = mean + torch.exp(0.5 * log_variance) * torch.randn(mean.shape)
+    return self.decoder(z), mean, log_variance
+
+
+def flow_loss(model, x, _):
+    z, log_determinant = model(x * 2)
+    normal = torch.distributions.Normal(torch.zeros(16), torch.ones(16))
+    return -(normal.log_prob(z).sum(1) + log_determinant).mean()
+
+
+@idiom(lambda: dict(nets=nn.ModuleList(mlp(8, 32, 16) for _ in range(4))), vectors, flow_loss)
+def coupling_flow(self, x):
+    log_determinant = torch.zeros(len(x))
+    a, b = x.chunk(2, dim=1)
+    for net in self.nets:
+        scale, shift = net(a).chunk(2, dim=1)
+        a, b = b * torch.exp(torch.tanh(scale)) + shift, a
+        log_determinant = log_determinant + torch.tanh(scale).sum(1)
+    return torch.cat([a, b], dim=1), log_determinant
+
+
+@idiom(lambda: dict(logits=nn.Linear(16, 8), values=nn.Linear(8, 4)), vectors)
+def gumbel_softmax_by_hand(self, x):
+    noise = -torch.log(-torch.log(torch.rand(len(x), 8) + 1e-9) + 1e-9)
+    return self.values(F.softmax((self.logits(x) + noise) / 0.7, dim=-1))
+
+
+@idiom(lambda: dict(logits=nn.Linear(16, 64), values=nn.Linear(64, 4)), vectors)
+def gumbel_softmax(self, x):
+    return self.values(F.gumbel_softmax(self.logits(x), tau=2.0))
+
+
+# Buffers that count, average and queue.
+
+
+@idiom(lambda: dict(step=torch.tensor(240.0), net=mlp(16, 4), skip=nn.Linear(16, 4)), vectors, buffers={"step": 0})
+def step_counter(self, x):
+    self.step += 1
+    weight = torch.clamp((self.step - 240) / 30, max=1.0)
+    return weight * self.net(x) + (1 - weight) * self.skip(x)
+
+
+@idiom(
+    lambda: dict(decay=torch.tensor(0.999), average=torch.zeros(16), steps=torch.tensor(0), net=mlp(16, 32, 4)),
+    observations,
+    buffers={"decay": 0, "average": 0, "steps": 0},
+)
+def average_with_decay(self, x):
+    self.steps += 1
+    self.average.mul_(self.decay).add_((1 - self.decay) * x.mean(0))
+    return self.net(x - self.average / (1 - self.decay**self.steps))
+
+
+@idiom(
+    lambda: dict(mean=torch.zeros(16), var=torch.ones(16), count=torch.tensor(1e-4), policy=mlp(16, 32, 4)),
+    observations,
+    buffers={"mean": 0, "var": 0, "count": 0},
+)
+def running_mean_of_observations(self, x):
+    total, delta = self.count + len(x), x.mean(0) - self.mean
+    spread = self.var * self.count + (x - x.mean(0)).square().sum(0) + delta**2 * self.count * len(x) / total
+    self.mean, self.var, self.count = self.mean + delta * len(x) / total, spread / total, total
+    return self.policy((x - self.mean) / torch.sqrt(self.var + 1e-8))
+
+
+def codebook():
+    parts = dict(encoder=nn.Linear(16, 8), decoder=nn.Linear(8, 16))
+    return parts | dict(codebook=drawn(12, 8), sums=drawn(12, 8), cluster_size=torch.ones(12))
+
+
+@idiom(codebook, vectors, lambda model, x, _: sum(model(x)), buffers={"cluster_size": 0.05})
+def vector_quantizer(self, x):
+    z = self.encoder(x)
+    codes = F.one_hot(torch.cdist(z.detach(), self.codebook).argmin(1), 12).float()
+    quantized = codes @ self.codebook
+    with torch.no_grad():
+        self.cluster_size.mul_(0.99).add_(codes.sum(0), alpha=0.01)
+        self.sums.mul_(0.99).add_(codes.T @ z, alpha=0.01)
+        self.codebook.copy_(self.sums / self.cluster_size[:, None])
+    straight = z + (quantized - z).detach()
+    return F.mse_loss(self.decoder(straight), x), 0.25 * F.mse_loss(z, quantized.detach())
+
+
+def encoders_with_queue():
+    parts = dict(encoder=mlp(16, 32, 8), of_keys=mlp(16, 32, 8).requires_grad_(False))
+    return parts | dict(queue=F.normalize(drawn(8, 256), dim=0), queue_ptr=torch.zeros(1, dtype=torch.long))
+
+
+@idiom(encoders_with_queue, vectors, own_loss, buffers={"queue": 0.02, "queue_ptr": 0})
+def momentum_queue(self, x, _):
+    with torch.no_grad():
+        for own, key in zip(self.encoder.parameters(), self.of_keys.parameters()):
+            key.data = key.data * 0.99 + own.data * 0.01
+        keys = F.normalize(self.of_keys(x + 0.1), dim=1)
+    queries = F.normalize(self.encoder(x), dim=1)
+    positive = torch.einsum("nc,nc->n", queries, keys)[:, None]
+    negative = torch.einsum("nc,ck->nk", queries, self.queue.clone().detach())
+    start = int(self.queue_ptr)
+    self.queue[:, start : start + len(keys)] = keys.T
+    self.queue_ptr[0] = (start + len(keys)) % 256
+    logits = torch.cat([positive, negative], dim=1) / 0.2
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)), logits
+
+
+# Parameters that are no layer's, and layers that are not quite their own.
+
+
+@idiom(lambda: dict(gate=nn.Parameter(torch.tensor(0.0)), net=mlp(16, 32, 4), skip=nn.Linear(16, 4)), vectors)
+def scalar_gate(self, x):
+    gate = torch.sigmoid(self.gate)
+    return gate * self.net(x) + (1 - gate) * self.skip(x)
+
+
+@idiom(lambda: dict(gamma=nn.Parameter(torch.full((16,), 1e-2)), norm=nn.LayerNorm(16), net=mlp(16, 16)), sequences)
+def layer_scale(self, x):
+    return x + self.gamma * self.net(self.norm(x))
+
+
+@idiom(
+    lambda norm: dict(first=norm(nn.Linear(16, 32)), second=norm(nn.Linear(32, 4))),
+    vectors,
+    variants={
+        "by weight norm": nn.utils.parametrizations.weight_norm,
+        "by spectral norm": nn.utils.parametrizations.spectral_norm,
+        "by the old spectral norm": nn.utils.spectral_norm,
+    },
+)
+def reparametrized(self, x):
+    return self.second(F.leaky_relu(self.first(x)))
+
+
+def tied():
+    embed, head = nn.Embedding(20, 16), nn.Linear(16, 20, bias=False)
+    head.weight = embed.weight
+    return dict(embed=embed, net=mlp(16, 32, 16), head=head)
+
+
+@idiom(tied, tokens, classification)
+def tied_embedding(self, ids):
+    return self.head(self.net(self.embed(ids)))
+
+
+@idiom(lambda: dict(bag=nn.EmbeddingBag(20, 16, mode="mean"), head=nn.Linear(16, 20)), last_token, classification)
+def embedding_bag(self, ids):
+    offsets = torch.arange(0, ids.numel(), ids.shape[1])
+    return self.head(self.bag(ids.flatten(), offsets))
+
+
+@idiom(lambda: dict(left=nn.Linear(16, 8), pair=nn.Bilinear(8, 16, 4)), vectors)
+def bilinear(self, x):
+    return self.pair(torch.tanh(self.left(x)), x)
+
+
+# Layers written by hand.
+
+
+class PreNorm(nn.Module):
+    def __init__(self, width, fn):
+        super().__init__()
+        self.norm, self.fn = nn.LayerNorm(width), fn
+
+    def forward(self, x):
+        return self.fn(self.norm(x))
+
+
+@idiom(lambda: dict(blocks=nn.ModuleList(PreNorm(16, mlp(16, 32, 16)) for _ in range(2))), sequences)
+def prenorm_blocks(self, x):
+    for block in self.blocks:
+        x = x + block(x)
+    return x
+
+
+@idiom(two_layers, vectors)
+def gelu_by_hand(self, x):
+    x = self.inner(x)
+    return self.outer(0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3)))))
+
+
+@idiom(lambda: two_layers(g=nn.Parameter(torch.ones(32))), vectors)
+def rms_norm_by_hand(self, x):
+    x = self.inner(x)
+    return self.outer(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.g)
+
+
+# Convolutions and their norms.
+
+
+@idiom(
+    lambda make: dict(conv1=nn.Conv2d(3, 8, 3), between=make(), conv2=nn.Conv2d(8, 8, 3), head=nn.Linear(8, 4)),
+    images,
+    classification,
+    sgd,
+    variants={
+        "and batch norm": lambda: nn.BatchNorm2d(8),
+        "and group norm": lambda: nn.GroupNorm(2, 8),
+        "and instance norm": lambda: nn.InstanceNorm2d(8, affine=True),
+        "of each channel": lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8),
+    },
+)
+def convolutions(self, x):
+    x = F.relu(self.between(self.conv1(x)))
+    return self.head(F.adaptive_avg_pool2d(self.conv2(x), 1).flatten(1))
+
+
+def down_and_up():
+    parts = dict(down=nn.Conv2d(3, 8, 3, stride=2, padding=1), up=nn.ConvTranspose2d(8, 8, 2, stride=2))
+    return parts | dict(out=nn.Conv2d(11, 3, 3, padding=1))
+
+
+@idiom(down_and_up, pictures)
+def unet(self, x):
+    return self.out(torch.cat([self.up(F.relu(self.down(x))), x], dim=1))
+
+
+# What scripts do around a forward.
+
+
+def pairs(generator):
+    x = torch.randn(32, 16, generator=generator)
+    return x, x + 0.3 * torch.randn(32, 16, generator=generator)
+
+
+def contrastive(model, a, b):
+    a, b = F.normalize(model(a), dim=-1), F.normalize(model(b), dim=-1)
+    logits = a @ b.T / 0.1
+    return (F.cross_entropy(logits, torch.arange(32)) + F.cross_entropy(logits.T, torch.arange(32))) / 2
+
+
+@idiom(lambda: dict(net=mlp(16, 32, 8)), pairs, contrastive)
+def siamese(self, x):
+    return self.net(x)
+
+
+@idiom(lambda: dict(net=mlp(16, 32, 4)), vectors, own_loss)
+def loss_in_forward(self, x, labels=None):
+    logits = self.net(x)
+    loss = None if labels is None else nn.BCEWithLogitsLoss()(logits, (labels > 0.5).float())
+    return loss, logits
+
+
+def dictionary(generator):
+    x, y = vectors(generator)
+    return ({"x": x, "mask": torch.ones(64, dtype=torch.bool), "extra": {"bias": x[:, :4] * 0.1}, "labels": y},)
+
+
+def of_dictionaries(model, batch):
+    return F.mse_loss(model(batch)["out"]["logits"], batch["labels"])
+
+
+@idiom(lambda: dict(net=mlp(16, 32, 4)), dictionary, of_dictionaries)
+def dictionaries(self, batch):
+    hidden = self.net(batch["x"] * batch["mask"][:, None])
+    return {"out": {"logits": hidden + batch["extra"]["bias"]}, "count": batch["mask"].sum()}
+
+
+@idiom(
+    lambda: dict(trunk=mlp(16, 32, 32), heads=nn.ModuleDict({"a": nn.Linear(32, 4), "b": nn.Linear(32, 2)})),
+    vectors,
+    lambda model, x, y: F.mse_loss((found := model(x))["a"], y) + F.l1_loss(found["b"], y[:, :2]),
+)
+def several_heads(self, x):
+    hidden = F.relu(self.trunk(x))
+    return {name: head(hidden) for name, head in self.heads.items()}
+
+
+def encoded_and_decoded(model, x, _):
+    z = model.encode(x)
+    return F.mse_loss(model.decode(z), x) + 1e-3 * z.pow(2).mean()
+
+
+@idiom(lambda: dict(encoder=mlp(16, 32, 6), decoder=mlp(6, 32, 16)), vectors, encoded_and_decoded)
+class OtherMethods:
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, z):
+        return self.decoder(z)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+@idiom(lambda: dict(blocks=nn.ModuleList(mlp(16, 32, 16) for _ in range(2)), head=nn.Linear(16, 4)), vectors)
+def checkpointed(self, x):
+    for block in self.blocks:
+        x = x + checkpoint(block, x, use_reentrant=False)
+    return self.head(x)
+
+
+class RoundStraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x * 4) / 4
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@idiom(two_layers, vectors)
+def straight_through(self, x):
+    return self.outer(RoundStraightThrough.apply(torch.tanh(self.inner(x))))
+
+
+@idiom(lambda: dict(trunk=mlp(16, 32, 32), head=nn.Linear(32, 4)), vectors)
+def float32_region(self, x):
+    x = F.relu(self.trunk(x))
+    with torch.autocast(device_type="cpu", enabled=False):
+        return self.head(x.float())
+
+
+# The tests.
+
+
+@functools.cache
+def references(name):
+    """The runs in float32, and the distance of those under torch.autocast; 0 where it does not run."""
+    wanted = [run(IDIOMS[name], seed) for seed in SEEDS]
+    try:
+        autocast = [run(IDIOMS[name], seed, region=lambda: torch.autocast("cpu", torch.bfloat16))[0] for seed in SEEDS]
+    except RuntimeError:
+        return wanted, 0.0
+    return wanted, distance(autocast, [losses for losses, _ in wanted])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idiom_trains_as_in_float32(name, level):
+    wanted, of_autocast = references(name)
+    found = [run(IDIOMS[name], seed, level) for seed in SEEDS]
+    apart = distance([losses for losses, _ in found], [losses for losses, _ in wanted])
+    assert apart <= max(TOLERANCE, TIMES_AUTOCAST * of_autocast)
+    for (_, buffers), (_, expected) in zip(found, wanted):
+        for buffer, tolerance in IDIOMS[name].buffers.items():
+            assert (buffers[buffer] - expected[buffer]).norm() <= tolerance * expected[buffer].norm(), buffer
+
+
+COMPILED = [
+    "additive mask in forward of -inf",
+    "rotary in forward",
+    "recurrent by hand",
+    "one hot",
+    "house prices",
+    "variational autoencoder",
+    "rms norm by hand",
+    "convolutions and batch norm",
+    "unet",
+    "dictionaries",
+]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_idiom_trains_as_in_float32(name, level):
+    torch.compiler.reset()
+    wanted, of_autocast = references(name)
+    found, _ = run(IDIOMS[name], 0, level, adapt=functools.partial(torch.compile, backend="aot_eager"))
+    assert distance([found], [wanted[0][0]]) <= max(TOLERANCE, TIMES_AUTOCAST * of_autocast)
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level in IN_FLOAT16])
+@pytest.mark.parametrize("name", [name for name in IDIOMS if name != "masked fill"])
+def test_idiom_takes_a_step_in_float16(name, level):
+    losses, _ = run(IDIOMS[name], 0, level, steps=1, **IN_FLOAT16[level])
+    assert losses.isfinite().all()

@@ -1,0 +1,116 @@
+"""Functions of torch bound before `initialize`: torch.autocast casts them, by its own lists, and they stay as they are."""
+
+import copy
+import functools
+import gc
+import pickle
+import types
+import weakref
+
+import pytest
+import torch
+from helpers import o1
+from torch import cumsum, exp, mm, nn
+from torch.nn import functional as F
+from torch.nn.functional import conv2d, cross_entropy, gelu, layer_norm, linear, mse_loss, softmax, softplus
+
+import ampkit
+
+pytestmark = pytest.mark.switch
+
+torch.manual_seed(0)
+X, W, IMAGE = torch.randn(4, 4), torch.randn(4, 4), torch.randn(1, 2, 4, 4)
+CLASSES = torch.arange(4)
+
+# name -> a function that was imported by name, and what it is given
+CALLS = {
+    "linear": (linear, (X, W)),
+    "linear, lower precision": (linear, (X.bfloat16(), W)),
+    "linear, float64": (linear, (X.double(), W.double())),
+    "conv2d": (conv2d, (IMAGE, IMAGE)),
+    "mm": (mm, (X, W)),
+    "matmul": (torch.Tensor.matmul, (X, W)),
+    "gelu": (gelu, (X.bfloat16(),)),
+    "softplus": (softplus, (X.bfloat16(),)),
+    "exp": (exp, (X.bfloat16(),)),
+    "cumsum": (cumsum, (X.bfloat16(), 0)),
+    "softmax": (softmax, (X, -1)),
+    "cross_entropy": (cross_entropy, (X.bfloat16(), CLASSES)),
+    "mse_loss": (mse_loss, (X.bfloat16(), W)),
+}
+
+
+class Holder(nn.Module):
+    act = staticmethod(gelu)
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.table = function, {"f": function, "partial": functools.partial(function)}
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def in_a_default(function):
+    def call(*args, function=function):
+        return function(*args)
+
+    return call
+
+
+HOLDERS = {
+    "as it is": lambda f: f,
+    "partial": functools.partial,
+    "table": lambda f: {"f": f}["f"],
+    "namespace": lambda f: types.SimpleNamespace(function=f).function,
+    "closure": lambda f: lambda *args: f(*args),
+    "default": in_a_default,
+    "model": Holder,
+    "table of a model": lambda f: Holder(f).table["partial"],
+}
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_are_cast_as_by_autocast(name, holder, in_python):
+    function, arguments = CALLS[name]
+    held = HOLDERS[holder](function)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = held(*arguments)
+    with o1(in_python=in_python):
+        found = held(*arguments)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_function_in_python_calls_what_has_rows():
+    """F.softmax looks up Tensor.softmax when it is called: float32 also where torch.autocast, on the CPU, leaves it."""
+    with o1():
+        assert softmax(X.bfloat16(), -1).dtype is layer_norm(X.bfloat16(), (4,)).dtype is torch.float32
+
+
+def test_changed_row_does_not_reach_them():
+    with o1(policy={"torch.nn.functional.linear": "fp32", "torch.nn.functional.mse_loss": "native"}):
+        assert F.linear(X, W).dtype is torch.float32 and linear(X, W).dtype is torch.bfloat16
+        low = X.bfloat16()
+        assert F.mse_loss(low, low).dtype is torch.bfloat16 and mse_loss(low, low).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_what_holds_them_is_not_changed_and_torch_is_given_back(level):
+    model = Holder(softplus)
+    before, attributes = F.softplus, dict(vars(model))
+    ampkit.initialize(model, opt_level=level, verbosity=0)
+    assert F.softplus is not before and softplus is before
+    assert model.function is model.table["f"] is model.table["partial"].func is before and Holder.act is gelu
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.table["f"](X.bfloat16()).shape == X.shape
+    reference = weakref.ref(model)
+    ampkit.close()
+    assert F.softplus is softplus is before and F.linear is linear and torch.mm is mm
+    assert {name: vars(model)[name] for name in attributes} == attributes
+    assert not torch.is_autocast_enabled("cpu") and linear(X, W).dtype is torch.float32
+    del model, twin
+    gc.collect()
+    assert reference() is None

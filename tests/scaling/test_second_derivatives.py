@@ -1,0 +1,121 @@
+"""``backward(create_graph=True)`` inside of a block: what is differentiated once more is unscaled too."""
+
+import pytest
+import torch
+from helpers import initialize_quietly, random_batch
+from torch import nn
+
+import ampkit
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+
+BFLOAT16 = {"patch_torch_functions_type": torch.bfloat16, "loss_scale": "dynamic"}
+FLOAT16 = {"patch_torch_functions_type": torch.float16}
+LEVELS = {
+    "O1": ("O1", BFLOAT16),
+    "O1 in float16": ("O1", FLOAT16),
+    "O1, static scale": ("O1", {**BFLOAT16, "loss_scale": 1024.0}),
+    "O2": ("O2", {"cast_model_type": torch.bfloat16, "loss_scale": "dynamic"}),
+    "O2 in float16": ("O2", {"cast_model_type": torch.float16}),
+    "O4": ("O4", {}),
+    "O5": ("O5", {}),
+}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def backward_with_graph(model, optimizer, seed=1):
+    x, y = random_batch(seed, rows=16)
+    with ampkit.scale_loss((model(x).float() - y).square().mean(), optimizer) as scaled:
+        scaled.backward(create_graph=True)
+
+
+def signs(params):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 2, p.shape, generator=generator) * 2.0 - 1 for p in params]
+
+
+def hessian_times_signs(params):
+    """AdaHessian's estimate: the diagonal of the Hessian is the mean of ``z * (H z)`` over signs ``z``."""
+    grads = [p.grad for p in params]
+    z = [sign.to(grad.dtype) for sign, grad in zip(signs(params), grads)]
+    return [product.float() for product in torch.autograd.grad(grads, params, grad_outputs=z)]
+
+
+def penalty_gradients(params):
+    penalty = sum((p.grad.float() + 0.5).square().sum() for p in params)
+    return [grad.float() for grad in torch.autograd.grad(penalty, params)]
+
+
+def in_float32(second, blocks=1):
+    model = net()
+    for seed in range(1, blocks + 1):
+        x, y = random_batch(seed, rows=16)
+        (model(x) - y).square().mean().backward(create_graph=True)
+    params = list(model.parameters())
+    return [p.grad for p in params], second(params)
+
+
+def close(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.float() - theirs).norm() < 0.03 * theirs.norm()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("second", [hessian_times_signs, penalty_gradients])
+def test_second_derivative_is_unscaled(level, second):
+    grads, expected = in_float32(second)
+    opt_level, settings = LEVELS[level]
+    model, optimizer = initialize_quietly(net(), sgd, opt_level, **settings)
+    backward_with_graph(model, optimizer)
+    params = list(model.parameters())
+    close([p.grad for p in params], grads)
+    close(second(params), expected)
+    optimizer.step()
+    assert not ampkit.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_second_derivative_of_gradients_of_two_blocks(level):
+    grads, expected = in_float32(hessian_times_signs, blocks=2)
+    opt_level, settings = LEVELS[level]
+    model, optimizer = initialize_quietly(net(), sgd, opt_level, **settings)
+    for seed in (1, 2):
+        backward_with_graph(model, optimizer, seed)
+    params = list(model.parameters())
+    close([p.grad for p in params], grads)
+    close(hessian_times_signs(params), expected)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflow_is_found_in_gradients_with_a_graph(level, blocks):
+    opt_level, settings = LEVELS[level]
+    model, optimizer = initialize_quietly(net(), sgd, opt_level, **settings)
+    before = [p.detach().clone() for p in model.parameters()]
+    for block in range(blocks):
+        x, _ = random_batch()
+        with ampkit.scale_loss(model(x).float().sum() * (1.0 if block + 1 < blocks else 1e38), optimizer) as scaled:
+            scaled.backward(create_graph=True)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(mine, was) for mine, was in zip(model.parameters(), before))
+
+
+def test_cotangent_below_the_smallest_number_of_float16_is_lost():
+    """What docs/limits.md says: 2**-25 is 0 in float16, and 2**-9 / 65536 is that."""
+    model, optimizer = initialize_quietly(net(), sgd, "O1", **FLOAT16, loss_scale=65536.0)
+    backward_with_graph(model, optimizer)
+    weight = model[2].weight
+    found = []
+    for size in (2.0**-9, 2.0**-8):
+        cotangent = torch.full_like(weight, size)
+        found.append(torch.autograd.grad(weight.grad, model[0].weight, cotangent, retain_graph=True)[0].abs().max())
+    assert found[0] == 0 < found[1]
