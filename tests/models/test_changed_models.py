@@ -127,7 +127,7 @@ def test_changed_layer_trains_as_in_float32(change, steps):
     with torch.no_grad():
         model(X)  # else a pruned layer's weight is part of a graph, which torch does not copy
     copied = copy.deepcopy(model)
-        assert {param.dtype for param in copied.parameters()} == {torch.float32}
+    assert {param.dtype for param in copied.parameters()} == {torch.float32}
     assert copied.state_dict().keys() == twin.state_dict().keys()
     assert type(model[0]).__name__ == type(twin[0]).__name__ == type(copied[0]).__name__
     assert_closes_to_float32(model)
