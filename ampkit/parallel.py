@@ -82,7 +82,9 @@ def fully_shard(
     lower = MixedPrecisionPolicy(
         param_dtype=resolved.cast_model_type, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    return cast(nn.Module, shard(module, mesh=mesh, mp_policy=in_float32 if kept.covers(module) else lower, **options))
+    return cast(
+        nn.Module, shard(module, mesh=mesh, mp_policy=in_float32 if module in kept.modules else lower, **options)
+    )
 
 
 def convert_syncbn_model(

@@ -193,17 +193,9 @@ _OTHER_NAMES = {
 }
 
 
-_REMOVED = {
-    "model_grads": "after scale_loss param.grad is the unscaled gradient, float32 where need be. Leave it out.",
-    "keep_originals": "what a weight lacks of its float32 value lies beside it, in 16 bits. Leave it out.",
-}
-
-
 def unknown_setting(name: str, opt_level: str, known: Iterable[str]) -> TypeError:
     """The error for a keyword that `initialize` does not have: it names the one that was probably meant."""
     known = list(known)
-    if name in _REMOVED:
-        return TypeError(f"initialize() has no setting {name} any more: {_REMOVED[name]}")
     nearest = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.0)))
     if nearest == "cast_model_type" and opt_level in ("O1", "O4"):
         nearest = "patch_torch_functions_type"
@@ -307,13 +299,11 @@ def _check_keep_batchnorm_fp32(name: str, value: Any, level: str) -> bool:
 
 
 def _check_master_weights(name: str, value: Any, level: str) -> bool:
-    advice = "A float32 value is always the weight and a rest of 16 bits now." if value in ("split", "split24") else ""
-    if not isinstance(value, bool):
-        raise _refuse(name, value, "True or False", advice)
+    _check_bool(name, value, level)
     if level in ("O1", "O4"):
         advice = "The weights are float32 there and are their own masters."
         raise _refuse(name, value, f"None at {level}", advice)
-    return value
+    return bool(value)
 
 
 def _check_loss_scale(name: str, value: Any, level: str) -> float | DynamicLossScale:

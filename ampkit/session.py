@@ -36,13 +36,13 @@ from .iteration.stand_ins import inner_optimizers
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
-from .models import copies, exporting, sharded
+from .models import copies, sharded
 from .models.agreement import Dtypes, dtypes_of, note_new_modules, refuse_changed_dtype, sync_weights
-from .models.averaging import averages
 from .models.collectives import collectives, note_weights
 from .models.float32_values import Float32Value, Loans
 from .models.forward import Watcher, watchers
 from .models.incoming import Incoming
+from .models.made_by_torch import averages, exports
 from .models.preparing import Originals, prepare_models
 from .models.records import lower_entries, some_parameter
 from .patching import Undo
@@ -151,7 +151,7 @@ class Session:
                 self._start_casting(values)
             of_cast_weights = (averages,) if self.plan.casts_weights else ()
             has_masters = self.plan.casts_weights or self.plan.master_weights
-            for shared in (exporting.exports, *of_cast_weights, *((collectives,) if has_masters else ())):
+            for shared in (exports, *of_cast_weights, *((collectives,) if has_masters else ())):
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._forget_traces()

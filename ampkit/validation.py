@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import weakref
 from typing import Any
@@ -14,7 +15,7 @@ from .casting.tensors import params_of
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .logs import logger
-from .models.keep_fp32 import Kept, refuse_scripted, refuse_unmatched
+from .models.keep_fp32 import Kept
 from .optimizers import LARC, FusedLAMB, FusedLARS, FusedNovoGrad
 from .plan import Plan
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
@@ -185,8 +186,8 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
         if not fsdp_modules(model):
             continue
         kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32)
-        for name, module, param, dtype in gathered(model):
-            is_kept = not plan.casts_weights or kept.covers(module) or param in kept.parameters
+        for name, _, param, dtype in gathered(model):
+            is_kept = not plan.casts_weights or param in kept.parameters
             wanted = torch.float32 if is_kept else plan.cast_model_type
             if param.dtype in CASTABLE and (dtype or torch.float32) is not wanted:
                 raise ConfigurationError(_policy_line(name, dtype, wanted, is_kept, plan))
@@ -269,8 +270,31 @@ def scripted(model_list: list[nn.Module], plan: Plan) -> None:
 def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
     """Refuse items of ``keep_fp32=`` that name nothing in any of the models, or what has no forward in Python."""
     kept = [Kept(model, False, plan.keep_fp32) for model in model_list]
-    refuse_unmatched(kept)
-    refuse_scripted(kept)
+    unmatched = [item for item in kept[0].unmatched if all(item in one.unmatched for one in kept)] if kept else []
+    if unmatched:
+        shown = ", ".join(_describe(item) for item in unmatched)
+        raise ConfigurationError(
+            f"keep_fp32: {shown} matches no module and no parameter.{_near(unmatched[0], model_list)} Give modules of the model, "
+            "module types, or name patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
+        )
+    every = [(module, name) for one in kept for module, name in one.named.items()]
+    names = [name for module, name in every if isinstance(module, torch.jit.ScriptModule)]
+    if names:
+        raise ConfigurationError(
+            f"keep_fp32 names TorchScript modules ({', '.join(names)}). Name the module that calls them, or give initialize() the "
+            "module as it was before scripting."
+        )
+
+
+def _near(item: Any, model_list: list[nn.Module]) -> str:
+    """What was probably meant by an item that matches nothing."""
+    modules = {name: module for model in model_list for name, module in model.named_modules() if name}
+    if not isinstance(item, str):
+        return " That one belongs to another model." if isinstance(item, nn.Module) else ""
+    if any(type(module).__name__ == item for module in modules.values()):
+        return f" {item} is a type: give the class itself, without quotes."
+    near = difflib.get_close_matches(item, modules, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _refuse_unfit_weights(

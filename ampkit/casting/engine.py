@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -37,9 +37,6 @@ _compiling = torch.compiler.is_compiling
 
 # The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
 _active: Casting | None = None
-
-# See `keep_on_top`.
-_beneath_others: Callable[[], AbstractContextManager[None]] = nullcontext
 
 # Rules of the user's, by owner and name. They may be registered before there is an engine, and hold for later ones.
 _registered: dict[tuple[int, str], CastRule] = {}
@@ -104,13 +101,9 @@ class Casting:
 
     def install(self) -> None:
         """Patch torch. When anything fails midway, torch is as it was before."""
+        global _active
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
-        with _beneath_others():
-            self._install()
-
-    def _install(self) -> None:
-        global _active
         rules, dropped = self.policy.rules(_registered.values())
         self._await_packages()
         remind_dynamo()
@@ -140,8 +133,7 @@ class Casting:
         self._switch_off_everywhere()
         compiled_models.not_before_calls(self._mark_regions)
         self.tag_compiled_code()
-        with _beneath_others():
-            self._restore()
+        self._restore()
         remind_dynamo()
         if _active is self:
             _active = None
@@ -159,11 +151,10 @@ class Casting:
     def register(self, kind: CastKind, owner: Any, name: str) -> None:
         """Put a rule of the user's in place at once; it replaces a rule of the tables for the same function."""
         rule = CastRule(kind, owner, name)
-        with _beneath_others():
-            for owner, name in namesakes(rule):
-                if (id(owner), name) not in _registered:
-                    self._patch(CastRule(CastKind.NATIVE, owner, name))
-            self._patch(rule)
+        for owner, name in namesakes(rule):
+            if (id(owner), name) not in _registered:
+                self._patch(CastRule(CastKind.NATIVE, owner, name))
+        self._patch(rule)
         self._describe()
         forget_traces()
 
@@ -178,10 +169,9 @@ class Casting:
     def catch_up(self) -> None:
         """Put the rows of packages that were loaded since `install` in place."""
         self._await_packages()
-        with _beneath_others():
-            for rule in self.policy.rules(_registered.values())[0]:
-                if (id(rule.owner), rule.name) not in self._kinds:
-                    self._patch(rule)
+        for rule in self.policy.rules(_registered.values())[0]:
+            if (id(rule.owner), rule.name) not in self._kinds:
+                self._patch(rule)
         self._describe()
         forget_traces()
 
@@ -366,12 +356,6 @@ class Casting:
 def active_casting() -> Casting | None:
     """The engine that is installed now, if any."""
     return _active
-
-
-def keep_on_top(lifted: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have patches of others stand over the engine's, so that either may be undone first: it works inside ``lifted()``."""
-    global _beneath_others
-    _beneath_others = lifted
 
 
 def register_rule(kind: CastKind, owner: Any, name: str) -> None:

@@ -14,8 +14,10 @@ from torch import nn
 from ..errors import ConfigurationError
 from .copies import RECORD_KEY
 from .float32_values import Float32Value
-from .records import record_of, walk
-from .state_dicts import go_by_record
+from .records import go_by_record, record_of, walk
+
+#: Parameters of a model whose weights are not cast, and their dtypes.
+Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]
 
 
 def sync_weights(model: nn.Module) -> None:
@@ -27,31 +29,29 @@ def sync_weights(model: nn.Module) -> None:
     whole.loans.end()
     whole.loans.lend_again()
     note_new_modules(model)
-    in_float32: list[tuple[Float32Value, torch.Tensor, torch.dtype, nn.Module, str]] = []
+    in_float32: list[tuple[Float32Value, nn.Parameter, torch.dtype]] = []
     for module in walk(model):
-        record = module.__dict__.get(RECORD_KEY, whole)
+        record = module.__dict__.get(RECORD_KEY, whole)  # scripted ones have none
         parameters, kept, lower_precision = record.parameters, record.kept, record.lower_precision
-        for name, tensor in module._parameters.items():
-            if tensor is None:
+        for param in module._parameters.values():
+            if param is None:
                 continue
-            entry = parameters.get(id(tensor))
+            entry = parameters.get(id(param))
             if entry is None:  # kept in float32; or new since, and calls are cast
-                if tensor.dtype is not torch.float32 and id(tensor) in kept:
-                    raise _foreign_weight(model, module, name, tensor)
-            elif tensor.dtype is lower_precision:
+                if param.dtype is not torch.float32 and id(param) in kept:
+                    raise _changed(model, param, torch.float32)
+            elif param.dtype is lower_precision:
                 rest = entry.rest
-                # Not entry.follow(tensor), which every weight would be asked for in every forward.
-                if rest is not None and (rest.numel() != tensor.numel() or rest.device != tensor.device):
-                    entry.follow(tensor)
-            elif tensor.dtype is torch.float32:
-                in_float32.append((entry, tensor, lower_precision, module, name))
+                # Not entry.follow(param), which every weight would be asked for in every forward.
+                if rest is not None and (rest.numel() != param.numel() or rest.device != param.device):
+                    entry.follow(param)
+            elif param.dtype is torch.float32 and not whole.was_made_float32:
+                in_float32.append((entry, param, lower_precision))
             else:
-                raise _foreign_weight(model, module, name, tensor)
-    for entry, tensor, lower_precision, module, name in in_float32:
-        if whole.was_made_float32:
-            raise _foreign_weight(model, module, name, tensor)
-        if tensor.dtype is torch.float32:  # of tied weights the first is done
-            entry.take_float32(tensor, lower_precision)
+                raise _changed(model, param, lower_precision)
+    for entry, param, lower_precision in in_float32:
+        if param.dtype is torch.float32:  # of tied weights the first is done
+            entry.take_float32(param, lower_precision)
     whole.was_made_float32 = False
 
 
@@ -63,35 +63,22 @@ def note_new_modules(model: nn.Module) -> None:
             go_by_record(module, record)
 
 
-def _foreign_weight(model: nn.Module, module: nn.Module, name: str, tensor: torch.Tensor) -> ConfigurationError:
-    whole = record_of(module) or record_of(model)  # what is new and scripted has no record
-    prefix = next((prefix for prefix, inner in model.named_modules() if inner is module), "")
-    full_name = f"{prefix}.{name}" if prefix else name
-    was = whole.lower_precision if id(tensor) in whole.parameters else torch.float32
-    return ConfigurationError(
-        f"{full_name!r} is {tensor.dtype}, initialize() left it {was}. Do not change the dtype of an initialized model "
-        "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
-    )
-
-
-Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]
-
-
 def dtypes_of(model: nn.Module) -> Dtypes:
-    """The parameters of a model whose weights are not cast, and their dtypes."""
+    """The parameters of a model whose weights are not cast, as they are now."""
     return [(weakref.ref(param), param.dtype) for param in model.parameters()]
 
 
 def refuse_changed_dtype(model: nn.Module, left_as: Dtypes) -> None:
     """Raise where a parameter has another dtype than `dtypes_of` has found, by its name."""
-    changed = ((param, dtype) for ref, dtype in left_as if (param := ref()) is not None and param.dtype is not dtype)
-    found, dtype = next(changed, (None, None))
-    if found is None:
-        return
-    name = next((name for name, param in model.named_parameters() if param is found), None)
-    if name is None:  # it was taken out of the model
-        return
-    raise ConfigurationError(
-        f"{name!r} is {found.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
-        "(.half(), .to(dtype)): call ampkit.close() first, or initialize again with O2, O3 or O5, which cast it."
+    for ref, dtype in left_as:
+        param = ref()
+        if param is not None and param.dtype is not dtype and any(param is one for one in model.parameters()):
+            raise _changed(model, param, dtype)
+
+
+def _changed(model: nn.Module, param: nn.Parameter, was: torch.dtype) -> ConfigurationError:
+    name = next(name for name, one in model.named_parameters() if one is param)
+    return ConfigurationError(
+        f"{name!r} is {param.dtype}, initialize() left it {was}. Do not change the dtype of an initialized model "
+        "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
     )

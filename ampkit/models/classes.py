@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 _OWN_KEY = "_ampkit_own_class"
 
-_made: weakref.WeakValueDictionary[tuple[Hashable, ...], type] = weakref.WeakValueDictionary()
+_made: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
 class InFront:
@@ -22,11 +22,11 @@ class InFront:
             super().__init_subclass__(**kwargs)
 
 
-def put_in_front(own: type, mixin: type[InFront], around: Callable[..., Any], *key: Hashable) -> type:
-    """A subclass of ``own`` whose forward is ``around(module, own.forward, args, kwargs)``; one for each ``key``."""
+def put_in_front(own: type, mixin: type[InFront], around: Callable[..., Any]) -> type:
+    """A subclass of ``own`` whose forward is ``around(module, own.forward, args, kwargs)``."""
     if _is_parametrized(own):
-        return _parametrized(own, put_in_front(own.__base__, mixin, around, *key))
-    made = _made.get((own, mixin, *key))
+        return _parametrized(own, put_in_front(own.__base__, mixin, around))
+    made = _made.get(own)
     if made is None:
 
         @functools.wraps(own.forward)
@@ -42,7 +42,7 @@ def put_in_front(own: type, mixin: type[InFront], around: Callable[..., Any], *k
         else:
             bases, settings = (own, mixin), {"metaclass": _second_base_first(type(own))}
         made = types.new_class(own.__name__, bases, settings, lambda names: names.update(namespace))
-        _made[own, mixin, *key] = made
+        _made[own] = made
     return made
 
 

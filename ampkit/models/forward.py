@@ -24,7 +24,6 @@ from ..compiling import compiled_models
 from ..errors import ConfigurationError
 from .classes import InFront, is_made_here, own_class, put_in_front
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
-from .keep_fp32 import have_it_called
 from .records import lower_entries, record_of
 
 CASTS_KEY = "_ampkit_casts"
@@ -115,13 +114,17 @@ class _Shell(InFront):
 def install(model: nn.Module, casts: ForwardCasts) -> None:
     """Make ``model`` cast as ``casts`` says, whichever way its forward is called."""
     if casts is KEPT:
-        have_it_called(model)
+        model.register_forward_pre_hook(_no_kernel_in_its_place)
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
     model.__dict__[CASTS_KEY] = casts
     model.__class__ = put_in_front(own_class(type(model)), _Shell, _around)
     hand_out_plain_copies(model)
+
+
+def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
+    """torch's TransformerEncoderLayer calls its parts, instead of one kernel in their place, where one of them has a hook."""
 
 
 def uninstall(model: nn.Module) -> None:
@@ -198,7 +201,7 @@ def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
 def _note_trace(model: nn.Module) -> None:
     """What precedes a forward stays outside of a graph: see `compiled_models`.
 
-    torch.export without dynamo runs the forward with fake weights in their places: see `exporting`.
+    torch.export without dynamo runs the forward with fake weights in their places: see `made_by_torch`.
     """
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..casting.tensors import cast_state, states_to_cast, tensors_in
 from ..dtypes import LOWER_PRECISION
@@ -22,27 +23,23 @@ class Incoming:
     """The dtypes that parameters and buffers came in, where that was a lower precision."""
 
     def __init__(self) -> None:
-        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], torch.dtype]] = {}  # by id
+        self._dtypes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters
         # By name: modules put other tensors in the places of their buffers.
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
+        self._recurrent: weakref.WeakSet[nn.RNNBase] = weakref.WeakSet()
         self._with_float32_state: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
 
     def take_over(self, earlier: Incoming, models: Sequence[nn.Module]) -> None:
         """What an earlier session has noted of ``models``, before it closes: it then leaves these in float32."""
-        modules = {module for model in models for module in model.modules()}
-        params = {id(param) for model in models for param in model.parameters()}
         self._with_float32_state |= earlier._with_float32_state
-        for key in list(earlier._parameters):
-            if key in params:
-                self._parameters[key] = earlier._parameters.pop(key)
-        for module in list(earlier._buffers):
-            if module in modules:
-                self._buffers[module] = earlier._buffers.pop(module)
+        self._recurrent |= earlier._recurrent
+        for model in models:
+            _move(earlier._dtypes, self._dtypes, model.parameters())
+            _move(earlier._buffers, self._buffers, model.modules())
 
     def dtypes_of(self, model: nn.Module) -> set[torch.dtype]:
         """The dtypes that the model's parameters came in, as far as they are noted here."""
-        noted = (self._parameters.get(id(param), (None, None)) for param in model.parameters())
-        return {dtype for ref, dtype in noted if ref is not None and ref() is not None}
+        return {self._dtypes[param] for param in model.parameters() if param in self._dtypes}
 
     def widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[tuple[nn.Module, torch.dtype, int]]:
         """Make lower-precision tensors float32, in place, with their gradients and optimizer state.
@@ -50,19 +47,20 @@ class Incoming:
         Returns (model, its dtype, how many tensors) for each model that has come in lower precision.
         """
         found = []
-        taken_over = set(self._parameters)
+        taken_over = set(map(id, self._dtypes))
         for model in models:
-            widened = []
-            for module, name, tensor in _lower_tensors(model):
-                widened.append(tensor.dtype)
-                if name in module._parameters:
-                    self._parameters[id(tensor)] = (weakref.ref(tensor), tensor.dtype)
-                else:
-                    self._buffers.setdefault(module, {})[name] = tensor.dtype
+            lower = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in LOWER_PRECISION]
+            if not lower:
+                continue
+            found.append((model, lower[0].dtype, len(lower)))
+            self._dtypes.update({param: param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION})
+            for module in model.modules():
+                names = {name: x.dtype for name, x in module.named_buffers(recurse=False) if x.dtype in LOWER_PRECISION}
+                self._buffers.setdefault(module, {}).update(names)
+            for tensor in lower:
                 _change_dtype(tensor, torch.float32)
-            if widened:
-                found.append((model, widened[0], len(widened)))
-                _flatten_again(model)
+            self._recurrent.update(module for module in model.modules() if isinstance(module, nn.RNNBase))
+        self._flatten_again()
         for optimizer in optimizers:
             for param, state in self._states(optimizer):
                 if id(param) in taken_over:
@@ -78,44 +76,32 @@ class Incoming:
             if optimizer in self._with_float32_state or getattr(optimizer, "keeps_float32_state", False):
                 continue
             for param, state in self._states(optimizer):
-                state.update(cast_state(state, self._parameters[id(param)][1]))
-        for ref, dtype in self._parameters.values():
-            if (param := ref()) is not None:
-                _change_dtype(param, dtype)
-        for module, names in self._buffers.items():
-            for name, dtype in names.items():
-                if (buffer := module._buffers.get(name)) is not None:
-                    _change_dtype(buffer, dtype)
-            _flatten_again(module)
-        self._parameters.clear()
+                state.update(cast_state(state, self._dtypes[param]))
+        buffers = (
+            (module._buffers.get(name), dtype) for module, own in self._buffers.items() for name, dtype in own.items()
+        )
+        for tensor, dtype in (*self._dtypes.items(), *buffers):
+            if tensor is not None:
+                _change_dtype(tensor, dtype)
+        self._flatten_again()
+        self._dtypes.clear()
         self._buffers.clear()
 
     def _states(self, optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """Each parameter that came in lower precision and has state in the optimizer, and that state."""
-        for param, state in states_to_cast(optimizer):
-            ref, _ = self._parameters.get(id(param), (None, None))
-            if ref is not None and ref() is param:
-                yield param, state
+        return ((param, state) for param, state in states_to_cast(optimizer) if param in self._dtypes)
+
+    def _flatten_again(self) -> None:
+        """Recurrent layers want their weights in one piece."""
+        for module in self._recurrent:
+            module.flatten_parameters()
 
 
-def _lower_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.dtype in LOWER_PRECISION:
-                    yield module, name, tensor
+def _move(noted: Any, to: Any, keys: Iterator[Any]) -> None:
+    to.update({key: noted.pop(key) for key in keys if key in noted})
 
 
 def _change_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     gradient, tensor.grad = tensor.grad, None
     tensor.data = tensor.detach().to(dtype)
     tensor.grad = None if gradient is None else gradient.to(dtype)
-
-
-def _flatten_again(model: nn.Module) -> None:
-    """Recurrent layers want their weights in one piece."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()

@@ -7,7 +7,6 @@ computes in it, at every level: it gets a forward of its own (`KEPT` in forward.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..errors import ConfigurationError
 from ..sharding import fsdp_modules
 from .classes import own_class
 
@@ -35,50 +33,32 @@ def _is_matrix(tensor: torch.Tensor) -> bool:
     return sum(size > 1 for size in tensor.shape) >= 2
 
 
-class AsTheyAre:
-    """The choice that keeps every float32 tensor: only weights that came in lower precision get a float32 value behind them."""
-
-    def keeps(self, module: nn.Module, param: nn.Parameter) -> bool:
-        return True
-
-
 class Kept:
-    """The choice for one model: ``modules`` (with everything inside them) and single parameters and buffers by identity.
+    """The choice for one model: ``modules``, and all ``parameters`` in them and beside them that are to stay float32.
 
     ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing. Of what is
     not kept it lowers the matrices, or where it ``lowers_all`` every parameter.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        keep_norms: bool,
-        keep_fp32: tuple[Any, ...],
-        lowers_all: bool = False,
+        self, model: nn.Module, keep_norms: bool, keep_fp32: tuple[Any, ...], lowers_all: bool = False
     ) -> None:
-        self.modules: dict[nn.Module, str] = {}
+        self.modules = {m: name for name, m in model.named_modules() if keep_norms and is_norm(m)}
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
         self.unmatched: list[Any] = []
         self.model = model
         self.lowers_all = lowers_all
-        for name, module in model.named_modules():
-            if keep_norms and is_norm(module):
-                self.modules[module] = name
         for item in keep_fp32:
             if not self._keep(item):
                 self.unmatched.append(item)
         self._name_attentions()
         self.modules.update(self.named)
-        self._keep_tied()
-        self._inside = {inner for module in self.modules for inner in module.modules()}
-
-    def covers(self, module: nn.Module) -> bool:
-        return module in self._inside
+        self.parameters.update(param for module in self.modules for param in module.parameters())
 
     def keeps(self, module: nn.Module, param: nn.Parameter) -> bool:
         """Whether a float32 parameter of the module stays as it is."""
-        if self.covers(module) or param in self.parameters:
+        if param in self.parameters:
             return True
         if self.lowers_all or is_norm(module) or _is_matrix(param):
             return False
@@ -94,23 +74,6 @@ class Kept:
                 if _has_forward(module) and (module is root or module not in computed):
                     found[module] = None
         return list(found)
-
-    def scripted(self) -> list[str]:
-        """Names of modules that are to be kept and have no forward in Python."""
-        return [name for module, name in self.named.items() if isinstance(module, torch.jit.ScriptModule)]
-
-    def _keep_tied(self) -> None:
-        """A tensor has one dtype: modules that share a weight with a kept one are kept as well."""
-        found = bool(self.modules)
-        while found:
-            inside = {inner for module in self.modules for inner in module.modules()}
-            tensors = {param for module in inside for param in module.parameters(recurse=False)}
-            found = {
-                module: name
-                for name, module in self.model.named_modules()
-                if module not in inside and any(param in tensors for param in module.parameters(recurse=False))
-            }
-            self.modules.update(found)
 
     def _keep(self, item: Any) -> bool:
         if isinstance(item, str):
@@ -174,46 +137,3 @@ def _has_forward(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
         return False
     return type(module).forward is not nn.Module.forward
-
-
-def refuse_unmatched(kept: list[Kept]) -> None:
-    """An item of ``keep_fp32=`` that matches nothing in any of the models is a mistake worth an error."""
-    unmatched = [item for item in kept[0].unmatched if all(item in one.unmatched for one in kept)] if kept else []
-    if unmatched:
-        shown = ", ".join(
-            f"a {type(item).__name__}" if isinstance(item, nn.Module) else repr(item) for item in unmatched
-        )
-        raise ConfigurationError(
-            f"keep_fp32: {shown} matches no module and no parameter.{_near(unmatched[0], kept)} Give modules of the model, module "
-            "types, or name patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
-        )
-
-
-def _near(item: Any, kept: list[Kept]) -> str:
-    """What was probably meant by an item that matches nothing."""
-    modules = {name: module for one in kept for name, module in one.model.named_modules() if name}
-    if not isinstance(item, str):
-        return " That one belongs to another model." if isinstance(item, nn.Module) else ""
-    if any(type(module).__name__ == item for module in modules.values()):
-        return f" {item} is a type: give the class itself, without quotes."
-    near = difflib.get_close_matches(item, modules, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def refuse_scripted(kept: list[Kept]) -> None:
-    """The forward of a scripted module is not called from Python, and nothing can be put around it."""
-    names = [name for one in kept for name in one.scripted()]
-    if names:
-        raise ConfigurationError(
-            f"keep_fp32 names TorchScript modules ({', '.join(names)}). Name the module that calls them, or give initialize() the "
-            "module as it was before scripting."
-        )
-
-
-def have_it_called(module: nn.Module) -> None:
-    """torch's TransformerEncoderLayer calls its parts, instead of one kernel in their place, where one of them has a hook."""
-    module.register_forward_pre_hook(_no_kernel_in_its_place)
-
-
-def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
-    """Its being there is all that it does."""

@@ -6,7 +6,7 @@ lies beside it (`Float32Value`). Which of the rooms beside this one are asked, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from .copies import RECORD_KEY, need_no_plain_copies, remove_hooks
 from .float32_values import Float32Value, Loans, put_gradient
 from .forward import ForwardCasts
 from .keep_fp32 import Kept
-from .records import CastModel, lower_entries, record_of
-from .state_dicts import go_by_record
+from .records import CastModel, go_by_record, lower_entries, record_of
 
+Keeps = Callable[[nn.Module, nn.Parameter], bool]
 Plan = Any  # plan.py's, which stands above this room
 # What was cast, as it was, and its gradient: until all is prepared, so that what fails is undone exactly.
 Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
@@ -46,8 +46,8 @@ def prepare_models(
     def restore(model: nn.Module) -> None:
         restore_weights(model, originals)
 
-    def cast(model: nn.Module, precision: torch.dtype, choice: Any) -> None:
-        _cast_weights(model, CastModel(precision, loans), choice, bool(plan.master_weights), values, originals)
+    def cast(model: nn.Module, precision: torch.dtype, keeps: Keeps) -> None:
+        _cast_weights(model, CastModel(precision, loans), keeps, bool(plan.master_weights), values, originals)
 
     for model in models:
         undo.if_alive(forward.uninstall, model)
@@ -56,12 +56,12 @@ def prepare_models(
     if plan.casts_weights:
         for model, choice in zip(models, kept):
             if not fsdp_modules(model):  # FSDP2 casts what it gathers
-                cast(model, plan.cast_model_type, choice)
+                cast(model, plan.cast_model_type, choice.keeps)
     elif plan.master_weights:
         for model in models:
             if (dtype := _precision_in(model)) is not None:
                 undo.if_alive(restore, model)
-                cast(model, dtype, keep_fp32.AsTheyAre())
+                cast(model, dtype, lambda module, param: True)
     _log_kept(kept, plan)
     if twins and plan.verbosity >= 1:
         pairs = ", ".join(f"{own} (of {twin})" for own, twin in twins.values())
@@ -73,7 +73,7 @@ def prepare_models(
 def _cast_weights(
     model: nn.Module,
     whole: CastModel,
-    kept: Any,
+    keeps: Keeps,
     has_masters: bool,
     values: dict[torch.Tensor, Float32Value],
     originals: Originals,
@@ -88,7 +88,7 @@ def _cast_weights(
         for name, param in module._parameters.items():
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
-            if param.dtype is torch.float32 and kept.keeps(module, param):
+            if param.dtype is torch.float32 and keeps(module, param):
                 whole.kept[id(param)] = param
                 continue
             if param not in values:

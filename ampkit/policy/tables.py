@@ -410,8 +410,6 @@ APEX_ONLY = (
 
 # Layers of groups: a later one wins. A function that a policy's own list does not know keeps the default's row.
 DEFAULT = APEX + TODAY
-#: The losses of torch.nn.functional.
-LOSSES = ("binary_cross_entropy", *(name for group in DEFAULT if group.reason is _LOSS for name in group.names))
 TABLES: dict[str, tuple[tuple[RuleGroup, ...], ...]] = {
     "default": (DEFAULT,),
     "apex": (DEFAULT, APEX_ONLY),

@@ -159,7 +159,6 @@ REFUSED = (
     ("O1", "max_loss_scale", "big", ("'big'", "positive")),
     ("O2", "keep_fp32", 3, ("keep_fp32=3", "modules, module types or name patterns")),
     ("O2", "keep_fp32", [F32], ("torch.float32", "modules, module types or name patterns")),
-    ("O2 O5", "master_weights", "split", ("'split'", "a rest of 16 bits now")),
     ("O5", "master_weights", "split24", ("'split24'", "True or False")),
     ("O1", "policy", "nvidia", ("'nvidia'", "apex", "default")),
     ("O1", "on_floor", "stop", ("'stop'", "'raise' or 'warn'")),

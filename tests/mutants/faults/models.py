@@ -94,15 +94,15 @@ FAULTS = [
     Mutant(
         "agreement: a model that was made float32 is taken for assigned values",
         "ampkit/models/agreement.py",
-        "if whole.was_made_float32:",
-        "if False:",
+        "param.dtype is torch.float32 and not whole.was_made_float32:",
+        "param.dtype is torch.float32:",
         breaks="model.float() is refused",
         tests=("models/test_changed_models.py::test_model_made_float32_is_still_refused",),
     ),
     Mutant(
         "agreement: a changed dtype is not refused",
         "ampkit/models/agreement.py",
-        "                raise _foreign_weight(model, module, name, tensor)\n    for entry",
+        "                raise _changed(model, param, lower_precision)\n    for entry",
         "                continue\n    for entry",
         breaks="weights whose dtype was changed are refused by name",
         tests=("sessions/test_sessions.py::test_changed_dtype_raises_at_the_next_forward_by_name",),
@@ -117,7 +117,7 @@ FAULTS = [
     ),
     Mutant(
         "state dicts: what is loaded is rounded",
-        "ampkit/models/state_dicts.py",
+        "ampkit/models/records.py",
         "entry.put(tensor, loaded)",
         "pass",
         breaks="a checkpoint is loaded bit for bit",
@@ -190,8 +190,8 @@ FAULTS = [
     Mutant(
         "incoming: a second initialize rounds what was learned",
         "ampkit/models/incoming.py",
-        "if key in params:",
-        "if False:",
+        "_move(earlier._dtypes, self._dtypes, model.parameters())",
+        "pass",
         breaks="a model that came in bfloat16 keeps its float32 values from session to session",
         tests=("models/test_incoming.py::test_a_second_initialize_does_not_round_what_was_learned",),
     ),
@@ -206,9 +206,9 @@ FAULTS = [
     Mutant(
         "keep: tied weights are torn",
         "ampkit/models/keep_fp32.py",
-        "self._keep_tied()\n        self._inside",
-        "self._inside",
-        breaks="modules that share a kept weight are kept",
+        "self.parameters.update(param for module in self.modules for param in module.parameters())",
+        "pass",
+        breaks="a weight of a kept module is kept wherever it is used",
         tests=("models/test_cast_model.py::test_keep_fp32_of_a_tied_weight_keeps_both_ends",),
     ),
     Mutant(
@@ -230,7 +230,7 @@ FAULTS = [
     Mutant(
         "keep: one kernel takes the place of an encoder layer",
         "ampkit/models/forward.py",
-        "have_it_called(model)",
+        "model.register_forward_pre_hook(_no_kernel_in_its_place)",
         "pass",
         breaks="a kept part of a TransformerEncoderLayer is called in evaluation",
         tests=("models/test_keep_fp32.py::test_part_of_an_encoder_layer_is_kept_in_evaluation_too",),
@@ -333,7 +333,7 @@ FAULTS = [
     ),
     Mutant(
         "averages: AveragedModel averages rounded weights",
-        "ampkit/models/averaging.py",
+        "ampkit/models/made_by_torch.py",
         "original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))",
         "original(self, model)",
         breaks="AveragedModel averages float32 values",

@@ -1,0 +1,369 @@
+"""Models that meet levels in different ways, at this checkout beside another: time, saved bytes, peak memory.
+
+    git worktree add /tmp/before COMMIT; (cd /tmp/before; AMPKIT_BUILD_EXT=1 python setup.py build_ext --inplace)
+    python benchmarks/beside.py /tmp/before --only gpt --only "hand-written gpt"
+
+Every contender has a process of its own, with the ampkit of its checkout, and these take turns; ratios are medians of those of
+the same round. Peak memory is that of another process, which gives back what it frees. transformers and timm come with `make
+clients`. Without a checkout, levels are compared with torch.autocast alone.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LEVELS = ("O1", "O2", "O5")
+KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
+GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+TURN = 0.1  # seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", nargs="?", type=Path, help="the other checkout, built")
+    parser.add_argument("--only", action="append", help="a case; may be given several times")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        return serve(json.loads(args.serve))
+    for name in args.only or NAMES:
+        compare(name, args)
+
+
+class Process:
+    """One contender: a way of training a case, with the ampkit of a checkout."""
+
+    def __init__(self, checkout, environment, **task):
+        path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", json.dumps(task)],
+            env={**os.environ, **environment, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, *question):
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(name, args):
+    contenders = {("autocast", "now"): ROOT}
+    for level in LEVELS:
+        if args.before:
+            contenders[level, "before"] = args.before
+        contenders[level, "now"] = ROOT
+    running, saved, peaks, times = {}, {}, {}, {}
+    for key, checkout in contenders.items():
+        task = dict(case=name, way=key[0], compiled=args.compiled, threads=args.threads)
+        if not args.compiled:
+            alone = Process(checkout, GIVE_BACK, **task)
+            peaks[key] = alone.ask("peak")
+            alone.end()
+        running[key], times[key] = Process(checkout, KEEP_FREED, **task), []
+        running[key].ask("turn", 3)
+        saved[key] = running[key].ask("saved")
+    steps = max(1, int(TURN / running["autocast", "now"].ask("turn", 1)))
+    for index in range(args.rounds):
+        order = list(running)[:: 1 if index % 2 else -1]
+        for key in order:
+            times[key].append(running[key].ask("turn", steps))
+    for process in running.values():
+        process.end()
+    print(
+        f"{name}{', compiled' if args.compiled else ''}: autocast {statistics.median(times['autocast', 'now']) * 1e3:.2f} ms"
+    )
+    for level in LEVELS:
+        others = [("autocast", "now"), *([(level, "before")] if args.before else [])]
+        for other in others:
+            print(f"  {level} / {'autocast' if other[0] == 'autocast' else 'before'}: ", end="")
+            ratios = [a / b for a, b in zip(times[level, "now"], times[other], strict=True)]
+            low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            print(f"time {ratio:.3f} ({low:.3f}-{high:.3f})", end="")
+            for what, found, unit in (("saved", saved, 1e6), ("peak", peaks, 2**20)):
+                mine, theirs = found.get((level, "now")), found.get(other)
+                if mine and theirs:
+                    print(f", {what} {mine / theirs:.3f} ({mine / unit:.1f} {'MB' if unit == 1e6 else 'MiB'})", end="")
+            print(flush=True)
+
+
+# In a process of its own
+
+
+def serve(task):
+    import torch
+
+    torch.set_num_threads(task["threads"])
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    step = None
+    for line in sys.stdin:
+        question, *arguments = json.loads(line)
+        step = step or prepare(task)
+        if question == "turn":
+            start = time.perf_counter()
+            for _ in range(arguments[0]):
+                step()
+            answer = (time.perf_counter() - start) / arguments[0]
+        elif question == "saved":
+            answer = saved_bytes(step)
+        else:
+            for _ in range(3):
+                step()
+            status = Path("/proc/self/status").read_text()
+            answer = int(status.split("VmHWM:")[1].split()[0]) * 1024 - before
+        print(json.dumps(answer), flush=True)
+
+
+def prepare(task):
+    """One step of a case, its model initialized."""
+    import torch
+
+    import ampkit
+
+    torch.manual_seed(0)
+    model, loss_of = CASES[task["case"]]()
+    way = task["way"]
+    trains = any(param.requires_grad for param in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) if trains else None
+    if way != "autocast":
+        setting = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}.get(way)
+        found = ampkit.initialize(
+            model, optimizer, opt_level=way, verbosity=0, **({setting: torch.bfloat16} if setting else {})
+        )
+        model, optimizer = found if trains else (found, None)
+    called = torch.compile(model) if task["compiled"] else model
+    scaler = torch.amp.GradScaler("cpu", enabled=trains)
+
+    def region():
+        return torch.autocast("cpu", torch.bfloat16) if way == "autocast" else contextlib.nullcontext()
+
+    def evaluate():
+        with torch.no_grad(), region():
+            loss_of(called)
+
+    def train():
+        optimizer.zero_grad()
+        with region():
+            loss = loss_of(called)
+        if way == "autocast":
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            with ampkit.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+
+    evaluate.parameters = train.parameters = list(model.parameters())
+    return train if trains else evaluate
+
+
+def saved_bytes(step):
+    """What autograd saves in one step, each storage once, parameters left out."""
+    import torch
+
+    parameters = {param.untyped_storage().data_ptr() for param in step.parameters}
+    alive, sizes = [], {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            alive.append(storage)  # so that no other storage comes to lie at its address
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        step()
+    return sum(sizes.values())
+
+
+# The cases
+
+
+def of_bench(name):
+    def make():
+        import cases
+
+        case = cases.make(name)
+        (model,), ((x, y), *_) = case.models, case.batches
+        return model, lambda model: case.loss(model(x), y)
+
+    return make
+
+
+def hand_written_gpt():
+    """Attention as lectures write it, with a mask that is added, and GELU by its formula."""
+    import math
+
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, width, heads, length):
+            super().__init__()
+            self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.register_buffer("mask", torch.full((length, length), -math.inf).triu(1))
+
+        def forward(self, x):
+            q, k, v = (
+                one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in self.qkv(self.norm1(x)).chunk(3, -1)
+            )
+            attention = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + self.mask).softmax(-1)
+            x = x + self.project((attention @ v).transpose(1, 2).flatten(2))
+            y = self.up(self.norm2(x))
+            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+            return x + self.down(y)
+
+    width, length = 256, 128
+    model = nn.Sequential(
+        nn.Embedding(1000, width),
+        *(Block(width, 8, length) for _ in range(4)),
+        nn.LayerNorm(width),
+        nn.Linear(width, 1000),
+    )
+    tokens = torch.randint(1000, (4, length + 1))
+    return model, lambda model: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def of_transformers(name, images=False, **settings):
+    def make():
+        import torch
+        import transformers
+
+        cls = getattr(transformers, name)
+        model = cls(cls.config_class(**settings)).train()
+        if images:
+            batch = dict(pixel_values=torch.randn(8, 3, 64, 64), labels=torch.randint(2, (8,)))
+        else:
+            tokens = torch.randint(3, 1000, (4, 128))
+            batch = dict(input_ids=tokens, labels=tokens)
+        return model, lambda model: model(**batch).loss
+
+    return make
+
+
+def vit_with_layer_scale():
+    import timm
+    import torch
+    import torch.nn.functional as F
+
+    model = timm.create_model(
+        "deit3_small_patch16_224",
+        img_size=64,
+        patch_size=8,
+        depth=6,
+        embed_dim=192,
+        num_heads=6,
+        num_classes=10,
+        init_values=1e-2,
+    )
+    x, y = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
+    return model, lambda model: F.cross_entropy(model(x), y)
+
+
+def prenorm_wrapper():
+    """A module around each layer that bears a norm's name and has the layer inside it."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class PreNorm(nn.Module):
+        def __init__(self, width, fn):
+            super().__init__()
+            self.norm, self.fn = nn.LayerNorm(width), fn
+
+        def forward(self, x):
+            return x + self.fn(self.norm(x))
+
+    def feed_forward():
+        return PreNorm(256, nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
+
+    model = nn.Sequential(*(feed_forward() for _ in range(6)))
+    x = torch.randn(8, 128, 256)
+    return model, lambda model: F.mse_loss(model(x), x)
+
+
+def narrow():
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(*(layer for _ in range(150) for layer in (nn.Linear(16, 16), nn.LayerNorm(16))))
+    x = torch.randn(8, 16)
+    return model, lambda model: model(x).float().square().mean()
+
+
+def policy_network():
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).requires_grad_(
+        False
+    )
+    x = torch.randn(1, 8)
+    return model, lambda model: model(x)
+
+
+def generate():
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(**TINY_LLAMA)
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    tokens = torch.randint(3, 1000, (1, 8))
+    return model, lambda model: model.generate(tokens, max_new_tokens=16, do_sample=False)
+
+
+TINY_LLAMA = dict(
+    vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+)
+DECODER = dict(vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8)
+ENCODER = dict(vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8)
+WITHOUT_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+CASES = {
+    **{name: of_bench(name) for name in ("resnet18", "gpt", "bert", "lstm", "mlp")},
+    "hand-written gpt": hand_written_gpt,
+    "vit with layer scale": vit_with_layer_scale,
+    "transformers gpt2": of_transformers(
+        "GPT2LMHeadModel",
+        vocab_size=1000,
+        n_embd=256,
+        n_layer=4,
+        n_head=8,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+    "transformers bert": of_transformers("BertForMaskedLM", **ENCODER, **WITHOUT_DROPOUT),
+    "transformers llama": of_transformers("LlamaForCausalLM", **DECODER),
+    "transformers convnextv2": of_transformers(
+        "ConvNextV2ForImageClassification", images=True, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 4, 2]
+    ),
+    "prenorm wrapper": prenorm_wrapper,
+    "narrow layers": narrow,
+    "policy network": policy_network,
+    "generate": generate,
+}
+NAMES = list(CASES)
+
+
+if __name__ == "__main__":
+    main()
