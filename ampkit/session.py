@@ -372,8 +372,6 @@ class Session:
         if model in self._left_as:
             refuse_changed_dtype(model, self._left_as[model])
         else:
-            if not self._knows_sharding:
-                self._refuse_sharded_since()
             sync_weights(model)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 note_weights(model)

@@ -32,22 +32,34 @@ def main():
     parser.add_argument("--only", action="append", help="a case; may be given several times")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peaks", action="store_true", help="peak memory too")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         return serve(json.loads(args.serve))
-    for name in args.only or NAMES:
-        compare(name, args)
+    contenders = {("autocast", "now"): ROOT}
+    for level in LEVELS:
+        if args.before:
+            contenders[level, "before"] = args.before
+        contenders[level, "now"] = ROOT
+    running = {key: Process(checkout, KEEP_FREED, key[0], args) for key, checkout in contenders.items()}
+    for name in args.only or CASES:
+        compare(name, contenders, running, args)
 
 
 class Process:
-    """One contender: a way of training a case, with the ampkit of a checkout."""
+    """A way of training, with the ampkit of a checkout."""
 
-    def __init__(self, checkout, environment, **task):
+    def __init__(self, checkout, environment, way, args):
         path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", json.dumps(task)],
+            [
+                sys.executable,
+                __file__,
+                "--serve",
+                json.dumps(dict(way=way, compiled=args.compiled, threads=args.threads)),
+            ],
             env={**os.environ, **environment, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -58,49 +70,45 @@ class Process:
         print(json.dumps(question), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def end(self):
-        self.process.stdin.close()
-        self.process.wait()
 
-
-def compare(name, args):
-    contenders = {("autocast", "now"): ROOT}
-    for level in LEVELS:
-        if args.before:
-            contenders[level, "before"] = args.before
-        contenders[level, "now"] = ROOT
-    running, saved, peaks, times = {}, {}, {}, {}
-    for key, checkout in contenders.items():
-        task = dict(case=name, way=key[0], compiled=args.compiled, threads=args.threads)
-        if not args.compiled:
-            alone = Process(checkout, GIVE_BACK, **task)
-            peaks[key] = alone.ask("peak")
-            alone.end()
-        running[key], times[key] = Process(checkout, KEEP_FREED, **task), []
-        running[key].ask("turn", 3)
-        saved[key] = running[key].ask("saved")
+def compare(name, contenders, running, args):
+    """Prints the lines of one case."""
+    found = {"time": {}, "saved": {}, "peak": {}}
+    for key, process in running.items():
+        process.ask("take", name)
+        process.ask("turn", 3)
+        found["saved"][key] = process.ask("saved") / 1e6
+        found["time"][key] = []
+        if args.peaks:
+            alone = Process(contenders[key], GIVE_BACK, key[0], args)
+            found["peak"][key] = alone.ask("peak", name) / 2**20
+            alone.process.kill()
     steps = max(1, int(TURN / running["autocast", "now"].ask("turn", 1)))
     for index in range(args.rounds):
-        order = list(running)[:: 1 if index % 2 else -1]
-        for key in order:
-            times[key].append(running[key].ask("turn", steps))
-    for process in running.values():
-        process.end()
-    print(
-        f"{name}{', compiled' if args.compiled else ''}: autocast {statistics.median(times['autocast', 'now']) * 1e3:.2f} ms"
-    )
+        for key in list(running)[:: 1 if index % 2 else -1]:
+            found["time"][key].append(running[key].ask("turn", steps) * 1e3)
+    theirs = ("autocast", "now")
+    print(f"{name}{', compiled' if args.compiled else ''}: autocast {described(found, theirs)}")
     for level in LEVELS:
-        others = [("autocast", "now"), *([(level, "before")] if args.before else [])]
-        for other in others:
-            print(f"  {level} / {'autocast' if other[0] == 'autocast' else 'before'}: ", end="")
-            ratios = [a / b for a, b in zip(times[level, "now"], times[other], strict=True)]
-            low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
-            print(f"time {ratio:.3f} ({low:.3f}-{high:.3f})", end="")
-            for what, found, unit in (("saved", saved, 1e6), ("peak", peaks, 2**20)):
-                mine, theirs = found.get((level, "now")), found.get(other)
-                if mine and theirs:
-                    print(f", {what} {mine / theirs:.3f} ({mine / unit:.1f} {'MB' if unit == 1e6 else 'MiB'})", end="")
-            print(flush=True)
+        others = [((level, "before"), "before")] * bool(args.before) + [(theirs, "autocast")]
+        told = "; ".join(f"{beside(found, (level, 'now'), other)} of {called}" for other, called in others)
+        print(f"  {level}: {described(found, (level, 'now'))}; {told}", flush=True)
+
+
+def described(found, key):
+    peak = f", peak {found['peak'][key]:.0f} MiB" if key in found["peak"] else ""
+    return f"{statistics.median(found['time'][key]):.2f} ms, saved {found['saved'][key]:.2f} MB{peak}"
+
+
+def beside(found, key, other):
+    """The ratios of one contender to another."""
+    ratios = [a / b for a, b in zip(found["time"][key], found["time"][other], strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    words = [f"time {ratio:.3f} ({low:.3f}-{high:.3f})"]
+    for what in ("saved", "peak"):
+        if found[what].get(other):
+            words.append(f"{what} {found[what][key] / found[what][other]:.3f}")
+    return ", ".join(words)
 
 
 # In a process of its own
@@ -109,20 +117,26 @@ def compare(name, args):
 def serve(task):
     import torch
 
+    import ampkit
+
     torch.set_num_threads(task["threads"])
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     step = None
     for line in sys.stdin:
-        question, *arguments = json.loads(line)
-        step = step or prepare(task)
-        if question == "turn":
+        question, argument = (*json.loads(line), None)[:2]
+        answer = None
+        if question == "take":
+            ampkit.close()
+            step = prepare({**task, "case": argument})
+        elif question == "turn":
             start = time.perf_counter()
-            for _ in range(arguments[0]):
+            for _ in range(argument):
                 step()
-            answer = (time.perf_counter() - start) / arguments[0]
+            answer = (time.perf_counter() - start) / argument
         elif question == "saved":
             answer = saved_bytes(step)
         else:
+            step = prepare({**task, "case": argument})
             for _ in range(3):
                 step()
             status = Path("/proc/self/status").read_text()
@@ -233,10 +247,10 @@ def hand_written_gpt():
             y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
             return x + self.down(y)
 
-    width, length = 256, 128
+    width, length = 192, 64
     model = nn.Sequential(
         nn.Embedding(1000, width),
-        *(Block(width, 8, length) for _ in range(4)),
+        *(Block(width, 6, length) for _ in range(4)),
         nn.LayerNorm(width),
         nn.Linear(width, 1000),
     )
@@ -252,9 +266,9 @@ def of_transformers(name, images=False, **settings):
         cls = getattr(transformers, name)
         model = cls(cls.config_class(**settings)).train()
         if images:
-            batch = dict(pixel_values=torch.randn(8, 3, 64, 64), labels=torch.randint(2, (8,)))
+            batch = dict(pixel_values=torch.randn(4, 3, 64, 64), labels=torch.randint(2, (4,)))
         else:
-            tokens = torch.randint(3, 1000, (4, 128))
+            tokens = torch.randint(3, 1000, (4, 64))
             batch = dict(input_ids=tokens, labels=tokens)
         return model, lambda model: model(**batch).loss
 
@@ -298,7 +312,7 @@ def prenorm_wrapper():
         return PreNorm(256, nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
 
     model = nn.Sequential(*(feed_forward() for _ in range(6)))
-    x = torch.randn(8, 128, 256)
+    x = torch.randn(4, 64, 256)
     return model, lambda model: F.mse_loss(model(x), x)
 
 
@@ -335,8 +349,8 @@ def generate():
 TINY_LLAMA = dict(
     vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
 )
-DECODER = dict(vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8)
-ENCODER = dict(vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8)
+DECODER = dict(vocab_size=1000, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6)
+ENCODER = dict(vocab_size=1000, hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=6)
 WITHOUT_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 CASES = {
     **{name: of_bench(name) for name in ("resnet18", "gpt", "bert", "lstm", "mlp")},
@@ -362,7 +376,6 @@ CASES = {
     "policy network": policy_network,
     "generate": generate,
 }
-NAMES = list(CASES)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ which `state.py` reads; here it is set: by `install` for its thread, and by the 
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import inspect
 import logging
@@ -107,6 +108,8 @@ class Casting:
         rules, dropped = self.policy.rules(_registered.values())
         self._await_packages()
         remind_dynamo()
+        collects = gc.isenabled()
+        gc.disable()  # a collection, where large libraries are loaded, takes ten times as long as all of this
         try:
             for rule in rules:
                 self._patch(rule)
@@ -121,6 +124,9 @@ class Casting:
         except BaseException:
             self.close()
             raise
+        finally:
+            if collects:
+                gc.enable()
         if dropped:
             _logger.debug("This torch has no %s", ", ".join(dropped))
 

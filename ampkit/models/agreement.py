@@ -28,30 +28,27 @@ def sync_weights(model: nn.Module) -> None:
     whole = record_of(model)
     whole.loans.end()
     whole.loans.lend_again()
-    note_new_modules(model)
-    in_float32: list[tuple[Float32Value, nn.Parameter, torch.dtype]] = []
-    for module in walk(model):
-        record = module.__dict__.get(RECORD_KEY, whole)  # scripted ones have none
-        parameters, kept, lower_precision = record.parameters, record.kept, record.lower_precision
-        for param in module._parameters.values():
-            if param is None:
-                continue
-            entry = parameters.get(id(param))
-            if entry is None:  # kept in float32; or new since, and calls are cast
-                if param.dtype is not torch.float32 and id(param) in kept:
-                    raise _changed(model, param, torch.float32)
-            elif param.dtype is lower_precision:
+    if torch.is_grad_enabled():
+        note_new_modules(model)
+    assigned: list[tuple[nn.Parameter, Float32Value, torch.dtype]] = []
+    changed: Dtypes = []
+    for record in (whole, *whole.parts):
+        lower_precision = record.lower_precision
+        for param, entry in record.every_cast:
+            if param.dtype is lower_precision:
                 rest = entry.rest
                 # Not entry.follow(param), which every weight would be asked for in every forward.
                 if rest is not None and (rest.numel() != param.numel() or rest.device != param.device):
                     entry.follow(param)
             elif param.dtype is torch.float32 and not whole.was_made_float32:
-                in_float32.append((entry, param, lower_precision))
+                assigned.append((param, entry, lower_precision))
             else:
-                raise _changed(model, param, lower_precision)
-    for entry, param, lower_precision in in_float32:
-        if param.dtype is torch.float32:  # of tied weights the first is done
-            entry.take_float32(param, lower_precision)
+                changed.append((weakref.ref(param), lower_precision))
+        changed += [(weakref.ref(param), torch.float32) for param in record.kept if param.dtype is not torch.float32]
+    if changed:
+        refuse_changed_dtype(model, changed)
+    for param, entry, lower_precision in assigned:
+        entry.take_float32(param, lower_precision)
     whole.was_made_float32 = False
 
 

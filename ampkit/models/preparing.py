@@ -82,14 +82,18 @@ def _cast_weights(
     too_large: list[str] = []
     for prefix, module in model.named_modules():
         # Scripted modules have no weights here: see validation.py.
-        if RECORD_KEY in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        if (part := record_of(module)) is not None:
+            if part is not whole and part not in whole.parts:
+                whole.parts.append(part)
             continue
         go_by_record(module, whole)  # first, so that what fails halfway is undone
         for name, param in module._parameters.items():
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
             if param.dtype is torch.float32 and keeps(module, param):
-                whole.kept[id(param)] = param
+                whole.kept.append(param)
                 continue
             if param not in values:
                 originals[param] = (param.data, param.grad)
@@ -136,7 +140,7 @@ def restore_weights(model: nn.Module, originals: Originals) -> None:
     record = record_of(model)
     if record is not None:
         record.loans.end(refuses=False)
-    every = record.every_cast() if record is not None else ()  # also of layers that a script has exchanged
+    every = record.every_cast if record is not None else ()  # also of layers that a script has exchanged
     for param, entry in dict([*lower_entries(model), *every]).items():
         is_as_cast = record is None or param.dtype is record.lower_precision
         value = entry.current(param) if is_as_cast else param.detach().float()

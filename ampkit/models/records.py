@@ -23,24 +23,23 @@ from .float32_values import Float32Value, Loans
 class CastModel:
     """What was done to the weights of a model; its modules share it.
 
-    ``parameters`` (by id) have float32 values, ``kept`` are float32 themselves. ``loans`` are the session's.
+    ``parameters`` (by id) have float32 values, ``kept`` are float32 themselves. ``parts`` are those of models of the same session
+    inside of this one. ``loans`` are the session's.
     """
 
     lower_precision: torch.dtype
     loans: Loans
     parameters: dict[int, Float32Value] = field(default_factory=dict)
-    kept: dict[int, nn.Parameter] = field(default_factory=dict)
+    kept: list[nn.Parameter] = field(default_factory=list)
+    parts: list[CastModel] = field(default_factory=list)
     was_made_float32: bool = False  # by ``model.float()``
-    _cast: list[nn.Parameter] = field(default_factory=list)  # held, so that no other gets the id of one
+    #: (parameter, its float32 value) for all that were cast. Held also when they are in no module any more: an id is taken once.
+    every_cast: list[tuple[nn.Parameter, Float32Value]] = field(default_factory=list)
 
     def add(self, param: nn.Parameter, entry: Float32Value) -> None:
         """``entry`` is the float32 value of this parameter."""
         self.parameters[id(param)] = entry
-        self._cast.append(param)
-
-    def every_cast(self) -> Iterator[tuple[nn.Parameter, Float32Value]]:
-        """(parameter, its float32 value) for all that were cast, also those that are in no module any more."""
-        return ((param, self.parameters[id(param)]) for param in self._cast)
+        self.every_cast.append((param, entry))
 
     def lower_in(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Float32Value]]:
         """(name, lower-precision parameter, its float32 value) for the module's own parameters."""
