@@ -221,8 +221,8 @@ def of_bench(name):
     return make
 
 
-def hand_written_gpt():
-    """Attention as lectures write it, with a mask that is added, and GELU by its formula."""
+def hand_written_gpt(adds_mask=False):
+    """Attention as lectures write it, with a mask that is filled in or added, and GELU by its formula."""
     import math
 
     import torch
@@ -241,7 +241,9 @@ def hand_written_gpt():
             q, k, v = (
                 one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in self.qkv(self.norm1(x)).chunk(3, -1)
             )
-            attention = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + self.mask).softmax(-1)
+            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+            scores = scores + self.mask if adds_mask else scores.masked_fill(self.mask < 0, -math.inf)
+            attention = scores.softmax(-1)
             x = x + self.project((attention @ v).transpose(1, 2).flatten(2))
             y = self.up(self.norm2(x))
             y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
@@ -355,6 +357,7 @@ WITHOUT_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
 CASES = {
     **{name: of_bench(name) for name in ("resnet18", "gpt", "bert", "lstm", "mlp")},
     "hand-written gpt": hand_written_gpt,
+    "hand-written gpt, mask added": lambda: hand_written_gpt(adds_mask=True),
     "vit with layer scale": vit_with_layer_scale,
     "transformers gpt2": of_transformers(
         "GPT2LMHeadModel",

@@ -186,6 +186,26 @@ def test_only_matrices_are_stored_in_lower_precision(shape, level):
     assert model.weight.dtype is BF16 and model.table.dtype is F32
 
 
+def test_bias_that_two_modules_hold_is_stored_as_the_layer_among_them_has_it():
+    """BERT's head holds the bias of its decoder, and comes first."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(4))
+            self.decoder = nn.Linear(8, 4)
+            self.decoder.bias = self.bias
+
+        def forward(self, x):
+            return self.decoder(x)
+
+    model = cast(nn.Sequential(nn.Linear(8, 8), Head()), "O2")
+    assert model[1].bias is model[1].decoder.bias and model[1].bias.dtype is BF16
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    assert model.state_dict()["1.bias"].dtype is F32
+
+
 @pytest.mark.parametrize(
     "level, switch, norm", (("O2", False, BF16), ("O3", True, F32), ("O5", False, BF16), ("O3", None, BF16))
 )
