@@ -379,7 +379,7 @@ class Session:
             self._cast_where_it_is(model)
             if self.casting.is_behind:
                 self.casting.catch_up()
-        if self.scaling.can_skip:
+        if torch.is_grad_enabled() and self.scaling.can_skip:
             self._statistics.before_forward(model, [wrapper_of(optimizer) for optimizer in self.optimizers])
         self.scaling.note_forward()
 

@@ -372,7 +372,7 @@ CASES = {
     "transformers bert": of_transformers("BertForMaskedLM", **ENCODER, **WITHOUT_DROPOUT),
     "transformers llama": of_transformers("LlamaForCausalLM", **DECODER),
     "transformers convnextv2": of_transformers(
-        "ConvNextV2ForImageClassification", images=True, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 4, 2]
+        "ConvNextV2ForImageClassification", images=True, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 2, 1]
     ),
     "prenorm wrapper": prenorm_wrapper,
     "narrow layers": narrow,

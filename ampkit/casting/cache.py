@@ -153,14 +153,22 @@ class CastCaches:
         for store in self._stores():
             store.forget(tensor)
 
-    @contextlib.contextmanager
-    def forward_scope(self) -> Iterator[None]:
-        """The forward pass of an initialised model: casts made without grad mode are kept until its outermost end."""
-        self._enter_forward(1)
-        try:
-            yield
-        finally:
-            self._enter_forward(-1)
+    def enter_forward(self) -> None:
+        """The forward pass of an initialized model begins: casts made without grad mode are kept until its outermost end."""
+        with self._lock:
+            self._forwards += 1
+            if self._forwards == 1:
+                for store in self._stores():
+                    store.keep_without_grad = True
+
+    def leave_forward(self) -> None:
+        """Undo `enter_forward`."""
+        with self._lock:
+            self._forwards -= 1
+            if self._forwards == 0:
+                for store in self._stores():
+                    store.keep_without_grad = False
+                    store.drop_without_grad()
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -184,14 +192,6 @@ class CastCaches:
     def renew_lock(self) -> None:
         """For a forked child: a thread of the parent may have held the lock."""
         self._lock = threading.RLock()
-
-    def _enter_forward(self, step: int) -> None:
-        with self._lock:
-            self._forwards += step
-            for store in self._stores():
-                store.keep_without_grad = self._forwards > 0
-                if self._forwards == 0:
-                    store.drop_without_grad()
 
     def _stores(self) -> list[CastStore]:
         """Those of now: another thread may need one more meanwhile."""

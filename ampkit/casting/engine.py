@@ -13,8 +13,8 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -213,18 +213,13 @@ class Casting:
         """Casting off inside, in this thread: a `Region`, but for traces."""
         return self.state.region(False)
 
-    def scope_of_forward(self, stored_in: torch.dtype | None = None) -> AbstractContextManager[Any]:
-        """What surrounds the forward pass of a model, in eager code and in a trace, which does without the cache."""
-        return self._unless_a_region_decides(stored_in) if _compiling() else self.forward_scope(stored_in)
-
-    @contextmanager
-    def forward_scope(self, stored_in: torch.dtype | None = None) -> Iterator[None]:
+    def forward_scope(self, stored_in: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """The forward pass of an initialized model: cast, unless a region that the script entered says otherwise.
 
-        ``stored_in`` is the lower precision of the model's weights, if they are stored so.
+        ``stored_in`` is the lower precision of the model's weights, if they are stored so. A trace does without the cache.
         """
-        with self.caches.forward_scope(), self._unless_a_region_decides(stored_in):
-            yield
+        region = self._unless_a_region_decides(stored_in)
+        return region if _compiling() else _ForwardScope(self.caches, region)
 
     def _unless_a_region_decides(self, stored_in: torch.dtype | None) -> AbstractContextManager[Any]:
         if self._out_of_date and not _compiling():
@@ -357,6 +352,24 @@ class Casting:
         if self.cpp is not None:
             self.cpp.close()
         self.caches.drop()
+
+
+class _ForwardScope:
+    """A region, in which casts made without grad mode are kept."""
+
+    __slots__ = ("_caches", "_region")
+
+    def __init__(self, caches: CastCaches, region: AbstractContextManager[Any]) -> None:
+        self._caches = caches
+        self._region = region
+
+    def __enter__(self) -> None:
+        self._caches.enter_forward()
+        self._region.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._region.__exit__(*error)
+        self._caches.leave_forward()
 
 
 def active_casting() -> Casting | None:

@@ -105,8 +105,8 @@ class RunningStatistics:
         self._unowned: list[Snapshot] = []
 
     def before_forward(self, model: nn.Module, owners: Sequence[Owner]) -> None:
-        """Take the snapshots that the step after this forward may need, unless an earlier forward took them."""
-        if not torch.is_grad_enabled() or _tracing() is not None or _transform_level() is not None:
+        """Take the snapshots that the step after this forward, with gradients, may need, unless an earlier forward took them."""
+        if _tracing() is not None or _transform_level() is not None:
             return
         found = self._found.get(model)
         if found is not None and found.snapshots and all(snapshot.is_taken for _, snapshot in found.snapshots):

@@ -91,7 +91,6 @@ class Loans:
             del self._of[one]
         _take_back(ended, refuses)
 
-    @torch.no_grad()
     def lend_again(self, entry: Float32Value | None = None) -> None:
         """Give parameters that a script still holds, of one value or of all, the values of now."""
         for one in list(self._held) if entry is None else [entry] if entry in self._held else []:
@@ -101,8 +100,9 @@ class Loans:
                 del self._held[one]
             elif not any(loan.lent is held for loan in self._of.get(one, ())):
                 one.follow(lower)
-                held.data = _joined(lower, one.rest)
-                self._lend_held(one, lower, held)
+                with torch.no_grad():
+                    held.data = _joined(lower, one.rest)
+                    self._lend_held(one, lower, held)
 
     def _lend_held(self, entry: Float32Value, lower: Tensor, held: Tensor) -> None:
         self._of.setdefault(entry, []).append(Loan(lower, held, lower.detach().clone()))

@@ -195,7 +195,7 @@ def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
         return nullcontext()
     if casts is KEPT or not (casts.casts_calls or casting.covers_every_model):
         return casting.disabled()
-    return casting.scope_of_forward(casts.stored_in)
+    return casting.forward_scope(casts.stored_in)
 
 
 def _note_trace(model: nn.Module) -> None:

@@ -103,7 +103,9 @@ def _cast_weights(
             whole.add(param, values[param])
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    whole.kept = [param for param in whole.kept if id(param) not in whole.parameters]  # a bias of two modules, one a layer
+    whole.kept = [
+        param for param in whole.kept if id(param) not in whole.parameters
+    ]  # a bias of two modules, one a layer
     if too_large:
         logger.warning(
             "%s holds values above %g, the largest that %s has (%d tensors do): they are that now. Use bfloat16 (O5), or "
