@@ -161,9 +161,9 @@ FAULTS = [
     ),
     Mutant(
         "statistics: copied without gradients too",
-        "ampkit/iteration/running_statistics.py",
-        "if not torch.is_grad_enabled() or _tracing()",
-        "if _tracing()",
+        "ampkit/session.py",
+        "if torch.is_grad_enabled() and self.scaling.can_skip:",
+        "if self.scaling.can_skip:",
         breaks="what a forward without gradients computes stays",
         tests=(
             "scaling/test_running_statistics.py::test_forwards_in_eval_mode_and_without_gradients_count_for_nothing",
