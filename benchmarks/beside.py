@@ -33,6 +33,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--peaks", action="store_true", help="peak memory too")
+    parser.add_argument(
+        "--initialize", action="store_true", help="only the time of initialize, with transformers loaded"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -44,6 +47,11 @@ def main():
             contenders[level, "before"] = args.before
         contenders[level, "now"] = ROOT
     running = {key: Process(checkout, KEEP_FREED, key[0], args) for key, checkout in contenders.items()}
+    if args.initialize:
+        for (way, when), process in running.items():
+            if way != "autocast":
+                print(f"{way}, {when}: initialize {', '.join(f'{ms:.0f}' for ms in process.ask('initialize', 6))} ms")
+        return
     for name in args.only or CASES:
         compare(name, contenders, running, args)
 
@@ -135,6 +143,8 @@ def serve(task):
             answer = (time.perf_counter() - start) / argument
         elif question == "saved":
             answer = saved_bytes(step)
+        elif question == "initialize":
+            answer = times_of_initialize(task["way"], argument)
         else:
             step = prepare({**task, "case": argument})
             for _ in range(3):
@@ -186,6 +196,24 @@ def prepare(task):
 
     evaluate.parameters = train.parameters = list(model.parameters())
     return train if trains else evaluate
+
+
+def times_of_initialize(level, times):
+    """Milliseconds of each, beside the classes of a library that has many."""
+    import torch
+    from transformers import BertModel, GPT2Model, LlamaModel, T5Model  # noqa: F401
+
+    import ampkit
+
+    found = []
+    for _ in range(times):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        start = time.perf_counter()
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        found.append((time.perf_counter() - start) * 1e3)
+        ampkit.close()
+    return found
 
 
 def saved_bytes(step):

@@ -132,6 +132,26 @@ def check_convergence():
     assert printed.endswith("Nothing differs; bounds are for 110 steps.\n")
 
 
+def check_beside():
+    printed = run("beside.py", ".", "--rounds", "2", "--only", "mlp", "--only", "policy network")
+    assert len(printed.splitlines()) == 8
+    for level in ("O1", "O2", "O5"):
+        trained, evaluated = (line for line in printed.splitlines() if line.startswith(f"  {level}: "))
+        assert "saved 1.000 of before" in trained  # by the same checkout
+        assert re.search(r"saved 0\.00 MB; time \d\.\d+ \(.*\) of before; time \d+\.\d+ \(.*\) of autocast$", evaluated)
+        saved = re.search(r"saved (\d\.\d+) of autocast$", trained)[1]
+        assert float(saved) == 1 if level == "O1" else 0.4 < float(saved) < 0.6  # no casts of weights
+
+
+def check_embedding_error():
+    pytest.importorskip("transformers")
+    printed = [line for line in run("embedding_error.py").splitlines() if ", seed " in line]
+    assert len(printed) == 6
+    for line in printed:
+        autocast, o4, o5, in_float32 = map(float, re.findall(r" (0\.\d+)", line))
+        assert 0.001 < min(o4, in_float32) and max(o4, o5, in_float32) < 1.25 * autocast
+
+
 def check_state_dtypes():
     printed = run("state_dtypes.py", "--seeds", "1", "--steps", "3")
     (row,) = (line for line in printed.splitlines() if line.startswith("| 0 |"))
@@ -142,6 +162,8 @@ def check_state_dtypes():
 
 RUNS = {
     "accumulation_error.py": check_accumulation_error,
+    "beside.py": check_beside,
+    "embedding_error.py": check_embedding_error,
     "bench_dispatch.py": check_bench_dispatch,
     "bench_kernels.py": check_bench_kernels,
     "bench_optimizer_step.py": check_bench_optimizer_step,
