@@ -272,7 +272,7 @@ def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
     kept = [Kept(model, False, plan.keep_fp32) for model in model_list]
     unmatched = [item for item in kept[0].unmatched if all(item in one.unmatched for one in kept)] if kept else []
     if unmatched:
-        shown = ", ".join(_describe(item) for item in unmatched)
+        shown = ", ".join(_describe(item) if isinstance(item, nn.Module) else repr(item) for item in unmatched)
         raise ConfigurationError(
             f"keep_fp32: {shown} matches no module and no parameter.{_near(unmatched[0], model_list)} Give modules of the model, "
             "module types, or name patterns such as 'head' or 'blocks.*.gate' (see model.named_modules())."
