@@ -104,22 +104,9 @@ class Trainer:
         return {phase: seconds / steps for phase, seconds in {"total": total, **clock.phases()}.items()}
 
     def saved_bytes(self):
-        """The bytes of everything that autograd saves in one step, each storage counted once, parameters left out."""
-        import torch
+        from memory import saved_bytes
 
-        parameters = {p.untyped_storage().data_ptr() for model in self.way.models for p in model.parameters()}
-        alive, sizes = [], {}
-
-        def note(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                alive.append(storage)  # so that no other storage comes to lie at its address
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            self.train(1)
-        return sum(sizes.values())
+        return saved_bytes(lambda: self.train(1), self.way.models)
 
     def host_reads(self):
         from host_reads import count_reads

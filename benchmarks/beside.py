@@ -1,7 +1,7 @@
 """Models that meet levels in different ways, at this checkout beside another: time, saved bytes, peak memory.
 
-    git worktree add /tmp/before COMMIT; (cd /tmp/before; AMPKIT_BUILD_EXT=1 python setup.py build_ext --inplace)
-    python benchmarks/beside.py /tmp/before --only gpt --only "hand-written gpt"
+    git worktree add ../before COMMIT; (cd ../before; AMPKIT_BUILD_EXT=1 python setup.py build_ext --inplace)
+    python benchmarks/beside.py ../before --only gpt --only "hand-written gpt"
 
 Every contender has a process of its own, with the ampkit of its checkout, and these take turns; ratios are medians of those of
 the same round. Peak memory is that of another process, which gives back what it frees. transformers and timm come with `make
@@ -19,11 +19,11 @@ import sys
 import time
 from pathlib import Path
 
+from bench import GIVE_BACK, KEEP_FREED, TURN
+from memory import saved_bytes
+
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("O1", "O2", "O5")
-KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
-GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
-TURN = 0.1  # seconds
 
 
 def main():
@@ -129,24 +129,24 @@ def serve(task):
 
     torch.set_num_threads(task["threads"])
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    step = None
+    step = model = None
     for line in sys.stdin:
         question, argument = (*json.loads(line), None)[:2]
         answer = None
         if question == "take":
             ampkit.close()
-            step = prepare({**task, "case": argument})
+            step, model = prepare({**task, "case": argument})
         elif question == "turn":
             start = time.perf_counter()
             for _ in range(argument):
                 step()
             answer = (time.perf_counter() - start) / argument
         elif question == "saved":
-            answer = saved_bytes(step)
+            answer = saved_bytes(step, [model])
         elif question == "initialize":
             answer = times_of_initialize(task["way"], argument)
         else:
-            step = prepare({**task, "case": argument})
+            step, model = prepare({**task, "case": argument})
             for _ in range(3):
                 step()
             status = Path("/proc/self/status").read_text()
@@ -194,8 +194,7 @@ def prepare(task):
                 scaled.backward()
             optimizer.step()
 
-    evaluate.parameters = train.parameters = list(model.parameters())
-    return train if trains else evaluate
+    return train if trains else evaluate, model
 
 
 def times_of_initialize(level, times):
@@ -214,25 +213,6 @@ def times_of_initialize(level, times):
         found.append((time.perf_counter() - start) * 1e3)
         ampkit.close()
     return found
-
-
-def saved_bytes(step):
-    """What autograd saves in one step, each storage once, parameters left out."""
-    import torch
-
-    parameters = {param.untyped_storage().data_ptr() for param in step.parameters}
-    alive, sizes = [], {}
-
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            alive.append(storage)  # so that no other storage comes to lie at its address
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        step()
-    return sum(sizes.values())
 
 
 # The cases

@@ -1,7 +1,8 @@
-"""Memory that is freed stays with the process, so that a benchmark does not measure where its heap happens to end.
+"""Memory of a benchmark: what is freed stays with the process, and what autograd saves is counted.
 
-glibc gives the top of the heap back to the system and asks for it again, by the accident of which block lies there, at the
-price of thousands of page faults a step. Long-running training jobs use allocators that do not.
+A benchmark shall not measure where its heap happens to end. glibc gives the top of the heap back to the system and asks for it
+again, by the accident of which block lies there, at the price of thousands of page faults a step. Long-running training jobs use
+allocators that do not.
 """
 
 import ctypes
@@ -19,3 +20,22 @@ def keep_freed_memory():
         if mallopt is not None:
             mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
             mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+
+
+def saved_bytes(step, models):
+    """The bytes of everything that autograd saves in ``step()``, each storage counted once, the models' parameters left out."""
+    import torch
+
+    parameters = {param.untyped_storage().data_ptr() for model in models for param in model.parameters()}
+    alive, sizes = [], {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            alive.append(storage)  # so that no other storage comes to lie at its address
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        step()
+    return sum(sizes.values())

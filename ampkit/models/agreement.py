@@ -28,8 +28,7 @@ def sync_weights(model: nn.Module) -> None:
     whole = record_of(model)
     whole.loans.end()
     whole.loans.lend_again()
-    if torch.is_grad_enabled():
-        note_new_modules(model)
+    note_new_modules(model)
     assigned: list[tuple[nn.Parameter, Float32Value, torch.dtype]] = []
     changed: Dtypes = []
     for record in (whole, *whole.parts):

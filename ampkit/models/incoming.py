@@ -77,12 +77,14 @@ class Incoming:
                 continue
             for param, state in self._states(optimizer):
                 state.update(cast_state(state, self._dtypes[param]))
-        buffers = (
-            (module._buffers.get(name), dtype) for module, own in self._buffers.items() for name, dtype in own.items()
-        )
+        buffers = [
+            (buffer, own[name])
+            for module, own in self._buffers.items()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name in own
+        ]
         for tensor, dtype in (*self._dtypes.items(), *buffers):
-            if tensor is not None:
-                _change_dtype(tensor, dtype)
+            _change_dtype(tensor, dtype)
         self._flatten_again()
         self._dtypes.clear()
         self._buffers.clear()

@@ -134,6 +134,17 @@ def test_changed_layer_trains_as_in_float32(change, steps):
     assert [cls.__name__ for cls in type(model[0]).__mro__] == [cls.__name__ for cls in type(twin[0]).__mro__]
 
 
+def test_weight_that_a_parametrization_took_is_saved_in_float32_after_an_evaluation_alone():
+    model = make_net()
+    o2(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = model.state_dict()["0.weight"].clone()
+    assert not torch.equal(expected, expected.bfloat16().float())
+    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    with torch.no_grad():
+        model(X)
+    assert torch.equal(model.state_dict()["0.parametrizations.weight.original"], expected)
+
+
 def test_moved_weight_keeps_its_float32_digits():
     model = make_net()
     o2(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -67,6 +67,22 @@ def test_model_with_a_scripted_part_trains_as_under_autocast(part, level):
     assert (losses(level) - exact).abs().mean() < max(0.02 * exact.mean(), 2 * distance)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_scripted_part_that_came_in_bfloat16_is_float32_until_close(part, level):
+    model = model_with(part()).bfloat16()
+    before = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    values = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    ampkit.initialize(model, opt_level=level, verbosity=0, **in_bfloat16(level))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.float(), values[name]) and tensor.dtype in (torch.float32, torch.int64)
+    with torch.no_grad():
+        model.eval()(torch.ones(3, 4))
+    ampkit.close()
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
+    assert model(torch.ones(3, 4).bfloat16()).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_scripted_model_trains_at_o1(level):
     torch.manual_seed(0)
