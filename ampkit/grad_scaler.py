@@ -85,8 +85,8 @@ class GradScaler(TorchGradScaler):
             self.unscale_(optimizer)
         wrapper, found = self._found[id(optimizer)]
         self._stepped.add(id(optimizer))
-        if found is not None and bool(found.flag.item()):
-            wrapper.skip([found])
+        if found is not None and found.overflowed:
+            wrapper.skip()
             return None
         return optimizer.step(*args, **kwargs)
 

@@ -309,10 +309,10 @@ def torch_adagrad(params):
 
 def scale_rule(shapes, device):
     scale, found_inf = torch.full((1,), 2.0, device=device), torch.zeros(1, device=device)
-    counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
+    state = torch.ones(7, dtype=torch.int32, device=device)
     return (
-        lambda: kernels.update_scale(scale, *counters, found_inf),
-        lambda: torch._amp_update_scale_(scale, counters[0], found_inf, 2.0, 0.5, 2000),
+        lambda: kernels.update_scale(state, found_inf),
+        lambda: torch._amp_update_scale_(scale, state[1:2], found_inf, 2.0, 0.5, 2000),
     )
 
 

@@ -117,12 +117,10 @@ void multi_tensor_lamb_cuda(const TensorList& grads, const TensorList& params, c
                             const MaybeTensor& clip, const MaybeTensor& found_inf);
 
 // Moves a dynamic loss scale and its counters.
-void update_scale_cpu(const Tensor& scale, const Tensor& growth_tracker, const Tensor& hysteresis_tracker,
-                      const Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
-                      int64_t hysteresis, double min_scale, double max_scale);
-void update_scale_cuda(const Tensor& scale, const Tensor& growth_tracker, const Tensor& hysteresis_tracker,
-                       const Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
-                       int64_t hysteresis, double min_scale, double max_scale);
+void update_scale_cpu(const Tensor& state, const Tensor& found_inf, double growth_factor, double backoff_factor,
+                      int64_t growth_interval, int64_t hysteresis, double min_scale, double max_scale);
+void update_scale_cuda(const Tensor& state, const Tensor& found_inf, double growth_factor, double backoff_factor,
+                       int64_t growth_interval, int64_t hysteresis, double min_scale, double max_scale);
 
 // The CUDA driver's host side, laid open so that machines without a GPU can test it: one row per block,
 // (launch, tensor, slot, chunk), int64.

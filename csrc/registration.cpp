@@ -46,9 +46,8 @@ STABLE_TORCH_LIBRARY(ampkit, m) {
       "float step, Tensor? step_tensor, float weight_decay, bool decoupled, bool bias_correction, bool grad_averaging, "
       "bool trusts, float factor, Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()");
   m.def(
-      "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf, "
-      "float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale, float max_scale) "
-      "-> ()");
+      "update_scale(Tensor(a!) state, Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, "
+      "int hysteresis, float min_scale, float max_scale) -> ()");
   m.def("plan_launches(int[] sizes, int chunk_size, int max_tensors) -> Tensor");
   m.def("cpu_capability() -> str");
 }

@@ -1,24 +1,23 @@
 // The tensors of update_scale, checked.
 #pragma once
 
+#include "functors/update_scale.h"
 #include "tensor_lists.h"
 
 namespace ampkit {
 
 struct ScaleArguments {
-  float* scale;
-  int32_t* growth_tracker;
-  int32_t* hysteresis_tracker;
+  ScaleState* state;
   const float* found_inf;
 
-  ScaleArguments(const Tensor& scale, const Tensor& growth_tracker, const Tensor& hysteresis_tracker, const Tensor& found_inf)
-      : scale(element_data<float>(kOp, "scale", scale, scale)),
-        growth_tracker(element_data<int32_t>(kOp, "growth_tracker", growth_tracker, scale)),
-        hysteresis_tracker(element_data<int32_t>(kOp, "hysteresis_tracker", hysteresis_tracker, scale)),
-        found_inf(element_data<float>(kOp, "found_inf", found_inf, scale)) {}
-
- private:
-  static constexpr const char* kOp = "update_scale";
+  ScaleArguments(const Tensor& words, const Tensor& found_inf_)
+      : state(static_cast<ScaleState*>(words.mutable_data_ptr())),
+        found_inf(element_data<float>("update_scale", "found_inf", found_inf_, words)) {
+    constexpr int64_t kWords = sizeof(ScaleState) / sizeof(int32_t);
+    AMPKIT_CHECK(words.scalar_type() == torch::headeronly::ScalarType::Int && words.numel() == kWords && words.is_contiguous(),
+                 "update_scale: state is ", torch::headeronly::toString(words.scalar_type()), " of shape ",
+                 describe_shape(words), "; pass a contiguous int32 tensor of shape [", kWords, "]");
+  }
 };
 
 }  // namespace ampkit

@@ -425,16 +425,17 @@ def update_scale_hysteresis(
     A scale below float32's smallest normal number counts as zero, before and after, as in Apex.
     """
     _flush_subnormal(current_scale)
+    words = [one.view(1).view(torch.int32) for one in (current_scale, growth_tracker, hysteresis_tracker)]
+    state = torch.cat([*words, words[0].new_zeros(4)])
     kernels.update_scale(
-        current_scale,
-        growth_tracker,
-        hysteresis_tracker,
+        state,
         found_inf,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
+    torch._foreach_copy_(words, state[:3].split(1))
     return _flush_subnormal(current_scale)
 
 

@@ -43,8 +43,8 @@ def step_evaluating_again(
         with getattr(casting_off, "paused", nullcontext)():
             loss = closure()
         wrapper.synchronize_gradients()
-        if overflows := wrapper.findings.overflows():
-            raise _SkippedInClosure(overflows)
+        if wrapper.findings.forbid_step():
+            raise _SkippedInClosure
         if stand_ins.are_in_place:
             stand_ins.take_gradients()
         return loss
@@ -61,7 +61,7 @@ def step_evaluating_again(
         wrapper.gradients.clipping.end_step()
         if isinstance(error, ClosureError):
             raise
-        wrapper.skip(*error.args)
+        wrapper.skip()
         return loss
     after_step(wrapper.snapshots, None)
     wrapper.end_step()

@@ -1,20 +1,14 @@
-"""What was found about the gradients of one optimizer, from the blocks that made them to the steps that use them.
-
-Each block hands in its `FoundInf`. The step takes all that came since the last one: fused optimizers as one flag on the device,
-others as an answer on the host. What was found goes when the gradients do. Every skipped step is reported from here.
-"""
+"""What was found about the gradients of one optimizer, from the blocks that made them to the steps that use them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 
 from ..optimizers.scales import on
 from ..sharding import highest, local
-from .found_inf import FoundInf
+from .found_inf import FoundInf, is_known_clean, is_set
 from .gradients import Gradients
 from .sparse_gradients import values_of
 
@@ -22,13 +16,14 @@ from .sparse_gradients import values_of
 class Findings:
     """Since the last step, and of steps whose gradients are still there.
 
-    ``verdict`` on the last step is whether it was skipped, or the flag by which its device decided.
+    Each block hands in its `FoundInf`; the step takes all that came since the last one as one flag. ``verdict`` on the last step
+    is whether it was skipped, or the flag by which its device decided.
     """
 
     def __init__(self, gradients: Gradients, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
         self._new: list[FoundInf] = []  # since the last step
-        self._used: list[FoundInf] = []  # by steps on the device, since there are gradients
+        self._used: list[FoundInf] = []  # by steps, since there are gradients
         self._flag: torch.Tensor | None = None  # of the last step, while no block has made others
         self.verdict: bool | torch.Tensor = False
 
@@ -38,42 +33,44 @@ class Findings:
         if found is not None and found not in self._new:
             self._new.append(found)
 
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step was skipped. Waits for the device where that was decided there."""
-        if isinstance(self.verdict, torch.Tensor):
-            self.verdict = bool(self.verdict.item())
-            if self.verdict and self._flag is not None:
-                self.drop_overflowed([found for found in self._used if found.overflowed])
-        return self.verdict
-
-    def overflows(self) -> list[FoundInf]:
-        """What forbids this step, read from the device and reported: it is skipped where there is any."""
-        overflows = [found for found in self._take() if found.overflowed]
-        self.verdict = bool(overflows)
-        if overflows:
-            self._owner.scaling.reports.report(self, overflows[-1])
-        return overflows
-
-    def flag(self, unless_clean: bool = False) -> torch.Tensor | None:
-        """The flag for all gradients of this step, on the device; the host hears of it later.
-
-        With ``unless_clean`` it is None where the host knows already that the step is to be taken.
-        """
+    def flag(self) -> torch.Tensor | None:
+        """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it."""
         found = self._take()
         if found:
-            self._flag = found[0].flag
-            for one in found[1:]:
-                self._flag = torch.maximum(self._flag, on(one.flag, self._flag.device))
-            self._owner.scaling.reports.report_late(self, found)
+            flag = _highest([one.flag for one in found])
+            apart = [one.flag for one in found if not one.moves_scale]
+            if self._is_averaged_by_hand():  # what an average brings in came after the block had judged
+                again = self._look_again()
+                apart.append(again - flag)
+                flag = _highest([flag, again])
+            if apart:
+                self._owner.scaling.scalers[0].count_apart(_highest(apart))
             self._used += found
+            self._flag = flag
         elif self._flag is not None:
             # The step before has used it. Since then a script may have put other gradients there.
             self._flag = self._look_again()
         self.verdict = False if self._flag is None else self._flag
-        if unless_clean and found and all([one.is_known and not one.overflowed for one in found]):
-            return None
         return self._flag
+
+    def forbid_step(self) -> bool:
+        """Whether this step is to be skipped, read from the device; a skip is reported."""
+        scalers = {one.scaler for one in self._new if one.scaler is not None}
+        flag = self.flag()
+        self.verdict = flag is not None and is_set(flag)
+        if self.verdict:
+            for scaler in scalers.union(self._owner.scaling.scalers[:1]):
+                scaler.report(wait=True, unnamed=self._first_nonfinite)
+        return self.verdict
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped. Waits for the device where that was decided there."""
+        if isinstance(self.verdict, torch.Tensor):
+            self.verdict = is_set(self.verdict)
+            if self.verdict and self._flag is not None:
+                self.drop_overflowed()
+        return self.verdict
 
     def _take(self) -> list[FoundInf]:
         """What was found since the last step. Delayed checks end their iteration now at the latest."""
@@ -85,14 +82,7 @@ class Findings:
         for one in found:
             if one.scaler is not None and one.scaler.delayed_check is one:
                 one.scaler.update(one)
-        found = [one for one in found if one.is_sent]  # not what a script has judged itself, after a delay
-        if found and self._is_averaged_by_hand():
-            # What an average brings in came after the block had judged.
-            again = FoundInf.of(self._look_again())
-            again.at_step = True
-            again.send()
-            found.insert(0, again)
-        return found
+        return [one for one in found if one.is_judged]  # not what a script has judged itself, after a delay
 
     def _is_averaged_by_hand(self) -> bool:
         """Whether a script may average gradients over processes between block and step. torch counts no write of a collective."""
@@ -109,15 +99,19 @@ class Findings:
         highest(flag, self._gradients.process_groups)
         return flag
 
+    def _first_nonfinite(self) -> str | None:
+        """The name of the first parameter whose gradient is not finite now."""
+        for slot in self._gradients.slots:
+            if slot.param.grad is not None and not local(values_of(slot.param.grad)).isfinite().all():
+                return self._owner.name_of(slot.param)
+        return None
+
     # What was found goes with the gradients
 
     def forget(self) -> None:
         """The gradients are gone, and what blocks found that did not name this optimizer with them: it moves no scale."""
         self._flag, self._used = None, []
-        unnamed = [found for found in self._new if found.scaler is None]
         self._new = [found for found in self._new if found.scaler is not None]
-        for found in unnamed:
-            found.look()  # what nothing was written to is used again
 
     def drop_cleared(self) -> bool:
         """Forget what was found about gradients that were cleared. Returns whether there are none."""
@@ -126,23 +120,20 @@ class Findings:
             self.forget()
         return is_empty
 
-    def drop_overflowed(self, found: Sequence[FoundInf]) -> None:
+    def drop_overflowed(self) -> None:
         """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step."""
         self.forget()
-        self._gradients.drop_overflowed(found)
+        self._gradients.drop_overflowed()
 
-    def drop_known_overflow(self) -> None:
-        """Drop gradients that nobody has cleared since a step that turned out, without waiting, to have been skipped."""
-        known = [found for found in self._used if found.is_known and found.overflowed]
-        if known:
-            self.drop_overflowed(known)
+    def drop_skipped(self) -> None:
+        """Before a block adds to gradients that were not cleared: zeros in their place, where the last step was skipped."""
+        if self._flag is not None and not is_known_clean(self._flag):
+            self._gradients.zero_where(self._flag)
 
-    def name_of_first(self, found: FoundInf) -> str:
-        """The name of the first parameter, in the optimizer's order, whose gradient was not finite."""
-        params = [slot.param for slot in self._gradients.slots]
-        among = set(found.first_nonfinite)
-        noted = (param for param in params if param in among)
-        read = (
-            param for param in params if param.grad is not None and not local(values_of(param.grad)).isfinite().all()
-        )
-        return self._owner.name_of(next(chain(noted, read), None))
+
+def _highest(flags: list[torch.Tensor]) -> torch.Tensor:
+    """One flag for all of these, where the first is."""
+    highest_yet = flags[0]
+    for flag in flags[1:]:
+        highest_yet = torch.maximum(highest_yet, on(flag, highest_yet.device))
+    return highest_yet

@@ -9,7 +9,7 @@ passes, and never waits for a device.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,9 +23,6 @@ from .clipping import Clipping
 from .found_inf import FoundInf, places_for
 from .slots import Slot
 from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
-
-#: How many lists a collection checks: fresh gradients, and those that are added to earlier ones.
-LISTS_OF_A_COLLECTION = 2
 
 SlotGradient = tuple[Slot, torch.Tensor]
 
@@ -301,12 +298,12 @@ class Gradients:
                         gradient.detach_()
                     gradient.requires_grad_(False).zero_()  # views cannot be detached in place
 
-    def drop_overflowed(self, found: Sequence[FoundInf]) -> None:
-        """Write zeros. What several optimizers share stays where its last contribution was not one of those ``found``."""
+    def drop_overflowed(self) -> None:
+        """Write zeros. What several optimizers share stays where its last contribution was finite."""
         self.clipping.forget()
         for slot in self.slots:
             of_slot = slot.found_inf
-            if slot.owners > 1 and of_slot is not None and of_slot not in found:
+            if slot.owners > 1 and of_slot is not None and not of_slot.overflowed:
                 continue
             slot.clear()
             slot.found_inf = of_slot  # so that the other optimizers skip too
@@ -317,6 +314,14 @@ class Gradients:
                 gradient.detach().zero_()  # where it is: it may be part of a script's flat buffer
             else:
                 slot.param.grad = torch.zeros_like(gradient)
+
+    def zero_where(self, flag: torch.Tensor) -> None:
+        """Write zeros where ``flag`` is not 0, which nobody reads. What several optimizers share has a finding of its own."""
+        for slot in self.slots:
+            if slot.param.grad is not None:
+                found = flag if slot.found_inf is None else slot.found_inf.flag
+                gradient = values_of(slot.param.grad).detach()
+                gradient.masked_fill_(on(found, gradient.device) != 0, 0.0)
 
 
 def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:

@@ -1,18 +1,19 @@
-"""The loss scale: the number that the loss is multiplied by, and the rule by which it moves.
+"""The loss scale: the number that the loss is multiplied by, the rule by which it moves, and what is said of skipped steps.
 
-The state of a dynamic scale lives on the device of the gradients: `LossScaler.update` moves it there, by what a `FoundInf` says,
-and nothing waits. The host learns of it from the same `FoundInf`, later.
+The device counts. The state of a scale, with its skips, lives on the device of the gradients: `LossScaler.update` moves it there,
+by what a `FoundInf` says, and nothing waits. A copy of it arrives on the host later; "skips went from 3 to 5" is what is logged.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +21,12 @@ from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import logger
 from ..optimizers.capturing import refuse_to_begin
-from .found_inf import FoundInf, HostCopy
+from ..optimizers.scales import on
+from .found_inf import FoundInf, is_capturing, refuse_to_read
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
+SKIPS_BEFORE_DIAGNOSIS = 25
 SKIPS_AT_FLOOR_BEFORE_GIVING_UP = 50
 
 _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -73,15 +76,63 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+class ScaleState(NamedTuple):
+    """The words of ``kernels.update_scale``: the scale (float32) and counts (int32).
+
+    ``skips_apart`` counts skips that move no scale: under ``no_sync()``, in a block that did not name the optimizer, or for
+    gradients that stopped being finite after the block.
+    """
+
+    scale: float
+    unskipped: int
+    overflows_left: int
+    skips: int = 0
+    skips_in_a_row: int = 0
+    skips_at_floor: int = 0
+    skips_apart: int = 0
+
+    @classmethod
+    def of(cls, words: Sequence[int]) -> ScaleState:
+        return cls(*struct.unpack("f", struct.pack("i", words[0])), *words[1:])
+
+
+class HostCopy:
+    """The words of a tensor on the host: at once on the CPU, on CUDA some time after `send`, elsewhere when somebody waits."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+        self._pinned = torch.empty_like(words, device="cpu", pin_memory=True) if words.is_cuda else words
+        self._event = torch.cuda.Event() if words.is_cuda else None
+        self._is_on_host = words.device.type == "cpu"
+        self._is_on_its_way = False
+
+    def send(self) -> None:
+        """Have the words as they are now copied, unless an earlier copy is on its way."""
+        if self._event is None or is_capturing(self._words):
+            return
+        if not self._is_on_its_way or self._event.query():
+            self._pinned.copy_(self._words, non_blocking=True)
+            self._event.record(torch.cuda.current_stream(self._words.device))
+            self._is_on_its_way = True
+
+    def ready(self) -> bool:
+        """Whether a copy has arrived that was not read. CUDA allows no question about an event while a graph is captured."""
+        if self._event is None:
+            return self._is_on_host
+        return self._is_on_its_way and not is_capturing(self._words) and self._event.query()
+
+    def read(self, wait: bool = False) -> ScaleState:
+        """What has arrived; with ``wait`` the words as they are now."""
+        self._is_on_its_way = False
+        return ScaleState.of((self._words if wait else self._pinned).tolist())
+
+
 class LossScaler:
     """The loss scale of one loss: a number that stays, or one that moves by a `DynamicLossScale` between two bounds.
 
     ``loss_scale`` may be assigned at any time and is used from the next iteration on. ``unskipped`` counts iterations
     (exits of ``scale_loss``) since the last overflow or growth. Reading either waits for the device. A static scale other than 1.0
     checks too, and an overflow skips the step.
-
-    From the first iteration on the state of a dynamic scale is three words on the device of the gradients: the scale (float32),
-    ``unskipped``, and how many overflows are left before it backs off.
     """
 
     def __init__(
@@ -90,100 +141,85 @@ class LossScaler:
         min_loss_scale: float = DEFAULT_MIN_LOSS_SCALE,
         max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
         loss_id: int = 0,
+        on_floor: str = "raise",
     ) -> None:
         rule = DynamicLossScale() if loss_scale is None else loss_scale
         self.dynamic = isinstance(rule, DynamicLossScale)
         self.rule = rule if isinstance(rule, DynamicLossScale) else DynamicLossScale()
         self.min_loss_scale, self.max_loss_scale = float(min_loss_scale), float(max_loss_scale)
-        self.loss_id = loss_id
+        self.loss_id, self.on_floor = loss_id, on_floor
         #: What blocks with ``delay_overflow_check=True`` found: part of the iteration that the next block ends.
         self.delayed_check: FoundInf | None = None
-        # What the host has learned so far; the device may be ahead by the iterations that are pending.
-        self._loss_scale = float(rule.init_scale if self.dynamic else rule)
+        first = float(rule.init_scale if self.dynamic else rule)
         if self.dynamic:
-            self._loss_scale = max(self.min_loss_scale, min(self.max_loss_scale, self._loss_scale))
-        self._unskipped = 0
-        self._overflows_left = self.rule.hysteresis
-        self._skips_in_a_row = 0
-        self._skips_at_floor = 0
+            first = max(self.min_loss_scale, min(self.max_loss_scale, first))
+        #: What the host has learned so far, and what it has told of that; the device may be ahead.
+        self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf
-        self._pending: deque[FoundInf] = deque()
-        self._was_captured = False  # so that replays of a CUDA graph move the scale, and the host does not know
-        self._spare: dict[Any, list[HostCopy]] = {}
+        self._error: LossScaleError | None = None  # found where raising would have been out of place
         self._state: torch.Tensor | None = None
+        self._recent: deque[FoundInf] = deque(maxlen=8)  # among which the newest skip is, for its parameter's name
         self._snapshot: torch.Tensor | None = None
         self._snapshot_captured = False
 
     @property
     def loss_scale(self) -> float:
-        self.synchronize()
-        return self._loss_scale
+        return self.synchronize().scale
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         if not _is_positive(value):
             raise ConfigurationError(f"A loss scale must be a positive, finite number, found {value!r}.")
-        self.synchronize()
-        self._loss_scale = self._set_by_hand = float(value)
-        self._write_state()
+        self._set_by_hand = float(value)
+        self._write(scale=float(value))
 
     @property
     def unskipped(self) -> int:
-        self.synchronize()
-        return self._unskipped
+        return self.synchronize().unskipped
 
     @unskipped.setter
     def unskipped(self, value: int) -> None:
-        self.synchronize()
-        self._unskipped = int(value)
-        self._write_state()
+        self._write(unskipped=int(value))
 
     @property
     def skips_in_a_row(self) -> int:
-        self.synchronize()
-        return self._skips_in_a_row
+        return self.synchronize().skips_in_a_row
 
     @property
     def is_one(self) -> bool:
         """Whether this is a static scale of 1.0, which multiplies and checks nothing."""
-        return not self.dynamic and self._loss_scale == 1.0
+        return not self.dynamic and self._known.scale == 1.0
 
     @property
     def floor(self) -> float:
-        """What no overflow brings the scale below: ``min_loss_scale``, or a lower scale that was set by hand."""
-        return min(self.min_loss_scale, self._set_by_hand) if self.dynamic else 0.0
+        """What no overflow brings the scale below: ``min_loss_scale``, a lower scale that was set by hand, or a static scale."""
+        return min(self.min_loss_scale, self._set_by_hand) if self.dynamic else self._known.scale
 
     @property
     def is_power_of_two(self) -> bool:
         """Whether the scale, wherever it moves, is one: bfloat16 can then be divided by it without rounding."""
         if not self.dynamic:
-            return _are_powers_of_two(self._loss_scale)
+            return _are_powers_of_two(self._known.scale)
         rule = self.rule
         return _are_powers_of_two(
-            self._loss_scale, self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor
+            self._known.scale, self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor
         )
 
     # The iteration
 
     def current(self, device: torch.device) -> float | torch.Tensor:
-        """The scale of an iteration that begins now: a number, where the host knows it, or a copy of the one on ``device``.
+        """The scale of an iteration that begins now: a static one as a number, else a copy of the one on ``device``.
 
         While no iteration has ended, it is the same object.
         """
         if not self.dynamic:
-            return self._loss_scale
+            return self._known.scale
         self._live_on(device)
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captured = is_capturing(self._state)
         # What a CUDA graph replays must come from the state, not from a copy that was made before it.
-        if self._snapshot is None or self._snapshot.device != device or captured != self._snapshot_captured:
-            if not (self._pending or self._was_captured or captured):
-                return self._loss_scale
-            self._snapshot, self._snapshot_captured = self._scalar.clone(), captured
+        if self._snapshot is None or captured != self._snapshot_captured:
+            self._snapshot, self._snapshot_captured = self._scale.clone(), captured
         return self._snapshot
-
-    def found_inf(self, device: torch.device, lists: int) -> FoundInf:
-        """For the gradients of one block: nothing found yet."""
-        return FoundInf(device, lists, self._spare)
 
     def update(self, found: FoundInf | torch.Tensor, *, moves_scale: bool = True) -> FoundInf:
         """End an iteration: the scale moves, on its device, by what was ``found``, or by a flag of shape [1].
@@ -192,160 +228,152 @@ class LossScaler:
         ranks have not seen yet, where a scale that moved on one rank alone would part them.
         """
         if isinstance(found, torch.Tensor):
-            found = FoundInf.of(found)
-        found.scaler, found.moves_scale = self, moves_scale
+            found = FoundInf(found)
+        found.scaler, found.moves_scale, found.is_judged = self, moves_scale, True
         if self.delayed_check is found:
             self.delayed_check = None
-        found.send(self._advance(found.flag, moves_scale) if self.dynamic else None)
-        if found.is_captured:  # it stands for as many iterations as the graph is replayed
-            self._was_captured = True
-        else:
-            self._pending.append(found)
-        return found
-
-    def _advance(self, flag: torch.Tensor, moves_scale: bool) -> torch.Tensor | bytes:
-        """Move the state on the device; returns its words, on the CPU a copy of them."""
-        self._live_on(flag.device)
+        self._live_on(found.flag.device)
+        is_dynamic, rule, scale = self.dynamic, self.rule, self._known.scale
         kernels.update_scale(
-            self._scale,
-            self._growth_tracker,
-            self._hysteresis_tracker,
-            flag if moves_scale else torch.zeros_like(flag),
-            growth_factor=self.rule.growth_factor,
-            backoff_factor=self.rule.backoff_factor,
-            growth_interval=self.rule.growth_interval,
-            hysteresis=self.rule.hysteresis,
+            self._state,
+            found.flag if moves_scale else torch.zeros_like(found.flag),
+            growth_factor=rule.growth_factor if is_dynamic else 1.0,
+            backoff_factor=rule.backoff_factor if is_dynamic else 1.0,
+            growth_interval=rule.growth_interval,
+            hysteresis=rule.hysteresis,
             min_scale=self.floor,
-            max_scale=self.max_loss_scale,
+            max_scale=self.max_loss_scale if is_dynamic else scale,
         )
         self._snapshot = None
-        return self._state if self._words is None else bytes(self._words)
+        self._recent.append(found)
+        self._copy.send()
+        return found
+
+    def count_apart(self, flag: torch.Tensor) -> None:
+        """A step is skipped where this is above 0, and the scale stays."""
+        if self._state is None:
+            self._live_on(flag.device)
+        self._state[-1:].add_(on(flag > 0, self._state.device))
+        self._copy.send()
 
     def _live_on(self, device: torch.device) -> None:
         """Have the state on this device."""
-        if self._state is not None and self._state.device == device:
-            return
-        # Dynamo has no tensors that share memory with the host.
-        move = torch._dynamo.disable(self._move_to) if torch.compiler.is_dynamo_compiling() else self._move_to
-        move(device)
+        if self._state is None or self._state.device != device:
+            refuse_to_begin("the loss scale", device)
+            known = self.synchronize()
+            self._state = torch.zeros(len(known), dtype=torch.int32, device=device)
+            self._scale = self._state.view(torch.float32)[0]
+            self._copy = HostCopy(self._state)
+            self._put(known)
 
-    def _move_to(self, device: torch.device) -> None:
-        refuse_to_begin("the loss scale", device)
-        self._read_state()
-        self._words = None
-        if device.type == "cpu":
-            self._words = bytearray(12)  # so that the host can copy it without a call of torch
-            self._state = state = torch.frombuffer(self._words, dtype=torch.int32)
-        else:
-            self._state = state = torch.zeros(3, dtype=torch.int32, device=device)
-        self._scale = state[:1].view(torch.float32)
-        self._scalar = self._scale[0]  # the same, 0-dim
-        self._growth_tracker, self._hysteresis_tracker = state[1:2], state[2:3]
-        self._write_state()
+    def _write(self, **changes: float) -> None:
+        """Change words of the state."""
+        self._put(self.synchronize()._replace(**changes))
 
-    def _write_state(self) -> None:
-        """Bring the state on the device to what the host knows."""
-        self._snapshot = None
+    def _put(self, known: ScaleState) -> None:
+        self._known, self._snapshot = known, None
         if self._state is not None:
-            self._scale.fill_(self._loss_scale)
-            self._growth_tracker.fill_(self._unskipped)
-            self._hysteresis_tracker.fill_(self._overflows_left)
-
-    def _read_state(self) -> None:
-        """Bring what the host knows to the state on the device."""
-        if self._state is not None:
-            words = struct.pack("3i", *self._state.tolist())
-            self._loss_scale, self._unskipped, self._overflows_left = struct.unpack("fii", words)
+            self._scale.fill_(self._known.scale)
+            for word, count in zip(self._state[1:], self._known[1:]):
+                word.fill_(count)
 
     # What the host learns
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> ScaleState:
         """Learn of everything that has happened; waits for the device."""
-        while self._pending:
-            self._pending.popleft().learn()
-        self._read_state()
+        if self._state is not None:
+            refuse_to_read(self._state)
+            self._known = self._copy.read(wait=True)
+        return self._known
 
-    def learn_known(self) -> None:
-        """Learn of what can be learned without waiting."""
-        while self._pending and self._pending[0].is_known:
-            self._pending.popleft().learn()
+    def report(
+        self, *, wait: bool = False, raises: bool = True, unnamed: Callable[[], str | None] = lambda: None
+    ) -> bool:
+        """Log the steps that were skipped since the last report, if that is known, or with ``wait``; returns whether there are any.
 
-    def learn_up_to(self, found: FoundInf) -> None:
-        """Learn of what happened up to this iteration, in order: the numbers of skips in a row build on each other."""
-        if found in self._pending:
-            while self._pending.popleft().learn() is not found:
-                pass
-        else:
-            found.learn()
-
-    def count(self, found: FoundInf, *state: float) -> None:
-        """Count an iteration on the host; ``state`` is that on the device after it, if there is one.
-
-        ``found`` gets the numbers that logs tell of it: ``loss_scale``, ``skips_in_a_row`` and ``skips_at_floor``.
+        Raises `LossScaleError` after 50 skips in a row at the floor, where nothing will change by itself; with ``raises=False`` the
+        next report does. ``unnamed`` names a parameter whose gradient is not finite where no kernel has noted one.
         """
-        counts = found.overflowed and found.moves_scale
-        at_floor = self._loss_scale <= self.floor
-        self._skips_in_a_row = self._skips_in_a_row + 1 if counts else 0
-        self._skips_at_floor = self._skips_at_floor + at_floor if counts else 0
-        self._unskipped = 0 if counts else self._unskipped + 1
-        if self.dynamic:
-            self._loss_scale, self._unskipped, self._overflows_left = state
-        found.loss_scale = self._loss_scale
-        found.skips_in_a_row, found.skips_at_floor = self._skips_in_a_row, self._skips_at_floor
+        if wait:
+            self.synchronize()
+        elif self._state is not None and self._copy.ready():
+            self._known = self._copy.read()
+        told, self._told = self._told, self._known
+        if self._known.skips_apart != told.skips_apart:
+            logger.info(
+                "A step was skipped and the loss scale stays: gradients were not finite under no_sync() (the scale moves at the "
+                "next sync), in a scale_loss block that did not name the optimizer, or only at step(). Where they are averaged "
+                "over processes by hand, pass process_group= to initialize()."
+            )
+        skips = self._known.skips - told.skips
+        if skips:
+            self._tell(skips, unnamed)
+        if wait:
+            self._recent.clear()
+        if raises and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return bool(skips)
 
-    def overflow_line(self, found: FoundInf | None = None) -> str:
-        """The line that reports a skipped step: that of an iteration, or the newest."""
+    def _tell(self, skips: int, unnamed: Callable[[], str | None]) -> None:
+        row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
+        logger.info(self.overflow_line() + (f" ({skips} steps)" if skips > 1 else ""))
+        diagnoses = _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS)
+        if diagnoses or logger.isEnabledFor(logging.DEBUG):
+            newest = next((found for found in reversed(self._recent) if found.overflowed), None)
+            name = (
+                (newest and newest.first_nonfinite())
+                or unnamed()
+                or "not found (the gradients were cleared or changed since)"
+            )
+            logger.log(
+                logging.WARNING if diagnoses else logging.DEBUG,
+                "Loss scaler %d: %d steps in a row were skipped; the first parameter whose gradient is not finite is %s.",
+                self.loss_id,
+                row,
+                name,
+            )
+        if _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP):
+            where = "loss scale at its floor of" if self.dynamic else "static loss scale"
+            message = (
+                f"Loss scaler {self.loss_id}: {at_floor} steps in a row were skipped with the {where} {self.floor:g}, so the "
+                f"gradients are not finite at any scale. Look for inf or NaN in the data or the loss, try a lower learning rate or "
+                f"bfloat16 (O4, O5), or set {'min_loss_scale= lower' if self.dynamic else 'a lower loss_scale='}; "
+                f"on_floor='warn' goes on regardless."
+            )
+            if self.on_floor == "raise":
+                self._error = LossScaleError(message)
+            else:
+                logger.warning(message)
+
+    def overflow_line(self) -> str:
+        """The line that reports a skipped step."""
         if not self.dynamic:
             return (
-                f"Gradient overflow at the static loss scale {self._loss_scale:g} (loss scaler {self.loss_id}): this step is "
+                f"Gradient overflow at the static loss scale {self._known.scale:g} (loss scaler {self.loss_id}): this step is "
                 f"skipped and the scale stays. A lower loss_scale=, or 'dynamic', avoids it."
             )
         # Scripts search their logs for the start of this line, Apex's two spaces included.
-        scale = self.loss_scale if found is None else found.loss_scale
-        return f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {scale}"
-
-    def give_up_at_floor(self, on_floor: str, found: FoundInf | None = None) -> None:
-        """After 50 skips in a row at the floor nothing is being learned, and nothing will change by itself.
-
-        Raises `LossScaleError`, or warns with ``on_floor="warn"``.
-        """
-        if found is None:
-            self.synchronize()
-        skips = self._skips_at_floor if found is None else found.skips_at_floor
-        if skips < SKIPS_AT_FLOOR_BEFORE_GIVING_UP or skips % SKIPS_AT_FLOOR_BEFORE_GIVING_UP:
-            return
-        message = (
-            f"Loss scaler {self.loss_id}: {skips} steps in a row were skipped with the loss scale at its floor "
-            f"of {self.floor:g}, so the gradients are not finite at any scale. Look for inf or NaN in the data "
-            f"or the loss, try a lower learning rate or bfloat16 (O4, O5), or set min_loss_scale= lower; "
-            f"on_floor='warn' goes on regardless."
+        return (
+            f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {self._known.scale}"
         )
-        if on_floor == "raise":
-            raise LossScaleError(message)
-        logger.warning(message)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, float | int]:
         """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints."""
-        return {"loss_scale": self.loss_scale, "unskipped": self._unskipped}
+        return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         validate_scaler_state(state)
-        self.synchronize()
-        saved = float(state["loss_scale"])
+        saved, scale = float(state["loss_scale"]), self.loss_scale
         if self.dynamic:
-            self._loss_scale = max(saved, self.min_loss_scale)
-            self._set_by_hand = math.inf
-        elif saved != self._loss_scale:
+            scale, self._set_by_hand = max(saved, self.min_loss_scale), math.inf
+        elif saved != scale:
             logger.warning(
-                "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.",
-                saved,
-                self._loss_scale,
+                "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.", saved, scale
             )
-        self._unskipped = int(state["unskipped"])
-        self._skips_in_a_row = 0
-        self._write_state()
+        self._write(scale=scale, unskipped=int(state["unskipped"]), skips_in_a_row=0, skips_at_floor=0)
 
     def grad_scaler_state(self) -> dict[str, float | int]:
         """This loss scale as ``torch.amp.GradScaler.load_state_dict`` takes it."""
@@ -355,7 +383,7 @@ class LossScaler:
             "backoff_factor": self.rule.backoff_factor,
             # It knows no static scale.
             "growth_interval": self.rule.growth_interval if self.dynamic else 2**31 - 1,
-            "_growth_tracker": self._unskipped,
+            "_growth_tracker": self.unskipped,
         }
 
     def load_grad_scaler_state(self, state: Mapping[str, float | int]) -> None:
@@ -378,6 +406,11 @@ class LossScaler:
             # A GradScaler has no floor: its scale is taken over exactly, and is the floor then.
             self.min_loss_scale = min(self.min_loss_scale, float(state["scale"]))
         self.load_state_dict(entry)
+
+
+def _passes(count: int, newest: int, interval: int) -> bool:
+    """Whether a count has come past a multiple of ``interval`` with its ``newest`` ones."""
+    return count // interval > max(0, count - newest) // interval
 
 
 @lru_cache

@@ -18,11 +18,9 @@ from ..errors import LossIdError, LossScaleError
 from ..optimizers.scales import on
 from ..sharding import highest
 from .backward_passes import BackwardPass, Reached
-from .found_inf import FoundInf
-from .gradients import LISTS_OF_A_COLLECTION
+from .found_inf import FoundInf, constant
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
-from .skip_reports import SkipReports
 from .slots import Slot
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
@@ -35,7 +33,7 @@ class LossScaling:
         self.plan = plan
         bounds = (plan.min_loss_scale, plan.max_loss_scale)
         number = plan.num_losses if plan.enabled else 0
-        self.scalers = [LossScaler(plan.loss_scale, *bounds, loss_id=loss_id) for loss_id in range(number)]
+        self.scalers = [LossScaler(plan.loss_scale, *bounds, loss_id, plan.on_floor) for loss_id in range(number)]
         self.ddp: Callable[[], DistributedDataParallel | None] = lambda: None  # whose forward pass ran last
         self._runs_without_sync = False
         self.held_scale: float | torch.Tensor | None = None  # of gradients that FSDP2 has yet to reduce
@@ -43,7 +41,6 @@ class LossScaling:
         self.scaled_loss_was_used = False
         self.has_looked_for_hooks = False
         self.has_looked_for_strangers = False
-        self.reports = SkipReports(plan.on_floor)
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
@@ -94,7 +91,7 @@ class LossScaling:
         scale = wrapper.gradients.delayed_scale
         if scale is None:
             return None
-        found = None if scaler.is_one else scaler.found_inf(home_of([wrapper]), LISTS_OF_A_COLLECTION)
+        found = None if scaler.is_one else new_finding([wrapper], scaler)
         wrapper.gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
         if found is not None:
             _combine(found, [wrapper])
@@ -104,26 +101,22 @@ class LossScaling:
         """The scale moves by what was found in any of these optimizers' gradients; an overflow is reported."""
         ended = found[0][1]
         if len(found) > 1:
-            ended = FoundInf.of(torch.stack([on(one.flag, ended.flag.device) for _, one in found]).amax(0))
+            ended = FoundInf(torch.stack([on(one.flag, ended.flag.device) for _, one in found]).amax(0))
         scaler.update(ended)
         if _CHECKS_RANKS:
             _check_ranks(scaler, [wrapper for wrapper, _ in found])
-        skipped = next((wrapper.findings for wrapper, _ in found if wrapper.findings.skipped), None)
-        if skipped is not None:
-            self.reports.report(skipped, ended)
+        if any(wrapper.findings.skipped for wrapper, _ in found):
+            scaler.report(wait=True)
 
     def synchronize(self) -> None:
-        """Wait for every iteration, and log the skipped steps among them. Nothing is raised: the next block will."""
+        """Wait for every iteration, and log the skipped ones. Nothing is raised: the next block will."""
         for scaler in self.scalers:
-            scaler.synchronize()
-        self.reports.report_all()
+            scaler.report(wait=True, raises=False)
 
     def catch_up(self) -> None:
         """Log what the host has learned of by now, without waiting."""
-        self.reports.raise_postponed()
         for scaler in self.scalers:
-            scaler.learn_known()
-        self.reports.report_known()
+            scaler.report()
 
 
 def collect(
@@ -139,11 +132,8 @@ def collect(
 
     What is found in gradients of an unnamed optimizer skips its own step, and moves no scale.
     """
-    found, home = None, home_of(named)
-    if not scaler.is_one:
-        # What blocks with delay_overflow_check=True found belongs to this iteration.
-        found = scaler.delayed_check or scaler.found_inf(home, LISTS_OF_A_COLLECTION * len(named))
-        found.scaler = scaler
+    # What blocks with delay_overflow_check=True found belongs to this iteration.
+    found = None if scaler.is_one else scaler.delayed_check or new_finding(named, scaler)
     done: set[Slot] | None = set() if unnamed or len(named) > 1 else None
     backward = BackwardPass(scale, local, scaler.is_power_of_two, done, was_reached)
     for wrapper in named:
@@ -155,11 +145,10 @@ def collect(
         if not (gradients.has_fresh or gradients.process_groups):
             gradients.put_back(backward)
             continue
-        own = None if found is None else scaler.found_inf(home, LISTS_OF_A_COLLECTION)
+        own = None if found is None else new_finding(named)
         gradients.collect(backward, own)
         if own is not None:
             _combine(own, [wrapper])
-            own.send()
         wrapper.findings.add(own)
     if found is None:
         return
@@ -170,6 +159,12 @@ def collect(
     scaler.update(found, moves_scale=not local)
     if _CHECKS_RANKS:
         _check_ranks(scaler, named)
+
+
+def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
+    """For the gradients of one block: nothing found yet."""
+    flag = constant(0.0, torch.float32, home_of(wrappers)).clone()
+    return FoundInf(flag, scaler, wrappers[0].owner.name_of)
 
 
 def _combine(found: FoundInf, wrappers: Sequence[OptimizerWrapper]) -> None:

@@ -31,7 +31,7 @@ from ..optimizers.fused import StepInputs
 from ..patching import PatchSet
 from .evaluating_again import step_evaluating_again
 from .findings import Findings
-from .found_inf import FoundInf
+from .found_inf import is_known_clean
 from .gradients import Gradients
 from .loss_scale import LossScaler
 from .optimizer_traits import clears_as_torch, evaluates_once, takes_found_inf, takes_rests, takes_step_inputs
@@ -207,10 +207,12 @@ class OptimizerWrapper:
                 found_inf=found_inf, total_norm=self.gradients.total_norm, around=self._updating
             )
         elif self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
-            found_inf = self.findings.flag(unless_clean=True)  # with a flag it takes longer, on the CPU by a third
+            found_inf = self.findings.flag()
+            if found_inf is not None and is_known_clean(found_inf):
+                found_inf = None  # with a flag it takes longer, on the CPU by a third
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
-        elif overflows := self.findings.overflows():
-            return self.skip(overflows)
+        elif self.findings.forbid_step():
+            return self.skip()
         try:
             with _casting_disabled(), self._over_stand_ins():
                 result = original(*args, **kwargs)
@@ -276,8 +278,8 @@ class OptimizerWrapper:
         if self.stand_ins.are_in_place or self._takes_rests:
             return original(*args, **kwargs)
         self.synchronize_gradients()
-        if overflows := self.findings.overflows():
-            return self.skip(overflows)
+        if self.findings.forbid_step():
+            return self.skip()
         with _casting_disabled(), self.stand_ins.in_step():
             result = original(*args, **kwargs)
         self.end_step()
@@ -313,11 +315,11 @@ class OptimizerWrapper:
         if self.gradients.delayed_scale is not None:
             self.owner.scaling.finish_delayed(self)
 
-    def skip(self, overflows: list[FoundInf]) -> None:
+    def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
         self.findings.verdict = True
         after_step(self.snapshots, True)
-        self.findings.drop_overflowed(overflows)
+        self.findings.drop_overflowed()
         drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):

@@ -133,7 +133,7 @@ class Block:
             gradients = wrapper.gradients
             gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
             empty.append(wrapper.findings.drop_cleared())
-            wrapper.findings.drop_known_overflow()
+            wrapper.findings.drop_skipped()
         for wrapper, is_empty in zip(wrappers, empty):  # those before may hold the same parameters
             wrapper.gradients.open(self.scale, is_empty)
 

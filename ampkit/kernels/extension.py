@@ -36,7 +36,7 @@ _callers: dict[str, Callable] = {}
 # Arguments of operators, and what stands for them. Nothing where a list is scaled in place: each tensor would be handed over twice.
 _SPECIAL = {
     "multi_tensor_scale": {"inputs": "[] if not torch.compiler.is_compiling() and inputs is outputs else inputs"},
-    "update_scale": {"found_inf": "_beside(found_inf, scale)"},
+    "update_scale": {"found_inf": "_beside(found_inf, state)"},
 }
 _SPECIAL_DIRECTLY = {"multi_tensor_scale": {"inputs": "[] if inputs is outputs else inputs"}}
 
@@ -151,12 +151,12 @@ def _tensor(number):
     return number if fits else number.detach().to(torch.float32).contiguous()
 
 
-def _beside(found_inf, scale):
-    if found_inf.device == scale.device and found_inf.dtype is torch.float32:
+def _beside(found_inf, state):
+    if found_inf.device == state.device and found_inf.dtype is torch.float32:
         return found_inf
     # A kernel on the CPU reads at once: what comes from a GPU must have arrived.
     return found_inf.to(
-        scale.device, torch.float32, non_blocking=scale.device.type == "cuda" and not found_inf.is_pinned()
+        state.device, torch.float32, non_blocking=state.device.type == "cuda" and not found_inf.is_pinned()
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.kernels.checks import check_flag, check_lists, compute_dtype
+from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.routing import NO_BAD, Flag, Number, Tensors, integers_on, operator, operator_without_lists
 from ampkit.kernels.split import join, split
 
@@ -148,9 +148,7 @@ def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Ten
 
 @operator_without_lists
 def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
+    state: Tensor,
     found_inf: Tensor,
     *,
     growth_factor: float = 2.0,
@@ -160,19 +158,27 @@ def update_scale(
     min_scale: float = 0.0,
     max_scale: float = float("inf"),
 ) -> Tensor:
-    """Move a loss scale (float32 [1]) and its two counters (int32 [1]) in place, by the rule of DynamicLossScale, without the
-    host; returns ``scale``.
+    """Move a loss scale in place, by the rule of DynamicLossScale, and count skips, without the host; returns ``state``.
+
+    ``state`` (int32, shape [7]) has the bits of the scale (float32), the clean iterations since the last overflow or growth, how
+    many overflows are left before it backs off, and the iterations that overflowed: all, those in a row, and of these those
+    with the scale at ``min_scale``. The last word is left alone.
 
     An overflow costs one of ``hysteresis`` chances; without any left, the scale backs off, to ``min_scale`` at least. A
     clean iteration gives all chances back, and the ``growth_interval``-th in a row lets the scale grow, to ``max_scale``
-    at most, and never to infinity. ``growth_tracker`` counts clean iterations since the last overflow or growth.
+    at most, and never to infinity.
     """
-    check_flag("update_scale", "scale", scale, torch.float32)
-    check_flag("update_scale", "growth_tracker", growth_tracker, torch.int32)
-    check_flag("update_scale", "hysteresis_tracker", hysteresis_tracker, torch.int32)
+    if state.dtype is not torch.int32 or state.shape != (7,) or not state.is_contiguous():
+        raise RuntimeError(
+            f"update_scale: state is {state.dtype} of shape {list(state.shape)}; pass a contiguous int32 tensor of shape [7]"
+        )
+    scale, (unskipped, overflows_left, skips, in_a_row, at_floor) = state[:1].view(torch.float32), state[1:6].split(1)
     bad = found_inf.to(scale.device) != 0
-    left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
-    clean = torch.where(bad, 0, growth_tracker + 1)
+    skips.add_(bad)
+    in_a_row.copy_(torch.where(bad, in_a_row + 1, 0))
+    at_floor.copy_(torch.where(bad & (scale <= min_scale), at_floor + 1, 0))
+    left = torch.where(bad, overflows_left - 1, hysteresis)
+    clean = torch.where(bad, 0, unskipped + 1)
     grows = clean >= growth_interval
     # Products in float64 and rounded once, as the kernel's; a scale above the maximum was set by hand and stays.
     wide = scale.dtype if scale.device.type == "mps" else torch.float64
@@ -181,9 +187,9 @@ def update_scale(
     grown = torch.where(grown.isfinite(), grown, scale)
     backed_off = (scale.to(wide) * backoff_factor).to(torch.float32).clamp(min=min_scale)
     scale.copy_(torch.where(bad & (left <= 0), backed_off, torch.where(grows, grown, scale)))
-    growth_tracker.copy_(torch.where(grows, 0, clean))
-    hysteresis_tracker.copy_(left)
-    return scale
+    unskipped.copy_(torch.where(grows, 0, clean))
+    overflows_left.copy_(left)
+    return state
 
 
 def report_non_finite(tensors, found_inf, first_bad=None):

@@ -16,7 +16,7 @@ from .copies import RECORD_KEY
 from .float32_values import Float32Value
 from .records import go_by_record, record_of, walk
 
-#: Parameters of a model whose weights are not cast, and their dtypes.
+#: Parameters of a model, and the dtypes that they were left as.
 Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]
 
 
@@ -59,22 +59,13 @@ def note_new_modules(model: nn.Module) -> None:
             go_by_record(module, record)
 
 
-def dtypes_of(model: nn.Module) -> Dtypes:
-    """The parameters of a model whose weights are not cast, as they are now."""
-    return [(weakref.ref(param), param.dtype) for param in model.parameters()]
-
-
 def refuse_changed_dtype(model: nn.Module, left_as: Dtypes) -> None:
-    """Raise where a parameter has another dtype than `dtypes_of` has found, by its name."""
-    for ref, dtype in left_as:
-        param = ref()
-        if param is not None and param.dtype is not dtype and any(param is one for one in model.parameters()):
-            raise _changed(model, param, dtype)
-
-
-def _changed(model: nn.Module, param: nn.Parameter, was: torch.dtype) -> ConfigurationError:
-    name = next(name for name, one in model.named_parameters() if one is param)
-    return ConfigurationError(
-        f"{name!r} is {param.dtype}, initialize() left it {was}. Do not change the dtype of an initialized model "
-        "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
-    )
+    """Raise where a parameter of the model has another dtype than it was left as, by its name."""
+    changed = [(param, dtype) for ref, dtype in left_as if (param := ref()) is not None and param.dtype is not dtype]
+    names = {param: name for name, param in model.named_parameters()} if changed else {}
+    for param, dtype in changed:
+        if param in names:
+            raise ConfigurationError(
+                f"{names[param]!r} is {param.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
+                "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
+            )

@@ -118,11 +118,6 @@ def hand_out_plain_state(optimizer: Any, values: Mapping[torch.Tensor, Any]) -> 
     optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer), its_values)
 
 
-def hand_out_own_state(optimizer: Any) -> None:
-    """Undo `hand_out_plain_state`."""
-    optimizer.__dict__.pop("__getstate__", None)
-
-
 def _plain_state(ref: weakref.ref, values: Mapping[torch.Tensor, Any]) -> Any:
     optimizer = ref()
     own = type(optimizer).__getstate__(optimizer)

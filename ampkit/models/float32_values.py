@@ -174,7 +174,7 @@ def _written_apart(loan: Loan, written: Tensor) -> Tensor:
 def _joined(lower: Tensor, rest: Tensor | None) -> Tensor:
     """The float32 value that these are together: a copy."""
     if rest is None or lower.dtype is torch.float32:
-        return lower.detach().float().clone() if lower.dtype is torch.float32 else lower.detach().float()
+        return lower.detach().to(torch.float32, copy=True)
     value = torch.empty_like(lower, dtype=torch.float32, requires_grad=False)
     kernels.multi_tensor_join([lower.detach()], [rest.to(lower.device)], [value])
     return value

@@ -24,18 +24,17 @@ class Incoming:
 
     def __init__(self) -> None:
         self._dtypes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters
-        # By name: modules put other tensors in the places of their buffers.
+        # Of each module of these models, by name: modules put other tensors in the places of their buffers.
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
-        self._recurrent: weakref.WeakSet[nn.RNNBase] = weakref.WeakSet()
         self._with_float32_state: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
 
     def take_over(self, earlier: Incoming, models: Sequence[nn.Module]) -> None:
         """What an earlier session has noted of ``models``, before it closes: it then leaves these in float32."""
         self._with_float32_state |= earlier._with_float32_state
-        self._recurrent |= earlier._recurrent
         for model in models:
-            _move(earlier._dtypes, self._dtypes, model.parameters())
-            _move(earlier._buffers, self._buffers, model.modules())
+            for record in ("_dtypes", "_buffers"):
+                noted, keys = getattr(earlier, record), (*model.parameters(), *model.modules())
+                getattr(self, record).update({key: noted.pop(key) for key in keys if key in noted})
 
     def dtypes_of(self, model: nn.Module) -> set[torch.dtype]:
         """The dtypes that the model's parameters came in, as far as they are noted here."""
@@ -59,7 +58,6 @@ class Incoming:
                 self._buffers.setdefault(module, {}).update(names)
             for tensor in lower:
                 _change_dtype(tensor, torch.float32)
-            self._recurrent.update(module for module in model.modules() if isinstance(module, nn.RNNBase))
         self._flatten_again()
         for optimizer in optimizers:
             for param, state in self._states(optimizer):
@@ -95,12 +93,9 @@ class Incoming:
 
     def _flatten_again(self) -> None:
         """Recurrent layers want their weights in one piece."""
-        for module in self._recurrent:
-            module.flatten_parameters()
-
-
-def _move(noted: Any, to: Any, keys: Iterator[Any]) -> None:
-    to.update({key: noted.pop(key) for key in keys if key in noted})
+        for module in self._buffers:
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
 
 
 def _change_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -40,9 +40,7 @@ class Kept:
     not kept it lowers the matrices, or where it ``lowers_all`` every parameter.
     """
 
-    def __init__(
-        self, model: nn.Module, keep_norms: bool, keep_fp32: tuple[Any, ...], lowers_all: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, keep_norms: bool, keep_fp32: Sequence[Any], lowers_all: bool = False) -> None:
         self.modules = {m: name for name, m in model.named_modules() if keep_norms and is_norm(m)}
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()

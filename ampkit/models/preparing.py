@@ -59,9 +59,9 @@ def prepare_models(
                 cast(model, plan.cast_model_type, choice.keeps)
     elif plan.master_weights:
         for model in models:
-            if (dtype := _precision_in(model)) is not None:
+            if (lower := next((p for p in model.parameters() if p.dtype in LOWER_PRECISION), None)) is not None:
                 undo.if_alive(restore, model)
-                cast(model, dtype, lambda module, param: True)
+                cast(model, lower.dtype, lambda module, param: True)
     _log_kept(kept, plan)
     if twins and plan.verbosity >= 1:
         pairs = ", ".join(f"{own} (of {twin})" for own, twin in twins.values())
@@ -103,9 +103,8 @@ def _cast_weights(
             whole.add(param, values[param])
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    whole.kept = [
-        param for param in whole.kept if id(param) not in whole.parameters
-    ]  # a bias of two modules, one a layer
+    # Not a bias that is in a layer too.
+    whole.kept = [param for param in whole.kept if id(param) not in whole.parameters]
     if too_large:
         logger.warning(
             "%s holds values above %g, the largest that %s has (%d tensors do): they are that now. Use bfloat16 (O5), or "
@@ -161,11 +160,6 @@ def restore_weights(model: nn.Module, originals: Originals) -> None:
             module.flatten_parameters()
 
 
-def _precision_in(model: nn.Module) -> torch.dtype | None:
-    """The lower precision of the first parameter that has one."""
-    return next((param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION), None)
-
-
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:
     names = [name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()]
     if names and plan.verbosity >= 1:
@@ -194,7 +188,6 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
                 undo.callback(sharded.keep_no_casts_of_gathered(module))
         undo.callback(sharded.sum_partial_gradients(model))
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts
-        if not isinstance(
-            model, torch.jit.ScriptModule
-        ):  # torch.autocast, beneath our patches, casts the calls of those
+        # Calls of a script are cast by torch.autocast, beneath our patches.
+        if not isinstance(model, torch.jit.ScriptModule):
             forward.install(model, own)

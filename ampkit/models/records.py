@@ -74,15 +74,6 @@ def walk(model: nn.Module) -> Iterator[nn.Module]:
                 pending.append(child)
 
 
-def some_parameter(model: nn.Module) -> nn.Parameter | None:
-    """One of the model's parameters, if it has any; ``next(model.parameters())`` costs as much as a small layer."""
-    for module in walk(model):
-        for param in module._parameters.values():
-            if param is not None:
-                return param
-    return None
-
-
 # state_dict() and load_state_dict() of any part of a cast model, in float32
 
 

@@ -1,4 +1,4 @@
-// update_scale on CUDA: three numbers, one thread.
+// update_scale on CUDA: a few numbers, one thread.
 #include "cuda/multi_tensor_apply.cuh"
 #include "functors/update_scale.h"
 #include "ops.h"
@@ -8,19 +8,18 @@ namespace ampkit {
 namespace {
 
 __global__ void update_scale_kernel(UpdateScaleFunctor update, ScaleArguments arguments) {
-  update(*arguments.scale, *arguments.growth_tracker, *arguments.hysteresis_tracker, *arguments.found_inf);
+  update(*arguments.state, *arguments.found_inf);
 }
 
 }  // namespace
 
-void update_scale_cuda(const Tensor& scale, const Tensor& growth_tracker, const Tensor& hysteresis_tracker,
-                       const Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
-                       int64_t hysteresis, double min_scale, double max_scale) {
-  const ScaleArguments arguments(scale, growth_tracker, hysteresis_tracker, found_inf);
-  const torch::stable::accelerator::DeviceGuard guard(scale.get_device_index());
+void update_scale_cuda(const Tensor& state, const Tensor& found_inf, double growth_factor, double backoff_factor,
+                       int64_t growth_interval, int64_t hysteresis, double min_scale, double max_scale) {
+  const ScaleArguments arguments(state, found_inf);
+  const torch::stable::accelerator::DeviceGuard guard(state.get_device_index());
   const UpdateScaleFunctor update{growth_factor, backoff_factor, growth_interval, hysteresis, static_cast<float>(min_scale),
                                   static_cast<float>(max_scale)};
-  update_scale_kernel<<<1, 1, 0, current_stream(scale.get_device_index())>>>(update, arguments);
+  update_scale_kernel<<<1, 1, 0, current_stream(state.get_device_index())>>>(update, arguments);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

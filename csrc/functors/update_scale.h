@@ -1,4 +1,5 @@
-// The rule of a dynamic loss scale, as DynamicScaler has it (ampkit/iteration/loss_scale.py). Products are float64, rounded once.
+// The rule of a dynamic loss scale, as DynamicLossScale has it (ampkit/iteration/loss_scale.py), and the skips that are counted with
+// it. Products are float64, rounded once.
 #pragma once
 
 #include <cstdint>
@@ -7,29 +8,39 @@
 
 namespace ampkit {
 
+// The words of ``state``; the last one is counted elsewhere.
+struct ScaleState {
+  float scale;
+  int32_t unskipped, overflows_left, skips, skips_in_a_row, skips_at_floor, skips_apart;
+};
+
 struct UpdateScaleFunctor {
   double growth_factor, backoff_factor;
   int64_t growth_interval, hysteresis;
   float min_scale, max_scale;
 
-  AMPKIT_INLINE void operator()(float& scale, int32_t& growth_tracker, int32_t& hysteresis_tracker, float found_inf) const {
+  AMPKIT_INLINE void operator()(ScaleState& state, float found_inf) const {
     if (found_inf != 0.0f) {
-      growth_tracker = 0;
-      hysteresis_tracker -= 1;
-      if (hysteresis_tracker > 0) return;
-      const float lower = static_cast<float>(scale * backoff_factor);
-      scale = lower < min_scale ? min_scale : lower;
+      state.skips += 1;
+      state.skips_in_a_row += 1;
+      state.skips_at_floor = state.scale <= min_scale ? state.skips_at_floor + 1 : 0;
+      state.unskipped = 0;
+      state.overflows_left -= 1;
+      if (state.overflows_left > 0) return;
+      const float lower = static_cast<float>(state.scale * backoff_factor);
+      state.scale = lower < min_scale ? min_scale : lower;
       return;
     }
-    hysteresis_tracker = static_cast<int32_t>(hysteresis);
-    growth_tracker += 1;
-    if (growth_tracker < growth_interval) return;
-    growth_tracker = 0;
+    state.skips_in_a_row = state.skips_at_floor = 0;
+    state.overflows_left = static_cast<int32_t>(hysteresis);
+    state.unskipped += 1;
+    if (state.unskipped < growth_interval) return;
+    state.unskipped = 0;
     // A scale above the maximum was set by hand: growth does not lower it.
-    const float ceiling = scale > max_scale ? scale : max_scale;
-    float higher = static_cast<float>(scale * growth_factor);
+    const float ceiling = state.scale > max_scale ? state.scale : max_scale;
+    float higher = static_cast<float>(state.scale * growth_factor);
     higher = higher < ceiling ? higher : ceiling;
-    if (higher <= 3.402823466e38f) scale = higher;
+    if (higher <= 3.402823466e38f) state.scale = higher;
   }
 };
 

@@ -515,9 +515,8 @@ def test_opcheck(device):
         for outputs in (out, []):
             arguments = (x, outputs, 0.5, number, found_inf, per_tensor, first_bad)
             torch.library.opcheck(ops.multi_tensor_unscale_l2norm.default, arguments)
-    counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
     rule = (2.0, 0.5, 2000, 1, 0.0, 1e9)
-    torch.library.opcheck(ops.update_scale.default, (number, *counters, found_inf, *rule))
+    torch.library.opcheck(ops.update_scale.default, (scale_state(2.0, device=device), found_inf, *rule))
 
 
 def test_face_traces_without_graph_breaks(ops, device):
@@ -732,16 +731,16 @@ RULES = [
 @pytest.mark.parametrize("rule, low, high", RULES)
 def test_update_scale_is_the_rule_in_plain_numbers(ops, device, rule, low, high):
     paper = ScaleOnPaper(rule, low, high)
-    scale = torch.tensor([paper.scale], device=device)
-    growth = torch.zeros(1, dtype=torch.int32, device=device)
-    hysteresis = torch.full((1,), rule.hysteresis, dtype=torch.int32, device=device)
+    state = scale_state(paper.scale, rule.hysteresis, device)
     bad = (torch.rand(400) < torch.linspace(0.05, 0.9, 400)).tolist()
+    skips = in_a_row = at_floor = 0
     for found in [*bad, *[False] * 150]:
+        skips += found
+        in_a_row = in_a_row + 1 if found else 0
+        at_floor = at_floor + 1 if found and paper.scale <= low else 0
         paper.after(found)
         returned = ops.update_scale(
-            scale,
-            growth,
-            hysteresis,
+            state,
             torch.tensor([float(found)], device=device),
             growth_factor=rule.growth_factor,
             backoff_factor=rule.backoff_factor,
@@ -750,19 +749,32 @@ def test_update_scale_is_the_rule_in_plain_numbers(ops, device, rule, low, high)
             min_scale=low,
             max_scale=high,
         )
-        assert returned is scale
-        assert (scale.item(), growth.item()) == (paper.scale, paper.clean)
-    assert scale.item() == high
+        assert returned is state
+        assert (scale_in(state), state[1].item()) == (paper.scale, paper.clean)
+        assert state[3:].tolist() == [skips, in_a_row, at_floor, 7]
+    assert scale_in(state) == high
 
 
 def test_update_scale_keeps_a_scale_set_above_the_maximum_and_never_reaches_infinity(ops, device):
-    counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
     for start, high, expected in [(128.0, 64.0, 128.0), (3e38, float("inf"), 3e38), (48.0, 64.0, 64.0)]:
-        scale = torch.tensor([start], device=device)
-        ops.update_scale(scale, *counters, torch.zeros(1, device=device), growth_interval=1, max_scale=high)
-        torch.testing.assert_close(scale.cpu(), torch.tensor([expected]), rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match=r"growth_tracker is (torch\.float32|Float) of shape"):
-        ops.update_scale(scale, scale, counters[0], scale)
+        state = scale_state(start, device=device)
+        ops.update_scale(state, torch.zeros(1, device=device), growth_interval=1, max_scale=high)
+        torch.testing.assert_close(torch.tensor(scale_in(state)), torch.tensor(expected), rtol=0, atol=0)
+    for wrong in (state.float(), state[:6], state.repeat(2)[::2]):
+        with pytest.raises(
+            RuntimeError, match=r"update_scale: state is .*; pass a contiguous int32 tensor of shape \[7\]"
+        ):
+            ops.update_scale(wrong, torch.zeros(1, device=device))
+
+
+def scale_state(scale, hysteresis=1, device="cpu"):
+    """The words of update_scale; the last is not its own."""
+    bits = torch.tensor(scale).view(torch.int32).item()
+    return torch.tensor([bits, 0, hysteresis, 0, 0, 0, 7], dtype=torch.int32, device=device)
+
+
+def scale_in(state):
+    return state[:1].view(torch.float32).item()
 
 
 @pytest.mark.compiled("kernels")
@@ -778,14 +790,13 @@ def test_kernels_on_the_cpu_wait_for_what_they_read():
             return func(*args, **(kwargs or {}))
 
     far = torch.ones(1, device="meta")
-    counters = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
     with Copies():
-        scale = kernels.update_scale(torch.full((1,), 8.0), *counters, far)
+        state = kernels.update_scale(scale_state(8.0), far)
         kernels.multi_tensor_scale([torch.ones(2)], [torch.ones(2)], far)
         lists = [[torch.ones(2)] for _ in range(4)]
         rule = dict(betas=(0.9, 0.99), eps=1e-8, decoupled=True)
         kernels.multi_tensor_adam(*lists, lr=far, step=far, inv_scale=far, found_inf=far, **rule)
-    assert scale.item() == 4.0 and waited_for == [True] * 6
+    assert scale_in(state) == 4.0 and waited_for == [True] * 6
 
 
 def test_clip_coefficient_is_torchs():

@@ -48,9 +48,11 @@ def test_plain_tensors_are_served_at_once():
 
 
 def test_a_loss_scale_moves_at_once():
-    scale, counters = torch.full((1,), 8.0), [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
-    assert library().update_scale(0b111, scale, *counters, torch.ones(()), 2.0, 0.5, 2000, 1, 1.0, 16.0) is None
-    assert scale.item() == 4.0 and [t._version for t in (scale, *counters)] == [1, 1, 1]
+    state = torch.zeros(7, dtype=torch.int32)
+    state[:1].view(torch.float32).fill_(8.0)
+    before = state._version
+    assert library().update_scale(0b1, state, torch.ones(()), 2.0, 0.5, 2000, 1, 1.0, 16.0) is None
+    assert state[:1].view(torch.float32).item() == 4.0 and state._version == before + 1
 
 
 class Subclass(torch.Tensor):

@@ -84,12 +84,10 @@ def test_what_was_found_is_read_late_and_once():
     scaler = LossScaler()
     flag = torch.ones(1)
     found = scaler.update(flag)
+    assert found.overflowed
     # The scale has moved on the device, in the order of launches: what is written to the flag afterwards is too late.
     flag.zero_()
-    assert float(scaler.current(flag.device)) == 32768.0
-    assert found.overflowed and found.flag.item() == 1.0
-    assert scaler.loss_scale == 32768.0
-    found.flag.zero_()
+    assert float(scaler.current(flag.device)) == scaler.loss_scale == 32768.0
     assert found.overflowed and scaler.skips_in_a_row == 1
 
 
@@ -103,18 +101,52 @@ def test_an_update_that_does_not_move_the_scale_still_tells_the_overflow():
 def test_fifty_skips_at_the_floor_raise():
     scaler = LossScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=0.5)
     iterate(scaler, *[1] * 50)  # the first halves, 49 happen at the floor
-    scaler.give_up_at_floor("raise")
+    scaler.report()
     iterate(scaler, 1)
     with pytest.raises(LossScaleError, match=r"50 steps in a row.*floor of 0\.5") as caught:
-        scaler.give_up_at_floor("raise")
+        scaler.report()
     assert isinstance(caught.value, FloatingPointError)
+    iterate(scaler, *[1] * 49)
+    scaler.report()  # once for fifty
+    iterate(scaler, 1)
+    with pytest.raises(LossScaleError, match="100 steps in a row"):
+        scaler.report()
+
+
+def test_fifty_skips_at_a_static_scale_raise_too():
+    scaler = LossScaler(128.0)
+    iterate(scaler, *[1] * 50)
+    with pytest.raises(LossScaleError, match=r"50 steps in a row.*static.*128"):
+        scaler.report()
+
+
+def test_an_error_that_is_found_where_raising_is_out_of_place_is_raised_by_the_next_report():
+    scaler = LossScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
+    iterate(scaler, *[1] * 50)
+    scaler.report(wait=True, raises=False)
+    with pytest.raises(LossScaleError):
+        scaler.report()
+    scaler.report()
 
 
 def test_fifty_skips_at_the_floor_warn_when_asked_to(caplog):
-    scaler = LossScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
+    scaler = LossScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0, on_floor="warn")
     iterate(scaler, *[1] * 50)
-    scaler.give_up_at_floor("warn")
+    scaler.report()
     assert "50 steps in a row" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "found, rows",
+    [([1] * 24, []), ([1] * 30, [30]), ([0, *[1] * 25], [25]), ([*[1] * 24, 0, *[1] * 24], []), ([1] * 80, [80])],
+)
+def test_many_skips_in_a_row_are_diagnosed_once_however_many_are_learned_at_once(found, rows, caplog):
+    scaler = LossScaler()
+    for bad in found:
+        scaler.update(torch.tensor([float(bad)]))
+    scaler.report(raises=False)
+    scaler.report(raises=False)
+    assert [record.args[1] for record in caplog.records if "first parameter" in record.msg] == rows
 
 
 def test_scale_set_by_hand_below_the_floor_does_not_rise_on_overflow():
@@ -131,13 +163,13 @@ def test_fifty_skips_below_the_floor_raise_too():
     scaler.loss_scale = 0.25
     iterate(scaler, *[1] * 50)
     with pytest.raises(LossScaleError, match=r"floor of 0\.25"):
-        scaler.give_up_at_floor("raise")
+        scaler.report()
 
 
 def test_one_clean_iteration_ends_a_row_at_the_floor():
     scaler = LossScaler(DynamicLossScale(init_scale=1.0), min_loss_scale=1.0)
     iterate(scaler, *[1] * 49, 0, 1)
-    scaler.give_up_at_floor("raise")
+    scaler.report()
 
 
 def test_state_dict_has_apex_keys_and_plain_numbers():

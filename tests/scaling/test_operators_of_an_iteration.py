@@ -28,27 +28,3 @@ def test_rounding_masters_into_weights_makes_no_views_of_them(level):
     assert "detach" not in operators.names
     # The gradient of each is 2, of as many rows.
     torch.testing.assert_close(model[1].bias, before - 1.0)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_a_block_finds_of_another_optimizer_takes_no_new_memory(level):
-    """As in a GAN, whose discriminator gets gradients of the generator's loss and clears them."""
-    judge, draw = nn.Linear(4, 1), nn.Linear(4, 4)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (judge, draw)]
-    (judge, draw), (of_judge, of_draw) = ampkit.initialize(
-        [judge, draw], optimizers, opt_level=level, verbosity=0, num_losses=2
-    )
-
-    def step():
-        of_judge.zero_grad()
-        backward(judge(X).float().sum(), of_judge, 0)
-        of_judge.step()
-        of_draw.zero_grad()
-        backward(judge(draw(X)).float().sum(), of_draw, 1)
-        of_draw.step()
-
-    for _ in range(3):
-        step()
-    with Operators() as operators:
-        step()
-    assert "full" not in operators.names

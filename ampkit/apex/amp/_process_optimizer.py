@@ -82,7 +82,7 @@ def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
     scale = scaler.loss_scale()
     needs_check = scaler.dynamic or scale != 1.0
     needs_check = needs_check and slot is not None
-    found = FoundInf.of(scaler.flag_on(slot.param.device)) if needs_check else None
+    found = FoundInf(scaler.flag_on(slot.param.device)) if needs_check else None
     wrapper.gradients.collect(BackwardPass(scale), found)
     wrapper.hand_gradients()
 

@@ -237,14 +237,14 @@ def _judge_as_the_script_does(
     scaler.end_iteration()
     if not skips:
         return
-    logger.info(
-        "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, scaler.loss_scale()
-    )
+    if not scaler.core.report(wait=True):  # it has not moved: the script has a rule of its own
+        logger.info(
+            "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, scaler.loss_scale()
+        )
     for optimizer in optimizers:
         wrapper = wrapper_of(optimizer)
-        verdict = FoundInf.of(torch.ones((), device=wrapper.gradients.device))
-        verdict.reported = True
-        verdict.send()
+        verdict = FoundInf(torch.ones((), device=wrapper.gradients.device))
+        verdict.moves_scale = True  # by the script's own rule
         wrapper.findings.add(verdict)
 
 

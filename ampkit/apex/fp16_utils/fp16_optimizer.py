@@ -279,7 +279,7 @@ class FP16_Optimizer:
                 while self.overflow:
                     if not self.loss_scaler.dynamic:
                         raise LossScaleError(self.loss_scaler.core.overflow_line())
-                    self.loss_scaler.core.give_up_at_floor("raise")
+                    self.loss_scaler.core.report(wait=True)
                     self._say(f"OVERFLOW within closure! Skipping step, reducing loss scale to {self.loss_scale}")
                     loss = closure()
             self._clip_groups()

@@ -283,15 +283,15 @@ FAULTS = [
     Mutant(
         "cpp loss scale: grows one iteration late",
         "csrc/functors/update_scale.h",
-        "growth_tracker < growth_interval",
-        "growth_tracker <= growth_interval",
+        "state.unskipped < growth_interval",
+        "state.unskipped <= growth_interval",
         breaks="the growth_interval-th clean iteration lets the scale grow",
         tests=("kernels/test_kernels.py::test_update_scale_is_the_rule_in_plain_numbers",),
     ),
     Mutant(
         "cpp loss scale: chances do not come back",
         "csrc/functors/update_scale.h",
-        "hysteresis_tracker = static_cast<int32_t>(hysteresis);",
+        "state.overflows_left = static_cast<int32_t>(hysteresis);",
         "",
         breaks="a clean iteration gives all chances of hysteresis back",
         tests=("kernels/test_kernels.py::test_update_scale_is_the_rule_in_plain_numbers",),

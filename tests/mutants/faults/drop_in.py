@@ -94,8 +94,8 @@ FAULTS = [
     Mutant(
         "amp_C: subnormal scales grow",
         "ampkit/apex/amp_C.py",
-        "_flush_subnormal(current_scale)\n    kernels",
-        "kernels",
+        "_flush_subnormal(current_scale)\n    words",
+        "words",
         breaks="a loss scale below the smallest normal number of float32 counts as zero before it grows",
         tests=("apex/test_apex_amp_c.py::test_update_scale_hysteresis_takes_subnormal_scales_for_zero",),
     ),

@@ -141,8 +141,8 @@ FAULTS = [
     Mutant(
         "reference: chances do not come back",
         "ampkit/kernels/reference.py",
-        "torch.where(bad, hysteresis_tracker - 1, hysteresis)",
-        "torch.where(bad, hysteresis_tracker - 1, hysteresis_tracker)",
+        "torch.where(bad, overflows_left - 1, hysteresis)",
+        "torch.where(bad, overflows_left - 1, overflows_left)",
         breaks="a clean iteration gives all chances of hysteresis back",
         tests=("kernels/test_kernels.py::test_update_scale_is_the_rule_in_plain_numbers",),
     ),

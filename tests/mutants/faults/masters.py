@@ -348,8 +348,8 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: casts outlive a skipped step",
         "ampkit/iteration/optimizer_wrapper.py",
-        "drop_overflowed(overflows)\n        drop_casts()",
-        "drop_overflowed(overflows)",
+        "drop_overflowed()\n        drop_casts()",
+        "drop_overflowed()",
         breaks="a cast lives to the optimizer step at the longest, skipped or not",
         tests=("o1/test_cast_cache.py::test_step_drops_casts_that_a_later_micro_batch_made",),
     ),
@@ -364,8 +364,8 @@ FAULTS = [
     Mutant(
         "optimizer wrapper: a later overflow is overlooked",
         "ampkit/iteration/findings.py",
-        "for one in found[1:]:",
-        "for one in found[2:]:",
+        "for flag in flags[1:]:",
+        "for flag in flags[2:]:",
         breaks="an overflow in any loss skips the step",
         tests=("scaling/test_scale_loss.py::test_overflow_in_the_last_micro_batch_skips_the_step",),
     ),
@@ -408,7 +408,7 @@ FAULTS = [
     Mutant(
         "gradients: overflowed gradients stay",
         "ampkit/iteration/findings.py",
-        "if known:",
+        "if self._flag is not None and not is_known_clean(self._flag):",
         "if False:",
         breaks="gradients of a skipped step do not poison the next",
         tests=("optimizers/test_fused_step.py::test_overflow_that_nobody_clears_does_not_stop_the_training",),
