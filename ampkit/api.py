@@ -59,6 +59,7 @@ def initialize(
     on_floor: str = "raise",
     scope: str = "process",
     lower_precision_weights: str = "float32",
+    one_pass_step: bool = True,
     process_group: Any = None,
     **unknown: Any,
 ) -> Any:
@@ -88,6 +89,8 @@ def initialize(
       (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
     - ``scope``: at O1 and O4, "process" casts every call of torch, as Apex did, and "forward" only those inside the forward
       passes of these models, whose outputs are then float32.
+    - ``one_pass_step``: whether ``torch.optim.SGD``, ``Adam`` and ``AdamW`` update weights and rests in one pass (O2, O5); with
+      False, and for any other optimizer of other makers, steps run over float32 copies of the weights.
     - ``process_group``: the processes that step together or not at all, for scripts that average gradients by hand after the
       `scale_loss` block, and for pipelines: what one finds to be not finite is found by all when the block ends. DDP needs none,
       and sharded parameters (FSDP2) bring their own.

@@ -43,6 +43,7 @@ class Plan:
     keep_fp32: tuple[Any, ...] = ()
     policy: Policy = field(default_factory=Policy)
     on_floor: str = "raise"
+    one_pass_step: bool = True
     scope: str = "process"
     lower_precision_weights: str = "float32"
 
@@ -361,6 +362,7 @@ SETTINGS: dict[str, _Check] = {
     "keep_fp32": _check_keep_fp32,
     "policy": lambda name, value, level: Policy.of(value),
     "on_floor": _word("'raise' or 'warn'", "raise", "warn"),
+    "one_pass_step": _check_bool,
     "scope": _check_scope,
     "lower_precision_weights": _word("'float32', 'keep' or 'refuse'", "float32", "keep", "refuse"),
 }

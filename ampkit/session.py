@@ -28,6 +28,7 @@ from .devices import device_type_of, device_types
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.loss_scale import LossScaler
 from .iteration.loss_scaling import LossScaling
+from .iteration.one_pass import one_pass_steps
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.scale_loss import Block
@@ -151,7 +152,7 @@ class Session:
                 self._start_casting(values)
             of_cast_weights = (averages,) if self.plan.casts_weights else ()
             has_masters = self.plan.casts_weights or self.plan.master_weights
-            for shared in (exports, *of_cast_weights, *((collectives,) if has_masters else ())):
+            for shared in (exports, *of_cast_weights, *((collectives, one_pass_steps) if has_masters else ())):
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._forget_traces()

@@ -7,11 +7,16 @@
 
 namespace ampkit {
 
+// Thrown before anything was written: whoever called may have somebody else compute. Any other exception may come after a launch.
+class Refusal : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 template <class... Pieces>
 [[noreturn]] void fail(const Pieces&... pieces) {
   std::ostringstream message;
   (message << ... << pieces);
-  throw std::runtime_error(message.str());
+  throw Refusal(message.str());
 }
 
 }  // namespace ampkit

@@ -2,8 +2,8 @@
 //
 // For every tensor of a list the dispatcher makes an IValue, and the stable ABI a shared owner: on many small tensors that is
 // more work than the arithmetic. A method reads the tensors where Python holds them. It answers NotImplemented, having done
-// nothing, where the dispatcher is needed: for tensors that are not plain or lie on another device than the kernels are for, and
-// where somebody listens in (tensor_access.h).
+// nothing, where the dispatcher is needed: for tensors that are not plain or lie on another device than the kernels are for, where
+// somebody listens in (tensor_access.h), and where the operator refuses what it is given (check.h).
 //
 //   method(written, *arguments)     written: bit k for argument k, whose tensors' versions count a write
 #pragma once
@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "ops.h"
 #include "tensor_access.h"
 
@@ -203,6 +204,9 @@ PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
   PyObject* result = nullptr;
   try {
     result = call_directly(kFunction, device_type, given);
+  } catch (const Refusal&) {
+    Py_INCREF(Py_NotImplemented);
+    result = Py_NotImplemented;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }

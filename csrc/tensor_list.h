@@ -26,6 +26,7 @@ class TensorView {
   torch::headeronly::IntHeaderOnlyArrayRef strides() const { return {get<int64_t*>(aoti_torch_get_strides), dim()}; }
   bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
   void* mutable_data_ptr() const { return get<void*>(torch_get_mutable_data_ptr); }
+  int64_t storage_bytes() const { return get<int64_t>(aoti_torch_get_storage_size); }
   int32_t get_device_index() const { return get<int32_t>(aoti_torch_get_device_index); }
   int32_t device_type() const { return get<int32_t>(aoti_torch_get_device_type); }
   bool is_cpu() const {

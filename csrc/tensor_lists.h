@@ -139,6 +139,8 @@ class TensorLists {
       }
       AMPKIT_CHECK(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), op_, ": ", lists_[k].name, "[",
                    i, "] is on another device than ", lists_[0].name, "[0]; one call serves one device");
+      AMPKIT_CHECK(flat.numel == 0 || tensor.storage_bytes() > 0, op_, ": ", lists_[k].name, "[", i, "] of shape ",
+                   describe_shape(tensor), " has no memory: its storage was freed, as FSDP does with what it has gathered");
       flat.data[k] = tensor.mutable_data_ptr();
       contiguous = contiguous && tensor.is_contiguous();
     }

@@ -34,6 +34,7 @@ from .findings import Findings
 from .found_inf import is_known_clean
 from .gradients import Gradients
 from .loss_scale import LossScaler
+from .one_pass import OnePassStep
 from .optimizer_traits import clears_as_torch, evaluates_once, takes_found_inf, takes_rests, takes_step_inputs
 from .running_statistics import Snapshot, after_step
 from .slots import WRAPPER_KEY, Slots
@@ -65,6 +66,10 @@ class OptimizerWrapper:
         self.findings = Findings(self.gradients, owner)
         self._clears_as_torch = clears_as_torch(optimizer)
         self._takes_found_inf = not self._takes_step_inputs and takes_found_inf(optimizer)
+        self._one_pass = None
+        if owner.plan.one_pass_step and OnePassStep.is_for(optimizer):
+            self._one_pass = OnePassStep(optimizer, self.gradients)
+        self._told_of: set[str] = set()  # why steps were taken over stand-ins
         self._slots = slots
         self._lists: list[list[Tensor]] = []  # what the groups held when they were last looked at
         self._has_lent = False  # master_params was asked for
@@ -199,6 +204,7 @@ class OptimizerWrapper:
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer, found_inf = self.optimizer, None
         self.synchronize_gradients()
+        one_pass = self._one_pass_now()
         if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
             self.gradients.widen()  # scripts look at gradients there
         if self._takes_step_inputs:
@@ -214,7 +220,7 @@ class OptimizerWrapper:
         elif self.findings.forbid_step():
             return self.skip()
         try:
-            with _casting_disabled(), self._over_stand_ins():
+            with _casting_disabled(), self._over_stand_ins(one_pass, found_inf):
                 result = original(*args, **kwargs)
                 after_step(self.snapshots, found_inf)
         finally:
@@ -239,26 +245,46 @@ class OptimizerWrapper:
             with self.stand_ins.in_step():
                 yield
 
-    def _over_stand_ins(self) -> AbstractContextManager[None]:
-        """Have the step that follows run over stand-ins, where the optimizer knows nothing of rests.
+    def _one_pass_now(self) -> OnePassStep | None:
+        """What has torch's optimizer update weights and rests together; None without rests, or where it needs stand-ins."""
+        if self._one_pass is None or not self.gradients.mastered:
+            return None
+        reason = self._one_pass.reason_against(self.optimizer)
+        if reason is None:
+            return self._one_pass
+        if reason not in self._told_of:
+            self._told_of.add(reason)
+            logger.info(
+                "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
+                type(self.optimizer).__name__,
+                reason,
+            )
+        return None
+
+    def _over_stand_ins(self, one_pass: OnePassStep | None, found_inf: Tensor | None) -> AbstractContextManager[None]:
+        """Have the step that follows run over stand-ins, or in ``one_pass``, where the optimizer knows nothing of rests.
 
         The script's hooks before the step may write to the model's gradients, and those after it look at its weights: stand-ins are
         there for the update between them alone. Optimizers that take step inputs see to it where their update begins.
         """
         if self._takes_step_inputs or not self.gradients.mastered:
             return nullcontext()
-        return self._between_hooks() if _has_hooks(self.optimizer) else self.stand_ins.in_step()
+        in_step = self.stand_ins.in_step() if one_pass is None else one_pass.in_step(self.optimizer, found_inf)
+        return self._between_hooks(in_step) if _has_hooks(self.optimizer) else in_step
 
     @contextmanager
-    def _between_hooks(self) -> Iterator[None]:
-        optimizer = self.optimizer
-        in_step = self.stand_ins.in_step()
+    def _between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:
+        optimizer, is_entered = self.optimizer, False
 
         def begin(*_: Any) -> None:
+            nonlocal is_entered
             self.synchronize_gradients()
             in_step.__enter__()
+            is_entered = True
 
         def end(*_: Any) -> None:
+            nonlocal is_entered
+            is_entered = False
             in_step.__exit__(None, None, None)
 
         last, first = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
@@ -266,7 +292,7 @@ class OptimizerWrapper:
         try:
             yield
         except BaseException as error:
-            if self.stand_ins.are_in_place:
+            if is_entered:
                 in_step.__exit__(type(error), error, error.__traceback__)
             raise
         finally:

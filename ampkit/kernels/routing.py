@@ -80,13 +80,13 @@ def operator(
 
 
 def _served_at_once(direct: Callable | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What the kernels return where these arguments are as they take them, which they see for themselves; else NotImplemented."""
+    """What the kernels return where these arguments are as they take them, which they see for themselves; else NotImplemented.
+
+    An error is one of the work itself, as of a launch: what was to be done may be done, and is not tried again.
+    """
     if direct is None or not backend.kernel_devices or torch.compiler.is_compiling():
         return NotImplemented
-    try:
-        return direct(*args, **kwargs)
-    except RuntimeError:
-        return NotImplemented  # whoever serves it next finds out why
+    return direct(*args, **kwargs)
 
 
 def _singles_lie_on(device: torch.device, plan: _Plan, given: dict[str, Any]) -> bool:
@@ -174,36 +174,17 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
             _check_flags(plan, given)
             check_lists(plan.name, **dict(zip(plan.lists, columns)))
             return []
-    if is_sharded(first[0]) or is_sharded(first[-1]):  # both, for layers of which only some are parallel
+    if any(is_sharded(tensor) for column in columns for tensor in column or () if tensor is not None):
         return _serve(plan, _local(plan, given))
-    device = first[0].device
-    # A look at every tensor from Python takes longer than the work on small ones. The kernels look anyway, and refuse
-    # before they write. (In a graph their fakes stand for them, which do not.)
-    if device.type in backend.kernel_devices and not torch.compiler.is_compiling():
-        try:
-            return [(None, _compute(plan, given, plan.kernel, device, None))]
-        except RuntimeError:
-            if _any_sharded(plan, given):
-                return _serve(plan, _local(plan, given))
-            _check_flags(plan, given)
-            groups = _groups(plan, given)
-            if groups == [(plan.kernel, device, None)]:
-                raise
-    elif _any_sharded(plan, given):
-        return _serve(plan, _local(plan, given))
-    else:
-        _check_flags(plan, given)
-        groups = _groups(plan, given)
-    return [(indices, _compute(plan, given, compute, device, indices)) for compute, device, indices in groups]
+    _check_flags(plan, given)
+    return [
+        (indices, _compute(plan, given, compute, device, indices)) for compute, device, indices in _groups(plan, given)
+    ]
 
 
 def _check_flags(plan: _Plan, given: dict[str, Any]) -> None:
     for name in plan.flags:
         check_flag(plan.name, name, given[name], _FLAG_DTYPES[name])
-
-
-def _any_sharded(plan: _Plan, given: dict[str, Any]) -> bool:
-    return any(is_sharded(tensor) for name in plan.lists for tensor in given[name] or () if tensor is not None)
 
 
 def _local(plan: _Plan, given: dict[str, Any]) -> dict[str, Any]:

@@ -82,6 +82,7 @@ CHANGES = [
     ("O1", {"keep_fp32": ["0", nn.Tanh]}, "keep_fp32=['0', Tanh]"),
     ("O1", {"policy": "apex"}, "policy=Policy('apex')"),
     ("O1", {"on_floor": "warn"}, "on_floor='warn'"),
+    ("O2", {"one_pass_step": False}, "one_pass_step=False"),
     ("O1", {"scope": "forward"}, "scope='forward'"),
     ("O2", {"lower_precision_weights": "refuse"}, "lower_precision_weights='refuse'"),
 ]

@@ -1,0 +1,187 @@
+"""torch's own SGD, Adam and AdamW in one pass over gradients, weights with rests, and moments.
+
+``torch.optim.Adam.step`` runs as it is, with hooks, closures, groups and state: only the function that it hands its lists to
+(``torch.optim.adam.adam``) is another one while `OnePassStep.in_step` lasts. Moments are float32 whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW
+
+from .. import kernels
+from ..dtypes import LOWER_PRECISION
+from ..patching import PatchSet, SharedPatches
+from .found_inf import is_set
+from .gradients import Gradients
+from .sparse_gradients import is_sparse
+
+_OPTIMIZERS = (SGD, Adam, AdamW)
+#: Settings of groups with which torch's step computes something else than ours.
+_OTHER_ARITHMETIC = ("amsgrad", "differentiable")
+
+
+class OnePassStep:
+    """The step of one optimizer of torch's over weights with rests."""
+
+    def __init__(self, optimizer: Any, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._counts: dict[int, tuple[list[Tensor], list[int]]] = {}  # by the first of those that step together
+        self.found_inf: Tensor | None = None
+        self.state: Any = optimizer.state
+
+    @staticmethod
+    def is_for(optimizer: Any) -> bool:
+        """Whether the optimizer's class is one of those whose update is known here; a class derived from it may do anything."""
+        return type(optimizer) in _OPTIMIZERS
+
+    def reason_against(self, optimizer: Any) -> str | None:
+        """Why torch's own arithmetic, over float32 copies of the weights, has to take this step; None where one pass can."""
+        for group in optimizer.param_groups:
+            for name in _OTHER_ARITHMETIC:
+                if group.get(name):
+                    return f"{name}=True"
+        for slot in self._gradients.slots:
+            if slot.param.grad is not None and is_sparse(slot.param.grad):
+                return "a sparse gradient"
+            if slot.param.is_complex():
+                return "a complex parameter"
+        return None
+
+    @contextmanager
+    def in_step(self, optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
+        """Have torch's step update weights and rests together, or nothing where ``found_inf`` is not 0."""
+        self.state, self.found_inf = optimizer.state, found_inf
+        _running.step = self
+        try:
+            yield
+        finally:
+            _running.step = None
+
+    def batches(self, params: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Indices of parameters that one call of a kernel can update, and what it is told of rests and clipping.
+
+        ``others`` are lists beside the parameters, of which one call takes equal elements.
+        """
+        rests = {id(slot.param): slot.entry.rest for slot in self._gradients.mastered}
+        found: dict[Any, list[int]] = {}
+        for i, param in enumerate(params):
+            found.setdefault((id(param) in rests, *(column[i] for column in others)), []).append(i)
+        for (has_rests, *_), indices in found.items():
+            lower = [rests[id(params[i])] for i in indices] if has_rests else None
+            clip = self._gradients.clipping.pending if has_rests else None
+            yield indices, dict(lower=lower, clip=clip, found_inf=self.found_inf)
+
+    def count(self, steps: list[Tensor]) -> list[int]:
+        """Count a step; returns a number for each parameter, equal where their counts are.
+
+        They are read once: counts that always move together stay equal.
+        """
+        if not steps:
+            return []
+        known, counts = self._counts.get(id(steps[0]), ([], []))
+        if len(steps) != len(known) or not all(map(operator.is_, steps, known)):
+            counts = [int(count) for count in torch.stack([step.float() for step in steps]).tolist()]
+            here = set(map(id, steps))
+            apart = {key: one for key, one in self._counts.items() if here.isdisjoint(map(id, one[0]))}
+            self._counts = {**apart, id(steps[0]): (list(steps), counts)}
+        torch._foreach_add_(steps, 1.0)
+        if self.found_inf is not None:
+            torch._foreach_sub_(steps, [(self.found_inf != 0).to(steps[0])] * len(steps))
+        return counts
+
+    def float32_moments(self, params: Sequence[Tensor], moments: list[Tensor], name: str) -> None:
+        """Have moments that torch has made in the precision of lower-precision weights be float32."""
+        for i, moment in enumerate(moments):
+            if moment.dtype in LOWER_PRECISION:
+                moments[i] = self.state[params[i]][name] = moment.float()
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.step: OnePassStep | None = None
+
+
+_running = _Running()
+
+
+def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
+    def adam(
+        params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, maxima: Any, steps: Any, **settings: Any
+    ) -> None:
+        one = _running.step
+        if one is None:
+            return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
+        one.float32_moments(params, exp_avgs, "exp_avg")
+        one.float32_moments(params, exp_avg_sqs, "exp_avg_sq")
+        for indices, given in one.batches(params, one.count(steps)):
+            kernels.multi_tensor_adam(
+                *([column[i] for i in indices] for column in (grads, params, exp_avgs, exp_avg_sqs)),
+                lr=settings["lr"],
+                betas=(float(settings["beta1"]), float(settings["beta2"])),
+                eps=settings["eps"],
+                step=_beside(steps[indices[0]], params[indices[0]]),
+                decoupled=settings.get("decoupled_weight_decay", False),
+                weight_decay=settings["weight_decay"],
+                inv_scale=-1.0 if settings["maximize"] else None,
+                **given,
+            )
+        return None
+
+    return adam
+
+
+def _sgd_of(original: Callable[..., None]) -> Callable[..., None]:
+    def sgd(params: Any, grads: Any, momenta: Any, **settings: Any) -> None:
+        one = _running.step
+        if one is None:
+            return original(params, grads, momenta, **settings)
+        momentum, dampening = settings["momentum"], settings["dampening"]
+        is_first = [bool(momenta) and momenta[i] is None for i in range(len(params))]
+        for indices, given in one.batches(params, is_first):
+            first = is_first[indices[0]]
+            if first and dampening and one.found_inf is not None and is_set(one.found_inf):
+                continue  # the first momentum is the first gradient that is taken
+            for i in indices if momentum else ():
+                if first:
+                    momenta[i] = torch.zeros_like(params[i], dtype=torch.promote_types(params[i].dtype, torch.float32))
+                elif momenta[i].dtype in LOWER_PRECISION:
+                    momenta[i] = momenta[i].float()
+            kernels.multi_tensor_sgd(
+                [grads[i] for i in indices],
+                [params[i] for i in indices],
+                [momenta[i] for i in indices] if momentum else None,
+                lr=settings["lr"],
+                momentum=momentum,
+                dampening=dampening,
+                weight_decay=settings["weight_decay"],
+                nesterov=settings["nesterov"],
+                first_run=first,
+                inv_scale=-1.0 if settings["maximize"] else None,
+                **given,
+            )
+        return None
+
+    return sgd
+
+
+def _beside(count: Tensor, param: Tensor) -> Tensor | float:
+    """A count where the parameter is, or as a number: torch keeps counts on the host, but for ``capturable`` and ``fused``."""
+    return count if count.device == param.device else count.item()
+
+
+def _patch(patches: PatchSet) -> None:
+    for name, wrap in (("adam", _adam_of), ("sgd", _sgd_of)):
+        module = importlib.import_module(f"torch.optim.{name}")
+        patches.set(module, name, wrap(getattr(module, name)))
+
+
+one_pass_steps = SharedPatches(_patch)

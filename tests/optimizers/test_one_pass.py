@@ -1,0 +1,360 @@
+"""torch's own SGD, Adam and AdamW at O2 and O5: the same update in one pass over gradients, weights with rests, and moments."""
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+from helpers import initialize_quietly, iterate, random_batch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit import kernels
+from ampkit.iteration import one_pass
+from ampkit.optimizers import FusedAdam
+
+OPTIONS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "SGD, momentum and decay": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "SGD, nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "SGD, dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.5),
+    "SGD, maximize": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, weight_decay=0.1, maximize=True),
+    "SGD, fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.5, fused=True),
+    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "SGD, rate in a tensor": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.05), momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "Adam, decay": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    "Adam, decoupled": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "Adam, maximize": lambda p: torch.optim.Adam(p, lr=1e-4, weight_decay=0.1, maximize=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW, maximize": lambda p: torch.optim.AdamW(p, lr=1e-4, maximize=True),
+    "AdamW, settings": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.3),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW, rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "AdamW, two groups": lambda p: torch.optim.AdamW(
+        [{"params": [next(p), next(p)], "lr": 1e-3}, {"params": list(p), "weight_decay": 0.0}], lr=1e-2
+    ),
+}
+LOWER = [torch.bfloat16, torch.float16]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+def initialized(make, dtype=torch.bfloat16, model=None, **settings):
+    model = net() if model is None else model
+    optimizer = make(model.parameters())
+    settings = {"loss_scale": 1.0, "cast_model_type": dtype, **settings}
+    return ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0, **settings)
+
+
+@pytest.fixture
+def only_one_pass(monkeypatch):
+    """Nobody makes float32 copies of weights."""
+
+    def copies(*_):
+        raise AssertionError("a step made float32 copies of the weights")
+
+    monkeypatch.setattr(kernels, "multi_tensor_join", copies)
+
+
+def set_gradients(params, seed):
+    """The same numbers for each optimizer, all of which bfloat16 has."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        values = torch.randint(-64, 64, p.shape, generator=generator) / 32.0
+        p.grad = values.to(p.dtype)
+
+
+@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_update_is_torchs_in_float64(name, dtype, only_one_pass):
+    model, optimizer = initialized(OPTIONS[name], dtype)
+    twin = net().double()
+    reference = OPTIONS[name](twin.parameters())
+    for seed in range(20):
+        for params in (model.parameters(), twin.parameters()):
+            set_gradients(params, seed)
+        optimizer.step()
+        reference.step()
+    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+    assert_equal_layout(optimizer.state_dict(), reference.state_dict())
+
+
+def values_of(model):
+    """Float32 values, by the format of weights and rests."""
+    entries = ampkit.current_session().float32_values()
+    return [
+        kernels.join(p.detach(), entries[p].rest) if p in entries else p.detach().clone() for p in model.parameters()
+    ]
+
+
+def assert_equal_layout(found, expected):
+    """The same groups and names of states, counts with the same values; moments in float32, those of torch in float64."""
+    assert [sorted(group) for group in found["param_groups"]] == [sorted(group) for group in expected["param_groups"]]
+    assert list(found["state"]) == list(expected["state"])
+    for index, state in found["state"].items():
+        assert list(state) == list(expected["state"][index])
+        for name, value in state.items():
+            theirs = expected["state"][index][name]
+            if name == "step":
+                assert float(value) == float(theirs) and value.shape == theirs.shape
+            elif value is not None:
+                assert value.dtype is torch.float32
+                torch.testing.assert_close(value.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", LOWER)
+def test_after_a_thousand_small_steps_it_is_closer_to_float64_than_torchs_own(dtype):
+    distances = []
+    for one_pass_step in (True, False):
+        model, optimizer = initialized(
+            lambda p: torch.optim.AdamW(p, lr=1e-5), dtype, nn.Linear(32, 32, bias=False), one_pass_step=one_pass_step
+        )
+        twin = nn.Linear(32, 32, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            twin.weight.copy_(values_of(model)[0].double())
+        reference = torch.optim.AdamW(twin.parameters(), lr=1e-5)
+        for seed in range(1000):
+            for params in (model.parameters(), twin.parameters()):
+                set_gradients(params, seed)
+            optimizer.step()
+            reference.step()
+        distances.append((values_of(model)[0].double() - twin.weight).abs().max().item())
+        ampkit.close()
+    assert distances[0] <= distances[1]
+    assert distances[0] < 0.5e-5  # half a step
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_leaves_no_trace(fused):
+    results = []
+    x, y = random_batch(1)
+    for factors in ((1.0, math.inf, 1.0), (1.0, 1.0)):
+        model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=fused), loss_scale=128.0)
+        for factor in factors:
+            iterate(lambda m=model, f=factor: F.mse_loss(m(x), y) * f, optimizer)
+        results.append((values_of(model), optimizer.state_dict()))
+        ampkit.close()
+    (values, state), (expected, expected_state) = results
+    assert all(torch.equal(a, b) for a, b in zip(values, expected))
+    assert all(
+        torch.equal(a, b)
+        for index in state["state"]
+        for a, b in zip(state["state"][index].values(), expected_state["state"][index].values())
+    )
+
+
+@pytest.mark.parametrize("make", [OPTIONS["AdamW"], OPTIONS["SGD, momentum and decay"], OPTIONS["AdamW, fused"]])
+def test_state_goes_to_torch_and_back(make, only_one_pass):
+    """Ours into a plain optimizer over float32 weights, and that one's into ours: each goes on as the other would have."""
+    model, optimizer = initialized(make)
+    for seed in range(3):
+        set_gradients(model.parameters(), seed)
+        optimizer.step()
+    plain = net()
+    with torch.no_grad():
+        for p, value in zip(plain.parameters(), values_of(model)):
+            p.copy_(value)
+    theirs = make(plain.parameters())
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(3, 6):
+        for one, params in ((optimizer, model.parameters()), (theirs, plain.parameters())):
+            set_gradients(params, seed)
+            one.step()
+    for a, b in zip(values_of(model), plain.parameters()):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    after = optimizer.state_dict()["state"]
+    for index, state in theirs.state_dict()["state"].items():
+        for name, value in state.items():
+            assert after[index][name].dtype is value.dtype and torch.equal(after[index][name], value), name
+
+
+def test_parameters_that_have_stepped_at_different_times_have_their_own_counts():
+    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
+    twin = net().double()
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for seed in range(9):
+        for one, m in ((optimizer, model), (reference, twin)):
+            set_gradients(m.parameters(), seed)
+            for p in list(m.parameters())[: seed % 3]:
+                p.grad = None
+            one.step()
+    assert_equal_layout(optimizer.state_dict(), reference.state_dict())
+    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_schedulers_and_hooks_see_a_step_as_torch_has_it(made, only_one_pass, recwarn):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if made == "before" else None
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda one, *_: seen.append(("before", model[0].weight.dtype, one.param_groups[0]["lr"]))
+    )
+    optimizer.register_step_post_hook(
+        lambda one, *_: seen.append(("after", model[0].weight.dtype, one.param_groups[0]["lr"]))
+    )
+    for seed in range(2):
+        set_gradients(model.parameters(), seed)
+        optimizer.step()
+        scheduler.step()
+    low = torch.bfloat16
+    assert seen == [("before", low, 1e-2), ("after", low, 1e-2), ("before", low, 5e-3), ("after", low, 5e-3)]
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+
+
+def test_a_hook_that_writes_to_gradients_counts(only_one_pass):
+    model, optimizer = initialized(lambda p: torch.optim.SGD(p, lr=1.0))
+    before = values_of(model)
+    quarters = [torch.full_like(p, 0.25) for p in model.parameters()]
+
+    @optimizer.register_step_pre_hook
+    def write(*_):
+        torch._foreach_copy_([p.grad for p in model.parameters()], quarters)
+
+    set_gradients(model.parameters(), 0)
+    optimizer.step()
+    for a, b in zip(values_of(model), before):
+        torch.testing.assert_close(a, b - 0.25, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["SGD, momentum and decay", "AdamW"])
+def test_gradients_are_clipped_in_the_step(name, only_one_pass):
+    model, optimizer = initialized(OPTIONS[name])
+    twin = net().double()
+    reference = OPTIONS[name](twin.parameters())
+    for seed in range(3):
+        for params in (model.parameters(), twin.parameters()):
+            set_gradients(params, seed)
+        norm = ampkit.clip_grad_norm_(optimizer, 0.5)
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+        optimizer.step()
+        reference.step()
+    for found, one in zip(values_of(model), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), one.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("one_pass_step", [True, False])
+def test_a_closure_is_evaluated_once(one_pass_step):
+    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2), one_pass_step=one_pass_step)
+    x, y = random_batch(1)
+    calls = []
+
+    def closure():
+        calls.append(None)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    before = values_of(model)
+    loss = optimizer.step(closure)
+    assert len(calls) == 1 and loss.isfinite()
+    assert not any(torch.equal(a, b) for a, b in zip(before, values_of(model)))
+
+
+# Where one pass does not do
+
+
+def test_an_option_that_is_switched_on_in_mid_run_is_torchs_own_step_and_said_once(caplog):
+    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
+    twin = net().double()
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    with caplog.at_level("INFO", logger="ampkit"):
+        for seed in range(6):
+            for one, params in ((optimizer, model.parameters()), (reference, twin.parameters())):
+                set_gradients(params, seed)
+                if seed == 2:
+                    one.param_groups[0]["amsgrad"] = True
+                    for state in one.state.values():
+                        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+                if seed == 4:
+                    one.param_groups[0]["amsgrad"] = False
+                one.step()
+    assert caplog.text.count("amsgrad=True") == 1 and "AdamW.step() runs over float32 copies" in caplog.text
+    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+def test_a_sparse_gradient_is_torchs_own_step(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    before = values_of(model)
+    with caplog.at_level("INFO", logger="ampkit"):
+        iterate(lambda: model(torch.tensor([1, 3, 3])).sum(), optimizer)
+    assert "a sparse gradient" in caplog.text
+    rows = (values_of(model)[0] - before[0]).abs().sum(-1) > 0
+    assert rows.nonzero().flatten().tolist() == [1, 3]
+
+
+class Derived(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: Derived(p, lr=1e-2), lambda p: torch.optim.RMSprop(p), lambda p: torch.optim.Muon(p, lr=1e-2)]
+)
+def test_other_classes_step_over_float32_parameters(make, monkeypatch):
+    joined = []
+    join = kernels.multi_tensor_join
+    monkeypatch.setattr(kernels, "multi_tensor_join", lambda *lists: joined.append(len(lists[0])) or join(*lists))
+    model = nn.Linear(6, 3, bias=False)
+    model, optimizer = initialized(make, model=model)
+    set_gradients(model.parameters(), 0)
+    before = values_of(model)[0].clone()
+    optimizer.step()
+    assert joined and not torch.equal(before, values_of(model)[0])
+
+
+def test_off_the_step_torchs_functions_are_torchs():
+    """A plain optimizer beside an initialized one, in and between steps of the latter."""
+    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
+    plain = nn.Linear(3, 2)
+    twin = copy.deepcopy(plain)
+    ours, theirs = torch.optim.AdamW(plain.parameters(), lr=0.1), torch.optim.AdamW(twin.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: ours.step())
+    for seed in range(3):
+        set_gradients(model.parameters(), seed)
+        set_gradients(plain.parameters(), seed)
+        set_gradients(twin.parameters(), seed)
+        optimizer.step()
+        theirs.step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), twin.parameters()))
+    ampkit.close()
+    assert one_pass._running.step is None
+    assert sys.modules["torch.optim.adam"].adam.__module__ == "torch.optim.adam"
+
+
+def test_levels_hand_their_state_on():
+    """From O5 with torch's AdamW to FusedAdam at O2, and to plain float32."""
+    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
+    for seed in range(3):
+        set_gradients(model.parameters(), seed)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    ampkit.close()
+    for level, make in (("O2", FusedAdam), ("O1", torch.optim.AdamW), ("O0", torch.optim.AdamW)):
+        again, other = initialize_quietly(net(), lambda p, make=make: make(p, lr=1e-2), level)
+        other.load_state_dict(copy.deepcopy(saved))
+        for index, state in other.state_dict()["state"].items():
+            for name, value in saved["state"][index].items():
+                assert float((state[name].float() - value.float()).abs().max()) == 0.0, (level, name)
+        set_gradients(again.parameters(), 3)
+        other.step()
+        ampkit.close()
