@@ -60,6 +60,7 @@ def initialize(
     scope: str = "process",
     lower_precision_weights: str = "float32",
     one_pass_step: bool = True,
+    check_gradients: bool | None = None,
     process_group: Any = None,
     **unknown: Any,
 ) -> Any:
@@ -91,6 +92,9 @@ def initialize(
       passes of these models, whose outputs are then float32.
     - ``one_pass_step``: whether ``torch.optim.SGD``, ``Adam`` and ``AdamW`` update weights and rests in one pass (O2, O5); with
       False, and for any other optimizer of other makers, steps run over float32 copies of the weights.
+    - ``check_gradients``: whether a step at loss scale 1, which no `scale_loss` block checks, is skipped for gradients that are not
+      finite. By default it is where that asks no more than a norm: with ampkit's optimizers, and with torch's in one pass.
+      True checks before the step of any optimizer, which reads a number from the device. False checks nothing.
     - ``process_group``: the processes that step together or not at all, for scripts that average gradients by hand after the
       `scale_loss` block, and for pipelines: what one finds to be not finite is found by all when the block ends. DDP needs none,
       and sharded parameters (FSDP2) bring their own.
@@ -104,6 +108,7 @@ def initialize(
     """
     given = locals()
     settings = {name: given[name] for name in SETTINGS}
+    opt_level = opt_level.upper() if isinstance(opt_level, str) else opt_level
     switch_off_left_on()
     for name in unknown:
         raise unknown_setting(name, opt_level, [name for name in signature(initialize).parameters if name != "unknown"])

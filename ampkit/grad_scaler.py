@@ -88,6 +88,8 @@ class GradScaler(TorchGradScaler):
         if found is not None and found.overflowed:
             wrapper.skip()
             return None
+        if found is not None:
+            wrapper.findings.witness = found.flag
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

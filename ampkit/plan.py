@@ -44,6 +44,7 @@ class Plan:
     policy: Policy = field(default_factory=Policy)
     on_floor: str = "raise"
     one_pass_step: bool = True
+    check_gradients: bool | None = None
     scope: str = "process"
     lower_precision_weights: str = "float32"
 
@@ -363,6 +364,7 @@ SETTINGS: dict[str, _Check] = {
     "policy": lambda name, value, level: Policy.of(value),
     "on_floor": _word("'raise' or 'warn'", "raise", "warn"),
     "one_pass_step": _check_bool,
+    "check_gradients": _check_bool,
     "scope": _check_scope,
     "lower_precision_weights": _word("'float32', 'keep' or 'refuse'", "float32", "keep", "refuse"),
 }

@@ -236,6 +236,13 @@ class Session:
             for one in (optimizer, *inner_optimizers(optimizer)) if values else ():
                 self._undo.if_alive(lambda one: one.__dict__.pop("__getstate__", None), one)
                 copies.hand_out_plain_state(one, values)
+        unchecked = [optimizer for optimizer in optimizers if not wrapper_of(optimizer).can_skip]
+        if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
+            logger.info(
+                "Nothing checks the gradients of %s for inf and NaN at loss scale 1: check_gradients=True does, and reads a number "
+                "from the device at each step.",
+                ", ".join(type(optimizer).__name__ for optimizer in unchecked),
+            )
 
     def _start_casting(self, values: Mapping[torch.Tensor, Float32Value]) -> None:
         plan = self.plan
@@ -378,8 +385,10 @@ class Session:
             self._cast_where_it_is(model)
             if self.casting.is_behind:
                 self.casting.catch_up()
-        if torch.is_grad_enabled() and self.scaling.can_skip:
-            self._statistics.before_forward(model, [wrapper_of(optimizer) for optimizer in self.optimizers])
+        if torch.is_grad_enabled():
+            wrappers = [wrapper_of(optimizer) for optimizer in self.optimizers]
+            if any(wrapper.can_skip for wrapper in wrappers):
+                self._statistics.before_forward(model, wrappers)
         self.scaling.note_forward()
 
     def _before_compiled_forward(self, model: nn.Module) -> None:

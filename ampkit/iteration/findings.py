@@ -8,7 +8,7 @@ import torch
 
 from ..optimizers.scales import on
 from ..sharding import highest, local
-from .found_inf import FoundInf, is_known_clean, is_set
+from .found_inf import FoundInf, constant, is_known_clean, is_set
 from .gradients import Gradients
 from .sparse_gradients import values_of
 
@@ -25,22 +25,27 @@ class Findings:
         self._new: list[FoundInf] = []  # since the last step
         self._used: list[FoundInf] = []  # by steps, since there are gradients
         self._flag: torch.Tensor | None = None  # of the last step, while no block has made others
+        #: A number that is finite where all gradients of now are, such as the norm that they were clipped by.
+        self.witness: torch.Tensor | None = None
         self.verdict: bool | torch.Tensor = False
 
     def add(self, found: FoundInf | None) -> None:
         """A block has made gradients, and found this; None where it does not look."""
-        self._flag = None
+        self._flag = self.witness = None
         if found is not None and found not in self._new:
             self._new.append(found)
 
-    def flag(self) -> torch.Tensor | None:
-        """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it."""
+    def flag(self, checks: bool = False) -> torch.Tensor | None:
+        """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it.
+
+        With ``checks``, gradients that no block has checked are checked now.
+        """
         found = self._take()
         if found:
             flag = _highest([one.flag for one in found])
             apart = [one.flag for one in found if not one.moves_scale]
             if self._is_averaged_by_hand():  # what an average brings in came after the block had judged
-                again = self._look_again()
+                again = self._look_again().flag
                 apart.append(again - flag)
                 flag = _highest([flag, again])
             if apart:
@@ -49,14 +54,21 @@ class Findings:
             self._flag = flag
         elif self._flag is not None:
             # The step before has used it. Since then a script may have put other gradients there.
-            self._flag = self._look_again()
+            self._flag = self._look_again().flag
+        elif checks:
+            again, scaler = self._look_again(), self._owner.scaling.scalers[0]
+            if scaler.dynamic:
+                scaler.count_apart(again.flag)
+            else:
+                scaler.update(again)
+            self._flag = again.flag
         self.verdict = False if self._flag is None else self._flag
         return self._flag
 
-    def forbid_step(self) -> bool:
+    def forbid_step(self, checks: bool = False) -> bool:
         """Whether this step is to be skipped, read from the device; a skip is reported."""
         scalers = {one.scaler for one in self._new if one.scaler is not None}
-        flag = self.flag()
+        flag = self.flag(checks)
         self.verdict = flag is not None and is_set(flag)
         if self.verdict:
             for scaler in scalers.union(self._owner.scaling.scalers[:1]):
@@ -90,14 +102,16 @@ class Findings:
             self._owner.scaling.is_one_of_several_without_ddp and not self._gradients.process_groups
         )
 
-    def _look_again(self) -> torch.Tensor:
-        """A flag that says whether the gradients of now are finite, on all processes that have to agree."""
-        norm = self._gradients.total_norm()
-        if norm is None:  # the others may have some
-            norm = torch.zeros(1, device=self._gradients.device)
-        flag = norm.isfinite().logical_not().float().reshape(())
+    def _look_again(self) -> FoundInf:
+        """Whether the gradients of now are finite, on all processes that have to agree."""
+        if self.witness is not None:
+            flag, self.witness = self.witness.isfinite().logical_not().float().reshape(()), None
+            return FoundInf(flag)
+        flag = constant(0.0, torch.float32, self._gradients.device).clone()
+        found = FoundInf(flag, name_of=self._owner.name_of)
+        self._gradients.check(found)
         highest(flag, self._gradients.process_groups)
-        return flag
+        return found
 
     def _first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient is not finite now."""
@@ -110,7 +124,8 @@ class Findings:
 
     def forget(self) -> None:
         """The gradients are gone, and what blocks found that did not name this optimizer with them: it moves no scale."""
-        self._flag, self._used = None, []
+        self._flag = self.witness = None
+        self._used = []
         self._new = [found for found in self._new if found.scaler is not None]
 
     def drop_cleared(self) -> bool:

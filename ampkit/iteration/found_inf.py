@@ -68,7 +68,7 @@ def refuse_to_read(tensor: torch.Tensor) -> None:
         raise ConfigurationError(
             "While a CUDA graph is captured the host cannot learn whether gradients are finite, and something asks: the step of an "
             "ordinary optimizer, step_was_skipped() or state_dict(). Steps of ampkit.optimizers, and of torch's with fused=True, "
-            "are decided on the device; with loss_scale=1.0 nothing is decided."
+            "are decided on the device; with loss_scale=1.0 and check_gradients=False nothing is."
         )
 
 

@@ -252,6 +252,13 @@ class Gradients:
             if any(slot.owners > 1 for slot in self.mastered):
                 self.widen()
 
+    def check(self, found: FoundInf) -> None:
+        """Note in ``found`` what is not finite among the gradients of now, on this process."""
+        params = [slot.param for slot in self.slots if slot.param.grad is not None]
+        flag, first_bad = places_for(found, params)
+        gradients = [values_of(param.grad) for param in params]
+        kernels.multi_tensor_unscale_l2norm(gradients, found_inf=flag, first_bad=first_bad)
+
     def total_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, unscaled and clipped so far: float32, shape [1]; None without gradients."""
         clip = self.clipping.pending

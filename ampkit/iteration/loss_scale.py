@@ -348,6 +348,8 @@ class LossScaler:
 
     def overflow_line(self) -> str:
         """The line that reports a skipped step."""
+        if self.is_one:
+            return "Gradients are not finite: this step is skipped. Look for inf or NaN in the batch, the loss or the weights."
         if not self.dynamic:
             return (
                 f"Gradient overflow at the static loss scale {self._known.scale:g} (loss scaler {self.loss_id}): this step is "

@@ -52,11 +52,6 @@ class LossScaling:
         return self.scalers[loss_id]
 
     @property
-    def can_skip(self) -> bool:
-        """Whether a step of this session may be skipped: not where every scale is a static 1.0, which checks nothing."""
-        return not all(scaler.is_one for scaler in self.scalers)
-
-    @property
     def is_one_of_several_without_ddp(self) -> bool:
         """Whether this is one of several processes, of which none has been seen to average gradients for the script."""
         several = torch.distributed.is_available() and torch.distributed.is_initialized()

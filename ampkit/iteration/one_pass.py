@@ -56,6 +56,11 @@ class OnePassStep:
                 return "a complex parameter"
         return None
 
+    @staticmethod
+    def counts_on_device(optimizer: Any) -> bool:
+        """Whether the number of a step is nothing that the host has to know."""
+        return all([group.get("capturable", False) for group in optimizer.param_groups])
+
     @contextmanager
     def in_step(self, optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
         """Have torch's step update weights and rests together, or nothing where ``found_inf`` is not 0."""

@@ -205,19 +205,21 @@ class OptimizerWrapper:
         optimizer, found_inf = self.optimizer, None
         self.synchronize_gradients()
         one_pass = self._one_pass_now()
+        checks = self.checks_step
         if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
             self.gradients.widen()  # scripts look at gradients there
         if self._takes_step_inputs:
-            found_inf = self.findings.flag()
+            found_inf = self.findings.flag(checks)
             optimizer.inputs = StepInputs(
                 found_inf=found_inf, total_norm=self.gradients.total_norm, around=self._updating
             )
-        elif self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
-            found_inf = self.findings.flag()
+        elif self._takes_found_inf or (one_pass is not None and one_pass.counts_on_device(optimizer)):
+            found_inf = self.findings.flag(checks)
             if found_inf is not None and is_known_clean(found_inf):
                 found_inf = None  # with a flag it takes longer, on the CPU by a third
-            optimizer.grad_scale, optimizer.found_inf = None, found_inf
-        elif self.findings.forbid_step():
+            if self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
+                optimizer.grad_scale, optimizer.found_inf = None, found_inf
+        elif self.findings.forbid_step(checks):
             return self.skip()
         try:
             with _casting_disabled(), self._over_stand_ins(one_pass, found_inf):
@@ -244,6 +246,19 @@ class OptimizerWrapper:
         else:
             with self.stand_ins.in_step():
                 yield
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether a step may be skipped: not where every scale is a static 1.0, and no step looks at gradients."""
+        return self.checks_step or not all([scaler.is_one for scaler in self.owner.scalers])
+
+    @property
+    def checks_step(self) -> bool:
+        """Whether a step looks at gradients that no block has checked, as at loss scale 1."""
+        checks: bool | None = self.owner.plan.check_gradients
+        if checks is None:
+            return self._takes_step_inputs or (self._one_pass is not None and bool(self.gradients.mastered))
+        return checks
 
     def _one_pass_now(self) -> OnePassStep | None:
         """What has torch's optimizer update weights and rests together; None without rests, or where it needs stand-ins."""
@@ -320,6 +335,7 @@ class OptimizerWrapper:
         coefficient = kernels.clip_coefficient(norm, max_norm)
         # Where the norm is not finite the flag decides: inf times 0 would make NaN of it.
         self.gradients.clip_by(torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient)))
+        self.findings.witness = None if self.gradients.process_groups else norm  # processes that agree all look
         return norm.reshape(())
 
     def end_step(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import kernels
+from ampkit.kernels import routing
 
 pytestmark = [pytest.mark.compiled("kernels"), pytest.mark.compiled("wrappers")]
 WRITES_OUTPUTS = 0b10
@@ -107,8 +108,10 @@ def test_whoever_listens_hears_of_operators():
 
 
 def test_errors_are_the_operators_own():
+    """What the operator refuses is left to whoever may compute it, or else says why."""
+    assert scale_directly([torch.ones(3)], []) is NotImplemented
     with pytest.raises(RuntimeError, match=r"^multi_tensor_scale: inputs has 1 tensors, outputs has 0"):
-        scale_directly([torch.ones(3)], [])
+        kernels.multi_tensor_scale([torch.ones(3)], [], 0.5)
     with pytest.raises(TypeError, match="expected 7 arguments, got 2"):
         library().multi_tensor_scale(0, [])
     with pytest.raises(TypeError, match="must be real number, not list"):
@@ -135,3 +138,35 @@ def test_a_step_of_small_tensors_costs_the_host_no_more_than_torchs_fused_one():
             call()
             best[name] = min(best[name], time.thread_time() - start)
     assert best["ours"] <= best["torch's"] and best["skipped"] <= best["torch's"], best
+
+
+@pytest.mark.parametrize("directly", [True, False])
+def test_an_error_of_the_work_itself_is_told_and_nothing_is_done_twice(directly, monkeypatch):
+    """As of a launch, which is checked after it: what was to be done may be done by then."""
+    done = []
+
+    def work(*args, **kwargs):
+        done.append("kernel")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def nothing(*args, **kwargs):
+        return NotImplemented
+
+    monkeypatch.setattr(routing.backend, "direct_kernel_of", lambda function: work if directly else nothing)
+    monkeypatch.setattr(routing.backend, "kernel_of", lambda function: work)
+    monkeypatch.setattr(routing.backend, "kernel_devices", frozenset(("cpu",)))
+
+    def multi_tensor_double(inputs: routing.Tensors, outputs: routing.Tensors) -> None:
+        done.append("reference")
+
+    multi_tensor_double.__annotations__ = {"inputs": "Tensors", "outputs": "Tensors", "return": None}
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        routing.operator(multi_tensor_double)([torch.ones(2)], [torch.ones(2)])
+    assert done == ["kernel"]
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused_by_name():
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"inputs\[0\] of shape \[4\] has no memory: its storage was freed"):
+        kernels.multi_tensor_scale([freed], [torch.zeros(4)], 2.0)

@@ -503,3 +503,9 @@ def test_an_optimizer_of_another_model_is_warned_of(caplog):
     image = torch.zeros(1, 2, requires_grad=True)  # what is optimized is the input of a frozen model
     ampkit.initialize(other.requires_grad_(False), torch.optim.SGD([image], lr=0.1), opt_level="O2", verbosity=0)
     assert "none of the parameters" not in caplog.text
+
+
+def test_a_level_may_be_written_small():
+    model = nn.Linear(4, 2)
+    ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="o2", verbosity=0)
+    assert ampkit.current_session().plan.opt_level == "O2" and model.weight.dtype is torch.bfloat16

@@ -83,6 +83,7 @@ CHANGES = [
     ("O1", {"policy": "apex"}, "policy=Policy('apex')"),
     ("O1", {"on_floor": "warn"}, "on_floor='warn'"),
     ("O2", {"one_pass_step": False}, "one_pass_step=False"),
+    ("O5", {"check_gradients": True}, "check_gradients=True"),
     ("O1", {"scope": "forward"}, "scope='forward'"),
     ("O2", {"lower_precision_weights": "refuse"}, "lower_precision_weights='refuse'"),
 ]
@@ -298,8 +299,8 @@ def test_static_scale_reports_in_its_own_words(capsys):
     assert "reducing" not in line
 
 
-def test_static_scale_of_1_checks_nothing():
-    model, optimizer = initialized_aloud(opt_level="O5", verbosity=0)
+def test_static_scale_of_1_checks_nothing_where_that_is_asked_for():
+    model, optimizer = initialized_aloud(opt_level="O5", verbosity=0, check_gradients=False)
     overflow(model, optimizer)
     assert not ampkit.step_was_skipped(optimizer)
     assert not torch.isfinite(model[3].weight).all()

@@ -1,0 +1,167 @@
+"""Nothing non-finite gets in: a step with a bad gradient leaves no trace, at every level, and is told."""
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import initialize_quietly
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit import optimizers
+from ampkit.iteration.optimizer_wrapper import wrapper_of
+
+OURS = {
+    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2),
+    "FusedAdam, int8": lambda p: optimizers.FusedAdam(p, lr=1e-2, state_dtype="int8"),
+    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
+    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2),
+    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=1e-2),
+    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=1e-2),
+    "FusedLARS": lambda p: optimizers.FusedLARS(p, lr=0.05, momentum=0.9),
+}
+TORCHS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+CASES = [
+    *[(level, make) for level in ("O0", "O1", "O2", "O3", "O4", "O5") for make in OURS],
+    *[(level, make) for level in ("O2", "O5") for make in TORCHS],
+]
+SKIPPED = "this step is skipped"
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def iteration(model, optimizer, bad=1.0, seed=1, clip=None):
+    x, y = batch(seed)
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x * bad if math.isnan(bad) else x).float(), y)
+    with ampkit.scale_loss(loss if math.isnan(bad) else loss * bad, optimizer) as scaled:
+        scaled.backward()
+    if clip is not None:
+        ampkit.clip_grad_norm_(optimizer, clip)
+    optimizer.step()
+
+
+def everything(model, optimizer):
+    """Weights and their rests, buffers, moments and counts; copies."""
+    rests = [slot.entry.rest for slot in wrapper_of(optimizer).gradients.mastered]
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return [x.detach().clone() for x in (*model.parameters(), *model.buffers(), *rests, *states)]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_a_bad_batch_leaves_no_trace_and_is_told(level, name, clip, caplog):
+    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], level, loss_scale=1.0)
+    for seed in range(2):
+        iteration(model, optimizer, seed=seed, clip=clip)
+    before = everything(model, optimizer)
+    with caplog.at_level("INFO", logger="ampkit"):
+        for bad in (math.nan, math.inf):
+            iteration(model, optimizer, bad, clip=clip)
+            assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
+            assert ampkit.step_was_skipped(optimizer)
+        iteration(model, optimizer, clip=clip)
+    assert not ampkit.step_was_skipped(optimizer)
+    assert caplog.text.count(SKIPPED) == 2
+    after = everything(model, optimizer)
+    assert all(value.float().isfinite().all() for value in after)
+    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
+def test_without_a_block_a_step_looks_too(name):
+    """At loss scale 1 scripts may leave `scale_loss` out."""
+    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], "O5")
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    before = everything(model, optimizer)
+    optimizer.zero_grad()
+    (F.mse_loss(model(x), y) * math.inf).backward()
+    optimizer.step()
+    # Running statistics are those of a finite batch, and yet they go back with the step.
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
+def test_fifty_bad_steps_in_a_row_end_the_training(name):
+    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], "O5")
+    with pytest.raises(ampkit.LossScaleError, match=r"50 steps in a row.*static loss scale 1"):
+        for _ in range(51):
+            iteration(model, optimizer, math.nan)
+
+
+def test_it_can_be_switched_off():
+    model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], "O5", check_gradients=False)
+    iteration(model, optimizer, math.nan)
+    assert not any(p.isfinite().all() for p in model.parameters())
+
+
+def ordinary(params):
+    return torch.optim.RMSprop(params, lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("level", "make"), [("O4", TORCHS["AdamW"]), ("O4", ordinary), ("O5", ordinary), ("O0", ordinary)]
+)
+def test_any_optimizer_is_checked_where_that_is_asked_for(level, make, caplog):
+    model, optimizer = initialize_quietly(net(), make, level, check_gradients=True)
+    iteration(model, optimizer)
+    before = everything(model, optimizer)
+    with caplog.at_level("INFO", logger="ampkit"):
+        iteration(model, optimizer, math.nan)
+    assert caplog.text.count(SKIPPED) == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("level", "make", "settings", "told"),
+    [
+        ("O4", TORCHS["AdamW"], {}, True),
+        ("O5", ordinary, {}, True),
+        ("O5", TORCHS["AdamW"], {}, False),
+        ("O5", TORCHS["AdamW"], {"one_pass_step": False}, True),
+        ("O5", ordinary, {"check_gradients": False}, False),
+        ("O5", ordinary, {"check_gradients": True}, False),
+        ("O5", ordinary, {"loss_scale": "dynamic"}, False),
+        ("O0", ordinary, {}, False),
+        ("O2", ordinary, {}, False),
+    ],
+)
+def test_initialize_says_whose_gradients_nothing_checks(level, make, settings, told, capsys):
+    model = net()
+    ampkit.initialize(model, make(model.parameters()), opt_level=level, **settings)
+    assert ("Nothing checks the gradients of" in capsys.readouterr().out) is told
+
+
+def test_of_a_parameter_that_is_bad_for_long_the_name_is_told(caplog):
+    model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], "O5")
+    model[3].bias.register_hook(lambda gradient: gradient * math.nan)
+    with caplog.at_level("WARNING", logger="ampkit"):
+        for _ in range(26):
+            iteration(model, optimizer)
+    assert "25 steps in a row were skipped; the first parameter whose gradient is not finite is '3.bias'" in caplog.text
+
+
+def test_a_resumed_run_counts_on():
+    model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], "O5")
+    iteration(model, optimizer)
+    saved = copy.deepcopy(ampkit.state_dict())
+    assert saved["loss_scaler0"]["loss_scale"] == 1.0
+    ampkit.load_state_dict(saved)
+    iteration(model, optimizer)
