@@ -34,7 +34,8 @@ class OnePassStep:
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
         self._gradients = gradients
-        self._counts: dict[int, tuple[list[Tensor], list[int]]] = {}  # by the first of those that step together
+        #: Of steps that were counted together, by the first: (counts, a number for each, equal where they are).
+        self.known_counts: dict[int, tuple[list[Tensor], list[int]]] = {}
         self.found_inf: Tensor | None = None
         self.state: Any = optimizer.state
 
@@ -92,16 +93,16 @@ class OnePassStep:
         """
         if not steps:
             return []
-        known, counts = self._counts.get(id(steps[0]), ([], []))
+        known, numbers = self.known_counts.get(id(steps[0]), ([], []))
         if len(steps) != len(known) or not all(map(operator.is_, steps, known)):
-            counts = [int(count) for count in torch.stack([step.float() for step in steps]).tolist()]
-            here = set(map(id, steps))
-            apart = {key: one for key, one in self._counts.items() if here.isdisjoint(map(id, one[0]))}
-            self._counts = {**apart, id(steps[0]): (list(steps), counts)}
+            numbers, here = [int(step) for step in steps], set(map(id, steps))
+            apart = {key: one for key, one in self.known_counts.items() if here.isdisjoint(map(id, one[0]))}
+            self.known_counts = {**apart, id(steps[0]): (list(steps), numbers)}
         torch._foreach_add_(steps, 1.0)
         if self.found_inf is not None:
-            torch._foreach_sub_(steps, [(self.found_inf != 0).to(steps[0])] * len(steps))
-        return counts
+            skipped = {device: (self.found_inf != 0).to(device, steps[0].dtype) for device in {s.device for s in steps}}
+            torch._foreach_sub_(steps, [skipped[step.device] for step in steps])
+        return numbers
 
     def float32_moments(self, params: Sequence[Tensor], moments: list[Tensor], name: str) -> None:
         """Have moments that torch has made in the precision of lower-precision weights be float32."""

@@ -395,6 +395,8 @@ class OptimizerWrapper:
 
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """torch makes state of the dtype of its parameter, which for moments of weights with rests is float32."""
+        if self._one_pass is not None:
+            self._one_pass.known_counts.clear()
         with nullcontext() if self._takes_rests else self.stand_ins.in_groups():
             return original(*args, **kwargs)
 
