@@ -46,7 +46,7 @@ from .models.incoming import Incoming
 from .models.made_by_torch import averages, exports
 from .models.preparing import Originals, prepare_models
 from .models.records import lower_entries, walk
-from .patching import Undo
+from .patching import Undo, shared_patch
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .sharding import fsdp_modules, is_unreduced, refuse_fsdp1
 
@@ -152,7 +152,12 @@ class Session:
                 self._start_casting(values)
             of_cast_weights = (averages,) if self.plan.casts_weights else ()
             has_masters = self.plan.casts_weights or self.plan.master_weights
-            for shared in (exports, *of_cast_weights, *((collectives, one_pass_steps) if has_masters else ())):
+            for shared in (
+                exports,
+                clippings,
+                *of_cast_weights,
+                *((collectives, one_pass_steps) if has_masters else ()),
+            ):
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._forget_traces()
@@ -541,3 +546,28 @@ def _detach_optimizer(optimizer: Any) -> None:
     wrapper = wrapper_of(optimizer)
     if wrapper is not None:
         wrapper.detach()
+
+
+def _clipping(original: Callable[..., None]) -> Callable[..., None]:
+    """What torch's ``clip_grad_norm_`` calls: in a block it would clip by a norm that is multiplied by the loss scale."""
+
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for session in list(live_sessions):
+            for wrapper in filter(None, map(wrapper_of, session.optimizers)):
+                if not wrapper.has_scaled(params):
+                    continue
+                if session.plan.policy.base != "apex":  # scripts of Apex's go on as they did
+                    raise ConfigurationError(
+                        "torch.nn.utils.clip_grad_norm_ was called where gradients are still multiplied by the loss scale, so "
+                        "that nearly all of them would be clipped away. Call it after the scale_loss block, on the level of `with` "
+                        "(with delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
+                    )
+                wrapper.warn_of_scaled("clip_grad_norm_ was called")
+        original(params, *args, **kwargs)
+
+    return clip
+
+
+clippings = shared_patch(lambda: sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", _clipping)

@@ -18,8 +18,10 @@ class FoundInf:
     ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `index_for` gives the place for the index of the first
     such tensor of a list. ``scaler`` is the loss scaler whose iteration the block is part of, None for an optimizer that the block
     does not name; ``moves_scale`` tells whether that scale has moved by it. Before ``is_judged`` more blocks may write to it.
-    ``name_of`` names a parameter in its model.
+    ``name_of`` names a parameter in its model. ``loss`` is the last block's.
     """
+
+    loss: torch.Tensor | None = None
 
     def __init__(self, flag: torch.Tensor, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> None:
         self.flag, self.scaler, self._name_of = flag, scaler, name_of

@@ -326,12 +326,15 @@ class LossScaler:
                 or unnamed()
                 or "not found (the gradients were cleared or changed since)"
             )
+            loss = None if newest is None or newest.loss is None else newest.loss.sum().item()
             logger.log(
                 logging.WARNING if diagnoses else logging.DEBUG,
-                "Loss scaler %d: %d steps in a row were skipped; the first parameter whose gradient is not finite is %s.",
+                "Loss scaler %d: %d steps in a row were skipped; %s",
                 self.loss_id,
                 row,
-                name,
+                f"the first parameter whose gradient is not finite is {name}."
+                if loss is None or math.isfinite(loss)
+                else f"the loss itself is {loss}, which no loss scale cures: look at the batch, the weights and the learning rate.",
             )
         if _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP):
             where = "loss scale at its floor of" if self.dynamic else "static loss scale"

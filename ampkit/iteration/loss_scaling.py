@@ -122,13 +122,16 @@ def collect(
     was_reached: Reached | None = None,
     local: bool = False,
     delay_overflow_check: bool = False,
+    loss: torch.Tensor | None = None,
 ) -> None:
-    """Unscale and check the gradients of these optimizers, and end the iteration.
+    """Unscale and check the gradients of these optimizers, which come from this loss, and end the iteration.
 
     What is found in gradients of an unnamed optimizer skips its own step, and moves no scale.
     """
     # What blocks with delay_overflow_check=True found belongs to this iteration.
     found = None if scaler.is_one else scaler.delayed_check or new_finding(named, scaler)
+    if found is not None and loss is not None:
+        found.loss = loss.detach()
     done: set[Slot] | None = set() if unnamed or len(named) > 1 else None
     backward = BackwardPass(scale, local, scaler.is_power_of_two, done, was_reached)
     for wrapper in named:

@@ -127,12 +127,8 @@ class OptimizerWrapper:
         if not self.gradients.is_open:
             self.synchronize_gradients()
             self.gradients.widen()
-        elif self.gradients.has_fresh and not self._has_warned_of_scaled:
-            self._has_warned_of_scaled = True
-            logger.warning(
-                "master_params was asked for inside the scale_loss block, where gradients are still multiplied by the loss scale: "
-                "clipping there does not clip what the step uses. Do it after the block, on the level of `with`."
-            )
+        elif self.gradients.has_fresh:
+            self.warn_of_scaled("master_params was asked for")
         if self.gradients.mastered:
             self.gradients.mastered[0].entry.loans.lend_again()
         entries = {slot.param: slot.entry for slot in self.gradients.mastered}
@@ -142,6 +138,21 @@ class OptimizerWrapper:
                 self._has_lent = True
                 param = entry.loans.lend_parameter(entry, param)
             yield param
+
+    def warn_of_scaled(self, what: str) -> None:
+        """Say once that a script looks at gradients that are still scaled."""
+        if not self._has_warned_of_scaled:
+            self._has_warned_of_scaled = True
+            logger.warning(
+                "%s inside the scale_loss block, where gradients are still multiplied by the loss scale: clipping there does not "
+                "clip what the step uses. Do it after the block, on the level of `with`.",
+                what,
+            )
+
+    def has_scaled(self, params: Sequence[Tensor]) -> bool:
+        """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
+        waits = self.gradients.delayed_scale is not None or any(not block.scaler.is_one for block in self.blocks)
+        return waits and not {slot.param for slot in self.gradients.slots}.isdisjoint(params)
 
     def hand_gradients(self) -> None:
         """After a block: float32 parameters that were lent, and that a script still holds, get the gradients of now."""

@@ -153,7 +153,7 @@ class Block:
             return
         if not self.delay_unscale:
             was_reached = Reached(self.scaled, self._probe)
-            collect(self.named, self.unnamed, scaler, scale, was_reached, local, self.delay_overflow_check)
+            collect(self.named, self.unnamed, scaler, scale, was_reached, local, self.delay_overflow_check, self.loss)
             for wrapper in (*self.named, *self.unnamed):
                 wrapper.hand_gradients()
             return

@@ -165,3 +165,13 @@ def test_a_resumed_run_counts_on():
     assert saved["loss_scaler0"]["loss_scale"] == 1.0
     ampkit.load_state_dict(saved)
     iteration(model, optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_of_a_loss_that_is_bad_for_long_that_is_told_and_no_parameter_blamed(level, caplog):
+    model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], level)
+    with caplog.at_level("WARNING", logger="ampkit"):
+        for _ in range(26):
+            iteration(model, optimizer, math.nan)
+    assert "25 steps in a row were skipped; the loss itself is nan, which no loss scale cures" in caplog.text
+    assert "first parameter" not in caplog.text

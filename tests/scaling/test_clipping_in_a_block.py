@@ -1,0 +1,87 @@
+"""torch's clip_grad_norm_ where gradients are still multiplied by the loss scale: nearly all of them would be clipped away."""
+
+import pytest
+import torch
+from helpers import initialize_quietly, random_batch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_  # bound before anything is initialized
+
+import ampkit
+from ampkit.apex import amp
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def loss_of(model):
+    x, y = random_batch(1)
+    return F.mse_loss(model(x).float(), y)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_it_is_refused_in_a_block_and_right_after_it(level):
+    model, optimizer = initialize_quietly(net(), sgd, level)
+    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+            with pytest.raises(ampkit.ConfigurationError, match="after the scale_loss block"):
+                clip(model.parameters(), 1e-3)
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before))
+    clip_grad_norm_(model.parameters(), 1e-3)
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
+    assert norm.item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_it_is_refused_while_gradients_wait_after_a_block():
+    model, optimizer = initialize_quietly(net(), sgd, "O1")
+    with ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    with pytest.raises(ampkit.ConfigurationError, match="the last block"):
+        clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("settings", [{"opt_level": "O5"}, {"opt_level": "O1", "loss_scale": 1.0}])
+def test_at_scale_one_it_is_right_in_a_block(settings):
+    model = net()
+    model, optimizer = ampkit.initialize(model, sgd(model.parameters()), verbosity=0, **settings)
+    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        clip_grad_norm_(model.parameters(), 1e-3)
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
+    assert norm.item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_other_models_are_clipped_as_ever_and_torch_is_itself_after_close():
+    plain = nn.utils.clip_grad.__dict__["_clip_grads_with_norm_"]
+    model, optimizer = initialize_quietly(net(), sgd, "O1")
+    other = nn.Linear(2, 1)
+    other.weight.grad = torch.tensor([[3.0, 4.0]])
+    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        assert clip_grad_norm_(iter([other.weight]), 1.0).item() == 5.0
+        assert clip_grad_norm_(other.weight, 1.0).item() == pytest.approx(1.0, rel=1e-5)
+    assert other.weight.grad.tolist() == [[pytest.approx(0.6, rel=1e-5), pytest.approx(0.8, rel=1e-5)]]
+    ampkit.close()
+    assert nn.utils.clip_grad.__dict__["_clip_grads_with_norm_"] is plain
+
+
+def test_a_script_of_apexs_is_told_once_and_goes_on(capsys):
+    model = net()
+    model, optimizer = amp.initialize(model, sgd(model.parameters()), opt_level="O1", verbosity=1)
+    capsys.readouterr()
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+            clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+    out = capsys.readouterr()
+    assert (out.out + out.err).count("inside the scale_loss block") == 1
