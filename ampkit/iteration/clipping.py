@@ -35,15 +35,13 @@ class Clipping:
         before = None if self._is_used else self._factor
         self._factor = coefficient if before is None else before * coefficient
         self._is_used = False
-        self._clipped = [
-            (slot, gradient := slot.param.grad, 0 if gradient is None else gradient._version) for slot in slots
-        ]
+        self._clipped = [seen(slot) for slot in slots]
 
     def refuse_unseen_writes(self) -> None:
         """Raise where gradients were written to after they were clipped, and no step has used them since."""
-        for slot, before, version in () if self._is_used else self._clipped:
-            gradient = slot.param.grad
-            if gradient is not None and not _is_still(gradient, before, version):
+        for one in () if self._is_used else self._clipped:
+            slot = one[0]
+            if slot.param.grad is not None and not is_still(one):
                 raise ConfigurationError(
                     f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
                     "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
@@ -53,7 +51,7 @@ class Clipping:
         """After a step: gradients that are still there are clipped again for the next; others were not clipped."""
         if not self._is_used:
             return
-        if all(_is_still(slot.param.grad, before, version) for slot, before, version in self._clipped):
+        if all(map(is_still, self._clipped)):
             self.pending, self._is_used = self._factor, False
         else:
             self.forget()
@@ -63,6 +61,14 @@ class Clipping:
         self.pending, self._is_used = None, True
 
 
-def _is_still(gradient: torch.Tensor | None, before: torch.Tensor | None, version: int) -> bool:
-    """Whether it is the same tensor, and nobody has written to it since, as far as torch counts."""
+def seen(slot: Slot) -> Seen:
+    """A gradient as it is now."""
+    gradient = slot.param.grad
+    return slot, gradient, 0 if gradient is None else gradient._version
+
+
+def is_still(one: Seen) -> bool:
+    """Whether the gradient is the same tensor, and nobody has written to it since, as far as torch counts."""
+    slot, before, version = one
+    gradient = slot.param.grad
     return gradient is before and (gradient is None or gradient._version == version)

@@ -8,8 +8,10 @@ import torch
 
 from ..optimizers.scales import on
 from ..sharding import highest, local
+from .clipping import Seen, is_still, seen
 from .found_inf import FoundInf, constant, is_known_clean, is_set
 from .gradients import Gradients
+from .loss_scale import LossScaler
 from .sparse_gradients import values_of
 
 
@@ -25,15 +27,20 @@ class Findings:
         self._new: list[FoundInf] = []  # since the last step
         self._used: list[FoundInf] = []  # by steps, since there are gradients
         self._flag: torch.Tensor | None = None  # of the last step, while no block has made others
-        #: A number that is finite where all gradients of now are, such as the norm that they were clipped by.
-        self.witness: torch.Tensor | None = None
+        # A number that is finite where all gradients were, and these as they were then.
+        self._witness: tuple[torch.Tensor, list[Seen]] | None = None
+        self.scaler: LossScaler | None = None  # of the last block
         self.verdict: bool | torch.Tensor = False
 
     def add(self, found: FoundInf | None) -> None:
         """A block has made gradients, and found this; None where it does not look."""
-        self._flag = self.witness = None
+        self._flag = self._witness = None
         if found is not None and found not in self._new:
             self._new.append(found)
+
+    def vouch(self, witness: torch.Tensor) -> None:
+        """The gradients as they are now have been looked at: this is finite where they are. A step need not look again."""
+        self._witness = witness, [seen(slot) for slot in self._gradients.slots]
 
     def flag(self, checks: bool = False) -> torch.Tensor | None:
         """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it.
@@ -52,16 +59,16 @@ class Findings:
                 self._owner.scaling.scalers[0].count_apart(_highest(apart))
             self._used += found
             self._flag = flag
-        elif self._flag is not None:
-            # The step before has used it. Since then a script may have put other gradients there.
-            self._flag = self._look_again().flag
-        elif checks:
-            again, scaler = self._look_again(), self._owner.scaling.scalers[0]
-            if scaler.dynamic:
-                scaler.count_apart(again.flag)
-            else:
+        elif checks or self._flag is not None:
+            # Where there is a flag, the step before has used it. Since then a script may have put other gradients there.
+            again, scaler = self._look_again(), self.scaler or self._owner.scaling.scalers[0]
+            if checks and scaler.is_one:
                 scaler.update(again)
+                scaler.report()
+            elif self._flag is None:
+                scaler.count_apart(again.flag)
             self._flag = again.flag
+        self._witness = None
         self.verdict = False if self._flag is None else self._flag
         return self._flag
 
@@ -90,7 +97,10 @@ class Findings:
         if len(self._owner.optimizers) > 1:  # blocks that named another may have made gradients of the same parameters
             shared = dict.fromkeys(slot.found_inf for slot in self._gradients.slots if slot.owners > 1)
             known = {None, *found, *self._used}
+            self._used = [one for one in self._used if one in shared]
             found += [one for one in shared if one not in known]
+        else:
+            self._used = []
         for one in found:
             if one.scaler is not None and one.scaler.delayed_check is one:
                 one.scaler.update(one)
@@ -104,9 +114,8 @@ class Findings:
 
     def _look_again(self) -> FoundInf:
         """Whether the gradients of now are finite, on all processes that have to agree."""
-        if self.witness is not None:
-            flag, self.witness = self.witness.isfinite().logical_not().float().reshape(()), None
-            return FoundInf(flag)
+        if self._witness is not None and all(map(is_still, self._witness[1])):
+            return FoundInf(self._witness[0].isfinite().logical_not().float().reshape(()))
         flag = constant(0.0, torch.float32, self._gradients.device).clone()
         found = FoundInf(flag, name_of=self._owner.name_of)
         self._gradients.check(found)
@@ -124,7 +133,7 @@ class Findings:
 
     def forget(self) -> None:
         """The gradients are gone, and what blocks found that did not name this optimizer with them: it moves no scale."""
-        self._flag = self.witness = None
+        self._flag = self._witness = None
         self._used = []
         self._new = [found for found in self._new if found.scaler is not None]
 

@@ -239,7 +239,7 @@ class LossScaler:
             found.flag if moves_scale else torch.zeros_like(found.flag),
             growth_factor=rule.growth_factor if is_dynamic else 1.0,
             backoff_factor=rule.backoff_factor if is_dynamic else 1.0,
-            growth_interval=rule.growth_interval,
+            growth_interval=rule.growth_interval if is_dynamic else 2**31 - 1,
             hysteresis=rule.hysteresis,
             min_scale=self.floor,
             max_scale=self.max_loss_scale if is_dynamic else scale,
@@ -283,8 +283,13 @@ class LossScaler:
         """Learn of everything that has happened; waits for the device."""
         if self._state is not None:
             refuse_to_read(self._state)
-            self._known = self._copy.read(wait=True)
+            self._learn(wait=True)
         return self._known
+
+    def _learn(self, wait: bool) -> None:
+        """Read what has arrived, or wait; a static scale need not be a number that float32 has."""
+        learned = self._copy.read(wait)
+        self._known = learned if self.dynamic else learned._replace(scale=self._known.scale)
 
     def report(
         self, *, wait: bool = False, raises: bool = True, unnamed: Callable[[], str | None] = lambda: None
@@ -297,7 +302,7 @@ class LossScaler:
         if wait:
             self.synchronize()
         elif self._state is not None and self._copy.ready():
-            self._known = self._copy.read()
+            self._learn(wait=False)
         told, self._told = self._told, self._known
         if self._known.skips_apart != told.skips_apart:
             logger.info(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,15 +35,16 @@ class OnePassStep:
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
         self._gradients = gradients
-        #: Of steps that were counted together, by the first: (counts, a number for each, equal where they are).
-        self.known_counts: dict[int, tuple[list[Tensor], list[int]]] = {}
+        #: Of steps that were counted together, by the first: counts, their versions, a number for each, equal where they are.
+        self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
         self.found_inf: Tensor | None = None
         self.state: Any = optimizer.state
 
     @staticmethod
     def is_for(optimizer: Any) -> bool:
-        """Whether the optimizer's class is one of those whose update is known here; a class derived from it may do anything."""
-        return type(optimizer) in _OPTIMIZERS
+        """Whether its class is one whose update is known here, and its step torch's own, but for what schedulers put around it."""
+        own = inspect.unwrap(optimizer.step)
+        return type(optimizer) in _OPTIMIZERS and own.__module__ in ("torch.optim.adam", "torch.optim.sgd")
 
     def reason_against(self, optimizer: Any) -> str | None:
         """Why torch's own arithmetic, over float32 copies of the weights, has to take this step; None where one pass can."""
@@ -93,15 +95,16 @@ class OnePassStep:
         """
         if not steps:
             return []
-        known, numbers = self.known_counts.get(id(steps[0]), ([], []))
-        if len(steps) != len(known) or not all(map(operator.is_, steps, known)):
+        known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
+        are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
+        if not are_same or [step._version for step in steps] != versions:  # a script may set some of them back
             numbers, here = [int(step) for step in steps], set(map(id, steps))
-            apart = {key: one for key, one in self.known_counts.items() if here.isdisjoint(map(id, one[0]))}
-            self.known_counts = {**apart, id(steps[0]): (list(steps), numbers)}
+            self.known_counts = {key: one for key, one in self.known_counts.items() if here.isdisjoint(map(id, one[0]))}
         torch._foreach_add_(steps, 1.0)
         if self.found_inf is not None:
             skipped = {device: (self.found_inf != 0).to(device, steps[0].dtype) for device in {s.device for s in steps}}
             torch._foreach_sub_(steps, [skipped[step.device] for step in steps])
+        self.known_counts[id(steps[0])] = list(steps), [step._version for step in steps], numbers
         return numbers
 
     def float32_moments(self, params: Sequence[Tensor], moments: list[Tensor], name: str) -> None:

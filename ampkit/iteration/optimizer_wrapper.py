@@ -28,6 +28,7 @@ from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..logs import logger
 from ..optimizers.fused import StepInputs
+from ..optimizers.scales import is_one
 from ..patching import PatchSet
 from .evaluating_again import step_evaluating_again
 from .findings import Findings
@@ -151,8 +152,11 @@ class OptimizerWrapper:
 
     def has_scaled(self, params: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
-        waits = self.gradients.delayed_scale is not None or any(not block.scaler.is_one for block in self.blocks)
-        return waits and not {slot.param for slot in self.gradients.slots}.isdisjoint(params)
+        delayed = self.gradients.delayed_scale
+        waits = delayed is not None and not is_one(delayed)
+        return (waits or any(not block.scaler.is_one for block in self.blocks)) and not {
+            slot.param for slot in self.gradients.slots
+        }.isdisjoint(params)
 
     def hand_gradients(self) -> None:
         """After a block: float32 parameters that were lent, and that a script still holds, get the gradients of now."""
@@ -346,7 +350,8 @@ class OptimizerWrapper:
         coefficient = kernels.clip_coefficient(norm, max_norm)
         # Where the norm is not finite the flag decides: inf times 0 would make NaN of it.
         self.gradients.clip_by(torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient)))
-        self.findings.witness = None if self.gradients.process_groups else norm  # processes that agree all look
+        if not self.gradients.process_groups:  # processes that agree all look
+            self.findings.vouch(norm)
         return norm.reshape(())
 
     def end_step(self) -> None:

@@ -86,6 +86,7 @@ class Block:
             self._open()
         for wrapper in self.named:
             wrapper.blocks.append(self)
+            wrapper.findings.scaler = self.scaler
         return scaled
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:

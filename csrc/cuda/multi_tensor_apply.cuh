@@ -242,7 +242,8 @@ void multi_tensor_apply(const std::vector<FlatTensor<kDepth>>& tensors, const Ke
         table.dtype[k][slot] = tensor.dtype[k];
       }
     }
-    AMPKIT_CHECK(launch.first_blocks.back() <= INT32_MAX, "a launch of ", launch.first_blocks.back(), " blocks");
+    // No refusal: launches before this one may have written.
+    if (launch.first_blocks.back() > INT32_MAX) throw std::runtime_error("a launch of more than 2^31 - 1 blocks");
     const auto blocks = static_cast<unsigned>(launch.first_blocks.back());
     multi_tensor_apply_kernel<kDepth, Kernel><<<blocks, kThreads, 0, stream>>>(table, kernel);
     STD_CUDA_KERNEL_LAUNCH_CHECK();

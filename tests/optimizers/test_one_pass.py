@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+import types
 
 import pytest
 import torch
@@ -358,3 +359,38 @@ def test_levels_hand_their_state_on():
         set_gradients(again.parameters(), 3)
         other.step()
         ampkit.close()
+
+
+def test_a_step_of_the_scripts_own_is_not_torchs():
+    """Put on the instance, as patches for stochastic rounding are: it steps over float32 parameters, and loses nothing."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad.to(p.dtype), alpha=-self.param_groups[0]["lr"])
+
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer.step = types.MethodType(step, optimizer)
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    for _ in range(100):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    torch.testing.assert_close(values_of(model)[0], torch.full((4, 4), 0.99), rtol=0, atol=1e-5)
+
+
+def test_a_count_that_a_script_sets_back_is_that_parameters_alone():
+    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
+    twin = net().double()
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for seed in range(6):
+        for one, m in ((optimizer, model), (reference, twin)):
+            set_gradients(m.parameters(), seed)
+            if seed == 5:
+                for moment in one.state[m[0].weight].values():
+                    moment.zero_()
+            one.step()
+    assert_equal_layout(optimizer.state_dict(), reference.state_dict())
+    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)

@@ -110,7 +110,7 @@ def check_bench_optimizer_step():
 def check_bench_iteration():
     printed = run("bench_iteration.py", "--parameters", "2", "5", "--repetitions", "1")
     rows = [numbers(line) for line in printed.splitlines()[2:]]
-    assert [row[0] for row in rows] == [2, 5] and all(len(row) == 6 and min(row) > 0 for row in rows)
+    assert [row[0] for row in rows] == [2, 5] and all(len(row) == 8 and min(row) > 0 for row in rows)
 
 
 def check_bench_running_statistics():

@@ -175,3 +175,105 @@ def test_of_a_loss_that_is_bad_for_long_that_is_told_and_no_parameter_blamed(lev
             iteration(model, optimizer, math.nan)
     assert "25 steps in a row were skipped; the loss itself is nan, which no loss scale cures" in caplog.text
     assert "first parameter" not in caplog.text
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_gradients_that_come_after_a_clipping_are_looked_at(level, clips):
+    """In a second step, and in a second backward pass."""
+    settings = {"loss_scale": 128.0} if level == "O2" else {}
+    model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], level, **settings)
+    x, y = batch()
+    with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
+        scaled.backward()
+    if clips:
+        ampkit.clip_grad_norm_(optimizer, 1.0)
+    optimizer.step()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    if level == "O4":
+        optimizer.zero_grad()
+        F.mse_loss(model(x).float(), y).backward()
+        if clips:
+            ampkit.clip_grad_norm_(optimizer, 1.0)
+        (F.mse_loss(model(x).float(), y) * math.nan).backward()
+        optimizer.step()
+        assert ampkit.step_was_skipped(optimizer)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("one_pass_step", [True, False])
+def test_a_grad_scaler_counts_each_iteration_once(one_pass_step):
+    models = [nn.Linear(6, 3), nn.Linear(6, 3)]
+    both = [torch.optim.Adam(model.parameters()) for model in models]
+    models, both = ampkit.initialize(
+        models, both, opt_level="O2", loss_scale=128.0, verbosity=0, one_pass_step=one_pass_step
+    )
+    scaler, (x, _) = ampkit.GradScaler(), batch()
+    with pytest.raises(ampkit.LossScaleError, match="50 steps in a row"):
+        for _ in range(60):
+            for optimizer in both:
+                optimizer.zero_grad()
+            scaler.scale(models[0](x).sum() * math.inf + models[1](x).sum()).backward()
+            for optimizer in reversed(both):
+                scaler.step(optimizer)
+            scaler.update()
+
+
+def test_each_loss_counts_its_own_skips():
+    """Of a GAN at loss scale 1: one half learns, the other does not."""
+    models = [nn.Linear(6, 3), nn.Linear(6, 3)]
+    both = [torch.optim.AdamW(model.parameters()) for model in models]
+    models, both = ampkit.initialize(models, both, opt_level="O5", num_losses=2, verbosity=0)
+    x, _ = batch()
+    with pytest.raises(ampkit.LossScaleError, match="50 steps in a row"):
+        for _ in range(60):
+            for index, factor in enumerate((math.nan, 1.0)):
+                both[index].zero_grad()
+                with ampkit.scale_loss(models[index](x).sum() * factor, both[index], loss_id=index) as scaled:
+                    scaled.backward()
+                both[index].step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "FusedAdam"])
+def test_skips_without_blocks_are_told_and_end_the_training(name, caplog):
+    """Gradients that the script clears by hand, between steps that were taken and others."""
+    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], "O5")
+    x, y = batch()
+
+    def step(factor):
+        for p in model.parameters():
+            p.grad = None
+        (F.mse_loss(model(x), y) * factor).backward()
+        optimizer.step()
+
+    with caplog.at_level("INFO", logger="ampkit"):
+        for index in range(20):
+            step(math.nan if index % 5 == 4 else 1.0)
+    assert caplog.text.count(SKIPPED) == 4
+    with pytest.raises(ampkit.LossScaleError, match="50 steps in a row"):
+        for _ in range(51):
+            step(math.nan)
+
+
+def test_what_was_found_goes_with_the_step_that_used_it():
+    model, optimizer = initialize_quietly(net(), TORCHS["AdamW"], "O2")
+    for _ in range(20):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        x, y = batch()
+        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert len(wrapper_of(optimizer).findings._used) <= 1
+
+
+def test_a_static_scale_counts_on_and_stays_what_it_was():
+    _held = initialize_quietly(nn.Linear(6, 3), TORCHS["SGD"], "O2", loss_scale=1000.1)
+    (scaler,) = ampkit.current_session().scalers
+    for _ in range(2003):
+        scaler.update(torch.zeros(1))
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 1000.1, "unskipped": 2003}

@@ -85,3 +85,15 @@ def test_a_script_of_apexs_is_told_once_and_goes_on(capsys):
         optimizer.step()
     out = capsys.readouterr()
     assert (out.out + out.err).count("inside the scale_loss block") == 1
+
+
+@pytest.mark.parametrize("delays", [True, False])
+def test_at_scale_one_gradients_that_wait_are_what_they_are(delays):
+    model = net()
+    model, optimizer = ampkit.initialize(model, sgd(model.parameters()), opt_level="O5", verbosity=0)
+    if delays:
+        with ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+    else:
+        ampkit.GradScaler().scale(loss_of(model)).backward()
+    assert clip_grad_norm_(model.parameters(), 1e-3).isfinite()

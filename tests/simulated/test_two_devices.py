@@ -194,7 +194,8 @@ def test_a_finding_is_not_read_before_it_has_arrived():
 )
 def test_a_graph_is_not_captured_before_the_first_iteration(name, level, what):
     """Its replays would each begin with the loss scale and the moments of the first."""
-    model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level)
+    settings = {"check_gradients": False} if level == "O5" else {}  # a check counts skips where the loss scale is
+    model, optimizer = initialize_quietly(net_with_norm(hidden=16).cuda(), OPTIMIZERS[name], level, **settings)
     x, y = (tensor.cuda() for tensor in random_batch())
     with (
         pytest.raises(ampkit.ConfigurationError, match=rf"before the first iteration.*{what}"),
