@@ -74,7 +74,7 @@ class Findings:
 
     def forbid_step(self, checks: bool = False) -> bool:
         """Whether this step is to be skipped, read from the device; a skip is reported."""
-        scalers = {one.scaler for one in self._new if one.scaler is not None}
+        scalers = {one.scaler for one in (self, *self._new) if one.scaler is not None}
         flag = self.flag(checks)
         self.verdict = flag is not None and is_set(flag)
         if self.verdict:

@@ -110,6 +110,13 @@ def assert_equal_layout(found, expected):
                 torch.testing.assert_close(value.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
+def assert_trained_alike(model, optimizer, twin, reference):
+    """As in float64: values, and the state of the optimizers."""
+    assert_equal_layout(optimizer.state_dict(), reference.state_dict())
+    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", LOWER)
 def test_after_a_thousand_small_steps_it_is_closer_to_float64_than_torchs_own(dtype):
     distances = []
@@ -187,9 +194,7 @@ def test_parameters_that_have_stepped_at_different_times_have_their_own_counts()
             for p in list(m.parameters())[: seed % 3]:
                 p.grad = None
             one.step()
-    assert_equal_layout(optimizer.state_dict(), reference.state_dict())
-    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
-        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+    assert_trained_alike(model, optimizer, twin, reference)
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
@@ -391,6 +396,4 @@ def test_a_count_that_a_script_sets_back_is_that_parameters_alone():
                 for moment in one.state[m[0].weight].values():
                     moment.zero_()
             one.step()
-    assert_equal_layout(optimizer.state_dict(), reference.state_dict())
-    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
-        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+    assert_trained_alike(model, optimizer, twin, reference)
