@@ -143,6 +143,7 @@ def initialize(
     validation.sharded(model_list, optimizer_list, plan)
     validation.process_group(process_group)
     validation.sharded_by_optimizer(optimizer_list, plan)
+    validation.strangers(model_list, optimizer_list, plan)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
     early_state = _state_over_cast_weights(optimizer_list)
@@ -160,7 +161,6 @@ def initialize(
     for param, state in early_state:
         if param.dtype is torch.float32:
             state.update(cast_state(state, torch.float32))
-    validation.warn_of_strangers(model_list, optimizer_list)
     session = Session(plan, incoming, widens=lower_precision_weights == "float32", process_group=process_group)
     session.prepare(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)

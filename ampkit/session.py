@@ -26,6 +26,7 @@ from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .errors import ConfigurationError, NotInitializedError
+from .iteration.advice import calls_of_torch, is_updated
 from .iteration.loss_scale import LossScaler
 from .iteration.loss_scaling import LossScaling
 from .iteration.one_pass import one_pass_steps
@@ -46,7 +47,7 @@ from .models.incoming import Incoming
 from .models.made_by_torch import averages, exports
 from .models.preparing import Originals, prepare_models
 from .models.records import lower_entries, walk
-from .patching import Undo, shared_patch
+from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .sharding import fsdp_modules, is_unreduced, refuse_fsdp1
 
@@ -148,13 +149,14 @@ class Session:
             values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
             self._watch(models)
             self._prepare_optimizers(optimizers, values)
+            self._unscale_unowned(models)
             if self.plan.casts_calls:
                 self._start_casting(values)
             of_cast_weights = (averages,) if self.plan.casts_weights else ()
             has_masters = self.plan.casts_weights or self.plan.master_weights
             for shared in (
                 exports,
-                clippings,
+                calls_of_torch,
                 *of_cast_weights,
                 *((collectives, one_pass_steps) if has_masters else ()),
             ):
@@ -230,7 +232,11 @@ class Session:
             if not self.plan.casts_weights or fsdp_modules(model):
                 self._left_as[model] = [(weakref.ref(param), param.dtype) for param in model.parameters()]
             watchers[model] = Watcher(
-                self._before_forward, self._before_compiled_forward, self._after_zero_grad, self._statistics.forget
+                self._before_forward,
+                self._before_compiled_forward,
+                self._after_zero_grad,
+                self._statistics.forget,
+                self.plan.opt_level,
             )
 
     def _prepare_optimizers(self, optimizers: Sequence[Any], values: dict[torch.Tensor, Float32Value]) -> None:
@@ -248,6 +254,14 @@ class Session:
                 "from the device at each step.",
                 ", ".join(type(optimizer).__name__ for optimizer in unchecked),
             )
+
+    def _unscale_unowned(self, models: Sequence[nn.Module]) -> None:
+        """Have gradients of parameters that no optimizer updates unscaled as they come: the script may clip or step with them."""
+        if all(scaler.is_one for scaler in self.scalers):
+            return
+        for param in {param for model in models for param in model.parameters() if param.requires_grad}:
+            if not is_updated(param):
+                self._undo.callback(param.register_hook(self.scaling.hook_for(param, self.name_of)).remove)
 
     def _start_casting(self, values: Mapping[torch.Tensor, Float32Value]) -> None:
         plan = self.plan
@@ -321,6 +335,8 @@ class Session:
             self._refuse_sharded_since()
             self._refuse_steps_in_backward()
             self._knows_sharding = True
+        if self.casting is not None and self.casting.leaves_out_this_thread:
+            self.scaling.advice.tell("thread", self.plan.opt_level)
         self._statistics.enter_block(wrappers)
         unnamed = []
         for session in live_sessions:
@@ -546,28 +562,3 @@ def _detach_optimizer(optimizer: Any) -> None:
     wrapper = wrapper_of(optimizer)
     if wrapper is not None:
         wrapper.detach()
-
-
-def _clipping(original: Callable[..., None]) -> Callable[..., None]:
-    """What torch's ``clip_grad_norm_`` calls: in a block it would clip by a norm that is multiplied by the loss scale."""
-
-    @functools.wraps(original)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for session in list(live_sessions):
-            for wrapper in filter(None, map(wrapper_of, session.optimizers)):
-                if not wrapper.has_scaled(params):
-                    continue
-                if session.plan.policy.base != "apex":  # scripts of Apex's go on as they did
-                    raise ConfigurationError(
-                        "torch.nn.utils.clip_grad_norm_ was called where gradients are still multiplied by the loss scale, so "
-                        "that nearly all of them would be clipped away. Call it after the scale_loss block, on the level of `with` "
-                        "(with delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
-                    )
-                wrapper.warn_of_scaled("clip_grad_norm_ was called")
-        original(params, *args, **kwargs)
-
-    return clip
-
-
-clippings = shared_patch(lambda: sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", _clipping)

@@ -209,6 +209,12 @@ class Casting:
         """Whether a call made now, in this thread, would be cast."""
         return self.state.is_on()
 
+    @property
+    def leaves_out_this_thread(self) -> bool:
+        """Whether calls of other threads than this one are cast wherever they stand, and here in the forward of models only."""
+        is_everywhere = self.scope == "process" and self._installed and not self._paused and bool(self._switched_on)
+        return is_everywhere and threading.get_ident() not in self._switched_on and number_of_regions() == 0
+
     def disabled(self) -> AbstractContextManager[Any]:
         """Casting off inside, in this thread: a `Region`, but for traces."""
         return self.state.region(False)

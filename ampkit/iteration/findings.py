@@ -30,6 +30,7 @@ class Findings:
         # A number that is finite where all gradients were, and these as they were then.
         self._witness: tuple[torch.Tensor, list[Seen]] | None = None
         self.scaler: LossScaler | None = None  # of the last block
+        self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
         self.verdict: bool | torch.Tensor = False
 
     def add(self, found: FoundInf | None) -> None:
@@ -51,7 +52,7 @@ class Findings:
         if found:
             flag = _highest([one.flag for one in found])
             apart = [one.flag for one in found if not one.moves_scale]
-            if self._is_averaged_by_hand():  # what an average brings in came after the block had judged
+            if self.came_through_no_block or self._is_averaged_by_hand():  # what came after the block had judged
                 again = self._look_again().flag
                 apart.append(again - flag)
                 flag = _highest([flag, again])
@@ -134,6 +135,7 @@ class Findings:
     def forget(self) -> None:
         """The gradients are gone, and what blocks found that did not name this optimizer with them: it moves no scale."""
         self._flag = self._witness = None
+        self.came_through_no_block = False
         self._used = []
         self._new = [found for found in self._new if found.scaler is not None]
 

@@ -142,6 +142,7 @@ class LossScaler:
         max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
         loss_id: int = 0,
         on_floor: str = "raise",
+        as_apex: bool = False,
     ) -> None:
         rule = DynamicLossScale() if loss_scale is None else loss_scale
         self.dynamic = isinstance(rule, DynamicLossScale)
@@ -156,6 +157,8 @@ class LossScaler:
         #: What the host has learned so far, and what it has told of that; the device may be ahead.
         self._known = self._told = ScaleState(first, 0, self.rule.hysteresis)
         self._set_by_hand = math.inf
+        self._as_apex = as_apex  # every skip has a line, and the same one
+        self._line, self._repeats = "", 0  # the last such line, and how often it would have stood there again
         self._error: LossScaleError | None = None  # found where raising would have been out of place
         self._state: torch.Tensor | None = None
         self._recent: deque[FoundInf] = deque(maxlen=8)  # among which the newest skip is, for its parameter's name
@@ -322,32 +325,43 @@ class LossScaler:
 
     def _tell(self, skips: int, unnamed: Callable[[], str | None]) -> None:
         row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
-        logger.info(self.overflow_line() + (f" ({skips} steps)" if skips > 1 else ""))
         diagnoses = _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS)
+        gives_up = _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP)
+        line, repeats = self.overflow_line(), self._repeats + skips
+        if line != self._line or repeats >= SKIPS_BEFORE_DIAGNOSIS or self._as_apex:
+            repeats = repeats if line == self._line else skips
+            logger.info(line + (f" ({repeats} steps)" if repeats > 1 else ""))
+            self._line, repeats = line, 0
+        self._repeats = repeats
+        if not (diagnoses or gives_up or logger.isEnabledFor(logging.DEBUG)):
+            return
+        newest = next((found for found in reversed(self._recent) if found.overflowed), None)
+        loss = 0.0 if newest is None or newest.loss is None else newest.loss.sum().item()
         if diagnoses or logger.isEnabledFor(logging.DEBUG):
-            newest = next((found for found in reversed(self._recent) if found.overflowed), None)
-            name = (
-                (newest and newest.first_nonfinite())
-                or unnamed()
-                or "not found (the gradients were cleared or changed since)"
-            )
-            loss = None if newest is None or newest.loss is None else newest.loss.sum().item()
+            if math.isfinite(loss):
+                name = newest.first_nonfinite() if newest else None
+                name = name or unnamed() or "not found (the gradients were cleared or changed since)"
+                cause = f"the first parameter whose gradient is not finite is {name}."
+            else:
+                cause = f"the loss itself is {loss}, which no loss scale cures: look at the data and the weights."
             logger.log(
                 logging.WARNING if diagnoses else logging.DEBUG,
                 "Loss scaler %d: %d steps in a row were skipped; %s",
                 self.loss_id,
                 row,
-                f"the first parameter whose gradient is not finite is {name}."
-                if loss is None or math.isfinite(loss)
-                else f"the loss itself is {loss}, which no loss scale cures: look at the batch, the weights and the learning rate.",
+                cause,
             )
-        if _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP):
+        if gives_up:
             where = "loss scale at its floor of" if self.dynamic else "static loss scale"
+            lower = "min_loss_scale= lower" if self.dynamic else "a lower loss_scale="
+            if math.isfinite(loss) and not self.is_one:
+                cures = f"try a lower learning rate or bfloat16 (O4, O5), or set {lower}"
+            else:
+                cures = "try a lower learning rate"
             message = (
                 f"Loss scaler {self.loss_id}: {at_floor} steps in a row were skipped with the {where} {self.floor:g}, so the "
-                f"gradients are not finite at any scale. Look for inf or NaN in the data or the loss, try a lower learning rate or "
-                f"bfloat16 (O4, O5), or set {'min_loss_scale= lower' if self.dynamic else 'a lower loss_scale='}; "
-                f"on_floor='warn' goes on regardless."
+                f"gradients are not finite at any scale. Look for inf or NaN in the data or the loss, or {cures}; on_floor='warn' "
+                "goes on regardless."
             )
             if self.on_floor == "raise":
                 self._error = LossScaleError(message)
@@ -364,9 +378,10 @@ class LossScaler:
                 f"skipped and the scale stays. A lower loss_scale=, or 'dynamic', avoids it."
             )
         # Scripts search their logs for the start of this line, Apex's two spaces included.
-        return (
-            f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} reducing loss scale to {self._known.scale}"
-        )
+        begin = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id}"
+        if self._known.skips_at_floor and not self._as_apex:
+            return f"{begin} is at its floor, loss scale stays {self._known.scale}"
+        return f"{begin} reducing loss scale to {self._known.scale}"
 
     # Checkpoints
 

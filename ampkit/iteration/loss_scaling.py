@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
 from ..errors import LossIdError, LossScaleError
-from ..optimizers.scales import on
+from ..optimizers.scales import Scale, inverse, is_one, on
 from ..sharding import highest
+from .advice import Advice, is_updated
 from .backward_passes import BackwardPass, Reached
 from .found_inf import FoundInf, constant
 from .loss_scale import LossScaler
@@ -33,14 +35,15 @@ class LossScaling:
         self.plan = plan
         bounds = (plan.min_loss_scale, plan.max_loss_scale)
         number = plan.num_losses if plan.enabled else 0
-        self.scalers = [LossScaler(plan.loss_scale, *bounds, loss_id, plan.on_floor) for loss_id in range(number)]
+        of_apex = plan.policy.base == "apex"
+        self.scalers = [
+            LossScaler(plan.loss_scale, *bounds, loss_id, plan.on_floor, of_apex) for loss_id in range(number)
+        ]
         self.ddp: Callable[[], DistributedDataParallel | None] = lambda: None  # whose forward pass ran last
         self._runs_without_sync = False
         self.held_scale: float | torch.Tensor | None = None  # of gradients that FSDP2 has yet to reduce
-        #: Whether a backward pass has gone through a scaled loss. Until then every block looks whether its own does.
-        self.scaled_loss_was_used = False
-        self.has_looked_for_hooks = False
-        self.has_looked_for_strangers = False
+        self.backward_scale: Scale = 1.0  # at which gradients arrive now
+        self.advice = Advice()
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
@@ -50,6 +53,24 @@ class LossScaling:
                 f"0 to {len(self.scalers) - 1}. Pass num_losses= to initialize for more."
             )
         return self.scalers[loss_id]
+
+    def hook_for(
+        self, param: torch.Tensor, name_of: Callable[[torch.Tensor], str]
+    ) -> Callable[..., torch.Tensor | None]:
+        """A hook for a parameter without an optimizer: it unscales the gradient, where a script of Apex's does not do so itself."""
+        ref = weakref.ref(param)
+
+        @unserializable_hook
+        def unscale(gradient: torch.Tensor) -> torch.Tensor | None:
+            param = ref()
+            if param is None or is_one(self.backward_scale) or is_updated(param):
+                return None
+            if self.plan.policy.base == "apex":
+                self.advice.tell("unowned", name_of(param))
+                return None
+            return gradient * on(inverse(self.backward_scale), gradient.device)
+
+        return unscale
 
     @property
     def is_one_of_several_without_ddp(self) -> bool:
@@ -75,7 +96,7 @@ class LossScaling:
 
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """A step while gradients still wait after ``delay_unscale=True``: end the iteration as ``scale_loss`` would have."""
-        scaler = wrapper.delayed_with or self.scalers[0]
+        scaler, self.backward_scale = wrapper.delayed_with or self.scalers[0], 1.0
         collect([wrapper], [], scaler, wrapper.gradients.delayed_scale)
 
     @staticmethod
@@ -94,7 +115,7 @@ class LossScaling:
 
     def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
         """The scale moves by what was found in any of these optimizers' gradients; an overflow is reported."""
-        ended = found[0][1]
+        ended, self.backward_scale = found[0][1], 1.0
         if len(found) > 1:
             ended = FoundInf(torch.stack([on(one.flag, ended.flag.device) for _, one in found]).amax(0))
         scaler.update(ended)

@@ -30,6 +30,7 @@ from ..logs import logger
 from ..optimizers.fused import StepInputs
 from ..optimizers.scales import is_one
 from ..patching import PatchSet
+from .advice import Advice, watched
 from .evaluating_again import step_evaluating_again
 from .findings import Findings
 from .found_inf import is_known_clean
@@ -60,7 +61,6 @@ class OptimizerWrapper:
         self.delayed_with: LossScaler | None = None
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
         self.active = True
-        self._has_warned_of_scaled = False
         self._takes_step_inputs = takes_step_inputs(optimizer)
         self._takes_rests = self._takes_step_inputs and takes_rests(optimizer)
         self.gradients = Gradients(owner.process_group)
@@ -88,6 +88,7 @@ class OptimizerWrapper:
                     self._replace(optimizer, name, method)
             for inner in inner_optimizers(optimizer) if self.gradients.mastered else ():
                 self._replace(inner, "step", self._step_of_inner)
+            watched.add(self)
         except BaseException:
             self.detach()
             raise
@@ -107,6 +108,7 @@ class OptimizerWrapper:
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
         self.active = False
+        watched.discard(self)
         self._patches.restore()
         for own, cast in self.state_cast(torch.float32):
             own.update(cast)
@@ -129,7 +131,7 @@ class OptimizerWrapper:
             self.synchronize_gradients()
             self.gradients.widen()
         elif self.gradients.has_fresh:
-            self.warn_of_scaled("master_params was asked for")
+            self.advice.tell("scaled", "master_params was asked for")
         if self.gradients.mastered:
             self.gradients.mastered[0].entry.loans.lend_again()
         entries = {slot.param: slot.entry for slot in self.gradients.mastered}
@@ -140,15 +142,21 @@ class OptimizerWrapper:
                 param = entry.loans.lend_parameter(entry, param)
             yield param
 
-    def warn_of_scaled(self, what: str) -> None:
-        """Say once that a script looks at gradients that are still scaled."""
-        if not self._has_warned_of_scaled:
-            self._has_warned_of_scaled = True
-            logger.warning(
-                "%s inside the scale_loss block, where gradients are still multiplied by the loss scale: clipping there does not "
-                "clip what the step uses. Do it after the block, on the level of `with`.",
-                what,
-            )
+    @property
+    def advice(self) -> Advice:
+        """What a script is told of mistakes."""
+        advice: Advice = self.owner.scaling.advice
+        return advice
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether a loss is multiplied for it by something else than a static 1.0."""
+        return not all([scaler.is_one for scaler in self.owner.scalers])
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether gradients arrive at a loss scale now, in a block or since one with ``delay_unscale=True``."""
+        return self.gradients.is_open or self.gradients.delayed_scale is not None
 
     def has_scaled(self, params: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
@@ -221,6 +229,9 @@ class OptimizerWrapper:
         self.synchronize_gradients()
         one_pass = self._one_pass_now()
         checks = self.checks_step
+        if self.findings.came_through_no_block:
+            checks = True
+            self.advice.tell("outside", type(optimizer).__name__)
         if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
             self.gradients.widen()  # scripts look at gradients there
         if self._takes_step_inputs:
@@ -265,7 +276,7 @@ class OptimizerWrapper:
     @property
     def can_skip(self) -> bool:
         """Whether a step may be skipped: not where every scale is a static 1.0, and no step looks at gradients."""
-        return self.checks_step or not all([scaler.is_one for scaler in self.owner.scalers])
+        return self.checks_step or self.has_scale
 
     @property
     def checks_step(self) -> bool:

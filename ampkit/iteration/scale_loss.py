@@ -5,15 +5,14 @@ On entry gradients of earlier blocks are stashed; on exit the fresh ones are col
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import ConfigurationError, NotInitializedError
-from ..logs import logger
 from ..optimizers.scales import on
+from .advice import look_at_backward, look_for_hooks
 from .backward_passes import BackwardPass, Probe, Reached
 from .loss_scale import LossScaler
 from .loss_scaling import LossScaling, collect, home_of
@@ -38,7 +37,8 @@ class Block:
     delay_overflow_check: bool
     is_unreduced: Callable[[], bool]
     around: Block | None = None  # another block, which unscales what this one makes
-    _arrivals: list[torch.Tensor] | None = None
+    _looks_at_backward: bool = False
+    _arrivals: list[torch.Tensor] = field(default_factory=list)
     _probe: Probe | None = None
 
     def backward(self, *_: object, **__: object) -> None:
@@ -70,20 +70,22 @@ class Block:
         if not self._is_plain:
             held_scale = self.scaling.held_scale
             self.scale = self.scaler.current(home_of(self.named)) if held_scale is None else held_scale
+            self.scaling.backward_scale = self.scale
             scaled = scaled * on(self.scale, scaled.device)
             if scaled.requires_grad and any(one.gradients.has_fresh for one in (*self.named, *self.unnamed)):
                 self._probe = Probe()
                 scaled = self._probe.put_into(scaled)
-            if scaled.requires_grad and not self.scaling.scaled_loss_was_used:
-                self._arrivals = []
-                scaled.register_hook(self._arrivals.append)
-            if not self.scaling.has_looked_for_hooks:
-                self.scaling.has_looked_for_hooks = True
-                self._warn_of_hooks()
         self.scaled = scaled
         self._enter_into_another()
         if not self._is_plain and self.around is None:
             self._open()
+        if not self.scaler.is_one:
+            look_for_hooks(self.scaling.advice, self.named)
+            self._looks_at_backward = scaled.requires_grad and not (
+                self.delay_unscale or self.scaling.advice.scaled_loss_was_used
+            )
+            if self._looks_at_backward:
+                scaled.register_hook((self.around or self)._arrivals.append)
         for wrapper in self.named:
             wrapper.blocks.append(self)
             wrapper.findings.scaler = self.scaler
@@ -94,6 +96,8 @@ class Block:
             if self in wrapper.blocks:  # not where it was taken over from an inner block
                 wrapper.blocks.remove(self)
         if not self._is_plain and self.around is None:
+            if not self.delay_unscale:
+                self.scaling.backward_scale = 1.0
             if error_type is None:
                 self._end()
             else:
@@ -140,11 +144,8 @@ class Block:
 
     def _end(self) -> None:
         scaling, scaler, scale = self.scaling, self.scaler, self.scale
-        if self._arrivals is not None:
-            scaling.scaled_loss_was_used = bool(self._arrivals) or self._warn_of_unscaled()
-        if not scaling.has_looked_for_strangers:
-            scaling.has_looked_for_strangers = True
-            self._warn_of_strangers()
+        if self._looks_at_backward:
+            look_at_backward(scaling.advice, self.named, bool(self._arrivals))
         local = scaling.backward_was_local()
         unreduced = self.is_unreduced()
         scaling.held_scale = scale if unreduced else None
@@ -164,61 +165,3 @@ class Block:
             else:
                 wrapper.gradients.keep_scaled(scale)
                 wrapper.delayed_with = scaler
-
-    def _warn_of_hooks(self) -> None:
-        """Say it if a script's hook on a parameter will see gradients at the loss scale, where a clamp clamps nearly all."""
-        if self.scaler.is_one:
-            return
-        for wrapper in self.named:
-            for slot in wrapper.gradients.slots:
-                if _has_hook_of_script(slot.param):
-                    logger.warning(
-                        "Parameter %s has a hook on its gradient, which runs in the backward pass and sees the gradient multiplied "
-                        "by the loss scale. Multiplying by a mask is right there, a clamp, a threshold or a statistic is not: do "
-                        "these to p.grad after the scale_loss block, where it is unscaled, or train in bfloat16 at loss_scale=1.",
-                        wrapper.owner.name_of(slot.param),
-                    )
-                    return
-
-    def _warn_of_strangers(self) -> None:
-        """Say it if the backward pass came to a parameter of the models that no optimizer updates: nobody unscales its gradient."""
-        if self.scaler.is_one:
-            return
-        owned = {slot.param for wrapper in (*self.named, *self.unnamed) for slot in wrapper.gradients.slots}
-        for owner in dict.fromkeys(wrapper.owner for wrapper in self.named):
-            params = (param for model in getattr(owner, "models", ()) for param in model.parameters())
-            stranger = next((param for param in params if param.grad is not None and param not in owned), None)
-            if stranger is not None:
-                logger.warning(
-                    "Parameter %s has a gradient, but no optimizer given to initialize() updates it: the gradient stays multiplied "
-                    "by the loss scale, and clip_grad_norm_(model.parameters(), ...) would clip the others by it. Freeze the "
-                    "parameter (requires_grad_(False)), or clip with ampkit.clip_grad_norm_(optimizer, ...).",
-                    owner.name_of(stranger),
-                )
-
-    def _warn_of_unscaled(self) -> bool:
-        """Whether gradients came from something else than the scaled loss: they will be divided by the scale. Says so."""
-        arrived = any(
-            slot.param.grad is not None
-            for wrapper in self.named
-            if not wrapper.gradients.stays
-            for slot in wrapper.gradients.slots
-        )
-        if arrived:
-            logger.warning(
-                "The backward pass inside this scale_loss block did not go through the scaled loss, so that its gradients are "
-                "divided by a loss scale that they were never multiplied by. Call backward() on what the block yields: "
-                "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'."
-            )
-        return arrived
-
-
-def _has_hook_of_script(param: torch.Tensor) -> bool:
-    """Whether hooks other than torch's and ours are on a parameter: what averages gradients is right at any scale."""
-    for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
-        for hook in (hooks or {}).values():
-            while isinstance(hook, functools.partial):
-                hook = hook.func
-            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "ampkit", "horovod"):
-                return True
-    return False

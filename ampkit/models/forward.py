@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Watcher(NamedTuple):
     before_compiled_forward: Callable[[nn.Module], None]
     after_zero_grad: Callable[[nn.Module], None]
     after_load: Callable[[nn.Module], None]  #: after ``load_state_dict``
+    opt_level: str
 
 
 watchers: weakref.WeakKeyDictionary[nn.Module, Watcher] = weakref.WeakKeyDictionary()
@@ -182,10 +184,29 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
             if casts.inputs is not None:
                 args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
             outputs = function(*args, **kwargs)
+    except RuntimeError as error:
+        if outer is None and not traced:
+            _explain(error, model)
+        raise
     finally:
         _running.casts = outer
     inside = outer is not None and outer.casts_calls and casts.casts_calls and outer.stored_in is casts.stored_in
     return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
+
+
+def _explain(error: RuntimeError, model: nn.Module) -> None:
+    """Add a line to what torch raises where dtypes do not fit: at which level, in which module, and what to do."""
+    watcher, message = watchers.get(model), str(error)
+    if watcher is None or "type" not in message or not ("Half" in message or "float16" in message.lower()):
+        return
+    names = {module: name for name, module in model.named_modules()}
+    modules = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    where = [names[module] for module in modules if isinstance(module, nn.Module) and module in names]
+    error.add_note(
+        f"ampkit: this is a {type(model).__name__} at opt_level {watcher.opt_level}, module {where[-1] if where else ''!r}, where "
+        "casts have left two dtypes to one call. Convert one tensor beside the call, x.to(y.dtype), or keep the module in float32: "
+        "initialize(..., keep_fp32=...)."
+    )
 
 
 def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:

@@ -77,7 +77,7 @@ def test_a_bad_batch_leaves_no_trace_and_is_told(level, name, clip, caplog):
             assert ampkit.step_was_skipped(optimizer)
         iteration(model, optimizer, clip=clip)
     assert not ampkit.step_was_skipped(optimizer)
-    assert caplog.text.count(SKIPPED) == 2
+    assert caplog.text.count(SKIPPED) == 1  # of equal lines
     after = everything(model, optimizer)
     assert all(value.float().isfinite().all() for value in after)
     assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -252,7 +252,7 @@ def test_skips_without_blocks_are_told_and_end_the_training(name, caplog):
     with caplog.at_level("INFO", logger="ampkit"):
         for index in range(20):
             step(math.nan if index % 5 == 4 else 1.0)
-    assert caplog.text.count(SKIPPED) == 4
+    assert caplog.text.count(SKIPPED) == 1
     with pytest.raises(ampkit.LossScaleError, match="50 steps in a row"):
         for _ in range(51):
             step(math.nan)

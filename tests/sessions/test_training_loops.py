@@ -311,18 +311,3 @@ def test_gradients_that_are_views_are_cleared_to_zeros(level):
         at += p.numel()
     optimizer.zero_grad(set_to_none=False)
     assert not any(p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_gradient_that_no_optimizer_unscales_is_warned_of_once(level, frozen, caplog):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(not frozen)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with caplog.at_level("WARNING", "ampkit"):
-        for _ in range(2):
-            with ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-                scaled.backward()
-    said = [record.message for record in caplog.records if "no optimizer given to initialize()" in record.message]
-    assert said == [] if frozen else (len(said) == 1 and "'0.weight'" in said[0])

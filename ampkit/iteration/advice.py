@@ -1,0 +1,171 @@
+"""What a session tells a script once: mistakes that ruin a run, each with what to do about it.
+
+`Advice.tell` logs a row of `ROWS` the first time that it is asked to. The functions below look for what the rows say: at a
+`scale_loss` block, and where a script calls ``backward``, ``clip_grad_norm_`` or a GradScaler of its own, which `calls_of_torch`
+patches while sessions are alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError
+from ..logs import logger
+from ..patching import PatchSet, SharedPatches
+from .clipping import is_still, seen
+
+_THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
+
+ROWS = {
+    "hook": "Parameter %s has a hook on its gradient, which runs in the backward pass and sees the gradient multiplied by the loss "
+    "scale. Multiplying by a mask is right there, a clamp, a threshold or a statistic is not: do these to p.grad after the "
+    "scale_loss block, where it is unscaled, or train in bfloat16 at loss_scale=1.",
+    "another loss": "The backward pass inside this scale_loss block did not go through the scaled loss, so that its gradients are "
+    f"divided by a loss scale that they were never multiplied by. Call backward() on what the block yields: {_THE_BLOCK}.",
+    "no backward": "This scale_loss block ended without a backward pass through the scaled loss. Gradients are unscaled where the "
+    f"block ends, and not after it. Call backward() inside of the block: {_THE_BLOCK}.",
+    "outside": "%s.step() uses gradients of a backward pass that ran outside of every scale_loss block. Those of an unscaled loss "
+    f"may have underflowed, those of a scaled loss are still multiplied by the loss scale. Write {_THE_BLOCK}; a loop with a "
+    "GradScaler takes ampkit.GradScaler() in the place of torch's.",
+    "scaled": "%s inside the scale_loss block, where gradients are still multiplied by the loss scale: clipping there does not "
+    "clip what the step uses. Do it after the block, on the level of `with`.",
+    "GradScaler": "A torch.amp.GradScaler unscales the gradients of this %s, which initialize() has given a loss scale already. "
+    "Leave the GradScaler out, or put ampkit.GradScaler() in its place.",
+    "thread": "scale_loss was called in another thread than initialize(): there %s casts what the models' forward calls, and "
+    "nothing else, so that the loss may be computed in lower precision. Call initialize() in the thread that trains, or use "
+    "scope='forward', with which models return float32.",
+    "unowned": "Parameter %s has a gradient, but no optimizer given to initialize() updates it: the gradient stays multiplied by "
+    "the loss scale, and clip_grad_norm_(model.parameters(), ...) would clip the others by it. Freeze the parameter "
+    "(requires_grad_(False)), or clip with ampkit.clip_grad_norm_(optimizer, ...).",
+}
+
+
+class Advice:
+    """The rows that one session has told."""
+
+    def __init__(self) -> None:
+        self._done: set[str] = set()
+        #: Whether a backward pass has gone through a scaled loss. Until then every block looks whether its own does.
+        self.scaled_loss_was_used = False
+
+    def is_first(self, row: str) -> bool:
+        """Whether this is asked of ``row`` for the first time."""
+        if row in self._done:
+            return False
+        self._done.add(row)
+        return True
+
+    def tell(self, row: str, *values: object) -> None:
+        if self.is_first(row):
+            logger.warning(ROWS[row], *values)
+
+
+# At a block
+
+
+def look_for_hooks(advice: Advice, wrappers: list[Any]) -> None:
+    """A script's hook on a parameter, of which a clamp would clamp nearly all of a scaled gradient."""
+    if not advice.is_first("looked for hooks"):
+        return
+    for wrapper in wrappers:
+        for slot in wrapper.gradients.slots:
+            if _has_hook_of_script(slot.param):
+                return advice.tell("hook", wrapper.owner.name_of(slot.param))
+
+
+def look_at_backward(advice: Advice, wrappers: list[Any], went_through: bool) -> None:
+    """What became of a scaled loss whose graph a backward pass went through, or not."""
+    advice.scaled_loss_was_used = went_through
+    if not went_through:
+        gradients = [wrapper.gradients for wrapper in wrappers if not wrapper.gradients.stays]
+        advice.tell("another loss" if any(one.has_fresh for one in gradients) else "no backward")
+
+
+def _has_hook_of_script(param: torch.Tensor) -> bool:
+    """Whether hooks other than torch's and ours are on a parameter: what averages gradients is right at any scale."""
+    for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+        for hook in (hooks or {}).values():
+            while isinstance(hook, functools.partial):
+                hook = hook.func
+            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "ampkit", "horovod"):
+                return True
+    return False
+
+
+# Where a script calls torch
+
+#: The optimizer wrappers of live sessions.
+watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_updated(param: torch.Tensor) -> bool:
+    """Whether an optimizer of a live session updates this parameter."""
+    return any(slot.param is param for wrapper in list(watched) for slot in wrapper.gradients.slots)
+
+
+def _backward(original: Callable[..., None]) -> Callable[..., None]:
+    """What ``Tensor.backward`` calls: gradients that come through no block are noted, and told of at the step that uses them."""
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        outside = [wrapper for wrapper in list(watched) if wrapper.has_scale and not wrapper.is_in_backward]
+        before = [[seen(slot) for slot in wrapper.gradients.slots] for wrapper in outside]
+        original(*args, **kwargs)
+        for wrapper, gradients in zip(outside, before):
+            if not all(map(is_still, gradients)):
+                wrapper.findings.came_through_no_block = True
+
+    return backward
+
+
+def _clip(original: Callable[..., None]) -> Callable[..., None]:
+    """What ``clip_grad_norm_`` calls: in a block it would clip by a norm that is multiplied by the loss scale."""
+
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for wrapper in list(watched):
+            if not wrapper.has_scaled(params):
+                continue
+            if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
+                raise ConfigurationError(
+                    "torch.nn.utils.clip_grad_norm_ was called where gradients are still multiplied by the loss scale, so "
+                    "that nearly all of them would be clipped away. Call it after the scale_loss block, on the level of `with` "
+                    "(with delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
+                )
+            wrapper.advice.tell("scaled", "clip_grad_norm_ was called")
+        original(params, *args, **kwargs)
+
+    return clip
+
+
+def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a ``torch.amp.GradScaler`` calls in ``step`` and in ``unscale_``."""
+
+    @functools.wraps(original)
+    def unscale(grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        for wrapper in list(watched):
+            if wrapper.optimizer is optimizer and wrapper.has_scale:
+                wrapper.advice.tell("GradScaler", type(optimizer).__name__)
+                wrapper.findings.came_through_no_block = False
+        return original(grad_scaler, optimizer, *args, **kwargs)
+
+    return unscale
+
+
+def _patch(patches: PatchSet) -> None:
+    for owner, name, wrap in (
+        (torch.autograd, "backward", _backward),
+        (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", _clip),
+        (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", _unscale),
+    ):
+        patches.set(owner, name, wrap(getattr(owner, name)))
+
+
+calls_of_torch = SharedPatches(_patch)

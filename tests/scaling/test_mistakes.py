@@ -1,0 +1,386 @@
+"""Mistakes that would ruin a run in silence: each is told once, in words that say what to do, and what is right is not told of."""
+
+import math
+import threading
+
+import pytest
+import torch
+from helpers import initialize_quietly, random_batch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+
+SCALE = 2.0**7
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def loss_of(model, seed=1):
+    x, y = random_batch(seed)
+    return F.mse_loss(model(x).float(), y)
+
+
+def told(caplog, words):
+    return [one.getMessage() for one in caplog.records if words in one.getMessage()]
+
+
+# A backward pass outside of every block
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_pass_by_habit_is_told_once(level, caplog):
+    model, optimizer = initialize_quietly(net(), sgd, level, loss_scale=SCALE)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    (line,) = told(caplog, "outside of every scale_loss block")
+    assert "SGD.step()" in line and "as scaled_loss: scaled_loss.backward()" in line and "ampkit.GradScaler" in line
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_its_nan_does_not_reach_the_weights(level):
+    model, optimizer = initialize_quietly(net(), sgd, level)
+    before = [p.detach().clone() for p in model.parameters()]
+    (loss_of(model) * math.nan).backward()
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+def test_the_scaled_loss_after_its_block_is_told(caplog):
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
+    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+        pass
+    scaled.backward()
+    optimizer.step()
+    assert len(told(caplog, "ended without a backward pass")) == 1
+    assert len(told(caplog, "outside of every scale_loss block")) == 1
+
+
+def in_a_block(model, optimizer):
+    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+
+
+def delayed(model, optimizer):
+    with ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+
+
+def by_grad_scaler(model, optimizer):
+    ampkit.GradScaler().scale(loss_of(model)).backward()
+
+
+def by_autograd_grad(model, optimizer):
+    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+        gradients = torch.autograd.grad(scaled, list(model.parameters()))
+        for param, gradient in zip(model.parameters(), gradients, strict=True):
+            param.grad = gradient
+
+
+def by_hand(model, optimizer):
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
+def of_the_input(model, optimizer):
+    """An adversarial example, whose gradients on the weights the script throws away."""
+    x, y = random_batch(1)
+    x.requires_grad_()
+    F.mse_loss(model(x).float(), y).backward()
+    model.zero_grad()
+    in_a_block(model, optimizer)
+
+
+def of_another_model(model, optimizer):
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    in_a_block(model, optimizer)
+
+
+RIGHT = [in_a_block, delayed, by_grad_scaler, by_autograd_grad, by_hand, of_the_input, of_another_model]
+
+
+@pytest.mark.parametrize("way", RIGHT, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_is_right_is_not_told_of(way, level, caplog):
+    model, optimizer = initialize_quietly(net(), sgd, level, loss_scale=SCALE)
+    for _ in range(2):
+        optimizer.zero_grad()
+        way(model, optimizer)
+        optimizer.step()
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_at_scale_one_backward_needs_no_block(level, caplog):
+    model, optimizer = initialize_quietly(net(), sgd, level)
+    loss_of(model).backward()
+    optimizer.step()
+    with ampkit.scale_loss(loss_of(model), optimizer):
+        loss_of(model).backward()
+    optimizer.step()
+    assert told(caplog, "scale_loss") == []
+
+
+def test_backward_is_torchs_own_after_the_last_session():
+    before = torch.autograd.backward
+    first = initialize_quietly(net(), sgd, "O1")
+    second = initialize_quietly(net(), sgd, "O1")
+    assert torch.autograd.backward is not before
+    ampkit.close()
+    assert torch.autograd.backward is before
+    del first, second
+
+
+def test_a_compiled_function_may_call_backward(caplog):
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
+
+    @torch.compile(backend="eager")
+    def train(x, y):
+        with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+
+    train(*random_batch(1))
+    ours = [p.grad.clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    in_a_block(model, optimizer)
+    assert all(torch.equal(a, p.grad) for a, p in zip(ours, model.parameters(), strict=True))
+    assert told(caplog, "scale_loss block") == []
+
+
+# Blocks
+
+
+def test_a_block_without_a_backward_pass_is_told_once(caplog):
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
+    for _ in range(2):
+        with ampkit.scale_loss(loss_of(model), optimizer):
+            pass
+    assert len(told(caplog, "ended without a backward pass")) == 1
+
+
+def test_a_block_whose_inner_block_has_the_backward_pass_is_not_told_of(caplog):
+    encoder, decoder = nn.Linear(6, 6), nn.Linear(6, 3)
+    optimizers = [sgd(encoder.parameters()), sgd(decoder.parameters())]
+    ampkit.initialize([encoder, decoder], optimizers, opt_level="O1", loss_scale=SCALE, verbosity=0)
+    x, y = random_batch(1)
+    loss = F.mse_loss(decoder(encoder(x)).float(), y)
+    with ampkit.scale_loss(loss, optimizers[0]), ampkit.scale_loss(loss, optimizers[1]) as scaled:
+        scaled.backward()
+    assert told(caplog, "scale_loss block") == []
+
+
+def test_an_evaluation_in_a_block_is_not_told_of(caplog):
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
+    with torch.no_grad(), ampkit.scale_loss(loss_of(model), optimizer):
+        pass
+    assert told(caplog, "scale_loss block") == []
+
+
+# Parameters of others
+
+
+def test_an_optimizer_over_another_model_is_refused():
+    model, other = net(), net()
+    with pytest.raises(
+        ampkit.ConfigurationError, match=r"none of the parameters of the model.* those of a Linear of another"
+    ):
+        ampkit.initialize(model, sgd(other.parameters()), verbosity=0)
+    ampkit.initialize(
+        model, [sgd(model.parameters()), sgd(other.parameters())], verbosity=0
+    )  # a loss with its own weights
+
+
+@pytest.mark.parametrize("of", [lambda: torch.ones(2, requires_grad=True), lambda: nn.Parameter(torch.ones(2))])
+def test_an_optimizer_over_leaves_of_no_model_is_taken(of, caplog):
+    model, leaf = net(), of()
+    ampkit.initialize(model, [sgd(model.parameters()), sgd([leaf])], verbosity=0)
+    assert caplog.text == ""
+
+
+def test_a_picture_may_be_trained_through_a_model(caplog):
+    ampkit.initialize(net(), sgd([torch.ones(1, 6, requires_grad=True)]), opt_level="O1", verbosity=0)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_no_optimizer_owns_are_unscaled_too(level):
+    """float32 beside it: two blocks and one with ``delay_unscale``, whose gradients add up."""
+    model, twin = net(), net()
+    model, optimizer = initialize_quietly(model, lambda _: sgd(model[1].parameters()), level, loss_scale=2.0**10)
+    for seed, delays in ((1, False), (2, True), (3, False)):
+        with ampkit.scale_loss(loss_of(model, seed), optimizer, delay_unscale=delays) as scaled:
+            scaled.backward()
+        loss_of(twin, seed).backward()
+    for param, exact in zip(model[0].parameters(), twin[0].parameters(), strict=True):
+        torch.testing.assert_close(param.grad.float(), exact.grad, rtol=5e-2, atol=5e-3)
+
+
+def test_a_parameter_that_an_optimizer_gets_later_is_unscaled_once():
+    model, twin = net(), net()
+    model, optimizer = initialize_quietly(model, lambda _: sgd(model[1].parameters()), "O1", loss_scale=2.0**10)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    in_a_block(model, optimizer)
+    loss_of(twin).backward()
+    for param, exact in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, exact.grad, rtol=5e-2, atol=5e-3)
+
+
+def test_a_model_with_parameters_of_no_optimizer_is_saved_whole_without_a_warning(tmp_path, recwarn):
+    model = net()
+    initialize_quietly(model, lambda _: sgd(model[1].parameters()), "O1")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save(list(model.parameters()), tmp_path / "parameters.pt")
+    assert [str(one.message) for one in recwarn if "hook" in str(one.message)] == []
+
+
+# A GradScaler of the script's own, and threads
+
+
+@pytest.mark.parametrize("has_block", [False, True])
+def test_a_grad_scaler_beside_ours_is_told_once(has_block, caplog):
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        if has_block:
+            with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+                grad_scaler.scale(scaled).backward()
+        else:
+            grad_scaler.scale(loss_of(model)).backward()
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+    (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "torch.amp.GradScaler" in line and "ampkit.GradScaler()" in line
+
+
+@pytest.mark.parametrize("settings", [{"opt_level": "O4"}, {"opt_level": "O1", "loss_scale": 1.0}])
+def test_a_grad_scaler_at_scale_one_and_one_that_is_off_are_not_told_of(settings, caplog):
+    for enabled in (True, False):
+        model = net()
+        optimizer = sgd(model.parameters())
+        ampkit.initialize(model, optimizer, verbosity=0, **settings)
+        grad_scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        grad_scaler.scale(loss_of(model)).backward()
+        grad_scaler.step(optimizer)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("scope", ["process", "forward"])
+def test_a_thread_that_computes_its_loss_uncast_is_told_of(scope, caplog):
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE, scope=scope)
+    found = []
+
+    def train():
+        output = model(random_batch(1)[0])
+        found.append((output.dtype, torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype))
+        with ampkit.scale_loss(output.float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+
+    for _ in range(2):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    is_uncast = scope == "process"
+    assert found[0] == (torch.bfloat16 if is_uncast else torch.float32, torch.float32)
+    lines = told(caplog, "in another thread than initialize()")
+    assert len(lines) == is_uncast and all("scope='forward'" in line for line in lines)
+
+
+# What is said of skips
+
+
+def skip(model, optimizer, times, factor=math.inf):
+    for _ in range(times):
+        optimizer.zero_grad()
+        with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+            (scaled * factor).backward()
+        optimizer.step()
+
+
+def test_equal_lines_are_one_and_a_count(caplog):
+    caplog.set_level("INFO", "ampkit")
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE, on_floor="warn")
+    skip(model, optimizer, 60)
+    lines = told(caplog, "Gradient overflow at the static loss scale 128")
+    assert len(lines) == 3 and "steps)" not in lines[0]
+    assert lines[1].endswith("(25 steps)") and lines[2].endswith("(25 steps)")
+
+
+def test_at_the_floor_nothing_is_reduced(caplog):
+    caplog.set_level("INFO", "ampkit")
+    rule = ampkit.DynamicLossScale(init_scale=4.0)
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=rule, min_loss_scale=2.0)
+    skip(model, optimizer, 3)
+    assert [line.rpartition("scaler 0 ")[2] for line in told(caplog, "Skipping step")] == [
+        "reducing loss scale to 2.0",
+        "is at its floor, loss scale stays 2.0",
+    ]
+
+
+@pytest.mark.parametrize("of_the_loss", [False, True])
+def test_no_scale_is_advised_against_a_loss_that_is_not_finite(of_the_loss):
+    model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
+    with pytest.raises(ampkit.LossScaleError) as raised:
+        for _ in range(52):
+            optimizer.zero_grad()
+            loss = loss_of(model) * (math.nan if of_the_loss else 1.0)
+            with ampkit.scale_loss(loss, optimizer) as scaled:
+                (scaled * (1.0 if of_the_loss else math.inf)).backward()
+            optimizer.step()
+    assert ("a lower loss_scale=" in str(raised.value)) is not of_the_loss
+    assert ("bfloat16" in str(raised.value)) is not of_the_loss
+
+
+def test_loading_after_close_is_told(caplog):
+    initialize_quietly(net(), sgd, "O1")
+    state = ampkit.state_dict()
+    ampkit.close()
+    ampkit.load_state_dict(state)
+    assert len(told(caplog, "after close(): no loss scale was loaded")) == 1
+
+
+# Dtype errors
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Product()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Product(nn.Module):
+    """A product in a region without casts."""
+
+    def forward(self, x):
+        with ampkit.disable_casts():
+            return torch.mm(x, torch.ones(4, 4).to(torch.float64))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_dtype_error_of_torch_says_where_and_what_to_do(level):
+    model, _ = initialize_quietly(Mixed(), sgd, level)
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(2, 4))
+    (note,) = raised.value.__notes__
+    assert f"opt_level {level}, module 'second'" in note and "keep_fp32=" in note
+
+
+def test_other_errors_stay_as_they_are():
+    model, _ = initialize_quietly(net(), sgd, "O1")
+    with pytest.raises(RuntimeError, match="shapes") as raised:
+        model(torch.ones(2, 5))
+    assert not hasattr(raised.value, "__notes__")
