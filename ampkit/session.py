@@ -25,6 +25,7 @@ from .casting.library import dispatch
 from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
+from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.advice import calls_of_torch, is_updated
 from .iteration.loss_scale import LossScaler
@@ -335,7 +336,7 @@ class Session:
             self._refuse_sharded_since()
             self._refuse_steps_in_backward()
             self._knows_sharding = True
-        if self.casting is not None and self.casting.leaves_out_this_thread:
+        if loss.dtype in LOWER_PRECISION and self.casting is not None and self.casting.leaves_out_this_thread:
             self.scaling.advice.tell("thread", self.plan.opt_level)
         self._statistics.enter_block(wrappers)
         unnamed = []

@@ -37,9 +37,9 @@ ROWS = {
     "clip what the step uses. Do it after the block, on the level of `with`.",
     "GradScaler": "A torch.amp.GradScaler unscales the gradients of this %s, which initialize() has given a loss scale already. "
     "Leave the GradScaler out, or put ampkit.GradScaler() in its place.",
-    "thread": "scale_loss was called in another thread than initialize(): there %s casts what the models' forward calls, and "
-    "nothing else, so that the loss may be computed in lower precision. Call initialize() in the thread that trains, or use "
-    "scope='forward', with which models return float32.",
+    "thread": "scale_loss was given a loss in lower precision, in another thread than initialize(): there %s casts what the "
+    "models' forward calls, and nothing else. Compute the loss in a torch.autocast region, call initialize() in the thread "
+    "that trains, or use scope='forward', with which models return float32.",
     "unowned": "Parameter %s has a gradient, but no optimizer given to initialize() updates it: the gradient stays multiplied by "
     "the loss scale, and clip_grad_norm_(model.parameters(), ...) would clip the others by it. Freeze the parameter "
     "(requires_grad_(False)), or clip with ampkit.clip_grad_norm_(optimizer, ...).",

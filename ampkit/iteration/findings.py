@@ -39,6 +39,11 @@ class Findings:
         if found is not None and found not in self._new:
             self._new.append(found)
 
+    @property
+    def has_new(self) -> bool:
+        """Whether a block has made gradients since the last step, and looked at them."""
+        return bool(self._new)
+
     def vouch(self, witness: torch.Tensor) -> None:
         """The gradients as they are now have been looked at: this is finite where they are. A step need not look again."""
         self._witness = witness, [seen(slot) for slot in self._gradients.slots]

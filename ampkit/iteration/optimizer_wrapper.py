@@ -231,7 +231,8 @@ class OptimizerWrapper:
         checks = self.checks_step
         if self.findings.came_through_no_block:
             checks = True
-            self.advice.tell("outside", type(optimizer).__name__)
+            if not self.findings.has_new:
+                self.advice.tell("outside", type(optimizer).__name__)
         if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
             self.gradients.widen()  # scripts look at gradients there
         if self._takes_step_inputs:

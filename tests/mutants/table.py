@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .faults import (
+    advice,
     casting,
     cpp,
     cuda,
@@ -28,6 +29,7 @@ MUTANTS: list[Mutant] = [
     *loss_scale.FAULTS,
     *models.FAULTS,
     *sessions.FAULTS,
+    *advice.FAULTS,
     *casting.FAULTS,
     *parallel.FAULTS,
     *drop_in.FAULTS,
