@@ -77,7 +77,10 @@ def delayed(model, optimizer):
 
 
 def by_grad_scaler(model, optimizer):
-    ampkit.GradScaler().scale(loss_of(model)).backward()
+    grad_scaler = ampkit.GradScaler()
+    grad_scaler.scale(loss_of(model)).backward()
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
 
 
 def by_autograd_grad(model, optimizer):
@@ -97,14 +100,14 @@ def of_the_input(model, optimizer):
     x, y = random_batch(1)
     x.requires_grad_()
     F.mse_loss(model(x).float(), y).backward()
-    model.zero_grad()
-    in_a_block(model, optimizer)
+    optimizer.zero_grad()
+    by_hand(model, optimizer)
 
 
 def of_another_model(model, optimizer):
     other = nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
-    in_a_block(model, optimizer)
+    by_hand(model, optimizer)
 
 
 def after_a_block(model, optimizer):
