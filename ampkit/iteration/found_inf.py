@@ -1,4 +1,8 @@
-"""Whether the gradients of a backward pass are finite: written by kernels on their device, read by the host where it must."""
+"""Whether gradients are finite: written by kernels on their device, read by the host where it must.
+
+A `FoundInf` is what one block found; `Findings` are those of one optimizer, from the blocks that made gradients to the steps that
+use them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,10 @@ import torch
 
 from .. import kernels
 from ..errors import ConfigurationError
+from ..optimizers.scales import on
+from ..sharding import highest, local
+from .clipping import Seen, is_still, seen
+from .slots import values_of
 
 
 class FoundInf:
@@ -90,3 +98,158 @@ def places_for(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Where a kernel writes that one of these is not finite, and the index of the first: nowhere, where nothing is checked."""
     return (None, None) if found is None else (found.flag, found.index_for(tensors))
+
+
+class Findings:
+    """Since the last step, and of steps whose gradients are still there.
+
+    Each block hands in its `FoundInf`; the step takes all that came since the last one as one flag. ``verdict`` on the last step
+    is whether it was skipped, or the flag by which its device decided.
+    """
+
+    def __init__(self, gradients: Any, owner: Any) -> None:
+        self._gradients, self._owner = gradients, owner
+        self._new: list[FoundInf] = []  # since the last step
+        self._used: list[FoundInf] = []  # by steps, since there are gradients
+        self._flag: torch.Tensor | None = None  # of the last step, while no block has made others
+        # A number that is finite where all gradients were, and these as they were then.
+        self._witness: tuple[torch.Tensor, list[Seen]] | None = None
+        self.scaler: Any = None  # loss scaler of the last block
+        self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
+        self.verdict: bool | torch.Tensor = False
+
+    def add(self, found: FoundInf | None) -> None:
+        """A block has made gradients, and found this; None where it does not look."""
+        self._flag = self._witness = None
+        if found is not None and found not in self._new:
+            self._new.append(found)
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a block has made gradients since the last step, and looked at them."""
+        return bool(self._new)
+
+    def vouch(self, witness: torch.Tensor) -> None:
+        """The gradients as they are now have been looked at: this is finite where they are. A step need not look again."""
+        self._witness = witness, [seen(slot) for slot in self._gradients.slots]
+
+    def flag(self, checks: bool = False) -> torch.Tensor | None:
+        """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it.
+
+        With ``checks``, gradients that no block has checked are checked now.
+        """
+        found = self._take()
+        if found:
+            flag = _highest([one.flag for one in found])
+            apart = [one.flag for one in found if not one.moves_scale]
+            if self.came_through_no_block or self._is_averaged_by_hand():  # what came after the block had judged
+                again = self._look_again().flag
+                apart.append(again - flag)
+                flag = _highest([flag, again])
+            if apart:
+                self._owner.scaling.scalers[0].count_apart(_highest(apart))
+            self._used += found
+            self._flag = flag
+        elif checks or self._flag is not None:
+            # Where there is a flag, the step before has used it. Since then a script may have put other gradients there.
+            again, scaler = self._look_again(), self.scaler or self._owner.scaling.scalers[0]
+            if checks and scaler.is_one:
+                scaler.update(again)
+                scaler.report()
+            elif self._flag is None:
+                scaler.count_apart(again.flag)
+            self._flag = again.flag
+        self._witness = None
+        self.verdict = False if self._flag is None else self._flag
+        return self._flag
+
+    def forbid_step(self, checks: bool = False) -> bool:
+        """Whether this step is to be skipped, read from the device; a skip is reported."""
+        scalers = {one.scaler for one in (self, *self._new) if one.scaler is not None}
+        flag = self.flag(checks)
+        self.verdict = flag is not None and is_set(flag)
+        if self.verdict:
+            for scaler in scalers.union(self._owner.scaling.scalers[:1]):
+                scaler.report(wait=True, unnamed=self._first_nonfinite)
+        return self.verdict
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped. Waits for the device where that was decided there."""
+        if isinstance(self.verdict, torch.Tensor):
+            self.verdict = is_set(self.verdict)
+            if self.verdict and self._flag is not None:
+                self.drop_overflowed()
+        return self.verdict
+
+    def _take(self) -> list[FoundInf]:
+        """What was found since the last step. Delayed checks end their iteration now at the latest."""
+        found, self._new = self._new, []
+        if len(self._owner.optimizers) > 1:  # blocks that named another may have made gradients of the same parameters
+            shared = dict.fromkeys(slot.found_inf for slot in self._gradients.slots if slot.owners > 1)
+            known = {None, *found, *self._used}
+            self._used = [one for one in self._used if one in shared]
+            found += [one for one in shared if one not in known]
+        else:
+            self._used = []
+        for one in found:
+            if one.scaler is not None and one.scaler.delayed_check is one:
+                one.scaler.update(one)
+        return [one for one in found if one.is_judged]  # not what a script has judged itself, after a delay
+
+    def _is_averaged_by_hand(self) -> bool:
+        """Whether a script may average gradients over processes between block and step. torch counts no write of a collective."""
+        return self._owner.process_group is not None or (
+            self._owner.scaling.is_one_of_several_without_ddp and not self._gradients.process_groups
+        )
+
+    def _look_again(self) -> FoundInf:
+        """Whether the gradients of now are finite, on all processes that have to agree."""
+        if self._witness is not None and all(map(is_still, self._witness[1])):
+            return FoundInf(self._witness[0].isfinite().logical_not().float().reshape(()))
+        flag = constant(0.0, torch.float32, self._gradients.device).clone()
+        found = FoundInf(flag, name_of=self._owner.name_of)
+        self._gradients.check(found)
+        highest(flag, self._gradients.process_groups)
+        return found
+
+    def _first_nonfinite(self) -> str | None:
+        """The name of the first parameter whose gradient is not finite now."""
+        for slot in self._gradients.slots:
+            if slot.param.grad is not None and not local(values_of(slot.param.grad)).isfinite().all():
+                return self._owner.name_of(slot.param)
+        return None
+
+    # What was found goes with the gradients
+
+    def forget(self) -> None:
+        """The gradients are gone, and what blocks found that did not name this optimizer with them: it moves no scale."""
+        self._flag = self._witness = None
+        self.came_through_no_block = False
+        self._used = []
+        self._new = [found for found in self._new if found.scaler is not None]
+
+    def drop_cleared(self) -> bool:
+        """Forget what was found about gradients that were cleared. Returns whether there are none."""
+        is_empty = self._gradients.drop_cleared()
+        if is_empty:
+            self.forget()
+        return is_empty
+
+    def drop_overflowed(self) -> None:
+        """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step."""
+        self.forget()
+        self._gradients.drop_overflowed()
+
+    def drop_skipped(self) -> None:
+        """Before a block adds to gradients that were not cleared: zeros in their place, where the last step was skipped."""
+        if self._flag is not None and not is_known_clean(self._flag):
+            self._gradients.zero_where(self._flag)
+
+
+def _highest(flags: list[torch.Tensor]) -> torch.Tensor:
+    """One flag for all of these, where the first is."""
+    highest_yet = flags[0]
+    for flag in flags[1:]:
+        highest_yet = torch.maximum(highest_yet, on(flag, highest_yet.device))
+    return highest_yet

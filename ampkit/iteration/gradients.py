@@ -18,11 +18,9 @@ from .. import kernels
 from ..models.float32_values import forget_gradient, put_gradient
 from ..optimizers.scales import Scale, is_one, on, ratio
 from ..sharding import by_placement, is_sharded, process_groups, total_over
-from .backward_passes import BackwardPass
 from .clipping import Clipping
 from .found_inf import FoundInf, places_for
-from .slots import Slot
-from .sparse_gradients import add_sparse, is_sparse, unscale_sparse, values_of
+from .slots import BackwardPass, Slot, is_sparse, values_of
 
 SlotGradient = tuple[Slot, torch.Tensor]
 
@@ -341,7 +339,7 @@ def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf 
     params, inputs, outputs = [], [], []
     for slot, gradient in fresh:
         if is_sparse(gradient):
-            unscale_sparse(slot, gradient, inv, found)
+            _unscale_sparse(slot, gradient, inv, found)
             continue
         output = gradient
         if multiplies and gradient.grad_fn is not None:
@@ -363,7 +361,7 @@ def _add(sums: list[SlotGradient], backward: BackwardPass, found: FoundInf | Non
         if slot.owners > 1 and slot.found_inf is not None:
             _drop_if(slot, slot.found_inf.flag)
         if is_sparse(gradient) or is_sparse(slot.stash):
-            add_sparse(slot, gradient, backward.inv, found)
+            _add_sparse(slot, gradient, backward.inv, found)
             continue
         total = stash = slot.stash
         is_of_script = stash._is_view()  # of a flat buffer: what autograd leaves is none
@@ -414,3 +412,32 @@ def _norm_of(gradients: list[torch.Tensor]) -> torch.Tensor | None:
     for parts, groups in by_placement(gradients):
         squares = squares + total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())
     return squares.sqrt().float()
+
+
+# Sparse gradients, which no multi-tensor kernel takes, one by one
+
+
+def _unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
+    """``gradient`` * ``inv`` becomes the slot's."""
+    # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
+    dtype = slot.param.dtype if slot.entry is None else torch.float32
+    total = gradient.to(dtype).coalesce() * on(inv, gradient.device)
+    if found is not None:
+        finite = torch.isfinite(total._values()).all()
+        found.flag.copy_(torch.maximum(found.flag, on((~finite).to(torch.float32), found.flag.device)))
+    put_gradient(slot.param, total)
+
+
+def _add_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
+    """``gradient`` * ``inv`` is added to the slot's stash. The sum is sparse where both are."""
+    stash, slot.stash = slot.stash, None
+    both = is_sparse(stash) and is_sparse(gradient)
+    _unscale_sparse(slot, gradient if is_sparse(gradient) else gradient.to_sparse(), inv, found)
+    fresh = slot.param.grad
+    put_gradient(
+        slot.param, fresh + stash.to(fresh.dtype) if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype))
+    )
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if is_sparse(gradient) else gradient

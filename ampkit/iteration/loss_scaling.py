@@ -19,11 +19,10 @@ from ..errors import LossIdError, LossScaleError
 from ..optimizers.scales import Scale, inverse, is_one, on
 from ..sharding import highest
 from .advice import Advice, is_updated
-from .backward_passes import BackwardPass, Reached
 from .found_inf import FoundInf, constant
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
-from .slots import Slot
+from .slots import BackwardPass, Slot
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 
@@ -140,7 +139,7 @@ def collect(
     unnamed: Sequence[OptimizerWrapper],
     scaler: LossScaler,
     scale: float | torch.Tensor,
-    was_reached: Reached | None = None,
+    was_reached: Callable[[torch.Tensor], bool] | None = None,
     local: bool = False,
     delay_overflow_check: bool = False,
     loss: torch.Tensor | None = None,

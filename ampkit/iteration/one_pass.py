@@ -23,7 +23,7 @@ from ..dtypes import LOWER_PRECISION
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
 from .gradients import Gradients
-from .sparse_gradients import is_sparse
+from .slots import is_sparse
 
 _OPTIMIZERS = (SGD, Adam, AdamW)
 #: Settings of groups with which torch's step computes something else than ours.

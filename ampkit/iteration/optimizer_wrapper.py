@@ -29,18 +29,16 @@ from ..errors import ConfigurationError
 from ..logs import logger
 from ..optimizers.fused import StepInputs
 from ..optimizers.scales import is_one
+from ..optimizers.traits import clears_as_torch, evaluates_once, takes_found_inf, takes_rests, takes_step_inputs
 from ..patching import PatchSet
 from .advice import Advice, watched
-from .evaluating_again import step_evaluating_again
-from .findings import Findings
-from .found_inf import is_known_clean
+from .found_inf import Findings, is_known_clean
 from .gradients import Gradients
 from .loss_scale import LossScaler
 from .one_pass import OnePassStep
-from .optimizer_traits import clears_as_torch, evaluates_once, takes_found_inf, takes_rests, takes_step_inputs
 from .running_statistics import Snapshot, after_step
 from .slots import WRAPPER_KEY, Slots
-from .stand_ins import StandIns, inner_optimizers
+from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling

@@ -13,10 +13,10 @@ import torch
 from ..errors import ConfigurationError, NotInitializedError
 from ..optimizers.scales import on
 from .advice import look_at_backward, look_for_hooks
-from .backward_passes import BackwardPass, Probe, Reached
 from .loss_scale import LossScaler
 from .loss_scaling import LossScaling, collect, home_of
 from .optimizer_wrapper import OptimizerWrapper, drop_casts
+from .slots import BackwardPass
 
 
 @dataclass(eq=False)
@@ -165,3 +165,53 @@ class Block:
             else:
                 wrapper.gradients.keep_scaled(scale)
                 wrapper.delayed_with = scaler
+
+
+class Probe:
+    """Whether backward passes went to all of a graph: ``backward(inputs=...)`` does not come to a leaf that nobody names."""
+
+    def __init__(self) -> None:
+        self._begun: list[None] = []
+        self._arrived: list[None] = []
+
+    def put_into(self, scaled: torch.Tensor) -> torch.Tensor:
+        """``scaled``, with one leaf more in its graph."""
+        leaf = torch.zeros((), device=scaled.device, requires_grad=True)
+        leaf.register_hook(lambda _: self._arrived.append(None))
+        probed = scaled + leaf
+        probed.register_hook(lambda _: self._begun.append(None))
+        return probed
+
+    def is_missed(self) -> bool:
+        """Whether a pass went to some inputs only."""
+        return len(self._arrived) < len(self._begun)
+
+
+class Reached:
+    """Whether a backward pass came to a parameter: its graph is walked when somebody asks, which is rare.
+
+    Of a pass that a ``probe`` has missed nobody knows where it went: it came to no parameter, as far as can be told.
+    """
+
+    def __init__(self, scaled: torch.Tensor, probe: Probe | None = None) -> None:
+        self._scaled = scaled
+        self._probe = probe
+        self._params: set[torch.Tensor] | None = None
+
+    def __call__(self, param: torch.Tensor) -> bool:
+        if self._probe is not None and self._probe.is_missed():
+            return False
+        if self._params is None:
+            self._params = set()
+            waiting = [self._scaled.grad_fn]
+            seen = set(waiting)
+            while waiting:
+                node = waiting.pop()
+                following = () if node is None else node.next_functions
+                if not following and hasattr(node, "variable"):  # what adds to a parameter's gradient leads nowhere
+                    self._params.add(node.variable)
+                for one, _ in following:
+                    if one not in seen:
+                        seen.add(one)
+                        waiting.append(one)
+        return param in self._params

@@ -1,14 +1,19 @@
-"""A `Slot` stands for one parameter of the optimizers of a session: everything that handles gradients walks slots."""
+"""A `Slot` stands for one parameter of the optimizers of a session: everything that handles gradients walks slots.
+
+A `BackwardPass` says what made the gradients of slots: the scale of its loss, and which parameters it came to.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..models.float32_values import Float32Value
-from .found_inf import FoundInf
+from ..optimizers.scales import Scale, inverse
 
 WRAPPER_KEY = "_ampkit"  # where an optimizer has its wrapper
 
@@ -28,7 +33,7 @@ class Slot:
         self.entry = entry
         self.owners = 0
         self.stash: torch.Tensor | None = None
-        self.found_inf: FoundInf | None = None
+        self.found_inf: Any = None
 
     def clear(self) -> None:
         """Forget everything about the gradient but ``param.grad``."""
@@ -51,3 +56,43 @@ class Slots:
                     entry.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
                 slot = self._slots[id(param)] = Slot(param, entry)
             yield slot
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """What has to be known of a backward pass to unscale its gradients.
+
+    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``exact_in_place`` says that the scale
+    is a power of two, so that bfloat16 can be divided by it without rounding. ``done`` are the slots of several optimizers that one
+    of them has handled; None where there is only one optimizer. ``was_reached`` tells whether the pass came to a parameter.
+    """
+
+    scale: Scale
+    local: bool = False
+    exact_in_place: bool = False
+    done: set[Slot] | None = None
+    was_reached: Callable[[torch.Tensor], bool] | None = None
+
+    def __post_init__(self) -> None:
+        self.inv = inverse(self.scale)
+
+    def take(self, slots: list[Slot]) -> list[Slot]:
+        """Those that no other optimizer has handled; they count as handled from here on."""
+        if self.done is None:
+            return slots
+        remaining = [slot for slot in slots if slot not in self.done]
+        self.done.update(slot for slot in remaining if slot.owners > 1)
+        return remaining
+
+    def was_cleared(self, slot: Slot) -> bool:
+        """Whether a parameter without a gradient had one, which was cleared inside of the block."""
+        return self.was_reached is not None and self.was_reached(slot.param)
+
+
+def is_sparse(gradient: torch.Tensor) -> bool:
+    return gradient.layout is not torch.strided
+
+
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient stores: all of it, or the values of a sparse one."""
+    return gradient._values() if is_sparse(gradient) else gradient

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit import DynamicLossScale
-from ampkit.iteration import findings, found_inf, optimizer_wrapper
+from ampkit.iteration import found_inf, optimizer_wrapper
 from ampkit.iteration.loss_scale import HostCopy, LossScaler
 from ampkit.iteration.optimizer_wrapper import wrapper_of
 from ampkit.kernels import reference
@@ -46,7 +46,7 @@ def host_copies(monkeypatch):
     copies = types.SimpleNamespace(read=[], arrived=True)
     ready, known, is_set = HostCopy.ready, found_inf.is_known_clean, found_inf.is_set
     monkeypatch.setattr(HostCopy, "ready", lambda copy: copies.arrived and ready(copy))
-    for module in (found_inf, findings, optimizer_wrapper):
+    for module in (found_inf, optimizer_wrapper):
         monkeypatch.setattr(module, "is_known_clean", lambda flag: copies.arrived and known(flag), raising=False)
         monkeypatch.setattr(module, "is_set", lambda flag: copies.read.append(flag) or is_set(flag), raising=False)
     return copies

@@ -15,10 +15,9 @@ import torch
 
 from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
-from ...iteration.backward_passes import BackwardPass
 from ...iteration.found_inf import FoundInf
 from ...iteration.optimizer_wrapper import wrapper_of
-from ...iteration.slots import Slot
+from ...iteration.slots import BackwardPass, Slot
 from ...logs import logger
 from ...session import Session, session_of
 from ._amp_state import _amp_state

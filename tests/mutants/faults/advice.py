@@ -39,7 +39,7 @@ FAULTS = [
     ),
     Mutant(
         "advice: what was cleared is told of",
-        "ampkit/iteration/findings.py",
+        "ampkit/iteration/found_inf.py",
         "        self._flag = self._witness = None\n        self.came_through_no_block = False\n",
         "        self._flag = self._witness = None\n",
         breaks="gradients that the script has thrown away are not told of",

@@ -120,7 +120,7 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: a closure sees old weights",
-        "ampkit/iteration/evaluating_again.py",
+        "ampkit/iteration/stand_ins.py",
         "            stand_ins.put_into_model()\n",
         "            pass\n",
         breaks="a closure sees the float32 values of the moment",
@@ -128,7 +128,7 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: a step that is taken back leaves its rests",
-        "ampkit/iteration/evaluating_again.py",
+        "ampkit/iteration/stand_ins.py",
         "in (*before, *rests):",
         "in before:",
         breaks="a step that is taken back leaves the float32 values as they were",
@@ -294,7 +294,7 @@ FAULTS = [
     ),
     Mutant(
         "backward passes: what two optimizers share is unscaled twice",
-        "ampkit/iteration/backward_passes.py",
+        "ampkit/iteration/slots.py",
         "[slot for slot in slots if slot not in self.done]",
         "list(slots)",
         breaks="gradients of parameters in two optimizers are unscaled once",
@@ -302,7 +302,7 @@ FAULTS = [
     ),
     Mutant(
         "backward passes: every parameter was reached",
-        "ampkit/iteration/backward_passes.py",
+        "ampkit/iteration/scale_loss.py",
         "return param in self._params",
         "return True",
         breaks="gradients that a block did not come to are put back",
@@ -313,7 +313,7 @@ FAULTS = [
     ),
     Mutant(
         "backward passes: a pass to some inputs goes to all",
-        "ampkit/iteration/backward_passes.py",
+        "ampkit/iteration/scale_loss.py",
         "return len(self._arrived) < len(self._begun)",
         "return False",
         breaks="backward(inputs=...) leaves what others have accumulated",
@@ -363,7 +363,7 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: a later overflow is overlooked",
-        "ampkit/iteration/findings.py",
+        "ampkit/iteration/found_inf.py",
         "for flag in flags[1:]:",
         "for flag in flags[2:]:",
         breaks="an overflow in any loss skips the step",
@@ -381,7 +381,7 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: a second step takes what overflowed",
-        "ampkit/iteration/findings.py",
+        "ampkit/iteration/found_inf.py",
         "return self._flag\n",
         "flag, self._flag = self._flag, None\n        return flag\n",
         breaks="a second step does not take what the first refused",
@@ -407,7 +407,7 @@ FAULTS = [
     ),
     Mutant(
         "gradients: overflowed gradients stay",
-        "ampkit/iteration/findings.py",
+        "ampkit/iteration/found_inf.py",
         "if self._flag is not None and not is_known_clean(self._flag):",
         "if False:",
         breaks="gradients of a skipped step do not poison the next",
@@ -415,7 +415,7 @@ FAULTS = [
     ),
     Mutant(
         "gradients: sparse gradients are not checked",
-        "ampkit/iteration/sparse_gradients.py",
+        "ampkit/iteration/gradients.py",
         "finite = torch.isfinite(total._values()).all()",
         "finite = torch.ones_like(total._values(), dtype=torch.bool).all()",
         breaks="an overflow in a sparse gradient skips the step",
@@ -477,7 +477,7 @@ FAULTS = [
     ),
     Mutant(
         "findings: at loss scale 1 nothing looks",
-        "ampkit/iteration/findings.py",
+        "ampkit/iteration/found_inf.py",
         "elif checks or self._flag is not None:",
         "elif self._flag is not None:",
         breaks="a step at loss scale 1 is skipped for NaN",
@@ -485,7 +485,7 @@ FAULTS = [
     ),
     Mutant(
         "findings: what clipping has measured is not heeded",
-        "ampkit/iteration/findings.py",
+        "ampkit/iteration/found_inf.py",
         "self._witness[0].isfinite().logical_not()",
         "self._witness[0].isnan()",
         breaks="a step at loss scale 1 is skipped for inf",

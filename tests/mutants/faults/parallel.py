@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Mutant(
         "optimizer wrapper: what an average brings in is not judged",
-        "ampkit/iteration/findings.py",
+        "ampkit/iteration/found_inf.py",
         "if self.came_through_no_block or self._is_averaged_by_hand():",
         "if False:",
         breaks="gradients that stop being finite behind the block are not stepped with",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..optimizers.fused import FusedOptimizer
 from ..sharding import is_sharded
+from .fused import FusedOptimizer
 
 _HOME = FusedOptimizer.__module__.rpartition(".")[0] + "."  # where nobody has replaced what is ours
 
@@ -28,12 +28,12 @@ def takes_step_inputs(optimizer: Any) -> bool:
     if not isinstance(optimizer, FusedOptimizer) or "step" in vars(optimizer):
         return False
     step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
-    return optimizer.takes_step_inputs and step.__module__.startswith(_HOME)
+    return bool(optimizer.takes_step_inputs) and step.__module__.startswith(_HOME)
 
 
 def takes_rests(optimizer: Any) -> bool:
     """Whether its update, which nobody has replaced, writes weights and rests together."""
-    return optimizer.takes_rests and type(optimizer).update.__module__.startswith(_HOME)
+    return bool(optimizer.takes_rests) and type(optimizer).update.__module__.startswith(_HOME)
 
 
 def clears_as_torch(optimizer: Any) -> bool:
