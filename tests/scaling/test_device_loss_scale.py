@@ -466,13 +466,13 @@ def test_an_iteration_can_be_captured_in_a_graph(name, level):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level, settings", [("O2", {}), ("O5", {}), ("O4", {"check_gradients": True})])
 @pytest.mark.parametrize(
     "make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=0.01)]
 )
-def test_a_step_that_the_host_decides_is_refused_while_a_graph_is_captured(make, level):
+def test_a_step_that_the_host_decides_is_refused_while_a_graph_is_captured(make, level, settings):
     """Without ``capturable`` torch counts steps on the host, and a replay would be the same step again."""
-    model, optimizer = initialized_on("cuda", make, level)
+    model, optimizer = initialized_on("cuda", make, level, **settings)
     x, y = batch("cuda")
     for _ in range(2):
         iteration(model, optimizer, x, y)
