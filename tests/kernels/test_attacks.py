@@ -253,6 +253,7 @@ def test_tensors_without_elements_are_nothing(name):
     assert all(bool((x == 0).all()) for x in run(name, lists))
 
 
+@pytest.mark.cpu_kernels  # the emulation has one launch at a time
 @every_op
 def test_threads_may_call_at_once(name):
     """Eight of them, each with lists of its own, of sizes that are shared out among threads too."""
