@@ -224,7 +224,7 @@ inline TensorLists<3> split_lists(const char* op, const TensorList& values, cons
 }
 
 inline void check_memory(const char* op, const char* name, TensorView tensor) {
-  AMPKIT_CHECK(tensor.storage_bytes() > 0, op, ": ", name, " has no memory: its storage was freed");
+  AMPKIT_CHECK(tensor.storage_bytes() != 0, op, ": ", name, " has no memory: its storage was freed");
 }
 
 // An optional tensor of one element that a kernel reads or writes, on the lists' device; nullptr where it is absent.

@@ -610,4 +610,12 @@ FAULTS = [
         breaks="what a running mean falls short of is found in float64",
         tests=("kernels/test_extremes.py::test_bias_correction_is_float64s",),
     ),
+    Mutant(
+        "cpp attacks: a freed flag is written to",
+        "csrc/tensor_lists.h",
+        "tensor.storage_bytes() != 0",
+        "true",
+        breaks="memory that was freed is refused",
+        tests=("kernels/test_attacks.py::test_flags_and_numbers_whose_memory_was_freed_are_refused",),
+    ),
 ]
