@@ -17,6 +17,7 @@ struct ScaleArguments {
     AMPKIT_CHECK(words.scalar_type() == torch::headeronly::ScalarType::Int && words.numel() == kWords && words.is_contiguous(),
                  "update_scale: state is ", torch::headeronly::toString(words.scalar_type()), " of shape ",
                  describe_shape(words), "; pass a contiguous int32 tensor of shape [", kWords, "]");
+    check_memory("update_scale", "state", words);
   }
 };
 

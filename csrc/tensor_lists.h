@@ -223,6 +223,10 @@ inline TensorLists<3> split_lists(const char* op, const TensorList& values, cons
       op, {op, {{{"values", values, Role::kRead}, {"weights", weights, Role::kWrite}, {"rests", rests, Role::kWriteOrRest}}}}, 1);
 }
 
+inline void check_memory(const char* op, const char* name, TensorView tensor) {
+  AMPKIT_CHECK(tensor.storage_bytes() != 0, op, ": ", name, " has no memory: its storage was freed");
+}
+
 // An optional tensor of one element that a kernel reads or writes, on the lists' device; nullptr where it is absent.
 template <class T>
 T* element_data(const char* op, const char* name, const MaybeTensor& tensor, TensorView beside) {
@@ -236,6 +240,7 @@ T* element_data(const char* op, const char* name, const MaybeTensor& tensor, Ten
                torch::headeronly::toString(kType), " and shape [1]");
   AMPKIT_CHECK(tensor->is_cpu() == beside.is_cpu() && tensor->get_device_index() == beside.get_device_index(), op, ": ",
                name, " is on another device than the tensors");
+  check_memory(op, name, *tensor);
   return static_cast<T*>(tensor->mutable_data_ptr());
 }
 
@@ -262,6 +267,7 @@ inline const float* vector_data(const char* op, const char* name, const MaybeTen
                describe_shape(*vector), "; pass a contiguous float32 tensor of shape [", tensors.size(), "]");
   AMPKIT_CHECK(vector->is_cpu() == tensors[0].is_cpu() && vector->get_device_index() == tensors[0].get_device_index(), op,
                ": ", name, " is on another device than the tensors");
+  check_memory(op, name, *vector);
   return static_cast<const float*>(vector->mutable_data_ptr());
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import itertools
 import os
 import signal
 import subprocess
@@ -170,6 +172,75 @@ def params_after_handing_on(dtype: torch.dtype, first: Callable, second: Callabl
     take_steps(optimizer, params, range(3, 6))
     take_steps(resumed, again, range(3, 6))
     return params, again
+
+
+def fill_gradients(params: Iterable[torch.Tensor], seed: int) -> None:
+    """The same numbers whatever the precision of the parameters: each of them holds eighths from -4 to 4."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = (torch.randint(-32, 33, param.shape, generator=generator) / 8.0).to(param.dtype)
+
+
+def _steps_with(optimizer: Any, model: nn.Module, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        fill_gradients(model.parameters(), seed)
+        optimizer.step()
+
+
+def assert_same_state(found: Any, expected: Any, tolerance: float) -> None:
+    """Of two optimizers the ``state_dict()["state"]``: the same names, shapes and dtypes, and values within ``tolerance``."""
+    assert found.keys() == expected.keys()
+    for index, state in found.items():
+        assert list(state) == list(expected[index])
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, expected[index][name], rtol=tolerance, atol=tolerance)
+            else:
+                assert type(value) is type(expected[index][name]), name
+                assert value == pytest.approx(expected[index][name], rel=tolerance), name
+
+
+def assert_steps_as_over_float32(model: nn.Module, make_optimizer: Callable, level: str, tolerance: float) -> None:
+    """Steps of any optimizer at O2 or O5 are those over float32 parameters with the same gradients: float32 values within
+    ``tolerance``, relative or absolute, and states of the same shapes and dtypes; and either run goes on from the other's state.
+    """
+    expected: list[nn.Module] = [copy.deepcopy(model)]
+    plain = copy.deepcopy(model)  # alone: beside a session a plain optimizer's step is cast like any other code
+    optimizer = make_optimizer(plain.parameters())
+    _steps_with(optimizer, plain, range(6))
+    expected.append(copy.deepcopy(plain))
+    state = saved_and_loaded(optimizer.state_dict())
+    _steps_with(optimizer, plain, range(6, 9))
+    expected.append(plain)
+    for before, after in itertools.pairwise(expected):
+        for one, other in zip(before.parameters(), after.parameters()):
+            assert (one - other).abs().max() > 100 * tolerance, "steps that nobody would miss"
+
+    model, optimizer = initialize_quietly(model, make_optimizer, level, loss_scale=1.0)
+    assert {p.dtype for p in model.parameters()} & {torch.bfloat16, torch.float16}
+    _steps_with(optimizer, model, range(6))
+    assert_all_close(ampkit.master_params(optimizer), expected[1].parameters(), tolerance)
+    assert_same_state(optimizer.state_dict()["state"], state["state"], 10 * tolerance)
+    ours, values = saved_and_loaded(optimizer.state_dict()), copy.deepcopy(expected[1])
+    with torch.no_grad():
+        for value, lent in zip(values.parameters(), ampkit.master_params(optimizer)):
+            value.copy_(lent)
+    _steps_with(optimizer, model, range(6, 9))
+    assert_all_close(ampkit.master_params(optimizer), expected[2].parameters(), tolerance)
+    ampkit.close()
+
+    optimizer = make_optimizer(values.parameters())
+    optimizer.load_state_dict(ours)
+    loaded = copy.deepcopy(optimizer.state_dict()["state"])
+    _steps_with(optimizer, values, range(6, 9))
+    assert_all_close(values.parameters(), expected[2].parameters(), tolerance)
+
+    model, optimizer = initialize_quietly(expected[1], make_optimizer, level, loss_scale=1.0)
+    optimizer.load_state_dict(state)
+    assert_same_state(optimizer.state_dict()["state"], loaded, 10 * tolerance)
+    _steps_with(optimizer, model, range(6, 9))
+    assert_all_close(ampkit.master_params(optimizer), expected[2].parameters(), tolerance)
+    ampkit.close()
 
 
 class ScaleOnPaper:

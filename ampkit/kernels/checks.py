@@ -41,7 +41,7 @@ def check_lists(op, **lists):
                         f"{op}: {name}[{i}] is the rest of a weight, {tensor.dtype} beside {weight.dtype}; expected torch.int16 "
                         "beside torch.float16 or torch.bfloat16"
                     )
-            elif not (tensor.is_floating_point() or tensor.is_complex()):
+            elif not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:  # float8
                 raise RuntimeError(f"{op}: {name}[{i}] is {tensor.dtype}; expected a floating point or complex dtype")
             if is_written and _overlaps_itself(tensor):
                 raise RuntimeError(

@@ -17,6 +17,8 @@ optimizer's, moments in lower precision are rounded by random numbers, a functio
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -195,23 +197,24 @@ def multi_tensor_lamb(
     _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), (directions, update), (params, p), (lower, p))
 
 
-def _move_norms(given: dict[str, Any]) -> None:
-    """NovoGrad's running norms, once for tensors of all devices."""
+def _move_norms(given: dict[str, Any]) -> Callable | None:
+    """NovoGrad's running norms, once for tensors of all devices. Returns what puts them back."""
     grads, norms, now, found_inf = (given[name] for name in ("grads", "norms", "grad_norms", "found_inf"))
     norm_type, beta2 = given["norm_type"], given["betas"][1]
     if not grads:
-        return
+        return None
     if now is None:
         now = multi_tensor_l2norm(grads, True)[1] if norm_type == 2 else gradient_norms(grads, norm_type)
         for factor in (given["inv_scale"], given["clip"]):
             if factor is not None:
                 now = now * (factor.to(now) if isinstance(factor, Tensor) else factor)
-    given["grad_norms"], now = None, now.to(norms)
+    given["grad_norms"], now, old = None, now.to(norms), norms.clone()
     if norm_type == 2:
         moved = (norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt()
     else:
         moved = norms * beta2 + now * (1.0 - beta2)
     norms.copy_(moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved))
+    return functools.partial(norms.copy_, old)
 
 
 @operator(before=_move_norms)

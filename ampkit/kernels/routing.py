@@ -50,7 +50,8 @@ def operator(
 ) -> Function:
     """The operator that ``function`` defines, itself ``operator.__wrapped__``; autograd does not see what it does.
 
-    ``before(given)`` is called first, with all arguments by name, and may change them. Where the kernels do not serve a call at
+    ``before(given)`` is called first, with all arguments by name, and may change them; it may return what undoes what it has
+    written, for a call that is refused. Where the kernels do not serve a call at
     once, ``after(given, results)`` makes what the operator returns of what it returned for each group of tensors: (indices or
     None, result).
     """
@@ -61,18 +62,22 @@ def operator(
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # What torch.no_grad() does, without a context object for every call.
-        enabled = torch.is_grad_enabled()
+        enabled, undo = torch.is_grad_enabled(), None
         torch._C._set_grad_enabled(False)
         try:
             if before is not None:
                 args, kwargs = (), plan.bind(*args, **kwargs)
-                before(kwargs)
+                undo = before(kwargs)
             result = _served_at_once(plan.direct, args, kwargs)
             if result is not NotImplemented:
                 return result
             given = plan.bind(*args, **kwargs)
             results = _serve(plan, given)
             return None if after is None else after(given, results)
+        except RuntimeError:
+            if undo is not None:
+                undo()
+            raise
         finally:
             torch._C._set_grad_enabled(enabled)
 
@@ -177,6 +182,7 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
     if any(is_sharded(tensor) for column in columns for tensor in column or () if tensor is not None):
         return _serve(plan, _local(plan, given))
     _check_flags(plan, given)
+    _refuse_some_without_data(plan, given)
     return [
         (indices, _compute(plan, given, compute, device, indices)) for compute, device, indices in _groups(plan, given)
     ]
@@ -185,6 +191,15 @@ def _serve(plan: _Plan, given: dict[str, Any]) -> list[tuple[list[int] | None, A
 def _check_flags(plan: _Plan, given: dict[str, Any]) -> None:
     for name in plan.flags:
         check_flag(plan.name, name, given[name], _FLAG_DTYPES[name])
+
+
+def _refuse_some_without_data(plan: _Plan, given: dict[str, Any]) -> None:
+    """Raise where some tensors are on the meta device and others are not: what is computed of them or found in them is lost."""
+    named = [(f"{name}[{i}]", tensor) for name in plan.lists for i, tensor in enumerate(given[name] or ())]
+    named += [(name, given[name]) for name in plan.flags if given[name] is not None]
+    without = [name for name, tensor in named if tensor is not None and tensor.device.type == "meta"]
+    if without and len(without) < len(named):
+        raise RuntimeError(f"{plan.name}: {without[0]} is on the meta device, without data, and others are not")
 
 
 def _local(plan: _Plan, given: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from helpers import ResNet, others_slow
 from torch import nn
 
 import ampkit
+from ampkit import kernels
 from ampkit.errors import ConfigurationError
 
 # On the CPU O5 is O2 without a loss scale, which compiled forwards do not see.
@@ -415,6 +416,68 @@ def test_step_of_the_optimizer_may_be_in_compiled_code(level, part):
         losses[way] = [iteration().item() for _ in range(3)]
         ampkit.close()
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=4e-3)
+
+
+class Affine(nn.Module):
+    """A layer and a vector. Where the loss is linear in them and the batch small integers, gradients are exact in any precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.offset = nn.Linear(7, 5), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return self.layer(x) + self.offset
+
+
+ONE_PASS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+@pytest.mark.parametrize(
+    ("level", "part"), [("O2", "model"), ("O5", "model"), ("O2", "step"), ("O5", "step"), ("O2", "iteration")]
+)
+def test_one_pass_steps_beside_compiled_code_are_those_of_float64(level, part, name, monkeypatch):
+    def copies(*_):
+        raise AssertionError("a step made float32 copies of the weights")
+
+    def drawn(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).float()
+
+    monkeypatch.setattr(kernels, "multi_tensor_join", copies)
+    generator = torch.Generator().manual_seed(1)
+    batches = [(drawn(4, 7), drawn(4, 5)) for _ in range(4)]
+    torch.manual_seed(0)
+    model = Affine()
+    twin = copy.deepcopy(model).double()
+    reference = ONE_PASS[name](twin.parameters())
+    settings = {"loss_scale": 8.0} if level == "O2" else {}
+    model, optimizer = ampkit.initialize(
+        model, ONE_PASS[name](model.parameters()), opt_level=level, verbosity=0, **settings
+    )
+    graphs = Graphs()
+    forward = torch.compile(model, backend=graphs) if part == "model" else model
+    step = torch.compile(lambda: optimizer.step(), backend=graphs) if part == "step" else optimizer.step
+
+    def iteration(x, factors):
+        optimizer.zero_grad()
+        with ampkit.scale_loss((forward(x) * factors).sum(), optimizer) as scaled:
+            scaled.backward()
+        step()
+
+    if part == "iteration":
+        iteration = torch.compile(iteration, backend=graphs)
+    for x, factors in batches:
+        iteration(x, factors)
+        reference.zero_grad()
+        (twin(x.double()) * factors.double()).sum().backward()
+        reference.step()
+    assert graphs.count >= (part != "step")  # a step is no part of a graph
+    monkeypatch.undo()
+    for found, expected in zip(ampkit.master_params(optimizer), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -15,6 +15,8 @@ namespace {
 
 PyObject* launches(PyObject*, PyObject*) { return PyLong_FromLongLong(emulation::launches()); }
 
+PyObject* blocks(PyObject*, PyObject*) { return PyLong_FromLongLong(emulation::blocks()); }
+
 PyObject* seed(PyObject*, PyObject* value) {
   const unsigned long long number = PyLong_AsUnsignedLongLong(value);
   if (PyErr_Occurred()) return nullptr;
@@ -32,6 +34,7 @@ PyObject* run_broken(PyObject*, PyObject* name) {
 
 PyMethodDef methods[] = {
     {"launches", launches, METH_NOARGS, "How many kernels were launched since the library was loaded."},
+    {"blocks", blocks, METH_NOARGS, "How many blocks these had."},
     {"seed", seed, METH_O, "Begin anew with the random order of threads, from this number."},
     {"run_broken", run_broken, METH_O, "Launch a kernel of broken.cu, which must end the process; False if there is none."},
     {nullptr, nullptr, 0, nullptr},

@@ -65,7 +65,7 @@ const void* scheduler_stack = nullptr;
 size_t scheduler_stack_size = 0;
 int outcome_of_barrier = 0;
 bool launch_is_unchecked = false;
-int64_t launched = 0;
+int64_t launched = 0, blocks_launched = 0;
 std::mt19937_64 random_numbers(0);
 
 std::vector<std::pair<void*, size_t>>& shared_memories() {
@@ -260,6 +260,7 @@ void run_grid(const char* kernel, int64_t blocks, int64_t count, const std::func
   if (blocks < 1 || blocks > INT32_MAX || count < 1 || count > kMaxThreads)
     give_up("an invalid launch: %lld blocks of %lld threads", static_cast<long long>(blocks), static_cast<long long>(count));
   ++launched;
+  blocks_launched += blocks;
   launch_is_unchecked = true;
   for (int i = 0; i < count; ++i)
     if (threads[i].stack == nullptr) make_fiber(threads[i]);
@@ -275,6 +276,7 @@ void run_grid(const char* kernel, int64_t blocks, int64_t count, const std::func
 void check_launch() { launch_is_unchecked = false; }
 
 int64_t launches() { return launched; }
+int64_t blocks() { return blocks_launched; }
 void seed(uint64_t value) { random_numbers.seed(value); }
 
 }  // namespace emulation

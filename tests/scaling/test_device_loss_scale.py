@@ -87,7 +87,7 @@ def no_host_reads(device, monkeypatch, may_wait=False):
         patch.setattr(HostCopy, "read", read)
         # What plain torch does on every device but the CPU, where it looks at the values to save time.
         patch.setattr(reference, "_norms", lambda pieces, wide: torch.stack(torch._foreach_norm(pieces, 2, dtype=wide)))
-        if device.type == "cuda":
+        if device.type == "cuda" and not may_wait:
             torch.cuda.set_sync_debug_mode("error")
         try:
             with NoHostReads(doors):
@@ -425,13 +425,24 @@ def test_what_asks_the_host_while_a_graph_is_captured_is_told_what_to_do(monkeyp
             _ = found.overflowed
 
 
+CAPTURED = {
+    "FusedAdam": FUSED["FusedAdam"],
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, capturable=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, capturable=True),
+    "AdamW, rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01, device="cuda"), capturable=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, capturable=True),
+}
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_an_iteration_can_be_captured_in_a_graph(level):
-    make = FUSED["FusedAdam"]
+@pytest.mark.parametrize("name", CAPTURED)
+def test_an_iteration_can_be_captured_in_a_graph(name, level):
+    """Replays are iterations, and one whose gradients are not finite is a skip. At O5 the step looks at them itself."""
     x, y = batch("cuda")
-    model, optimizer = initialized_on("cuda", make, level)
-    twin, twin_optimizer = initialized_on("cuda", make, level)
+    model, optimizer = initialized_on("cuda", CAPTURED[name], level)
+    (scaler,) = ampkit.current_session().scalers
+    twin, twin_optimizer = initialized_on("cuda", CAPTURED[name], level)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -446,13 +457,55 @@ def test_an_iteration_can_be_captured_in_a_graph(level):
     for value in (1.0, math.inf, 1.0):
         factor.fill_(value)
         graph.replay()
-    for value in (1.0, 1.0, 1.0, 1.0, *((math.inf,) if level == "O2" else ()), 1.0):
+    for value in (1.0, 1.0, 1.0, 1.0, math.inf, 1.0):
         iteration(twin, twin_optimizer, x, y, value, clip=1.0)
-    if level == "O2":
-        for mine, theirs in zip(optimizer.param_groups[0]["params"], twin_optimizer.param_groups[0]["params"]):
-            torch.testing.assert_close(mine, theirs)
-        assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
-    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {5 if level == "O2" else 6}
+    for mine, theirs in zip(ampkit.master_params(optimizer), ampkit.master_params(twin_optimizer)):
+        torch.testing.assert_close(mine, theirs)
+    assert scaler.state_dict()["loss_scale"] == (32768.0 if level == "O2" else 1.0)
+    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {5}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("level, settings", [("O2", {}), ("O5", {}), ("O4", {"check_gradients": True})])
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=0.01)]
+)
+def test_a_step_that_the_host_decides_is_refused_while_a_graph_is_captured(make, level, settings):
+    """Without ``capturable`` torch counts steps on the host, and a replay would be the same step again."""
+    model, optimizer = initialized_on("cuda", make, level, **settings)
+    x, y = batch("cuda")
+    for _ in range(2):
+        iteration(model, optimizer, x, y)
+    with (
+        pytest.raises(ampkit.ConfigurationError, match=r"CUDA graph is captured.*check_gradients=False"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        iteration(model, optimizer, x, y)
+
+
+@pytest.mark.cuda
+def test_unchecked_steps_are_captured_where_torchs_are():
+    """SGD counts no steps. AdamW without ``capturable`` does, on the host, and torch itself refuses."""
+    x, y = batch("cuda")
+    make = {"SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01)}
+    values, graph = [], torch.cuda.CUDAGraph()
+    for captured in (True, False):
+        model, optimizer = initialized_on("cuda", make["SGD"], "O5", check_gradients=False)
+        for _ in range(2 if captured else 5):
+            iteration(model, optimizer, x, y)
+        if captured:
+            optimizer.zero_grad()
+            with torch.cuda.graph(graph):
+                iteration(model, optimizer, x, y)
+            for _ in range(3):
+                graph.replay()
+        values.append([value.clone() for value in ampkit.master_params(optimizer)])
+        ampkit.close()
+    torch.testing.assert_close(*values)
+    model, optimizer = initialized_on("cuda", make["AdamW"], "O5", check_gradients=False)
+    iteration(model, optimizer, x, y)
+    with pytest.raises(RuntimeError, match="capturable is False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        iteration(model, optimizer, x, y)
 
 
 @pytest.mark.cuda

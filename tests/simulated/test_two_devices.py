@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit import kernels
 from ampkit.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 TWO = pytest.mark.cuda(count=2)
@@ -164,6 +165,37 @@ def test_no_other_device_is_touched():
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.stdout.split("\n")[0] == "[False, True]", done.stderr
+
+
+@TWO
+def test_kernels_run_on_the_device_and_the_stream_of_their_tensors():
+    """On cuda:1, and on a stream of it that is no default one, while cuda:0 is the current device."""
+    stream = torch.cuda.Stream("cuda:1")
+    before = torch.cuda.current_stream("cuda:1")
+    torch.cuda.set_stream(stream)
+    torch.cuda.set_device(0)
+    try:
+        x, y, m, v = (torch.full((70_000,), value, device="cuda:1") for value in (4.0, 1.0, 0.0, 0.0))
+        kernels.multi_tensor_scale([x], [x], 0.5)
+        kernels.multi_tensor_axpby([x], [y], [y], 1.0, 3.0)
+        norm, _ = kernels.multi_tensor_l2norm([y])
+        weight, rest = torch.empty_like(y, dtype=torch.bfloat16), torch.empty_like(y, dtype=torch.int16)
+        kernels.multi_tensor_split([y], [weight], [rest])
+        kernels.multi_tensor_join([weight], [rest], [x])
+        rule = dict(lr=1.0, betas=(0.5, 0.5), eps=0.0, step=1.0)
+        kernels.multi_tensor_adam([x], [y], [m], [v], decoupled=True, **rule)
+        kernels.multi_tensor_lamb([x], [y], [m], [v], weight_decay=0.0, **rule)
+        state = torch.tensor([0x41000000, 0, 1, 0, 0, 0, 0], dtype=torch.int32, device="cuda:1")  # a scale of 8
+        kernels.update_scale(state, torch.ones(1, device="cuda:1"))
+        assert torch.cuda.current_device() == 0
+        assert norm.device == x.device and norm.item() == pytest.approx(5.0 * 70_000**0.5, rel=1e-6)
+        assert bool((x == 5.0).all()) and state[0].item() == 0x40800000
+        assert bool((m == 3.75).all()) and bool((v == 18.75).all())
+        # 5 - 1, and as the ratio is |4| / |u|, 4 - 4.
+        torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-5)
+    finally:
+        torch.cuda.set_stream(before)
+        torch.cuda.set_device(0)
 
 
 @pytest.mark.cuda

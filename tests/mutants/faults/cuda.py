@@ -8,6 +8,7 @@ def fault(name: str, file: str, old: str, new: str, breaks: str, *tests: str) ->
 
 
 DRIVER, STEP, NORMS = "multi_tensor_apply.cuh", "multi_tensor_step.cuh", "norms.cuh"
+ROUNDED, LAMB, EXTREMES = "rounded_step.cuh", "multi_tensor_lamb.cu", "kernels/test_extremes.py"
 
 A_STEP = "kernels/test_step_kernels.py::test_a_step_is_float64s_rounded"
 LONG_STEP = "kernels/test_step_kernels.py::test_long_tensors"
@@ -295,5 +296,70 @@ FAULTS = [
         "",
         "an error of a launch is told where it happened",
         "kernels/test_kernels.py::test_update_scale_is_the_rule_in_plain_numbers",
+    ),
+    # The ends of what kernels take
+    fault(
+        "edge: offsets of chunks are 32 bits",
+        DRIVER,
+        "static_cast<int64_t>(block - table.first_block_of[slot]) * kChunkSize",
+        "(block - table.first_block_of[slot]) * kChunkSize",
+        "a tensor may have more than 2^31 elements",
+        f"{EXTREMES}::test_a_launch_has_a_block_for_each_chunk_past_two_to_the_32_elements",
+    ),
+    fault(
+        "edge: offsets in bytes are 32 bits",
+        DRIVER,
+        "offset * bytes_per_element(chunk.dtype[k])",
+        "static_cast<int32_t>(offset * bytes_per_element(chunk.dtype[k]))",
+        "a tensor may have more than 2^31 bytes",
+        f"{EXTREMES}::test_what_lies_past_two_to_the_31_bytes_is_read",
+    ),
+    fault(
+        "edge: a grid has 65535 blocks",
+        DRIVER,
+        "static_cast<unsigned>(launch.first_blocks.back())",
+        "std::min(static_cast<unsigned>(launch.first_blocks.back()), 65535u)",
+        "a launch has a block for each chunk",
+        f"{EXTREMES}::test_a_launch_has_a_block_for_each_chunk_past_two_to_the_32_elements",
+    ),
+    fault(
+        "edge: codes are written beyond the end",
+        ROUNDED,
+        "if (i + k < size) codes[i + k] = static_cast<uint8_t>(words[k / 4] >> (k % 4 * 8));",
+        "codes[i + k] = static_cast<uint8_t>(words[k / 4] >> (k % 4 * 8));",
+        "nothing is written beyond the end of packed moments",
+        f"{EXTREMES}::test_nothing_beside_packed_moments_rests_and_weights_is_touched",
+    ),
+    fault(
+        "edge: codes beyond the end have a place",
+        ROUNDED,
+        "if (i + k >= size) places[k] = 0;",
+        "",
+        "what lies beyond the end of packed moments counts nowhere",
+        "kernels/test_moments.py::test_a_step_over_values_of_all_classes_packs_what_it_would_write_in_float32",
+    ),
+    fault(
+        "edge: lamb divides 0 by 0 beyond the end",
+        LAMB,
+        "i + k < chunk.size ? functor.direction(p[k], m[k], v[k]) : 0.0f",
+        "functor.direction(p[k], m[k], v[k])",
+        "what lies beyond the end of a tensor counts nowhere",
+        f"{EXTREMES}::test_lamb_without_eps_divides_by_nothing_behind_the_end",
+    ),
+    fault(
+        "edge: lamb's ratio is of the first moments before rounding",
+        LAMB,
+        "if (chunk.dtype[2] != DType::kFloat) chunk.load(2, i, m);",
+        "",
+        "the ratio is of the moments by which the move goes",
+        f"{EXTREMES}::test_lambs_direction_is_of_the_moments_as_they_are_kept",
+    ),
+    fault(
+        "edge: lamb's ratio is of the second moments before rounding",
+        LAMB,
+        "if (chunk.dtype[3] != DType::kFloat) chunk.load(3, i, v);",
+        "",
+        "the ratio is of the moments by which the move goes",
+        f"{EXTREMES}::test_lambs_direction_is_of_the_moments_as_they_are_kept",
     ),
 ]

@@ -262,4 +262,28 @@ FAULTS = [
         breaks="the index of a tensor that is not finite is the caller's",
         tests=("kernels/test_kernels.py::test_lists_of_several_dtypes_copy_nothing_from_the_host",),
     ),
+    Mutant(
+        "attacks: some tensors may be without data",
+        "ampkit/kernels/routing.py",
+        "if without and len(without) < len(named):",
+        "if False:",
+        breaks="what is computed and found is not lost",
+        tests=("kernels/test_attacks.py::test_tensors_without_data_are_refused",),
+    ),
+    Mutant(
+        "attacks: float8 is taken",
+        "ampkit/kernels/checks.py",
+        " or tensor.dtype.itemsize == 1:",
+        ":",
+        breaks="what no operator computes in is refused before anything is written",
+        tests=("kernels/test_attacks.py::test_other_dtypes_are_refused",),
+    ),
+    Mutant(
+        "attacks: a refused step moves NovoGrad's norms",
+        "ampkit/kernels/routing.py",
+        "                undo()\n",
+        "                pass\n",
+        breaks="an error leaves all as it was",
+        tests=("kernels/test_attacks.py::test_other_dtypes_are_refused",),
+    ),
 ]

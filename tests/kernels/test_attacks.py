@@ -1,0 +1,314 @@
+"""Every multi-tensor operator with lists it was not made for: an error in words that leaves all as it was, or right numbers."""
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ampkit import kernels
+from ampkit.kernels import backend
+
+F32, F16, BF16, I16 = torch.float32, torch.float16, torch.bfloat16, torch.int16
+RULE = dict(lr=0.1, betas=(0.8, 0.95), eps=1e-6, step=3.0)
+
+
+class Op(NamedTuple):
+    function: Callable
+    lists: dict[str, torch.dtype]
+    written: tuple[str, ...]
+    numbers: dict
+    flags: tuple[str, ...] = ("found_inf",)
+    more: Callable = lambda count: {}
+
+
+FOUR = dict(grads=F32, params=F32, exp_avgs=F32, exp_avg_sqs=F32)
+OPS = {
+    "scale": Op(kernels.multi_tensor_scale, dict(inputs=F32, outputs=F32), ("outputs",), dict(scale=0.5)),
+    "axpby": Op(kernels.multi_tensor_axpby, dict(xs=F32, ys=F32, outputs=F32), ("outputs",), dict(a=2.0, b=-3.0)),
+    "join": Op(kernels.multi_tensor_join, dict(weights=BF16, rests=I16, outputs=F32), ("outputs",), {}, flags=()),
+    "split": Op(
+        kernels.multi_tensor_split, dict(values=F32, weights=BF16, rests=I16), ("weights", "rests"), {}, flags=()
+    ),
+    "unscale_l2norm": Op(
+        kernels.multi_tensor_unscale_l2norm, dict(inputs=F32, outputs=F32), ("outputs",), dict(inv_scale=0.5)
+    ),
+    "l2norm": Op(kernels.multi_tensor_l2norm, dict(tensors=F32), (), {}, flags=()),
+    "sgd": Op(
+        kernels.multi_tensor_sgd,
+        dict(grads=F32, params=F32, momenta=F32),
+        ("params", "momenta"),
+        dict(lr=0.1, momentum=0.9),
+    ),
+    "adam": Op(kernels.multi_tensor_adam, FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, decoupled=True)),
+    "adagrad": Op(
+        kernels.multi_tensor_adagrad, dict(grads=F32, params=F32, sums=F32), ("params", "sums"), dict(lr=0.1, eps=1e-6)
+    ),
+    "lamb": Op(kernels.multi_tensor_lamb, FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, weight_decay=0.1)),
+    "novograd": Op(
+        kernels.multi_tensor_novograd,
+        dict(grads=F32, params=F32, exp_avgs=F32),
+        ("params", "exp_avgs"),
+        RULE,
+        more=lambda count: dict(norms=torch.ones(count)),
+    ),
+}
+SHAPES = [(5,), (3, 4), (17,)]
+LISTS = [(name, which) for name, op in OPS.items() for which in op.lists]
+WRITTEN = [(name, which) for name, op in OPS.items() for which in op.written]
+every_op = pytest.mark.parametrize("name", OPS)
+every_list = pytest.mark.parametrize("name, which", LISTS, ids=map("-".join, LISTS))
+
+
+def made(name, shapes=SHAPES, seed=0):
+    """Lists of this operator: positive numbers, and rests of all signs."""
+    generator = torch.Generator().manual_seed(seed)
+    lists = {}
+    for which, dtype in OPS[name].lists.items():
+        if dtype is I16:
+            lists[which] = [torch.randint(-99, 99, shape, generator=generator).to(I16) for shape in shapes]
+        else:
+            lists[which] = [(torch.rand(shape, generator=generator) + 0.5).to(dtype) for shape in shapes]
+    return lists
+
+
+def run(name, lists, **more):
+    """What the operator returns, as a list of tensors; ``more`` are numbers and flags in the place of its own."""
+    op, count = OPS[name], len(next(iter(lists.values())))
+    returned = op.function(**lists, **{**op.more(count), **op.numbers, **more})
+    return [] if returned is None else list(returned)
+
+
+def copied(lists):
+    return {
+        which: [x.clone(memory_format=torch.contiguous_format) for x in tensors] for which, tensors in lists.items()
+    }
+
+
+def expected_of(name, lists):
+    """What lists hold afterwards, and what is returned: by the definition in plain torch, over contiguous copies."""
+    plain, devices = copied(lists), backend.kernel_devices
+    backend.kernel_devices = frozenset()
+    try:
+        return plain, run(name, plain)
+    finally:
+        backend.kernel_devices = devices
+
+
+def assert_right(name, lists, expected, returned):
+    wanted, wanted_return = expected
+    for which, tensors in lists.items():
+        for i, (found, one) in enumerate(zip(tensors, wanted[which], strict=True)):
+            torch.testing.assert_close(
+                found.contiguous(), one, rtol=2e-6, atol=1e-7, msg=lambda m, w=which, i=i: f"{w}[{i}]: {m}"
+            )
+    for found, one in zip(returned, wanted_return, strict=True):
+        torch.testing.assert_close(found, one, rtol=2e-6, atol=0)
+
+
+def assert_refused(name, lists, match, **more):
+    """An error that names what was wrong, and every value as it was."""
+    readable = {
+        which: [x for x in tensors if x.device.type == "cpu" and x.untyped_storage().size()]
+        for which, tensors in lists.items()
+    }
+    before = copied(readable)
+    vectors = OPS[name].more(len(next(iter(lists.values()))))
+    with pytest.raises(RuntimeError, match=match):
+        run(name, lists, **vectors, **more)
+    assert all(bool((vector == 1).all()) for vector in vectors.values())
+    for which, tensors in readable.items():
+        assert all(map(torch.equal, tensors, before[which])), which
+
+
+def said(name, which):
+    """What a list is called in an error: norms are found by another operator."""
+    return "inputs|tensors" if name == "l2norm" or (name, which) == ("novograd", "grads") else which
+
+
+@pytest.mark.compiled("kernels")
+@every_list
+def test_freed_memory_is_refused(name, which):
+    lists = made(name)
+    lists[which][1].untyped_storage().resize_(0)
+    assert_refused(name, lists, rf"({said(name, which)})\[1\].*no memory")
+
+
+@pytest.mark.parametrize("name, which", WRITTEN, ids=map("-".join, WRITTEN))
+def test_an_output_of_which_elements_share_a_place_is_refused(name, which):
+    lists = made(name)
+    lists[which][1] = lists[which][1][:1].expand(3, 4)
+    assert_refused(name, lists, rf"several elements of {which}\[1\] lie in one place")
+
+
+@every_op
+def test_a_tensor_may_stand_in_a_list_twice(name):
+    """In one that is only read."""
+    lists = made(name)
+    for which in set(lists) - set(OPS[name].written):
+        lists[which][2] = lists[which][0]
+    for which in OPS[name].written:
+        lists[which][2] = lists[which][2][:5].clone()
+    expected = expected_of(name, lists)
+    assert_right(name, lists, expected, run(name, lists))
+
+
+@every_list
+def test_tensors_without_data_are_refused(name, which):
+    lists = made(name)
+    lists[which][1] = lists[which][1].to("meta")
+    assert_refused(name, lists, "meta")
+
+
+NUMBERS = [
+    (name, number)
+    for name, op in OPS.items()
+    for number in op.numbers
+    if number in ("scale", "a", "b", "lr", "inv_scale", "step")
+]
+NUMBERS += [
+    (name, number) for name in ("sgd", "adam", "adagrad", "lamb", "novograd") for number in ("inv_scale", "clip")
+]
+
+
+@pytest.mark.parametrize("name, number", NUMBERS, ids=map("-".join, NUMBERS))
+def test_numbers_without_data_are_refused(name, number):
+    assert_refused(name, made(name), "meta", **{number: torch.ones((), device="meta")})
+
+
+FLAGS = [(name, flag) for name, op in OPS.items() for flag in op.flags]
+FLAGS += [(name, "first_bad") for name in ("scale", "axpby", "unscale_l2norm")]
+
+
+@pytest.mark.parametrize("name, flag", FLAGS, ids=map("-".join, FLAGS))
+def test_flags_without_data_are_refused(name, flag):
+    dtype = torch.int64 if flag == "first_bad" else F32
+    assert_refused(name, made(name), "meta", **{flag: torch.ones(1, dtype=dtype, device="meta")})
+
+
+SEVERAL = [one for one in LISTS if len(OPS[one[0]].lists) > 1]
+
+
+@pytest.mark.parametrize("name, which", SEVERAL, ids=map("-".join, SEVERAL))
+def test_lists_of_different_lengths_are_refused(name, which):
+    for change in (lambda x: x[:2], lambda x: [*x, torch.ones(5)], lambda x: []):
+        lists = made(name)
+        lists[which] = change(lists[which])
+        if (name, which, lists[which]) != ("unscale_l2norm", "outputs", []):  # which writes none
+            assert_refused(name, lists, "pass lists of one length")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
+@every_list
+def test_other_dtypes_are_refused(name, which, dtype):
+    lists = made(name)
+    lists[which][1] = lists[which][1].to(dtype)
+    assert_refused(name, lists, rf"({said(name, which)})\[1\]")
+
+
+def misaligned(x):
+    """The same values from the second element of a longer tensor on."""
+    whole = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+    return whole.copy_(x)
+
+
+def far_apart(x):
+    """The same values, pages from each other."""
+    strides = [5003 * stride for stride in x.stride()]
+    return x.new_empty(x.numel() * 5003).as_strided(x.shape, strides).copy_(x)
+
+
+LAYOUTS = {
+    "misaligned": misaligned,
+    "misaligned in 16 bits": lambda x: misaligned(x.to(F16) if x.dtype is F32 else x),
+    "far apart": far_apart,
+    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
+}
+
+
+@every_op
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_may_lie_as_it_likes(name, layout):
+    lists = made(name)
+    for tensors in lists.values():
+        for i, x in enumerate(tensors):
+            tensors[i] = LAYOUTS[layout](x)
+    expected = expected_of(name, lists)
+    returned = run(name, lists)
+    if layout == "misaligned in 16 bits":
+        for which in OPS[name].written:
+            for found, one in zip(lists[which], expected[0][which]):
+                torch.testing.assert_close(found, one, rtol=2e-3, atol=1e-4)
+    else:
+        assert_right(name, lists, expected, returned)
+
+
+@every_op
+def test_tensors_without_elements_are_nothing(name):
+    lists = made(name, [(0,), (3, 0), (5,), (0, 4), (2,), (0,)])
+    expected = expected_of(name, lists)
+    assert_right(name, lists, expected, run(name, lists))
+    lists = made(name, [(0,), (3, 0)])
+    assert all(bool((x == 0).all()) for x in run(name, lists))
+
+
+@pytest.mark.cpu_kernels  # the emulation has one launch at a time
+@every_op
+def test_threads_may_call_at_once(name):
+    """Eight of them, each with lists of its own, of sizes that are shared out among threads too."""
+    shapes = [(5,), (300, 301), (70_001,)] if name != "l2norm" else SHAPES
+    cases = [made(name, shapes, seed) for seed in range(8)]
+    expected, failures = [expected_of(name, lists) for lists in cases], []
+    start = threading.Barrier(8)
+
+    def work(lists, wanted):
+        try:
+            start.wait()
+            assert_right(name, lists, wanted, run(name, lists))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(cases, expected)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+# But for NovoGrad's, which are read by torch, and torch reads what is freed.
+ONES = [one for one in (*FLAGS, *NUMBERS) if one[0] != "novograd"]
+
+
+@pytest.mark.compiled("kernels")
+@pytest.mark.parametrize("name, flag", ONES, ids=map("-".join, ONES))
+def test_flags_and_numbers_whose_memory_was_freed_are_refused(name, flag):
+    one = freed(torch.ones(1, dtype=torch.int64 if flag == "first_bad" else F32))
+    assert_refused(name, made(name), "has no memory|storage", **{flag: one})
+
+
+def freed(x):
+    x.untyped_storage().resize_(0)
+    return x
+
+
+SPOILED = {
+    "freed": (freed, torch.clone),
+    "freed flag": (torch.clone, freed),
+    "flag without data": (torch.clone, lambda x: x.to("meta")),
+    "64 bits": (torch.Tensor.long, torch.clone),
+    "one word for all": (lambda x: x[:1].expand(7), torch.clone),
+    "six words": (lambda x: x[:6], torch.clone),
+}
+
+
+@pytest.mark.compiled("kernels")
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_loss_scale_of_another_kind_is_refused(case):
+    spoil_state, spoil_flag = SPOILED[case]
+    state = spoil_state(torch.tensor([0x41000000, 1, 1, 0, 0, 0, 9], dtype=torch.int32))
+    before = None if case == "freed" else state.clone()
+    with pytest.raises(RuntimeError):
+        kernels.update_scale(state, spoil_flag(torch.ones(1)))
+    assert before is None or torch.equal(state, before)
