@@ -12,6 +12,7 @@
 
 #include <array>
 #include <exception>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -57,6 +58,33 @@ struct Argument<bool> {
     const int truth = PyObject_IsTrue(object);
     value = truth == 1;
     return truth < 0 ? Given::kRaised : Given::kFits;
+  }
+};
+
+template <>
+struct Argument<const std::string&> {
+  std::string value;
+  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
+    PyObject* bytes = PyUnicode_AsUTF8String(object);
+    if (bytes == nullptr) return Given::kRaised;
+    value = PyBytes_AsString(bytes);
+    Py_DECREF(bytes);
+    return Given::kFits;
+  }
+};
+
+template <>
+struct Argument<const std::vector<double>&> {
+  std::vector<double> value;
+  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
+    const bool is_tuple = PyTuple_Check(object);
+    if (!is_tuple && !PyList_Check(object)) return Given::kNeedsDispatcher;
+    value.resize(static_cast<size_t>(is_tuple ? PyTuple_Size(object) : PyList_Size(object)));
+    for (size_t i = 0; i < value.size(); ++i) {
+      value[i] = PyFloat_AsDouble(is_tuple ? PyTuple_GetItem(object, i) : PyList_GetItem(object, i));
+      if (value[i] == -1.0 && PyErr_Occurred()) return Given::kRaised;
+    }
+    return Given::kFits;
   }
 };
 
@@ -229,14 +257,6 @@ inline PyObject* use_tensor_access(PyObject*, PyObject* capsule) {
        reinterpret_cast<void (*)()>(&ampkit::direct_method<&ampkit::op##_##device, &device_type>)),                        \
    METH_FASTCALL, nullptr}
 
-// The methods of a library's module, for the column of a device, whose type this function names; ended by an empty one.
-#define AMPKIT_DIRECT_METHODS(device, type)                                                                                \
-  AMPKIT_DIRECT(multi_tensor_scale, device, type), AMPKIT_DIRECT(multi_tensor_axpby, device, type),                        \
-      AMPKIT_DIRECT(multi_tensor_join, device, type), AMPKIT_DIRECT(multi_tensor_split, device, type),                     \
-      AMPKIT_DIRECT(multi_tensor_unscale_l2norm, device, type), AMPKIT_DIRECT(multi_tensor_sgd, device, type),             \
-      AMPKIT_DIRECT(multi_tensor_adam, device, type), AMPKIT_DIRECT(multi_tensor_adagrad, device, type),                   \
-      AMPKIT_DIRECT(multi_tensor_novograd, device, type), AMPKIT_DIRECT(multi_tensor_lamb, device, type),                  \
-      AMPKIT_DIRECT(update_scale, device, type),                                                                           \
-      {"use_tensor_access", ampkit::use_tensor_access, METH_O, nullptr}, {                                                 \
-    nullptr, nullptr, 0, nullptr                                                                                           \
-  }
+// What a library's module has besides, and the end of its methods.
+#define AMPKIT_OTHER_METHODS                                                                  \
+  {"use_tensor_access", ampkit::use_tensor_access, METH_O, nullptr}, { nullptr, nullptr, 0, nullptr }

@@ -3,8 +3,8 @@
 The choice is made once, at import, by AMPKIT_EXTENSION (libraries.py). implementation() tells what was chosen and why.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,14 +29,14 @@ def implementation() -> Implementation:
     return _implementation
 
 
-def kernel_of(function: Callable) -> Callable | None:
-    """The compiled operator that ``function`` defines, with the same parameters; None without the extension."""
-    return None if _extension is None else _extension.kernel(function)
+def directly(op: str, *arguments: Any) -> Any:
+    """What a compiled operator returns, past torch's dispatcher; NotImplemented, with nothing done, where it refuses."""
+    return NotImplemented if _extension is None else _extension.directly(op, *arguments)
 
 
-def direct_kernel_of(function: Callable) -> Callable | None:
-    """The same past torch's dispatcher, NotImplemented where that is needed; None where nobody can go past it."""
-    return None if _extension is None else _extension.direct_kernel(function)
+def through_dispatcher(op: str, *arguments: Any) -> Any:
+    """What the operator of torch.ops.ampkit returns."""
+    return _extension.through_dispatcher(op, *arguments)
 
 
 def _import() -> tuple:
