@@ -119,18 +119,28 @@ struct Argument<const MaybeTensor&> {
   }
 };
 
+// Of a list, or of lists in one, which stand for their tensors one after the other.
+inline bool add_plain_tensors(int32_t device_type, PyObject* object, std::vector<AtenTensorHandle>& handles) {
+  const bool is_list = PyList_Check(object);
+  if (!is_list && !PyTuple_Check(object)) return false;
+  const Py_ssize_t size = is_list ? PyList_Size(object) : PyTuple_Size(object);
+  handles.reserve(handles.size() + static_cast<size_t>(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i);
+    if (const AtenTensorHandle handle = plain_tensor_on(device_type, item))
+      handles.push_back(handle);
+    else if (!add_plain_tensors(device_type, item, handles))
+      return false;
+  }
+  return true;
+}
+
 template <>
 struct Argument<const TensorList&> {
   TensorList value;
   Given read(PyObject* object, int32_t device_type, std::vector<AtenTensorHandle>* written) {
-    const bool is_list = PyList_Check(object);
-    if (!is_list && !PyTuple_Check(object)) return Given::kNeedsDispatcher;
-    const Py_ssize_t size = is_list ? PyList_Size(object) : PyTuple_Size(object);
-    std::vector<AtenTensorHandle> handles(static_cast<size_t>(size));
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      handles[i] = plain_tensor_on(device_type, is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
-      if (handles[i] == nullptr) return Given::kNeedsDispatcher;
-    }
+    std::vector<AtenTensorHandle> handles;
+    if (!add_plain_tensors(device_type, object, handles)) return Given::kNeedsDispatcher;
     if (written != nullptr) written->insert(written->end(), handles.begin(), handles.end());
     value = TensorList::borrowed(std::move(handles));
     return Given::kFits;
@@ -205,6 +215,23 @@ PyObject* call_directly(Result (*function)(Types...), int32_t device_type, PyObj
   return call_directly(function, device_type, given, std::index_sequence_for<Types...>());
 }
 
+inline void hold(PyObject* object, std::vector<PyObject*>& held) {
+  Py_INCREF(object);
+  held.push_back(object);
+  if (!PyList_Check(object)) return;
+  const Py_ssize_t size = PyList_Size(object);
+  const bool has_lists = size > 0 && PyList_Check(PyList_GetItem(object, 0));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = PyList_GetItem(object, i);
+    if (has_lists) {
+      hold(item, held);
+    } else {
+      Py_INCREF(item);
+      held.push_back(item);
+    }
+  }
+}
+
 // What Python calls. kDeviceType: the function that names the type of the kernels' device.
 template <auto kFunction, int32_t (*kDeviceType)()>
 PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -220,15 +247,7 @@ PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   // Whatever else runs meanwhile may let go of the lists and of their tensors.
   std::vector<PyObject*> held;
-  const auto hold = [&](PyObject* object) {
-    Py_INCREF(object);
-    held.push_back(object);
-  };
-  for (Py_ssize_t i = 1; i < count; ++i) {
-    hold(given[i]);
-    if (PyList_Check(given[i]))
-      for (Py_ssize_t k = 0; k < PyList_Size(given[i]); ++k) hold(PyList_GetItem(given[i], k));
-  }
+  for (Py_ssize_t i = 1; i < count; ++i) hold(given[i], held);
   PyObject* result = nullptr;
   try {
     result = call_directly(kFunction, device_type, given);

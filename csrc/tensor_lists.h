@@ -12,6 +12,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -111,9 +112,8 @@ class TensorLists {
   }
 
  private:
-  template <class... Pieces>
-  void check(bool condition, int k, size_t i, const Pieces&... pieces) const {
-    AMPKIT_CHECK(condition, op_, ": tensor ", i, " of list ", k, " ", pieces...);
+  std::string at(int k, size_t i) const {
+    return std::string(op_) + ": tensor " + std::to_string(i) + " of list " + std::to_string(k) + " ";
   }
 
   // Reads each tensor's record once, for it is seldom in the cache. Returns whether the row can be used in place.
@@ -130,16 +130,16 @@ class TensorLists {
         check_packed(k, i, flat.numel);
         has_packed_ = true;
       } else {
-        check(k == 0 || are_equal(tensor.sizes(), expected), k, i, "has another shape than in list 0");
+        AMPKIT_CHECK(k == 0 || are_equal(tensor.sizes(), expected), at(k, i), "has another shape than in list 0");
       }
-      check(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), k, i, "is on another device");
-      check(flat.numel == 0 || tensor.storage_bytes() > 0, k, i, "has no memory");
+      AMPKIT_CHECK(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), at(k, i), "is on another device");
+      AMPKIT_CHECK(flat.numel == 0 || tensor.storage_bytes() > 0, at(k, i), "has no memory");
       flat.data[k] = tensor.mutable_data_ptr();
       contiguous = contiguous && tensor.is_contiguous();
     }
     if (contiguous || share_layout(i)) return true;
     for (int k = 0; k < kDepth; ++k)
-      check(columns_[k].role <= Role::kRest || flat.numel == 0 || !overlaps_itself(columns_[k][i]), k, i, "has elements in one place");
+      AMPKIT_CHECK(columns_[k].role <= Role::kRest || flat.numel == 0 || !overlaps_itself(columns_[k][i]), at(k, i), "has elements in one place");
     return false;
   }
 
@@ -153,7 +153,7 @@ class TensorLists {
     if (code == bfloat16_code) return DType::kBFloat16;
     if (code == aoti_torch_dtype_int16() && (columns_[k].role == Role::kRest || columns_[k].role == Role::kWriteOrRest)) return DType::kInt16;
     if (code == aoti_torch_dtype_uint8() && columns_[k].role == Role::kMoment) return DType::kPacked;
-    check(false, k, i, "is neither float32, float16 nor bfloat16");
+    AMPKIT_CHECK(false, at(k, i), "is neither float32, float16 nor bfloat16");
     return DType::kFloat;
   }
 
@@ -161,9 +161,9 @@ class TensorLists {
   void check_packed(int k, size_t i, int64_t numel) const {
     const TensorView tensor = columns_[k][i];
     const int64_t expected = packed_bytes(numel);
-    check(are_equal(tensor.sizes(), {&expected, 1}) && tensor.is_contiguous() &&
-              reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) % 4 == 0,
-          k, i, "holds no packed moments of as many elements");
+    AMPKIT_CHECK(are_equal(tensor.sizes(), {&expected, 1}) && tensor.is_contiguous() &&
+                     reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) % 4 == 0,
+                 at(k, i), "holds no packed moments of as many elements");
   }
 
   bool share_layout(size_t i) const {

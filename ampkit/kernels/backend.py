@@ -3,6 +3,7 @@
 The choice is made once, at import, by AMPKIT_EXTENSION (libraries.py). implementation() tells what was chosen and why.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,6 @@ class Implementation:
 def implementation() -> Implementation:
     """What was chosen when ampkit was imported."""
     return _implementation
-
-
-def directly(op: str, *arguments: Any) -> Any:
-    """What a compiled operator returns, past torch's dispatcher; NotImplemented, with nothing done, where it refuses."""
-    return NotImplemented if _extension is None else _extension.directly(op, *arguments)
 
 
 def through_dispatcher(op: str, *arguments: Any) -> Any:
@@ -80,3 +76,5 @@ def _load_cuda(extension) -> tuple[bool, str]:
 
 
 _extension, kernel_devices, _implementation = _choose()
+#: What calls compiled operators past torch's dispatcher, by their names.
+direct: dict[str, Callable[..., Any]] = {} if _extension is None else _extension.direct

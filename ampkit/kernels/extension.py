@@ -31,17 +31,9 @@ _WRITTEN = {
     name: [i for i, one in enumerate(op._schema.arguments) if one.alias_info is not None and one.alias_info.is_write]
     for name, op in ops.items()
 }
-#: By operator, the methods of the libraries that are called without the dispatcher (csrc/direct.h).
-_methods: dict[str, list[Callable]] = {name: [] for name in ops}
-
-
-def directly(op: str, *arguments: Any) -> Any:
-    """What the kernel returns that takes these arguments; NotImplemented, with nothing done, where the dispatcher is needed."""
-    for method in _methods[op]:
-        result = method(*arguments)
-        if result is not NotImplemented:
-            return result
-    return NotImplemented
+#: By operator, what calls it without the dispatcher (csrc/direct.h). It returns NotImplemented, having done nothing, where the
+#: dispatcher is needed.
+direct: dict[str, Callable[..., Any]] = {}
 
 
 def through_dispatcher(op: str, *arguments: Any) -> Any:
@@ -65,8 +57,7 @@ def load_cuda_kernels() -> str:
 def load_emulated_kernels() -> None:
     """From here on the CUDA kernels compute on the CPU, as host code: for tests, which have this library on their path."""
     library = importlib.import_module("ampkit_emulated")
-    for methods in _methods.values():
-        methods.clear()
+    direct.clear()
     _give_tensor_access(library.kernels)
 
 
@@ -77,9 +68,15 @@ def _give_tensor_access(library: Any) -> None:
     except (ImportError, AttributeError):
         return  # the dispatcher serves every call
     library.use_tensor_access(access)
-    for name, methods in _methods.items():
+    for name, written in _WRITTEN.items():
         if hasattr(library, name):
-            methods.append(partial(getattr(library, name), sum(1 << i for i in _WRITTEN[name])))
+            method = partial(getattr(library, name), sum(1 << i for i in written))
+            direct[name] = partial(_first_of, direct[name], method) if name in direct else method
+
+
+def _first_of(method: Callable[..., Any], other: Callable[..., Any], *arguments: Any) -> Any:
+    result = method(*arguments)
+    return other(*arguments) if result is NotImplemented else result
 
 
 # What torch.compile and fake tensors need to know: operators that only write have nothing to say about results.

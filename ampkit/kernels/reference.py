@@ -40,7 +40,7 @@ def multi_tensor_scale(
         return
     # In place each tensor is handed over once.
     given = () if not torch.compiler.is_compiling() and inputs is outputs else inputs
-    lists = dict(inputs=given, outputs=outputs)
+    lists = {"inputs": given, "outputs": outputs}
     serve("multi_tensor_scale", _scale, lists, number(scale), (found_inf, first_bad))
 
 
@@ -85,7 +85,9 @@ def multi_tensor_axpby(
     if arg_to_check not in (-1, 0, 1):
         raise RuntimeError(f"multi_tensor_axpby: arg_to_check is {arg_to_check}; expected -1 (both), 0 (xs) or 1 (ys)")
     rest = (*number(a), *number(b), arg_to_check)
-    _serve("multi_tensor_axpby", _axpby, dict(xs=xs, ys=ys, outputs=outputs), rest, (found_inf, first_bad))
+    lists = {"xs": xs, "ys": ys, "outputs": outputs}
+    if _have_elements("multi_tensor_axpby", lists):
+        serve("multi_tensor_axpby", _axpby, lists, rest, (found_inf, first_bad))
 
 
 def _axpby(a, a_tensor, b, b_tensor, arg_to_check, found_inf, first_bad, xs, ys, outputs):
@@ -100,7 +102,9 @@ def _axpby(a, a_tensor, b, b_tensor, arg_to_check, found_inf, first_bad, xs, ys,
 
 def multi_tensor_join(weights: Tensors, rests: Tensors, outputs: Tensors) -> None:
     """outputs[i] = the float32 value that weights[i] (float16 or bfloat16) and rests[i] (int16) are together."""
-    _serve("multi_tensor_join", _join, dict(weights=weights, rests=rests, outputs=outputs))
+    lists = {"weights": weights, "rests": rests, "outputs": outputs}
+    if _have_elements("multi_tensor_join", lists):
+        serve("multi_tensor_join", _join, lists)
 
 
 def _join(weights, rests, outputs):
@@ -110,7 +114,9 @@ def _join(weights, rests, outputs):
 
 def multi_tensor_split(values: Tensors, weights: Tensors, rests: Tensors) -> None:
     """weights[i] and rests[i] become what values[i] is together: see split.py."""
-    _serve("multi_tensor_split", _split, dict(values=values, weights=weights, rests=rests))
+    lists = {"values": values, "weights": weights, "rests": rests}
+    if _have_elements("multi_tensor_split", lists):
+        serve("multi_tensor_split", _split, lists)
 
 
 def _split(values, weights, rests):
@@ -120,12 +126,12 @@ def _split(values, weights, rests):
         rest.copy_(lower)
 
 
-def _serve(op, reference, lists, rest=(), flags=()):
-    """`serve` lists of one length, unless they are empty."""
-    if len(set(map(len, lists.values()))) > 1:
+def _have_elements(op, lists):
+    """Whether there is something to do; raises unless the three lists have one length."""
+    first, second, third = lists.values()
+    if not len(first) == len(second) == len(third):
         check_lists(op, **lists)
-    if any(lists.values()):
-        serve(op, reference, lists, rest, flags)
+    return len(first) > 0
 
 
 def multi_tensor_unscale_l2norm(
@@ -142,7 +148,7 @@ def multi_tensor_unscale_l2norm(
     device of the first tensor. Huge and tiny values keep their norm. ``outputs``, which may be the inputs, receive the products;
     without them nothing but the inputs is read, and nothing written: the pass before a fused step, which unscales by itself.
     """
-    lists = dict(inputs=inputs, outputs=() if outputs is None else outputs)
+    lists = {"inputs": inputs, "outputs": () if outputs is None else outputs}
     if outputs is not None and len(outputs) != len(inputs):
         check_lists("multi_tensor_unscale_l2norm", **lists)
     if not inputs:
@@ -199,16 +205,16 @@ def update_scale(
     at most, and never to infinity.
     """
     rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
-    by_kernel = state.device.type in backend.kernel_devices
-    if by_kernel and not torch.compiler.is_compiling():
-        if backend.directly("update_scale", state, found_inf, *rule) is not NotImplemented:
+    kernel = backend.direct.get("update_scale")
+    if kernel is not None and backend.kernel_devices and not torch.compiler.is_compiling():
+        if kernel(state, found_inf, *rule) is not NotImplemented:
             return state
     if state.dtype is not torch.int32 or state.shape != (7,) or not state.is_contiguous():
         raise RuntimeError(
             f"update_scale: state is {state.dtype} of shape {list(state.shape)}; pass a contiguous int32 tensor of shape [7]"
         )
     found_inf = on(found_inf, state.device)
-    if by_kernel:
+    if state.device.type in backend.kernel_devices:
         backend.through_dispatcher("update_scale", state, found_inf.to(torch.float32), *rule)
     else:
         _update_scale(state, found_inf, *rule)

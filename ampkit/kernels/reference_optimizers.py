@@ -31,6 +31,11 @@ from ampkit.kernels.routing import Number, Tensors, number, serve
 from ampkit.kernels.split import join, split
 
 
+def _of_rule(function: Callable[..., None]) -> Callable[..., None]:
+    """The reference of a rule, which is given what the operator is (csrc/ops.h): the lists by name."""
+    return lambda *given, **lists: function(_Given(*given), **lists)
+
+
 def multi_tensor_sgd(
     grads: Tensors,
     params: Tensors,
@@ -58,13 +63,14 @@ def multi_tensor_sgd(
     On the ``first_run`` a momentum becomes the gradient itself. ``wd_after_momentum`` keeps the weight decay out of the
     momentum. ``trust`` holds a factor of the decayed gradient for each tensor. ``step`` counts for random numbers alone.
     """
-    lists, rule = dict(grads=grads, params=params), "sgd"
+    lists, rule = {"grads": grads, "params": params}, "sgd"
     if momentum:
         lists["momenta"], rule = momenta, "sgd with momentum"
     own = (momentum, dampening, weight_decay, nesterov, first_run, wd_after_momentum)
     _step(rule, _sgd, lists, lower, own, lr, step, inv_scale, clip, found_inf, trust, positions, seed, round_params)
 
 
+@_of_rule
 def _sgd(given: _Given, grads, params, momenta=None, lower=None):
     momentum, dampening, weight_decay, nesterov, first_run, wd_after_momentum = given.own
     p, d = _joined(params, lower, given.found_inf), given.scaled(grads, params)
@@ -110,11 +116,12 @@ def multi_tensor_adam(
     round_params: bool = False,
 ) -> None:
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
-    lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
+    lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     own = (*betas, 1.0 - betas[0], eps, weight_decay, decoupled, bias_correction)
     _step("adam", _adam, lists, lower, own, lr, step, inv_scale, clip, found_inf, None, positions, seed, round_params)
 
 
+@_of_rule
 def _adam(given: _Given, grads, params, exp_avgs, exp_avg_sqs, lower=None):
     beta1, beta2, share, eps, weight_decay, decoupled, bias_correction = given.own
     p, d = _joined(params, lower, given.found_inf), given.scaled(grads, params)
@@ -150,7 +157,7 @@ def multi_tensor_adagrad(
     _step(
         "adagrad",
         _adagrad,
-        dict(grads=grads, params=params, sums=sums),
+        {"grads": grads, "params": params, "sums": sums},
         lower,
         own,
         lr,
@@ -161,6 +168,7 @@ def multi_tensor_adagrad(
     )
 
 
+@_of_rule
 def _adagrad(given: _Given, grads, params, sums, lower=None):
     eps, weight_decay, decoupled = given.own
     p, d = _working(params, params, given.found_inf), given.scaled(grads, params)
@@ -202,7 +210,7 @@ def multi_tensor_lamb(
     norm. ``directions`` (may be the gradients) receives the directions taken, if anybody asks, which no kernel does. For LAMB's own
     clipping, ``clip=clip_factor(unscaled norm of all gradients, max_grad_norm)``.
     """
-    lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
+    lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     own = (*betas, 1.0 - betas[0] if grad_averaging else 1.0, eps, weight_decay, decoupled, bias_correction)
     numbers = (lr, step, inv_scale, clip, found_inf)
     if directions is None:
@@ -210,9 +218,10 @@ def multi_tensor_lamb(
         return _step(rule, reference, lists, lower, own, *numbers)
     check_lists("multi_tensor_lamb", **lists, lower=lower, directions=directions)
     with torch.no_grad():
-        _lamb(_Given(*_flat(own, *numbers)), **lists, lower=lower, directions=directions, trusts=trusts)
+        _lamb(*_flat(own, *numbers), **lists, lower=lower, directions=directions, trusts=trusts)
 
 
+@_of_rule
 def _lamb(given: _Given, grads, params, exp_avgs, exp_avg_sqs, lower=None, directions=None, trusts=True):
     beta1, beta2, share, eps, weight_decay, decoupled, bias_correction = given.own
     p, d = _working(params, params, given.found_inf), given.scaled(grads, params)
@@ -259,7 +268,7 @@ def multi_tensor_novograd(
         return
     _move_norms(norms, grads, grad_norms, norm_type, betas[1], (inv_scale, clip), found_inf)
     own = (*betas, 1.0 - betas[0] if grad_averaging else 1.0, eps, weight_decay, reg_inside_moment, bias_correction)
-    lists = dict(grads=grads, params=params, exp_avgs=exp_avgs)
+    lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs}
     _step("novograd", _novograd, lists, lower, own, lr, step, inv_scale, clip, found_inf, norms)
 
 
@@ -278,6 +287,7 @@ def _move_norms(norms, grads, now, norm_type, beta2, factors, found_inf):
     norms.copy_(moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved))
 
 
+@_of_rule
 def _novograd(given: _Given, grads, params, exp_avgs, lower=None):
     beta1, beta2, share, eps, weight_decay, inside_moment, bias_correction = given.own
     p, d = _working(params, params, given.found_inf), given.scaled(grads, params)
@@ -311,16 +321,11 @@ def _step(
     if lower:
         lists["lower"] = lower
     count = len(lists["grads"])
-    if any([len(column) != count for column in lists.values()]):
-        check_lists(f"multi_tensor_{rule.partition(' ')[0]}", **lists)
+    for column in lists.values():
+        if len(column) != count:
+            check_lists(f"multi_tensor_{rule.partition(' ')[0]}", **lists)
     if count:
-        serve(
-            "multi_tensor_step",
-            lambda *rest, **here: reference(_Given(*rest), **here),
-            lists,
-            _flat(own, *common),
-            rule=rule,
-        )
+        serve("multi_tensor_step", reference, lists, _flat(own, *common), (), rule)
 
 
 def _flat(
@@ -336,10 +341,15 @@ def _flat(
     round_params: bool = False,
 ) -> tuple[Any, ...]:
     """What the operator of all steps is given besides the lists (csrc/ops.h); `_Given` is the way back."""
-    lr, lr_tensor = number(lr)
-    step, step_tensor = number(step)
-    inv_scale, inv_scale_tensor = number(inv_scale)
-    clip, clip_tensor = number(clip)
+    lr_tensor = step_tensor = inv_scale_tensor = clip_tensor = None
+    if isinstance(lr, Tensor):
+        lr, lr_tensor = number(lr)
+    if isinstance(step, Tensor):
+        step, step_tensor = number(step)
+    if inv_scale is None or isinstance(inv_scale, Tensor):
+        inv_scale, inv_scale_tensor = number(inv_scale)
+    if clip is None or isinstance(clip, Tensor):
+        clip, clip_tensor = number(clip)
     settings = (lr, step, inv_scale * clip, seed & 0xFFFFFFFF, seed >> 32, round_params, *own)
     return settings, lr_tensor, step_tensor, inv_scale_tensor, clip_tensor, found_inf, each, positions
 

@@ -14,6 +14,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._C import _set_grad_enabled
+from torch.compiler import is_compiling
 
 from ampkit.dtypes import CASTABLE
 from ampkit.kernels import backend
@@ -47,12 +49,20 @@ def serve(
     """
     # What torch.no_grad() does, without a context object for every call.
     enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
+    _set_grad_enabled(False)
     try:
-        result = _by_kernel(op, lists, rest, flags, rule)
+        # An error is one of the work itself, as of a launch: what was to be done may be done, and is not tried again.
+        result: Any = NotImplemented
+        kernel = backend.direct.get(op)
+        if kernel is not None and backend.kernel_devices and not is_compiling():
+            if rule is None:
+                result = kernel(*lists.values(), *rest, *flags)
+            else:
+                grads, *written = lists.values()
+                result = kernel(rule, grads, written, *rest)
         return _serve(op, reference, lists, rest, flags, rule) if result is NotImplemented else result
     finally:
-        torch._C._set_grad_enabled(enabled)
+        _set_grad_enabled(enabled)
 
 
 def number(value: Number | None) -> tuple[float, Tensor | None]:
@@ -89,87 +99,69 @@ def integers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(first, end, device=device) for first, end in runs or [[0, 0]]])
 
 
-def _arguments(lists: Mapping[str, Tensors], rest: tuple, flags: tuple, rule: str | None) -> tuple:
-    """Of the compiled operator, in the order of its schema."""
-    if rule is None:
-        return (*lists.values(), *rest, *flags)
-    grads, *written = lists.values()
-    return (rule, grads, list(chain.from_iterable(written)), *rest)
-
-
-def _by_kernel(op: str, lists: Mapping[str, Tensors], rest: tuple, flags: tuple, rule: str | None) -> Any:
-    """What the kernels return if they take these arguments, which they see for themselves; else NotImplemented.
-
-    An error is one of the work itself, as of a launch: what was to be done may be done, and is not tried again.
-    """
-    if not backend.kernel_devices or torch.compiler.is_compiling():
-        return NotImplemented
-    return backend.directly(op, *_arguments(lists, rest, flags, rule))
-
-
 def _serve(
     op: str, reference: Callable, lists: Mapping[str, Tensors], rest: tuple, flags: tuple, rule: str | None
 ) -> Any:
     """What the kernels did not take at once. Raises before anything is written if the lists do not fit."""
     if any(is_sharded(tensor) for column in lists.values() for tensor in column):
-        lists = {name: [local(tensor) for tensor in column] for name, column in lists.items()}
-    first = next(filter(None, lists.values()))
-    device = first[0].device
-    if rule is None and any(tensor.device != device for tensor in first):
-        return _on_each_device(op, reference, lists, rest, flags)
-    is_alone = all(tensor.device == device for column in lists.values() for tensor in column)
-    fits = is_alone and device.type in backend.kernel_devices
-    fits = fits and all(tensor.dtype in _TAKEN for column in lists.values() for tensor in column)
+        here = {name: [local(tensor) for tensor in column] for name, column in lists.items()}
+        return serve(op, reference, here, rest, flags, rule)
+    devices = [tensor.device for column in lists.values() for tensor in column]
+    device = devices[0]
+    is_alone = all([other == device for other in devices])
+    if not is_alone and rule is None and (parts := _by_device(lists)) is not None:
+        return [(indices, _serve_part(op, reference, part, indices, rest, flags)) for indices, part in parts]
+    # An empty list stands for one that is absent.
+    check_lists(
+        op if rule is None else f"multi_tensor_{rule.partition(' ')[0]}",
+        **{name: column for name, column in lists.items() if column},
+    )
+    for flag, name, dtype in zip(flags, ("found_inf", "first_bad"), (torch.float32, torch.int64)):
+        check_flag(op, name, flag, dtype)
     rest = tuple([on(one, device) for one in rest])
-    here = tuple([_flag_on(device, flag, name) for flag, name in zip(flags, ("found_inf", "first_bad"))])
-    if fits:
-        rest = tuple([_in_float32(one) for one in rest])
-        result = _by_kernel(op, lists, rest, here, rule)
-    if not fits or result is NotImplemented:
-        _check_lists(op if rule is None else f"multi_tensor_{rule.partition(' ')[0]}", lists)
-        for flag, name, dtype in zip(flags, ("found_inf", "first_bad"), (torch.float32, torch.int64)):
-            check_flag(op, name, flag, dtype)
-        if fits:
-            result = backend.through_dispatcher(op, *_arguments(lists, rest, here, rule))
-        else:
-            result = reference(*rest, *here, **lists)
-    for flag, home, gather in zip(here, flags, (torch.maximum, torch.minimum)):
+    found = tuple([_flag_on(device, flag) for flag in flags])
+    fits = is_alone and device.type in backend.kernel_devices
+    if not fits or any([tensor.dtype not in _TAKEN for column in lists.values() for tensor in column]):
+        result = reference(*rest, *found, **lists)
+    else:
+        rest = tuple([one.detach().to(torch.float32) if isinstance(one, Tensor) else one for one in rest])
+        columns = tuple(lists.values())
+        given = columns if rule is None else (rule, columns[0], list(chain.from_iterable(columns[1:])))
+        result = backend.through_dispatcher(op, *given, *rest, *found)
+    for flag, home, gather in zip(found, flags, (torch.maximum, torch.minimum)):
         if flag is not home:
             home.copy_(gather(home, flag.to(home.device).reshape(home.shape)))
     return result
 
 
-def _on_each_device(
-    op: str, reference: Callable, lists: Mapping[str, Tensors], rest: tuple, flags: tuple
-) -> list[tuple[list[int], Any]]:
-    """One call for the tensors of each device; returns their indices with the result of each."""
-    indices_on: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(next(filter(None, lists.values()))):
-        indices_on.setdefault(tensor.device, []).append(i)
-    _check_lists(op, lists)  # before the first call writes
-    results = []
-    for indices in indices_on.values():
-        part = {name: [column[i] for i in indices] if column else column for name, column in lists.items()}
-        found_inf, first_bad = flags or (None, None)
-        index = None if first_bad is None else torch.full_like(first_bad, NO_BAD)
-        results.append((indices, _serve(op, reference, part, rest, (found_inf, index) if flags else (), None)))
-        if first_bad is not None and index is not None:
-            places = integers_on(index.device, [*indices, NO_BAD])
-            first_bad.copy_(torch.minimum(first_bad, places[index.clamp(max=len(indices))]))
-    return results
-
-
-def _check_lists(op: str, lists: Mapping[str, Tensors]) -> None:
-    """`check_lists` of those that are there: an empty one stands for one that is absent."""
-    check_lists(op, **{name: column for name, column in lists.items() if column})
-
-
-def _in_float32(one: Any) -> Any:
-    return one.detach().to(torch.float32) if isinstance(one, Tensor) else one
-
-
-def _flag_on(device: torch.device, flag: Tensor | None, name: str) -> Tensor | None:
+def _flag_on(device: torch.device, flag: Tensor | None) -> Tensor | None:
     """A flag where the lists are, whose value is brought home afterwards."""
     if flag is None or flag.device == device:
         return flag
-    return torch.full((1,), NO_BAD if name == "first_bad" else 0, dtype=flag.dtype, device=device)
+    return torch.full((1,), 0 if flag.is_floating_point() else NO_BAD, dtype=flag.dtype, device=device)
+
+
+def _by_device(lists: Mapping[str, Tensors]) -> list[tuple[list[int], dict[str, Tensors]]] | None:
+    """The lists of each device, with their places among all; None where the first list lies on one."""
+    places: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(next(filter(None, lists.values()))):
+        places.setdefault(tensor.device, []).append(i)
+    if len(places) == 1:
+        return None
+    return [
+        (indices, {name: [column[i] for i in indices] if column else () for name, column in lists.items()})
+        for indices in places.values()
+    ]
+
+
+def _serve_part(
+    op: str, reference: Callable, lists: Mapping[str, Tensors], indices: list[int], rest: tuple, flags: tuple
+) -> Any:
+    """`serve` for one of several devices; in ``first_bad`` a tensor counts by its place among all."""
+    found_inf, first_bad = flags or (None, None)
+    index = None if first_bad is None else torch.full_like(first_bad, NO_BAD)
+    result = serve(op, reference, lists, rest, (found_inf, index) if flags else ())
+    if first_bad is not None and index is not None:
+        places = integers_on(index.device, [*indices, NO_BAD])
+        first_bad.copy_(torch.minimum(first_bad, places[index.clamp(max=len(indices))]))
+    return result

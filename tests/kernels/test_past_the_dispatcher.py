@@ -16,7 +16,7 @@ WRITES_OUTPUTS = 0b10
 def library():
     from ampkit.kernels import extension
 
-    return extension._methods["update_scale"][0].func.__self__
+    return extension.direct["update_scale"].func.__self__
 
 
 def scale_directly(inputs, outputs, scale=0.5, written=WRITES_OUTPUTS):
@@ -152,7 +152,7 @@ def test_an_error_of_the_work_itself_is_told_and_nothing_is_done_twice(directly,
     def nothing(*args, **kwargs):
         return NotImplemented
 
-    monkeypatch.setattr(routing.backend, "directly", work if directly else nothing)
+    monkeypatch.setitem(routing.backend.direct, "multi_tensor_double", work if directly else nothing)
     monkeypatch.setattr(routing.backend, "through_dispatcher", work)
     monkeypatch.setattr(routing.backend, "kernel_devices", frozenset(("cpu",)))
 
