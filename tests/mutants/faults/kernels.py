@@ -173,8 +173,8 @@ FAULTS = [
     Mutant(
         "routing: float64 goes to the kernels",
         "ampkit/kernels/routing.py",
-        "tensor.dtype in _TAKEN for",
-        "True for",
+        "tensor.dtype not in _TAKEN for",
+        "False for",
         breaks="what the kernels do not take is computed in plain torch",
         tests=("kernels/test_step_kernels.py::test_float64_parameters_join_the_list[extension-cpu-adamw]",),
     ),
