@@ -130,7 +130,7 @@ def casting_extension(cpp_extension):
 
 
 def shared_headers():
-    return [header for folder in ("csrc", "csrc/functors", "csrc/steps") for header in sources(folder, "*.h")]
+    return [header for folder in ("csrc", "csrc/functors") for header in sources(folder, "*.h")]
 
 
 def sources(folder, pattern):

@@ -14,11 +14,12 @@ other work. `gpt2_quarter` is gpt2 with half the width.
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
 
 from ampkit import kernels
-from ampkit.kernels import moments
+from ampkit.kernels import backend, moments
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -202,12 +203,21 @@ def weights_with_rests(shapes, device):
     return weights, rests
 
 
+def in_torch(function, *args, **kwargs):
+    """What the reference does."""
+    devices, backend.kernel_devices = backend.kernel_devices, frozenset()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        backend.kernel_devices = devices
+
+
 def join(shapes, device):
     weights, rests = weights_with_rests(shapes, device)
     outputs = zeros(shapes, device)
     return (
         lambda: kernels.multi_tensor_join(weights, rests, outputs),
-        lambda: kernels.multi_tensor_join.__wrapped__(weights, rests, outputs),
+        lambda: in_torch(kernels.multi_tensor_join, weights, rests, outputs),
     )
 
 
@@ -215,7 +225,7 @@ def split(shapes, device):
     values, (weights, rests) = random(shapes, device), weights_with_rests(shapes, device)
     return (
         lambda: kernels.multi_tensor_split(values, weights, rests),
-        lambda: kernels.multi_tensor_split.__wrapped__(values, weights, rests),
+        lambda: in_torch(kernels.multi_tensor_split, values, weights, rests),
     )
 
 
@@ -243,8 +253,9 @@ def step(kernel, states, settings, torch_optimizer=None, with_rests=False):
 
             def theirs():
                 torch_unscale(grads, outputs, found_inf, inverse)
-                function = getattr(kernels, f"multi_tensor_{kernel}").__wrapped__
-                function(outputs, masters, *moments, *norms, weights, **settings)
+                in_torch(
+                    getattr(kernels, f"multi_tensor_{kernel}"), outputs, masters, *moments, *norms, weights, **settings
+                )
 
             return ours, theirs
 
@@ -274,12 +285,8 @@ def plain_step(kernel, states, settings):
         function = getattr(kernels, f"multi_tensor_{kernel}")
         given = {"grad_norms": torch.ones(len(shapes), device=device)} if norms else {}
 
-        def theirs():
-            if norms:  # the wrapped function is given norms that have moved
-                norms[0].square().mul_(0.999).add_(given["grad_norms"].square(), alpha=0.001).sqrt_()
-            function.__wrapped__(grads, params, *moments, *norms, **settings)
-
-        return lambda: function(grads, params, *moments, *norms, **settings, **given), theirs
+        ours = partial(function, grads, params, *moments, *norms, **settings, **given)
+        return ours, partial(in_torch, ours)
 
     return make
 

@@ -12,6 +12,7 @@
 
 #include <array>
 #include <exception>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -60,6 +61,33 @@ struct Argument<bool> {
   }
 };
 
+template <>
+struct Argument<const std::string&> {
+  std::string value;
+  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
+    PyObject* bytes = PyUnicode_AsUTF8String(object);
+    if (bytes == nullptr) return Given::kRaised;
+    value = PyBytes_AsString(bytes);
+    Py_DECREF(bytes);
+    return Given::kFits;
+  }
+};
+
+template <>
+struct Argument<const std::vector<double>&> {
+  std::vector<double> value;
+  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
+    const bool is_tuple = PyTuple_Check(object);
+    if (!is_tuple && !PyList_Check(object)) return Given::kNeedsDispatcher;
+    value.resize(static_cast<size_t>(is_tuple ? PyTuple_Size(object) : PyList_Size(object)));
+    for (size_t i = 0; i < value.size(); ++i) {
+      value[i] = PyFloat_AsDouble(is_tuple ? PyTuple_GetItem(object, i) : PyList_GetItem(object, i));
+      if (value[i] == -1.0 && PyErr_Occurred()) return Given::kRaised;
+    }
+    return Given::kFits;
+  }
+};
+
 inline AtenTensorHandle plain_tensor_on(int32_t device_type, PyObject* object) {
   const AtenTensorHandle handle = tensor_access->plain_tensor(object);
   int32_t found = 0;
@@ -91,18 +119,28 @@ struct Argument<const MaybeTensor&> {
   }
 };
 
+// Of a list, or of lists in one, which stand for their tensors one after the other.
+inline bool add_plain_tensors(int32_t device_type, PyObject* object, std::vector<AtenTensorHandle>& handles) {
+  const bool is_list = PyList_Check(object);
+  if (!is_list && !PyTuple_Check(object)) return false;
+  const Py_ssize_t size = is_list ? PyList_Size(object) : PyTuple_Size(object);
+  handles.reserve(handles.size() + static_cast<size_t>(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i);
+    if (const AtenTensorHandle handle = plain_tensor_on(device_type, item))
+      handles.push_back(handle);
+    else if (!add_plain_tensors(device_type, item, handles))
+      return false;
+  }
+  return true;
+}
+
 template <>
 struct Argument<const TensorList&> {
   TensorList value;
   Given read(PyObject* object, int32_t device_type, std::vector<AtenTensorHandle>* written) {
-    const bool is_list = PyList_Check(object);
-    if (!is_list && !PyTuple_Check(object)) return Given::kNeedsDispatcher;
-    const Py_ssize_t size = is_list ? PyList_Size(object) : PyTuple_Size(object);
-    std::vector<AtenTensorHandle> handles(static_cast<size_t>(size));
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      handles[i] = plain_tensor_on(device_type, is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
-      if (handles[i] == nullptr) return Given::kNeedsDispatcher;
-    }
+    std::vector<AtenTensorHandle> handles;
+    if (!add_plain_tensors(device_type, object, handles)) return Given::kNeedsDispatcher;
     if (written != nullptr) written->insert(written->end(), handles.begin(), handles.end());
     value = TensorList::borrowed(std::move(handles));
     return Given::kFits;
@@ -177,6 +215,23 @@ PyObject* call_directly(Result (*function)(Types...), int32_t device_type, PyObj
   return call_directly(function, device_type, given, std::index_sequence_for<Types...>());
 }
 
+inline void hold(PyObject* object, std::vector<PyObject*>& held) {
+  Py_INCREF(object);
+  held.push_back(object);
+  if (!PyList_Check(object)) return;
+  const Py_ssize_t size = PyList_Size(object);
+  const bool has_lists = size > 0 && PyList_Check(PyList_GetItem(object, 0));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = PyList_GetItem(object, i);
+    if (has_lists) {
+      hold(item, held);
+    } else {
+      Py_INCREF(item);
+      held.push_back(item);
+    }
+  }
+}
+
 // What Python calls. kDeviceType: the function that names the type of the kernels' device.
 template <auto kFunction, int32_t (*kDeviceType)()>
 PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -192,15 +247,7 @@ PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   // Whatever else runs meanwhile may let go of the lists and of their tensors.
   std::vector<PyObject*> held;
-  const auto hold = [&](PyObject* object) {
-    Py_INCREF(object);
-    held.push_back(object);
-  };
-  for (Py_ssize_t i = 1; i < count; ++i) {
-    hold(given[i]);
-    if (PyList_Check(given[i]))
-      for (Py_ssize_t k = 0; k < PyList_Size(given[i]); ++k) hold(PyList_GetItem(given[i], k));
-  }
+  for (Py_ssize_t i = 1; i < count; ++i) hold(given[i], held);
   PyObject* result = nullptr;
   try {
     result = call_directly(kFunction, device_type, given);
@@ -229,14 +276,6 @@ inline PyObject* use_tensor_access(PyObject*, PyObject* capsule) {
        reinterpret_cast<void (*)()>(&ampkit::direct_method<&ampkit::op##_##device, &device_type>)),                        \
    METH_FASTCALL, nullptr}
 
-// The methods of a library's module, for the column of a device, whose type this function names; ended by an empty one.
-#define AMPKIT_DIRECT_METHODS(device, type)                                                                                \
-  AMPKIT_DIRECT(multi_tensor_scale, device, type), AMPKIT_DIRECT(multi_tensor_axpby, device, type),                        \
-      AMPKIT_DIRECT(multi_tensor_join, device, type), AMPKIT_DIRECT(multi_tensor_split, device, type),                     \
-      AMPKIT_DIRECT(multi_tensor_unscale_l2norm, device, type), AMPKIT_DIRECT(multi_tensor_sgd, device, type),             \
-      AMPKIT_DIRECT(multi_tensor_adam, device, type), AMPKIT_DIRECT(multi_tensor_adagrad, device, type),                   \
-      AMPKIT_DIRECT(multi_tensor_novograd, device, type), AMPKIT_DIRECT(multi_tensor_lamb, device, type),                  \
-      AMPKIT_DIRECT(update_scale, device, type),                                                                           \
-      {"use_tensor_access", ampkit::use_tensor_access, METH_O, nullptr}, {                                                 \
-    nullptr, nullptr, 0, nullptr                                                                                           \
-  }
+// What a library's module has besides, and the end of its methods.
+#define AMPKIT_OTHER_METHODS                                                                  \
+  {"use_tensor_access", ampkit::use_tensor_access, METH_O, nullptr}, { nullptr, nullptr, 0, nullptr }

@@ -5,7 +5,7 @@
 // plain torch what each of them means, and what the arguments are.
 //
 // A number that may lie on the device comes twice, as a double and as an optional tensor, which goes first. Empty lists
-// stand for lists that are absent: outputs, momenta, lower, directions.
+// stand for lists that are absent.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -22,105 +22,47 @@ namespace ampkit {
 
 using MaybeTensor = std::optional<Tensor>;
 
+using TwoTensors = std::tuple<Tensor, Tensor>;
+
+// All that have a kernel on each device.
+#define AMPKIT_OPERATORS(X)                                                                           \
+  X(multi_tensor_scale) X(multi_tensor_axpby) X(multi_tensor_join) X(multi_tensor_split)              \
+  X(multi_tensor_unscale_l2norm) X(multi_tensor_step) X(update_scale)
+
+#define AMPKIT_DECLARE(Result, op, ...) \
+  Result op##_cpu(__VA_ARGS__);         \
+  Result op##_cuda(__VA_ARGS__)
+
 // outputs[i] = inputs[i] * scale, in place without inputs; found_inf becomes 1 if an input is not finite, first_bad the first
 // such index.
-void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs, double scale, const MaybeTensor& scale_tensor,
-                            const MaybeTensor& found_inf, const MaybeTensor& first_bad);
-void multi_tensor_scale_cuda(const TensorList& inputs, const TensorList& outputs, double scale,
-                             const MaybeTensor& scale_tensor, const MaybeTensor& found_inf, const MaybeTensor& first_bad);
+AMPKIT_DECLARE(void, multi_tensor_scale, const TensorList& inputs, const TensorList& outputs, double scale,
+               const MaybeTensor& scale_tensor, const MaybeTensor& found_inf, const MaybeTensor& first_bad);
 
 // outputs[i] = a * xs[i] + b * ys[i]; arg_to_check says who is checked: -1 both, 0 xs, 1 ys.
-void multi_tensor_axpby_cpu(const TensorList& xs, const TensorList& ys, const TensorList& outputs, double a,
-                            const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, const MaybeTensor& found_inf,
-                            int64_t arg_to_check, const MaybeTensor& first_bad);
-void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const TensorList& outputs, double a,
-                             const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, const MaybeTensor& found_inf,
-                             int64_t arg_to_check, const MaybeTensor& first_bad);
+AMPKIT_DECLARE(void, multi_tensor_axpby, const TensorList& xs, const TensorList& ys, const TensorList& outputs, double a,
+               const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, int64_t arg_to_check,
+               const MaybeTensor& found_inf, const MaybeTensor& first_bad);
 
 // outputs[i] = the float32 value that weights[i] and rests[i] are together, and back: functors/split.h.
-void multi_tensor_join_cpu(const TensorList& weights, const TensorList& rests, const TensorList& outputs);
-void multi_tensor_join_cuda(const TensorList& weights, const TensorList& rests, const TensorList& outputs);
-void multi_tensor_split_cpu(const TensorList& values, const TensorList& weights, const TensorList& rests);
-void multi_tensor_split_cuda(const TensorList& values, const TensorList& weights, const TensorList& rests);
+AMPKIT_DECLARE(void, multi_tensor_join, const TensorList& weights, const TensorList& rests, const TensorList& outputs);
+AMPKIT_DECLARE(void, multi_tensor_split, const TensorList& values, const TensorList& weights, const TensorList& rests);
 
 // The Euclidean norm of all inputs * inv_scale together, float32 [1], and of each, float32 [n] ([0] when not asked for); outputs,
 // if there are any, receive the products. Inputs are checked.
-std::tuple<Tensor, Tensor> multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const TensorList& outputs,
-                                                           double inv_scale, const MaybeTensor& inv_scale_tensor,
-                                                           const MaybeTensor& found_inf, bool per_tensor,
-                                                           const MaybeTensor& first_bad);
-std::tuple<Tensor, Tensor> multi_tensor_unscale_l2norm_cuda(const TensorList& inputs, const TensorList& outputs,
-                                                            double inv_scale, const MaybeTensor& inv_scale_tensor,
-                                                            const MaybeTensor& found_inf, bool per_tensor,
-                                                            const MaybeTensor& first_bad);
+AMPKIT_DECLARE(TwoTensors, multi_tensor_unscale_l2norm, const TensorList& inputs, const TensorList& outputs, double inv_scale,
+               const MaybeTensor& inv_scale_tensor, bool per_tensor, const MaybeTensor& found_inf, const MaybeTensor& first_bad);
 
-// The optimizers' steps: gradients times factor * inv_scale * clip; nothing is written where found_inf is not 0.
-// Steps of SGD and Adam with positions round moments by numbers drawn, and with round_params parameters too: functors/rounding.h.
-void multi_tensor_sgd_cpu(const TensorList& grads, const TensorList& params, const TensorList& momenta, const TensorList& lower,
-                          double lr, const MaybeTensor& lr_tensor, double momentum, double dampening, double weight_decay,
-                          bool nesterov, bool first_run, bool wd_after_momentum, const MaybeTensor& trust, double factor,
-                          const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf, double step,
-                          const MaybeTensor& step_tensor, const MaybeTensor& positions, int64_t seed, bool round_params);
-void multi_tensor_sgd_cuda(const TensorList& grads, const TensorList& params, const TensorList& momenta,
-                           const TensorList& lower, double lr, const MaybeTensor& lr_tensor, double momentum, double dampening,
-                           double weight_decay, bool nesterov, bool first_run, bool wd_after_momentum, const MaybeTensor& trust,
-                           double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf, double step,
-                           const MaybeTensor& step_tensor, const MaybeTensor& positions, int64_t seed, bool round_params);
-
-void multi_tensor_adam_cpu(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                           const TensorList& exp_avg_sqs, const TensorList& lower, double lr, const MaybeTensor& lr_tensor,
-                           double beta1, double beta2, double eps, double step, const MaybeTensor& step_tensor, bool decoupled,
-                           bool bias_correction, double weight_decay, double factor, const MaybeTensor& inv_scale,
-                           const MaybeTensor& clip, const MaybeTensor& found_inf, const MaybeTensor& positions,
-                           int64_t seed, bool round_params);
-void multi_tensor_adam_cuda(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                            const TensorList& exp_avg_sqs, const TensorList& lower, double lr, const MaybeTensor& lr_tensor,
-                            double beta1, double beta2, double eps, double step, const MaybeTensor& step_tensor, bool decoupled,
-                            bool bias_correction, double weight_decay, double factor, const MaybeTensor& inv_scale,
-                            const MaybeTensor& clip, const MaybeTensor& found_inf, const MaybeTensor& positions,
-                            int64_t seed, bool round_params);
-
-void multi_tensor_adagrad_cpu(const TensorList& grads, const TensorList& params, const TensorList& sums,
-                              const TensorList& lower, double lr, const MaybeTensor& lr_tensor, double eps, bool decoupled,
-                              double weight_decay, double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip,
-                              const MaybeTensor& found_inf);
-void multi_tensor_adagrad_cuda(const TensorList& grads, const TensorList& params, const TensorList& sums,
-                               const TensorList& lower, double lr, const MaybeTensor& lr_tensor, double eps, bool decoupled,
-                               double weight_decay, double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip,
-                               const MaybeTensor& found_inf);
-
-// norms are the running norms of the gradients, already moved by this step's.
-void multi_tensor_novograd_cpu(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                               const Tensor& norms, const TensorList& lower, double lr, const MaybeTensor& lr_tensor,
-                               double beta1, double beta2, double eps, double step, const MaybeTensor& step_tensor,
-                               bool bias_correction, double weight_decay, bool grad_averaging, bool reg_inside_moment,
-                               double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip,
-                               const MaybeTensor& found_inf);
-void multi_tensor_novograd_cuda(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                                const Tensor& norms, const TensorList& lower, double lr, const MaybeTensor& lr_tensor,
-                                double beta1, double beta2, double eps, double step, const MaybeTensor& step_tensor,
-                                bool bias_correction, double weight_decay, bool grad_averaging, bool reg_inside_moment,
-                                double factor, const MaybeTensor& inv_scale, const MaybeTensor& clip,
-                                const MaybeTensor& found_inf);
-
-void multi_tensor_lamb_cpu(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                           const TensorList& exp_avg_sqs, const TensorList& lower, const TensorList& directions, double lr,
-                           const MaybeTensor& lr_tensor, double beta1, double beta2, double eps, double step,
-                           const MaybeTensor& step_tensor, double weight_decay, bool decoupled, bool bias_correction,
-                           bool grad_averaging, bool trusts, double factor, const MaybeTensor& inv_scale,
-                           const MaybeTensor& clip, const MaybeTensor& found_inf);
-void multi_tensor_lamb_cuda(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                            const TensorList& exp_avg_sqs, const TensorList& lower, const TensorList& directions, double lr,
-                            const MaybeTensor& lr_tensor, double beta1, double beta2, double eps, double step,
-                            const MaybeTensor& step_tensor, double weight_decay, bool decoupled, bool bias_correction,
-                            bool grad_averaging, bool trusts, double factor, const MaybeTensor& inv_scale,
-                            const MaybeTensor& clip, const MaybeTensor& found_inf);
+// A step of an optimizer, by the rule of this name (step.h). written: parameters, the rule's lists of states, and, where asked for,
+// lower, one list after the other. settings: lr, step, the gradients' factor, the seed's two halves, whether parameters are rounded by
+// numbers drawn, and the rule's own. Gradients are multiplied by factor * inv_scale * clip; nothing is written where found_inf is not
+// 0. each has a number for each tensor, which the rule knows; with positions moments are rounded by numbers drawn (functors/rounding.h).
+AMPKIT_DECLARE(void, multi_tensor_step, const std::string& rule, const TensorList& grads, const TensorList& written,
+               const std::vector<double>& settings, const MaybeTensor& lr, const MaybeTensor& step, const MaybeTensor& inv_scale,
+               const MaybeTensor& clip, const MaybeTensor& found_inf, const MaybeTensor& each, const MaybeTensor& positions);
 
 // Moves a dynamic loss scale and its counters.
-void update_scale_cpu(const Tensor& state, const Tensor& found_inf, double growth_factor, double backoff_factor,
-                      int64_t growth_interval, int64_t hysteresis, double min_scale, double max_scale);
-void update_scale_cuda(const Tensor& state, const Tensor& found_inf, double growth_factor, double backoff_factor,
-                       int64_t growth_interval, int64_t hysteresis, double min_scale, double max_scale);
+AMPKIT_DECLARE(void, update_scale, const Tensor& state, const Tensor& found_inf, double growth_factor, double backoff_factor,
+               int64_t growth_interval, int64_t hysteresis, double min_scale, double max_scale);
 
 // The CUDA driver's host side, laid open so that machines without a GPU can test it: one row per block,
 // (launch, tensor, slot, chunk), int64.

@@ -12,12 +12,11 @@ struct ScaleArguments {
 
   ScaleArguments(const Tensor& words, const Tensor& found_inf_)
       : state(static_cast<ScaleState*>(words.mutable_data_ptr())),
-        found_inf(element_data<float>("update_scale", "found_inf", found_inf_, words)) {
+        found_inf(element_data<float>("update_scale", found_inf_, words)) {
     constexpr int64_t kWords = sizeof(ScaleState) / sizeof(int32_t);
     AMPKIT_CHECK(words.scalar_type() == torch::headeronly::ScalarType::Int && words.numel() == kWords && words.is_contiguous(),
-                 "update_scale: state is ", torch::headeronly::toString(words.scalar_type()), " of shape ",
-                 describe_shape(words), "; pass a contiguous int32 tensor of shape [", kWords, "]");
-    check_memory("update_scale", "state", words);
+                 "update_scale: state is no contiguous int32 tensor of shape [", kWords, "]");
+    check_memory("update_scale", words);
   }
 };
 

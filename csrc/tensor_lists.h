@@ -30,10 +30,16 @@ enum class Role { kRead, kRest, kWrite, kWriteOrRest, kMoment };
 
 AMPKIT_INLINE constexpr bool is_rest(DType dtype) { return dtype == DType::kInt16; }
 
-struct NamedList {
-  const char* name;
-  const TensorList& tensors;
+// The tensors that stand for one list of an operator: count of them from the first on.
+struct Column {
+  const TensorList* tensors;
   Role role;
+  size_t first, count;
+
+  Column() = default;
+  Column(const TensorList& list, Role role) : Column(&list, role, 0, list.size()) {}
+  Column(const TensorList* tensors, Role role, size_t first, size_t count) : tensors(tensors), role(role), first(first), count(count) {}
+  TensorView operator[](size_t i) const { return (*tensors)[first + i]; }
 };
 
 template <int kDepth>
@@ -44,17 +50,6 @@ struct FlatTensor {
 };
 
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
-
-inline std::string describe(Sizes sizes) {
-  std::ostringstream text;
-  const char* comma = "";
-  text << "[";
-  for (int64_t size : sizes) text << std::exchange(comma, ", ") << size;
-  text << "]";
-  return text.str();
-}
-
-inline std::string describe_shape(TensorView tensor) { return describe(tensor.sizes()); }
 
 inline bool are_equal(Sizes a, Sizes b) { return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin()); }
 
@@ -92,14 +87,12 @@ inline bool same_strides(TensorView x, TensorView y) {
 template <int kDepth>
 class TensorLists {
  public:
-  TensorLists(const char* op, const std::array<NamedList, kDepth>& lists) : op_(op), lists_(lists) {
-    const size_t count = lists[0].tensors.size();
-    for (const NamedList& list : lists)
-      AMPKIT_CHECK(list.tensors.size() == count, op, ": ", lists[0].name, " has ", count, " tensors, ", list.name,
-                   " has ", list.tensors.size(), "; pass lists of one length");
+  TensorLists(const char* op, const std::array<Column, kDepth>& columns) : op_(op), columns_(columns) {
+    const size_t count = columns[0].count;
+    for (const Column& column : columns) AMPKIT_CHECK(column.count == count, op, ": lists of ", count, " and ", column.count, " tensors");
     if (count == 0) return;
-    is_cpu_ = lists[0].tensors[0].is_cpu();
-    device_index_ = lists[0].tensors[0].get_device_index();
+    is_cpu_ = columns[0][0].is_cpu();
+    device_index_ = columns[0][0].get_device_index();
     flat_.reserve(count);
     // All checks come before the first staging copy: an error leaves every tensor as it was.
     std::vector<size_t> staged;
@@ -107,7 +100,7 @@ class TensorLists {
       if (!flatten(i)) staged.push_back(i);
     for (size_t i : staged)
       for (int k = 0; k < kDepth; ++k)
-        if (flat_[i].dtype[k] != DType::kPacked) flat_[i].data[k] = stage(lists[k].tensors[i].share(), lists[k].role);
+        if (flat_[i].dtype[k] != DType::kPacked) flat_[i].data[k] = stage(columns[k][i].share(), columns[k].role);
   }
 
   const std::vector<FlatTensor<kDepth>>& flat() const { return flat_; }
@@ -119,69 +112,66 @@ class TensorLists {
   }
 
  private:
+  std::string at(int k, size_t i) const {
+    return std::string(op_) + ": tensor " + std::to_string(i) + " of list " + std::to_string(k) + " ";
+  }
+
   // Reads each tensor's record once, for it is seldom in the cache. Returns whether the row can be used in place.
   bool flatten(size_t i) {
     FlatTensor<kDepth>& flat = flat_.emplace_back();
-    const Sizes expected = lists_[0].tensors[i].sizes();
+    const Sizes expected = columns_[0][i].sizes();
     flat.numel = 1;
     for (int64_t size : expected) flat.numel *= size;
     bool contiguous = true;
     for (int k = 0; k < kDepth; ++k) {
-      const TensorView tensor = lists_[k].tensors[i];
+      const TensorView tensor = columns_[k][i];
       flat.dtype[k] = dtype_of(k, i);
       if (flat.dtype[k] == DType::kPacked) {
         check_packed(k, i, flat.numel);
         has_packed_ = true;
       } else {
-        AMPKIT_CHECK(k == 0 || are_equal(tensor.sizes(), expected), op_, ": ", lists_[k].name, "[", i, "] has shape ",
-                     describe_shape(tensor), ", ", lists_[0].name, "[", i, "] has shape ",
-                     describe_shape(lists_[0].tensors[i]), "; they must be equal");
+        AMPKIT_CHECK(k == 0 || are_equal(tensor.sizes(), expected), at(k, i), "has another shape than in list 0");
       }
-      AMPKIT_CHECK(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), op_, ": ", lists_[k].name, "[",
-                   i, "] is on another device than ", lists_[0].name, "[0]; one call serves one device");
-      AMPKIT_CHECK(flat.numel == 0 || tensor.storage_bytes() > 0, op_, ": ", lists_[k].name, "[", i, "] of shape ",
-                   describe_shape(tensor), " has no memory: its storage was freed, as FSDP does with what it has gathered");
+      AMPKIT_CHECK(tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == device_index_), at(k, i), "is on another device");
+      AMPKIT_CHECK(flat.numel == 0 || tensor.storage_bytes() > 0, at(k, i), "has no memory");
       flat.data[k] = tensor.mutable_data_ptr();
       contiguous = contiguous && tensor.is_contiguous();
     }
     if (contiguous || share_layout(i)) return true;
-    for (const NamedList& list : lists_)
-      AMPKIT_CHECK(list.role <= Role::kRest || flat.numel == 0 || !overlaps_itself(list.tensors[i]), op_, ": several elements of ",
-                   list.name, "[", i, "] lie in one place in memory (shape ", describe(list.tensors[i].sizes()), ", strides ",
-                   describe(list.tensors[i].strides()), "); pass a copy of it");
+    for (int k = 0; k < kDepth; ++k)
+      AMPKIT_CHECK(columns_[k].role <= Role::kRest || flat.numel == 0 || !overlaps_itself(columns_[k][i]), at(k, i), "has elements in one place");
     return false;
   }
 
   DType dtype_of(int k, size_t i) const {
     static const int32_t float_code = aoti_torch_dtype_float32(), half_code = aoti_torch_dtype_float16(),
                          bfloat16_code = aoti_torch_dtype_bfloat16();
-    const TensorView tensor = lists_[k].tensors[i];
+    const TensorView tensor = columns_[k][i];
     const int32_t code = tensor.dtype_code();
     if (code == float_code) return DType::kFloat;
     if (code == half_code) return DType::kHalf;
     if (code == bfloat16_code) return DType::kBFloat16;
-    if (code == aoti_torch_dtype_int16() && (lists_[k].role == Role::kRest || lists_[k].role == Role::kWriteOrRest)) return DType::kInt16;
-    if (code == aoti_torch_dtype_uint8() && lists_[k].role == Role::kMoment) return DType::kPacked;
-    fail(op_, ": ", lists_[k].name, "[", i, "] is ", torch::headeronly::toString(tensor.share().scalar_type()),
-         "; the kernels take Float, Half and BFloat16");
+    if (code == aoti_torch_dtype_int16() && (columns_[k].role == Role::kRest || columns_[k].role == Role::kWriteOrRest)) return DType::kInt16;
+    if (code == aoti_torch_dtype_uint8() && columns_[k].role == Role::kMoment) return DType::kPacked;
+    AMPKIT_CHECK(false, at(k, i), "is neither float32, float16 nor bfloat16");
+    return DType::kFloat;
   }
 
   // Packed moments are in the order of a contiguous tensor, in bytes that are one.
   void check_packed(int k, size_t i, int64_t numel) const {
-    const TensorView tensor = lists_[k].tensors[i];
+    const TensorView tensor = columns_[k][i];
     const int64_t expected = packed_bytes(numel);
     AMPKIT_CHECK(are_equal(tensor.sizes(), {&expected, 1}) && tensor.is_contiguous() &&
                      reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr()) % 4 == 0,
-                 op_, ": ", lists_[k].name, "[", i, "] has shape ", describe_shape(tensor), "; packed moments of ", numel,
-                 " elements are a contiguous tensor of shape [", expected, "] that begins at a multiple of four bytes");
+                 at(k, i), "holds no packed moments of as many elements");
   }
 
   bool share_layout(size_t i) const {
     for (DType dtype : flat_[i].dtype)
       if (dtype == DType::kPacked) return false;
-    const TensorView first = lists_[0].tensors[i];
+    const TensorView first = columns_[0][i];
     bool shared = is_dense(first);
-    for (int k = 1; k < kDepth && shared; ++k) shared = same_strides(lists_[k].tensors[i], first);
+    for (int k = 1; k < kDepth && shared; ++k) shared = same_strides(columns_[k][i], first);
     return shared;
   }
 
@@ -194,7 +184,7 @@ class TensorLists {
   }
 
   const char* op_;
-  const std::array<NamedList, kDepth> lists_;
+  const std::array<Column, kDepth> columns_;
   bool is_cpu_ = true;
   int32_t device_index_ = 0;
   bool has_packed_ = false;
@@ -207,41 +197,43 @@ class TensorLists {
 inline TensorLists<3> checked_rests(const char* op, TensorLists<3> lists, int k) {
   for (const FlatTensor<3>& tensor : lists.flat()) {
     const bool fits = tensor.dtype[k] == DType::kHalf || tensor.dtype[k] == DType::kBFloat16;
-    AMPKIT_CHECK(fits && is_rest(tensor.dtype[k + 1]), op,
-                 ": expected weights in Half or BFloat16, rests in Short and values in a floating point dtype");
+    AMPKIT_CHECK(fits && is_rest(tensor.dtype[k + 1]), op, ": weights are Half or BFloat16, and rests Short");
   }
   return lists;
 }
 
 inline TensorLists<3> join_lists(const char* op, const TensorList& weights, const TensorList& rests, const TensorList& outputs) {
   return checked_rests(
-      op, {op, {{{"weights", weights, Role::kRead}, {"rests", rests, Role::kRest}, {"outputs", outputs, Role::kWrite}}}}, 0);
+      op, {op, {{{weights, Role::kRead}, {rests, Role::kRest}, {outputs, Role::kWrite}}}}, 0);
 }
 
 inline TensorLists<3> split_lists(const char* op, const TensorList& values, const TensorList& weights, const TensorList& rests) {
   return checked_rests(
-      op, {op, {{{"values", values, Role::kRead}, {"weights", weights, Role::kWrite}, {"rests", rests, Role::kWriteOrRest}}}}, 1);
+      op, {op, {{{values, Role::kRead}, {weights, Role::kWrite}, {rests, Role::kWriteOrRest}}}}, 1);
 }
 
-inline void check_memory(const char* op, const char* name, TensorView tensor) {
-  AMPKIT_CHECK(tensor.storage_bytes() != 0, op, ": ", name, " has no memory: its storage was freed");
+inline void check_memory(const char* op, TensorView tensor) {
+  AMPKIT_CHECK(tensor.storage_bytes() != 0, op, ": an argument has no memory: its storage was freed");
 }
 
-// An optional tensor of one element that a kernel reads or writes, on the lists' device; nullptr where it is absent.
+// An optional tensor that a kernel reads or writes beside the lists: dense, of so many elements; nullptr where it is absent.
 template <class T>
-T* element_data(const char* op, const char* name, const MaybeTensor& tensor, TensorView beside) {
+T* data_beside(const char* op, const MaybeTensor& tensor, TensorView beside, int64_t numel) {
   using torch::headeronly::ScalarType;
-  constexpr ScalarType kType = std::is_same_v<T, float>     ? ScalarType::Float
-                               : std::is_same_v<T, int32_t> ? ScalarType::Int
-                                                            : ScalarType::Long;
+  constexpr ScalarType kType = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Long;
   if (!tensor.has_value()) return nullptr;
-  AMPKIT_CHECK(tensor->scalar_type() == kType && tensor->numel() == 1, op, ": ", name, " is ",
-               torch::headeronly::toString(tensor->scalar_type()), " of shape ", describe_shape(*tensor), "; pass a tensor of ",
-               torch::headeronly::toString(kType), " and shape [1]");
-  AMPKIT_CHECK(tensor->is_cpu() == beside.is_cpu() && tensor->get_device_index() == beside.get_device_index(), op, ": ",
-               name, " is on another device than the tensors");
-  check_memory(op, name, *tensor);
+  AMPKIT_CHECK(tensor->scalar_type() == kType && tensor->numel() == numel && tensor->is_contiguous(), op, ": expected ", numel,
+               " elements of ", torch::headeronly::toString(kType), " in an argument, found ", tensor->numel(), " of ",
+               torch::headeronly::toString(tensor->scalar_type()));
+  AMPKIT_CHECK(tensor->is_cpu() == beside.is_cpu() && tensor->get_device_index() == beside.get_device_index(), op,
+               ": an argument is on another device than the lists");
+  check_memory(op, *tensor);
   return static_cast<T*>(tensor->mutable_data_ptr());
+}
+
+template <class T>
+T* element_data(const char* op, const MaybeTensor& tensor, TensorView beside) {
+  return data_beside<T>(op, tensor, beside, 1);
 }
 
 // Where a kernel reports values that are not finite: that there are any, and the first tensor that has one.
@@ -250,25 +242,16 @@ struct Findings {
   int64_t* first_bad;
 
   Findings(const char* op, const MaybeTensor& found_inf, const MaybeTensor& first_bad, TensorView beside)
-      : found_inf(element_data<float>(op, "found_inf", found_inf, beside)),
-        first_bad(element_data<int64_t>(op, "first_bad", first_bad, beside)) {}
+      : found_inf(element_data<float>(op, found_inf, beside)), first_bad(element_data<int64_t>(op, first_bad, beside)) {}
 };
 
-inline Number number(const char* op, const char* name, double value, const MaybeTensor& tensor, TensorView beside) {
-  return {value, element_data<float>(op, name, tensor, beside)};
+inline Number number(const char* op, double value, const MaybeTensor& tensor, TensorView beside) {
+  return {value, element_data<float>(op, tensor, beside)};
 }
 
-// A factor for each tensor, float32; nullptr where it is absent.
-inline const float* vector_data(const char* op, const char* name, const MaybeTensor& vector, const TensorList& tensors) {
-  if (!vector.has_value()) return nullptr;
-  AMPKIT_CHECK(vector->scalar_type() == torch::headeronly::ScalarType::Float && vector->is_contiguous() &&
-                   vector->numel() == static_cast<int64_t>(tensors.size()),
-               op, ": ", name, " is ", torch::headeronly::toString(vector->scalar_type()), " of shape ",
-               describe_shape(*vector), "; pass a contiguous float32 tensor of shape [", tensors.size(), "]");
-  AMPKIT_CHECK(vector->is_cpu() == tensors[0].is_cpu() && vector->get_device_index() == tensors[0].get_device_index(), op,
-               ": ", name, " is on another device than the tensors");
-  check_memory(op, name, *vector);
-  return static_cast<const float*>(vector->mutable_data_ptr());
+// A number for each tensor of a list, float32; nullptr where it is absent.
+inline const float* vector_data(const char* op, const MaybeTensor& vector, const TensorList& tensors) {
+  return data_beside<float>(op, vector, tensors[0], static_cast<int64_t>(tensors.size()));
 }
 
 }  // namespace ampkit

@@ -75,14 +75,14 @@ class OnePassStep:
             _running.step = None
 
     def batches(self, params: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Indices of parameters that one call of a kernel can update, and what it is told of rests and clipping.
+        """Indices of parameters, on one device, that one call of a kernel can update, and what it is told of rests and clipping.
 
         ``others`` are lists beside the parameters, of which one call takes equal elements.
         """
         rests = {id(slot.param): slot.entry.rest for slot in self._gradients.mastered}
         found: dict[Any, list[int]] = {}
         for i, param in enumerate(params):
-            found.setdefault((id(param) in rests, *(column[i] for column in others)), []).append(i)
+            found.setdefault((id(param) in rests, param.device, *(column[i] for column in others)), []).append(i)
         for (has_rests, *_), indices in found.items():
             lower = [rests[id(params[i])] for i in indices] if has_rests else None
             clip = self._gradients.clipping.pending if has_rests else None

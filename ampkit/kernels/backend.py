@@ -5,6 +5,7 @@ The choice is made once, at import, by AMPKIT_EXTENSION (libraries.py). implemen
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,14 +30,9 @@ def implementation() -> Implementation:
     return _implementation
 
 
-def kernel_of(function: Callable) -> Callable | None:
-    """The compiled operator that ``function`` defines, with the same parameters; None without the extension."""
-    return None if _extension is None else _extension.kernel(function)
-
-
-def direct_kernel_of(function: Callable) -> Callable | None:
-    """The same past torch's dispatcher, NotImplemented where that is needed; None where nobody can go past it."""
-    return None if _extension is None else _extension.direct_kernel(function)
+def through_dispatcher(op: str, *arguments: Any) -> Any:
+    """What the operator of torch.ops.ampkit returns."""
+    return _extension.through_dispatcher(op, *arguments)
 
 
 def _import() -> tuple:
@@ -80,3 +76,5 @@ def _load_cuda(extension) -> tuple[bool, str]:
 
 
 _extension, kernel_devices, _implementation = _choose()
+#: What calls compiled operators past torch's dispatcher, by their names.
+direct: dict[str, Callable[..., Any]] = {} if _extension is None else _extension.direct

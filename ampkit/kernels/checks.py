@@ -43,6 +43,11 @@ def check_lists(op, **lists):
                     )
             elif not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:  # float8
                 raise RuntimeError(f"{op}: {name}[{i}] is {tensor.dtype}; expected a floating point or complex dtype")
+            if not torch.compiler.is_compiling() and _was_freed(tensor):
+                raise RuntimeError(
+                    f"{op}: {name}[{i}] of shape {list(tensor.shape)} has no memory: its storage was freed, as FSDP does with what "
+                    "it has gathered"
+                )
             if is_written and _overlaps_itself(tensor):
                 raise RuntimeError(
                     f"{op}: several elements of {name}[{i}] lie in one place in memory (shape {list(tensor.shape)}, "
@@ -61,6 +66,10 @@ def _overlaps_itself(tensor):
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
 
 
+def _was_freed(tensor):
+    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _check_packed(op, name, tensor, numel):
     if tensor.shape != (packed_size(numel),) or not tensor.is_contiguous():
         raise RuntimeError(
@@ -74,6 +83,8 @@ def check_flag(op, name, flag, dtype):
         raise RuntimeError(
             f"{op}: {name} is {flag.dtype} of shape {list(flag.shape)}; pass a {dtype} tensor of shape [1]"
         )
+    if flag is not None and flag.device.type != "meta" and flag.untyped_storage().size() == 0:
+        raise RuntimeError(f"{op}: {name} has no memory: its storage was freed")
 
 
 def compute_dtype(*tensors):

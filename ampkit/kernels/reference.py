@@ -1,24 +1,23 @@
 """Every multi-tensor operator in plain torch: the specification of the compiled kernels, and what runs without them.
 
-Lists may mix dtypes and sizes, and devices too; an empty list is fine. float32, float16 and bfloat16 are fast, other dtypes work.
+Lists may mix dtypes and sizes; an empty list is fine. float32, float16 and bfloat16 are fast, other dtypes work.
 Arithmetic is float32, or wider where a tensor is: each step is rounded once, and the result once more on its way into a narrower
 output. The kernels agree bit for bit, except that norms and the optimizers' rules (reference_optimizers.py) may differ in
 their last places.
 
-`operator` (routing.py, which says what the annotations mean) hands the lists of a call to the kernels, or to the function that
-stands here, parted by device. So the lists that such a function is given lie on one device; they may hold any floating point
-dtype and, outside the optimizers' rules, complex ones. The host never waits for a device.
+A public function has the signature, and hands its arguments to `serve` (routing.py) with the function that computes them in plain
+torch: `_scale` for `multi_tensor_scale`. That takes any floating point dtype and, outside the optimizers' rules, complex ones. The
+host never waits for a device.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ampkit.kernels import backend
 from ampkit.kernels.checks import check_lists, compute_dtype
-from ampkit.kernels.routing import NO_BAD, Flag, Number, Tensors, integers_on, operator, operator_without_lists
+from ampkit.kernels.routing import NO_BAD, Number, Tensors, integers_on, number, on, serve
 from ampkit.kernels.split import join, split
 
 # A float32 sum of squares stays accurate over this many elements; longer tensors are summed in pieces.
@@ -27,21 +26,31 @@ _PIECE = 1 << 12
 _SAFE_NORM = (1e-12, 1e18)
 
 
-@operator
 def multi_tensor_scale(
     inputs: Tensors,
     outputs: Tensors,
     scale: Number,
-    found_inf: Flag | None = None,
-    first_bad: Flag | None = None,
+    found_inf: Tensor | None = None,
+    first_bad: Tensor | None = None,
 ) -> None:
     """outputs[i] = inputs[i] * scale. Inputs are checked; outputs, which may be the inputs, are written in any case."""
-    check_lists("multi_tensor_scale", inputs=inputs, outputs=outputs)
+    if len(inputs) != len(outputs):
+        check_lists("multi_tensor_scale", inputs=inputs, outputs=outputs)
+    if not inputs:
+        return
+    # In place each tensor is handed over once.
+    given = () if not torch.compiler.is_compiling() and inputs is outputs else inputs
+    lists = {"inputs": given, "outputs": outputs}
+    serve("multi_tensor_scale", _scale, lists, number(scale), (found_inf, first_bad))
+
+
+def _scale(scale, scale_tensor, found_inf, first_bad, inputs, outputs):
+    inputs = inputs or outputs
     report_non_finite(inputs, found_inf, first_bad)
-    _scale(inputs, outputs, scale)
+    _multiply(inputs, outputs, scale if scale_tensor is None else scale_tensor)
 
 
-def _scale(inputs, outputs, scale):
+def _multiply(inputs, outputs, scale):
     # torch writes no lists of what it has not conjugated yet.
     one_by_one = [out.is_complex() and out.is_conj() for out in outputs]
     if not any(one_by_one) and not isinstance(scale, torch.Tensor) and scale == 1.0:
@@ -62,70 +71,76 @@ def _scale(inputs, outputs, scale):
             out.copy_(x.to(compute_dtype(x)) * _factor(scale))
 
 
-@operator
 def multi_tensor_axpby(
     xs: Tensors,
     ys: Tensors,
     outputs: Tensors,
     a: Number,
     b: Number,
-    found_inf: Flag | None = None,
+    found_inf: Tensor | None = None,
     arg_to_check: int = -1,
-    first_bad: Flag | None = None,
+    first_bad: Tensor | None = None,
 ) -> None:
     """outputs[i] = a * xs[i] + b * ys[i]; ``arg_to_check`` says who is checked: -1 both, 0 ``xs``, 1 ``ys``."""
     if arg_to_check not in (-1, 0, 1):
         raise RuntimeError(f"multi_tensor_axpby: arg_to_check is {arg_to_check}; expected -1 (both), 0 (xs) or 1 (ys)")
-    check_lists("multi_tensor_axpby", xs=xs, ys=ys, outputs=outputs)
+    rest = (*number(a), *number(b), arg_to_check)
+    lists = {"xs": xs, "ys": ys, "outputs": outputs}
+    if _have_elements("multi_tensor_axpby", lists):
+        serve("multi_tensor_axpby", _axpby, lists, rest, (found_inf, first_bad))
+
+
+def _axpby(a, a_tensor, b, b_tensor, arg_to_check, found_inf, first_bad, xs, ys, outputs):
     for checked, tensors in ((0, xs), (1, ys)):
         if arg_to_check in (-1, checked):
             report_non_finite(tensors, found_inf, first_bad)
+    a, b = _factor(a if a_tensor is None else a_tensor), _factor(b if b_tensor is None else b_tensor)
     for x, y, out in zip(xs, ys, outputs):
         dtype = compute_dtype(x, y)
-        out.copy_((x.to(dtype) * _factor(a)).add_(y.to(x.device, dtype) * _factor(b)))
+        out.copy_((x.to(dtype) * a).add_(y.to(x.device, dtype) * b))
 
 
-@operator
 def multi_tensor_join(weights: Tensors, rests: Tensors, outputs: Tensors) -> None:
     """outputs[i] = the float32 value that weights[i] (float16 or bfloat16) and rests[i] (int16) are together."""
-    check_lists("multi_tensor_join", weights=weights, rests=rests, outputs=outputs)
+    lists = {"weights": weights, "rests": rests, "outputs": outputs}
+    if _have_elements("multi_tensor_join", lists):
+        serve("multi_tensor_join", _join, lists)
+
+
+def _join(weights, rests, outputs):
     for weight, rest, out in zip(weights, rests, outputs):
         out.copy_(join(weight, rest))
 
 
-@operator
 def multi_tensor_split(values: Tensors, weights: Tensors, rests: Tensors) -> None:
     """weights[i] and rests[i] become what values[i] is together: see split.py."""
-    check_lists("multi_tensor_split", values=values, weights=weights, rests=rests)
+    lists = {"values": values, "weights": weights, "rests": rests}
+    if _have_elements("multi_tensor_split", lists):
+        serve("multi_tensor_split", _split, lists)
+
+
+def _split(values, weights, rests):
     for value, weight, rest in zip(values, weights, rests):
         upper, lower = split(value.float(), weight.dtype)
         weight.copy_(upper)
         rest.copy_(lower)
 
 
-def _joined_norms(given: dict[str, Any], parts: list) -> tuple[Tensor, Tensor]:
-    """One pair of norms from those of each group of tensors."""
-    if not parts:
-        return torch.zeros(1), torch.zeros(0)
-    if parts[0][0] is None:
-        return parts[0][1]
-    device = next(iter(given.values()))[0].device
-    joined = torch.cat([norm.to(device, torch.float64) for _, (norm, _) in parts])
-    norms = torch.cat([norms.to(device) for _, (_, norms) in parts])
-    if given["per_tensor"]:
-        order = integers_on(device, [i for indices, _ in parts for i in indices])
-        norms = torch.empty_like(norms).index_copy_(0, order, norms)
-    return joined.square().sum(dim=0, keepdim=True).sqrt().to(torch.float32), norms
+def _have_elements(op, lists):
+    """Whether there is something to do; raises unless the three lists have one length."""
+    first, second, third = lists.values()
+    if not len(first) == len(second) == len(third):
+        check_lists(op, **lists)
+    return len(first) > 0
 
 
-@operator(after=_joined_norms)
 def multi_tensor_unscale_l2norm(
     inputs: Tensors,
     outputs: Tensors | None = None,
     inv_scale: Number | None = None,
-    found_inf: Flag | None = None,
+    found_inf: Tensor | None = None,
     per_tensor: bool = False,
-    first_bad: Flag | None = None,
+    first_bad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norms of ``inputs[i] * inv_scale``, with a check of the inputs, in one pass.
 
@@ -133,12 +148,34 @@ def multi_tensor_unscale_l2norm(
     device of the first tensor. Huge and tiny values keep their norm. ``outputs``, which may be the inputs, receive the products;
     without them nothing but the inputs is read, and nothing written: the pass before a fused step, which unscales by itself.
     """
-    check_lists("multi_tensor_unscale_l2norm", inputs=inputs, outputs=outputs)
-    norms = _l2norm(inputs, per_tensor, inv_scale)  # first: outputs may be the inputs
+    lists = {"inputs": inputs, "outputs": () if outputs is None else outputs}
+    if outputs is not None and len(outputs) != len(inputs):
+        check_lists("multi_tensor_unscale_l2norm", **lists)
+    if not inputs:
+        return torch.zeros(1), torch.zeros(0)
+    rest = (*number(inv_scale), per_tensor)
+    result = serve("multi_tensor_unscale_l2norm", _unscale_l2norm, lists, rest, (found_inf, first_bad))
+    return _joined_norms(result, per_tensor) if isinstance(result, list) else result
+
+
+def _unscale_l2norm(inv_scale, inv_scale_tensor, per_tensor, found_inf, first_bad, inputs, outputs):
+    factor = inv_scale if inv_scale_tensor is None else inv_scale_tensor
+    norms = _l2norm(inputs, per_tensor, factor)  # first: outputs may be the inputs
     report_non_finite(inputs, found_inf, first_bad)
-    if outputs is not None:
-        _scale(inputs, outputs, 1.0 if inv_scale is None else inv_scale)
+    if outputs:
+        _multiply(inputs, outputs, factor)
     return norms
+
+
+def _joined_norms(parts, per_tensor):
+    """One pair of norms from those of the tensors on each device, which come with their indices."""
+    device = parts[0][1][0].device
+    joined = torch.cat([norm.to(device, torch.float64) for _, (norm, _) in parts])
+    norms = torch.cat([norms.to(device) for _, (_, norms) in parts])
+    if per_tensor:
+        order = integers_on(device, [i for indices, _ in parts for i in indices])
+        norms = torch.empty_like(norms).index_copy_(0, order, norms)
+    return joined.square().sum(dim=0, keepdim=True).sqrt().to(torch.float32), norms
 
 
 def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
@@ -146,7 +183,6 @@ def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Ten
     return multi_tensor_unscale_l2norm(tensors, per_tensor=per_tensor)
 
 
-@operator_without_lists
 def update_scale(
     state: Tensor,
     found_inf: Tensor,
@@ -168,12 +204,27 @@ def update_scale(
     clean iteration gives all chances back, and the ``growth_interval``-th in a row lets the scale grow, to ``max_scale``
     at most, and never to infinity.
     """
+    rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
+    kernel = backend.direct.get("update_scale")
+    if kernel is not None and backend.kernel_devices and not torch.compiler.is_compiling():
+        if kernel(state, found_inf, *rule) is not NotImplemented:
+            return state
     if state.dtype is not torch.int32 or state.shape != (7,) or not state.is_contiguous():
         raise RuntimeError(
             f"update_scale: state is {state.dtype} of shape {list(state.shape)}; pass a contiguous int32 tensor of shape [7]"
         )
+    found_inf = on(found_inf, state.device)
+    if state.device.type in backend.kernel_devices:
+        backend.through_dispatcher("update_scale", state, found_inf.to(torch.float32), *rule)
+    else:
+        _update_scale(state, found_inf, *rule)
+    return state
+
+
+@torch.no_grad()
+def _update_scale(state, found_inf, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale):
     scale, (unskipped, overflows_left, skips, in_a_row, at_floor) = state[:1].view(torch.float32), state[1:6].split(1)
-    bad = found_inf.to(scale.device) != 0
+    bad = found_inf != 0
     skips.add_(bad)
     in_a_row.copy_(torch.where(bad, in_a_row + 1, 0))
     at_floor.copy_(torch.where(bad & (scale <= min_scale), at_floor + 1, 0))
@@ -189,7 +240,6 @@ def update_scale(
     scale.copy_(torch.where(bad & (left <= 0), backed_off, torch.where(grows, grown, scale)))
     unskipped.copy_(torch.where(grows, 0, clean))
     overflows_left.copy_(left)
-    return state
 
 
 def report_non_finite(tensors, found_inf, first_bad=None):
@@ -245,9 +295,7 @@ def _l2norm(tensors, per_tensor, factor):
     if pieces:
         sums.index_add_(0, integers_on(device, owners), _norms(pieces, wide).square())
     norms = torch.cat([sums.sum(dtype=wide).reshape(1), sums if per_tensor else sums[:0]]).sqrt()
-    if factor is not None:
-        norms = norms * abs(_factor(factor))
-    norms = norms.to(torch.float32)
+    norms = (norms * abs(_factor(factor))).to(torch.float32)
     return norms[:1].clone(), norms[1:].clone()
 
 

@@ -17,7 +17,7 @@ optimizer's, moments in lower precision are rounded by random numbers, a functio
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,16 +27,15 @@ from torch import Tensor
 from ampkit.kernels import moments
 from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.reference import multi_tensor_l2norm
-from ampkit.kernels.routing import Number, PerTensor, Tensors, operator
+from ampkit.kernels.routing import Number, Tensors, number, serve
 from ampkit.kernels.split import join, split
 
 
-def _without_momenta(given: dict[str, Any]) -> None:
-    if not given["momentum"]:
-        given["momenta"] = None
+def _of_rule(function: Callable[..., None]) -> Callable[..., None]:
+    """The reference of a rule, which is given what the operator is (csrc/ops.h): the lists by name."""
+    return lambda *given, **lists: function(_Given(*given), **lists)
 
 
-@operator(before=_without_momenta)
 def multi_tensor_sgd(
     grads: Tensors,
     params: Tensors,
@@ -50,12 +49,12 @@ def multi_tensor_sgd(
     nesterov: bool = False,
     first_run: bool = False,
     wd_after_momentum: bool = False,
-    trust: PerTensor | None = None,
+    trust: Tensor | None = None,
     inv_scale: Number | None = None,
     clip: Number | None = None,
     found_inf: Tensor | None = None,
     step: Number = 1.0,
-    positions: PerTensor | None = None,
+    positions: Tensor | None = None,
     seed: int = 0,
     round_params: bool = False,
 ) -> None:
@@ -64,29 +63,37 @@ def multi_tensor_sgd(
     On the ``first_run`` a momentum becomes the gradient itself. ``wd_after_momentum`` keeps the weight decay out of the
     momentum. ``trust`` holds a factor of the decayed gradient for each tensor. ``step`` counts for random numbers alone.
     """
-    check_lists("multi_tensor_sgd", grads=grads, params=params, momenta=momenta, lower=lower)
-    p, d = _joined(params, lower, found_inf), _scaled(grads, params, inv_scale, clip)
+    lists, rule = {"grads": grads, "params": params}, "sgd"
+    if momentum:
+        lists["momenta"], rule = momenta, "sgd with momentum"
+    own = (momentum, dampening, weight_decay, nesterov, first_run, wd_after_momentum)
+    _step(rule, _sgd, lists, lower, own, lr, step, inv_scale, clip, found_inf, trust, positions, seed, round_params)
+
+
+@_of_rule
+def _sgd(given: _Given, grads, params, momenta=None, lower=None):
+    momentum, dampening, weight_decay, nesterov, first_run, wd_after_momentum = given.own
+    p, d = _joined(params, lower, given.found_inf), given.scaled(grads, params)
     if weight_decay and not wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
-    if trust is not None:
-        d = torch._foreach_mul(d, [factor.to(x) for factor, x in zip(trust.unbind(), d)])
-    written, rounding = [], _Rounding(positions, seed, step, round_params)
+    if given.each is not None:
+        d = torch._foreach_mul(d, [factor.to(x) for factor, x in zip(given.each.unbind(), d)])
+    written = []
     if momentum:
-        m = _moments(momenta, params, True, found_inf)
+        m = _moments(momenta, params, True, given.found_inf)
         if first_run:
             torch._foreach_copy_(m, list(d))
         else:
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, d, alpha=1.0 - dampening)
-        written.append((momenta, rounding.of_moments(momenta, m, is_signed=True)))
+        written.append((momenta, given.rounding.of_moments(momenta, m, is_signed=True)))
         d = torch._foreach_add(d, m, alpha=momentum) if nesterov else m
     if weight_decay and wd_after_momentum:
         d = torch._foreach_add(d, p, alpha=weight_decay)
-    _subtract(p, d, lr)
-    _write(found_inf, *written, *_parted(params, lower, p, rounding))
+    _subtract(p, d, given.lr)
+    _write(given.found_inf, *written, *_parted(params, lower, p, given.rounding))
 
 
-@operator
 def multi_tensor_adam(
     grads: Tensors,
     params: Tensors,
@@ -104,29 +111,33 @@ def multi_tensor_adam(
     inv_scale: Number | None = None,
     clip: Number | None = None,
     found_inf: Tensor | None = None,
-    positions: PerTensor | None = None,
+    positions: Tensor | None = None,
     seed: int = 0,
     round_params: bool = False,
 ) -> None:
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
-    lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, lower=lower)
-    check_lists("multi_tensor_adam", **lists)
-    p, d = _joined(params, lower, found_inf), _scaled(grads, params, inv_scale, clip)
-    m, v = _moments(exp_avgs, params, True, found_inf), _moments(exp_avg_sqs, params, False, found_inf)
+    lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    own = (*betas, 1.0 - betas[0], eps, weight_decay, decoupled, bias_correction)
+    _step("adam", _adam, lists, lower, own, lr, step, inv_scale, clip, found_inf, None, positions, seed, round_params)
+
+
+@_of_rule
+def _adam(given: _Given, grads, params, exp_avgs, exp_avg_sqs, lower=None):
+    beta1, beta2, share, eps, weight_decay, decoupled, bias_correction = given.own
+    p, d = _joined(params, lower, given.found_inf), given.scaled(grads, params)
+    m, v = (_moments(exp_avgs, params, True, given.found_inf), _moments(exp_avg_sqs, params, False, given.found_inf))
     if weight_decay and not decoupled:
         d = torch._foreach_add(d, p, alpha=weight_decay)
-    _update_moments(m, v, d, betas, 1.0 - betas[0])
-    update = _adam_direction(m, v, betas, eps, step, bias_correction)
+    _update_moments(m, v, d, beta1, beta2, share)
+    update = _adam_direction(m, v, (beta1, beta2), eps, given.step, bias_correction)
     if weight_decay and decoupled:
         torch._foreach_add_(update, p, alpha=weight_decay)
-    _subtract(p, update, lr)
-    rounding = _Rounding(positions, seed, step, round_params)
-    m = rounding.of_moments(exp_avgs, m, is_signed=True)
-    v = rounding.of_moments(exp_avg_sqs, v, is_signed=False)
-    _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), *_parted(params, lower, p, rounding))
+    _subtract(p, update, given.lr)
+    m = given.rounding.of_moments(exp_avgs, m, is_signed=True)
+    v = given.rounding.of_moments(exp_avg_sqs, v, is_signed=False)
+    _write(given.found_inf, (exp_avgs, m), (exp_avg_sqs, v), *_parted(params, lower, p, given.rounding))
 
 
-@operator
 def multi_tensor_adagrad(
     grads: Tensors,
     params: Tensors,
@@ -142,9 +153,26 @@ def multi_tensor_adagrad(
     found_inf: Tensor | None = None,
 ) -> None:
     """Adagrad (Duchi et al. 2011), with L2 regularisation or ``decoupled`` weight decay."""
-    check_lists("multi_tensor_adagrad", grads=grads, params=params, sums=sums, lower=lower)
-    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
-    h = _working(sums, params, found_inf)
+    own = (eps, weight_decay, decoupled)
+    _step(
+        "adagrad",
+        _adagrad,
+        {"grads": grads, "params": params, "sums": sums},
+        lower,
+        own,
+        lr,
+        1.0,
+        inv_scale,
+        clip,
+        found_inf,
+    )
+
+
+@_of_rule
+def _adagrad(given: _Given, grads, params, sums, lower=None):
+    eps, weight_decay, decoupled = given.own
+    p, d = _working(params, params, given.found_inf), given.scaled(grads, params)
+    h = _working(sums, params, given.found_inf)
     if weight_decay and not decoupled:
         d = torch._foreach_add(d, p, alpha=weight_decay)
     torch._foreach_addcmul_(h, d, d)
@@ -153,11 +181,10 @@ def multi_tensor_adagrad(
     update = torch._foreach_div(d, denominator)
     if weight_decay and decoupled:
         torch._foreach_add_(update, p, alpha=weight_decay)
-    _subtract(p, update, lr)
-    _write(found_inf, (sums, h), (params, p), (lower, p))
+    _subtract(p, update, given.lr)
+    _write(given.found_inf, (sums, h), (params, p), (lower, p))
 
 
-@operator
 def multi_tensor_lamb(
     grads: Tensors,
     params: Tensors,
@@ -180,49 +207,41 @@ def multi_tensor_lamb(
     found_inf: Tensor | None = None,
 ) -> None:
     """LAMB (You et al. 2020, algorithm 2): Adam's direction; where ``trusts``, a step as long as ``lr`` times the weights'
-    norm. ``directions`` (may be the gradients) receives the directions taken, if anybody asks. For LAMB's own clipping,
-    ``clip=clip_factor(unscaled norm of all gradients, max_grad_norm)``.
+    norm. ``directions`` (may be the gradients) receives the directions taken, if anybody asks, which no kernel does. For LAMB's own
+    clipping, ``clip=clip_factor(unscaled norm of all gradients, max_grad_norm)``.
     """
-    lists = dict(grads=grads, params=params, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, lower=lower)
-    check_lists("multi_tensor_lamb", **lists, directions=directions)
-    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
-    m, v = _working(exp_avgs, params, found_inf), _working(exp_avg_sqs, params, found_inf)
+    lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    own = (*betas, 1.0 - betas[0] if grad_averaging else 1.0, eps, weight_decay, decoupled, bias_correction)
+    numbers = (lr, step, inv_scale, clip, found_inf)
+    if directions is None:
+        rule, reference = ("lamb", _lamb) if trusts else ("adam", _adam)
+        return _step(rule, reference, lists, lower, own, *numbers)
+    check_lists("multi_tensor_lamb", **lists, lower=lower, directions=directions)
+    with torch.no_grad():
+        _lamb(*_flat(own, *numbers), **lists, lower=lower, directions=directions, trusts=trusts)
+
+
+@_of_rule
+def _lamb(given: _Given, grads, params, exp_avgs, exp_avg_sqs, lower=None, directions=None, trusts=True):
+    beta1, beta2, share, eps, weight_decay, decoupled, bias_correction = given.own
+    p, d = _working(params, params, given.found_inf), given.scaled(grads, params)
+    m, v = (_working(moments, params, given.found_inf) for moments in (exp_avgs, exp_avg_sqs))
     if weight_decay and not decoupled:
         d = torch._foreach_add(d, p, alpha=weight_decay)
-    _update_moments(m, v, d, betas, 1.0 - betas[0] if grad_averaging else 1.0)
-    update = _adam_direction(_stored(m, exp_avgs), _stored(v, exp_avg_sqs), betas, eps, step, bias_correction)
+    _update_moments(m, v, d, beta1, beta2, share)
+    stored = _stored(m, exp_avgs), _stored(v, exp_avg_sqs)
+    update = _adam_direction(*stored, (beta1, beta2), eps, given.step, bias_correction)
     if weight_decay and decoupled:
         torch._foreach_add_(update, p, alpha=weight_decay)
-    _lamb_move(p, update, lr, trusts)
-    _write(found_inf, (exp_avgs, m), (exp_avg_sqs, v), (directions, update), (params, p), (lower, p))
+    _lamb_move(p, update, given.lr, trusts)
+    _write(given.found_inf, (exp_avgs, m), (exp_avg_sqs, v), (directions, update), (params, p), (lower, p))
 
 
-def _move_norms(given: dict[str, Any]) -> Callable | None:
-    """NovoGrad's running norms, once for tensors of all devices. Returns what puts them back."""
-    grads, norms, now, found_inf = (given[name] for name in ("grads", "norms", "grad_norms", "found_inf"))
-    norm_type, beta2 = given["norm_type"], given["betas"][1]
-    if not grads:
-        return None
-    if now is None:
-        now = multi_tensor_l2norm(grads, True)[1] if norm_type == 2 else gradient_norms(grads, norm_type)
-        for factor in (given["inv_scale"], given["clip"]):
-            if factor is not None:
-                now = now * (factor.to(now) if isinstance(factor, Tensor) else factor)
-    given["grad_norms"], now, old = None, now.to(norms), norms.clone()
-    if norm_type == 2:
-        moved = (norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt()
-    else:
-        moved = norms * beta2 + now * (1.0 - beta2)
-    norms.copy_(moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved))
-    return functools.partial(norms.copy_, old)
-
-
-@operator(before=_move_norms)
 def multi_tensor_novograd(
     grads: Tensors,
     params: Tensors,
     exp_avgs: Tensors,
-    norms: PerTensor,
+    norms: Tensor,
     lower: Tensors | None = None,
     *,
     lr: Number,
@@ -245,24 +264,111 @@ def multi_tensor_novograd(
     ``norm_type`` 2 in the mean of squares, for 0 (the maximum norm) in the mean. ``grad_norms``, the norms of these
     gradients (unscaled and clipped), are computed in a pass before unless they are given.
     """
-    check_lists("multi_tensor_novograd", grads=grads, params=params, exp_avgs=exp_avgs, lower=lower)
-    p, d = _working(params, params, found_inf), _scaled(grads, params, inv_scale, clip)
-    m = _working(exp_avgs, params, found_inf)
-    correction1, correction2 = _corrections(betas, step, bias_correction)
-    denominators = [(norm / correction2**0.5 + eps).to(x) for norm, x in zip(norms.unbind(), d)]
-    if reg_inside_moment:
+    factors = inv_scale, clip
+    moved = _moved_norms(norms, grads, grad_norms, norm_type, betas[1], factors, found_inf) if grads else norms
+    own = (*betas, 1.0 - betas[0] if grad_averaging else 1.0, eps, weight_decay, reg_inside_moment, bias_correction)
+    lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs}
+    _step("novograd", _novograd, lists, lower, own, lr, step, inv_scale, clip, found_inf, moved)
+    norms.copy_(moved)
+
+
+@torch.no_grad()
+def _moved_norms(norms, grads, now, norm_type, beta2, factors, found_inf):
+    if now is None:
+        now = multi_tensor_l2norm(grads, True)[1] if norm_type == 2 else gradient_norms(grads, norm_type)
+        for factor in factors:
+            if factor is not None:
+                now = now * (factor.to(now) if isinstance(factor, Tensor) else factor)
+    now = now.to(norms)
+    if norm_type == 2:
+        moved = (norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt()
+    else:
+        moved = norms * beta2 + now * (1.0 - beta2)
+    return moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved)
+
+
+@_of_rule
+def _novograd(given: _Given, grads, params, exp_avgs, lower=None):
+    beta1, beta2, share, eps, weight_decay, inside_moment, bias_correction = given.own
+    p, d = _working(params, params, given.found_inf), given.scaled(grads, params)
+    m = _working(exp_avgs, params, given.found_inf)
+    correction1, correction2 = _corrections((beta1, beta2), given.step, bias_correction)
+    denominators = [(norm / correction2**0.5 + eps).to(x) for norm, x in zip(given.each.unbind(), d)]
+    if inside_moment:
         d = torch._foreach_div(d, denominators)
         if weight_decay:
             torch._foreach_add_(d, p, alpha=weight_decay)
-    torch._foreach_mul_(m, betas[0])
-    torch._foreach_add_(m, d, alpha=1.0 - betas[0] if grad_averaging else 1.0)
+    torch._foreach_mul_(m, beta1)
+    torch._foreach_add_(m, d, alpha=share)
     update = _over(m, correction1)
-    if not reg_inside_moment:
+    if not inside_moment:
         torch._foreach_div_(update, denominators)
         if weight_decay:
             torch._foreach_add_(update, p, alpha=weight_decay)
-    _subtract(p, update, lr)
-    _write(found_inf, (exp_avgs, m), (params, p), (lower, p))
+    _subtract(p, update, given.lr)
+    _write(given.found_inf, (exp_avgs, m), (params, p), (lower, p))
+
+
+def _step(
+    rule: str,
+    reference: Callable[..., None],
+    lists: dict[str, Any],
+    lower: Tensors | None,
+    own: tuple[float, ...],
+    *common: Any,
+) -> None:
+    """The step of a rule, whose own settings are ``own``, over ``lists``; ``common`` is what `_flat` takes besides."""
+    if lower:
+        lists["lower"] = lower
+    count = len(lists["grads"])
+    for column in lists.values():
+        if len(column) != count:
+            check_lists(f"multi_tensor_{rule.partition(' ')[0]}", **lists)
+    if count:
+        serve("multi_tensor_step", reference, lists, _flat(own, *common), (), rule)
+
+
+def _flat(
+    own: tuple[float, ...],
+    lr: Number,
+    step: Number = 1.0,
+    inv_scale: Number | None = None,
+    clip: Number | None = None,
+    found_inf: Tensor | None = None,
+    each: Tensor | None = None,
+    positions: Tensor | None = None,
+    seed: int = 0,
+    round_params: bool = False,
+) -> tuple[Any, ...]:
+    """What the operator of all steps is given besides the lists (csrc/ops.h); `_Given` is the way back."""
+    lr_tensor = step_tensor = inv_scale_tensor = clip_tensor = None
+    if isinstance(lr, Tensor):
+        lr, lr_tensor = number(lr)
+    if isinstance(step, Tensor):
+        step, step_tensor = number(step)
+    if inv_scale is None or isinstance(inv_scale, Tensor):
+        inv_scale, inv_scale_tensor = number(inv_scale)
+    if clip is None or isinstance(clip, Tensor):
+        clip, clip_tensor = number(clip)
+    settings = (lr, step, inv_scale * clip, seed & 0xFFFFFFFF, seed >> 32, round_params, *own)
+    return settings, lr_tensor, step_tensor, inv_scale_tensor, clip_tensor, found_inf, each, positions
+
+
+class _Given:
+    """What a step is given besides the lists, as `_flat` made it. ``each`` is a number for each tensor."""
+
+    def __init__(self, settings, lr, step, inv_scale, clip, found_inf, each, positions) -> None:
+        rate, count, factor, low, high, round_params, *self.own = settings
+        self.lr, self.step = rate if lr is None else lr, count if step is None else step
+        self.factors = [factor, *(one for one in (inv_scale, clip) if one is not None)]
+        self.found_inf, self.each = found_inf, each
+        self.rounding = _Rounding(positions, low | high << 32, self.step, round_params)
+
+    def scaled(self, grads: Tensors, params: Tensors) -> list[Tensor]:
+        """The gradients in what each update is computed in, unscaled and clipped."""
+        d = [g.to(compute_dtype(p)) for g, p in zip(grads, params, strict=True)]
+        product = math.prod(self.factors)
+        return d if not isinstance(product, Tensor) and product == 1.0 else _times(d, product)
 
 
 @torch.no_grad()
@@ -314,8 +420,7 @@ def _lamb_move(p, d, lr, trusts):
     _subtract(p, d, lr)
 
 
-def _update_moments(m, v, d, betas, share):
-    beta1, beta2 = betas
+def _update_moments(m, v, d, beta1, beta2, share):
     torch._foreach_mul_(m, beta1)
     torch._foreach_add_(m, d, alpha=share)
     torch._foreach_mul_(v, beta2)
@@ -432,15 +537,6 @@ class _Rounding:
 def _stored(values: list[Tensor], tensors: Tensors) -> list[Tensor]:
     """Values as they will be read back from tensors that may be narrower."""
     return [value.to(t.dtype).to(value.dtype) for value, t in zip(values, tensors)]
-
-
-def _scaled(grads: Tensors, params: Tensors, *factors: Number | None) -> list[Tensor]:
-    d = [g.to(compute_dtype(p)) for g, p in zip(grads, params, strict=True)]
-    given = [factor for factor in factors if factor is not None]
-    if not given:
-        return d
-    product = given[0] if len(given) == 1 else given[0] * given[1]
-    return d if not isinstance(product, Tensor) and product == 1.0 else _times(d, product)
 
 
 def _write(found_inf: Tensor | None, *results: tuple[Tensors | None, list[Tensor]]) -> None:

@@ -55,15 +55,15 @@ static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_
 namespace ampkit {
 
 void multi_tensor_axpby_cpu(const TensorList& xs, const TensorList& ys, const TensorList& outputs, double a,
-                            const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, const MaybeTensor& found_inf,
-                            int64_t arg_to_check, const MaybeTensor& first_bad) {
+                            const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, int64_t arg_to_check,
+                            const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_axpby";
   AMPKIT_CHECK(arg_to_check >= -1 && arg_to_check <= 1, op, ": arg_to_check is ", arg_to_check,
                "; expected -1 (both), 0 (xs) or 1 (ys)");
-  TensorLists<3> lists(op, {{{"xs", xs, Role::kRead}, {"ys", ys, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
+  TensorLists<3> lists(op, {{{xs, Role::kRead}, {ys, Role::kRead}, {outputs, Role::kWrite}}});
   if (xs.empty()) return;
   const Findings findings(op, found_inf, first_bad, xs[0]);
-  const AxpbyFunctor functor(number(op, "a", a, a_tensor, xs[0]), number(op, "b", b, b_tensor, xs[0]));
+  const AxpbyFunctor functor(number(op, a, a_tensor, xs[0]), number(op, b, b_tensor, xs[0]));
   const auto blocks = blocks_of(lists.flat());
   const bool streams = exceeds_caches(blocks);
   const auto axpby_block = AMPKIT_VARIANT(axpby_block);

@@ -7,8 +7,8 @@ namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
 // Updates the moments; leaves the sums of squares of the parameters and of the directions.
-static void lamb_moments(const Block<6>& block, AdamFunctor functor, bool writes_directions, double* sums) {
-  const FlatTensor<6>& tensor = *block.tensor;
+static void lamb_moments(const Block<5>& block, LambFunctor functor, double* sums) {
+  const FlatTensor<5>& tensor = *block.tensor;
   TileBuffer g_buffer, p_buffer, m_buffer, v_buffer, u_buffer;
   sums[0] = sums[1] = 0;
   for (int64_t start = 0; start < block.size; start += kTile) {
@@ -35,12 +35,11 @@ static void lamb_moments(const Block<6>& block, AdamFunctor functor, bool writes
     for (int64_t i = 0; i < n; ++i) u[i] = functor.direction(p[i], first[i], second[i]);
     sums[0] += sum_of_squares(p, n).sum;
     sums[1] += sum_of_squares(u, n).sum;
-    if (writes_directions) store(u, tensor.data[5], tensor.dtype[5], offset, n);
   }
 }
 
-static void lamb_move(const Block<6>& block, AdamFunctor functor, float ratio, bool writes_lower, bool streams) {
-  const FlatTensor<6>& tensor = *block.tensor;
+static void lamb_move(const Block<5>& block, LambFunctor functor, float ratio, bool writes_lower, bool streams) {
+  const FlatTensor<5>& tensor = *block.tensor;
   TileBuffer p_buffer, m_buffer, v_buffer;
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start;
@@ -61,35 +60,23 @@ static void lamb_move(const Block<6>& block, AdamFunctor functor, float ratio, b
 
 #else
 
+#include "cpu/multi_tensor_step.h"
 #include "cpu/norms.h"
-#include "functors/multi_tensor_lamb.h"
-#include "ops.h"
-#include "step_lists.h"
 
 #define AMPKIT_SOURCE "cpu/multi_tensor_lamb.cpp"
 #include "cpu/each_capability.h"
 
 namespace ampkit {
 
-void multi_tensor_lamb_cpu(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                           const TensorList& exp_avg_sqs, const TensorList& lower, const TensorList& directions, double lr,
-                           const MaybeTensor& lr_tensor, double beta1, double beta2, double eps, double step,
-                           const MaybeTensor& step_tensor, double weight_decay, bool decoupled, bool bias_correction,
-                           bool grad_averaging, bool trusts, double factor, const MaybeTensor& inv_scale,
-                           const MaybeTensor& clip, const MaybeTensor& found_inf) {
-  constexpr const char* op = "multi_tensor_lamb";
-  const AdamSettings settings{step_settings(op, grads, lr, lr_tensor, factor, inv_scale, clip, found_inf),
-                              number(op, "step", step, step_tensor, grads[0]), beta1, beta2, eps, weight_decay,
-                              grad_averaging ? 1.0 - beta1 : 1.0, decoupled, bias_correction};
-  auto lists = lamb_lists(op, grads, params, exp_avgs, exp_avg_sqs, lower, directions);
-  if (settings.common.skips()) return;
-  const AdamFunctor functor(settings);
-  const auto& tensors = lists.flat();
+void take_lamb_step(Step<LambFunctor>& step) {
+  if (step.settings.skips()) return;
+  const LambFunctor functor(step.settings);
+  const auto& tensors = step.lists.flat();
   const auto blocks = blocks_of(tensors);
   const auto lamb_moments = AMPKIT_VARIANT(lamb_moments);
   const auto lamb_move = AMPKIT_VARIANT(lamb_move);
   std::vector<double> squares(2 * blocks.size());
-  for_each_block(blocks, [&](int64_t i) { lamb_moments(blocks[i], functor, !directions.empty(), &squares[2 * i]); });
+  for_each_block(blocks, [&](int64_t i) { lamb_moments(blocks[i], functor, &squares[2 * i]); });
 
   std::vector<double> of_params(tensors.size()), of_directions(tensors.size());
   for (size_t i = 0; i < blocks.size(); ++i) {
@@ -99,10 +86,9 @@ void multi_tensor_lamb_cpu(const TensorList& grads, const TensorList& params, co
   const bool streams = exceeds_caches(blocks);
   for_each_block(blocks, [&](int64_t i) {
     const auto tensor = blocks[i].tensor - tensors.data();
-    const float ratio = trusts ? lamb_ratio(of_params[tensor], of_directions[tensor]) : 1.0f;
-    lamb_move(blocks[i], functor, ratio, !lower.empty(), streams);
+    lamb_move(blocks[i], functor, lamb_ratio(of_params[tensor], of_directions[tensor]), step.writes_lower, streams);
   });
-  lists.finish();
+  step.lists.finish();
 }
 
 }  // namespace ampkit

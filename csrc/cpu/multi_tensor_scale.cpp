@@ -74,10 +74,10 @@ void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs,
                             const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_scale";
   const TensorList& sources = inputs.empty() ? outputs : inputs;
-  TensorLists<2> lists(op, {{{"inputs", sources, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
+  TensorLists<2> lists(op, {{{sources, Role::kRead}, {outputs, Role::kWrite}}});
   if (sources.empty()) return;
   const Findings findings(op, found_inf, first_bad, sources[0]);
-  const ScaleFunctor functor(number(op, "scale", scale, scale_tensor, sources[0]));
+  const ScaleFunctor functor(number(op, scale, scale_tensor, sources[0]));
   const auto blocks = blocks_of(lists.flat());
   const bool checks = findings.found_inf != nullptr || findings.first_bad != nullptr, streams = exceeds_caches(blocks);
   const bool copies = !scale_tensor.has_value() && scale == 1.0;

@@ -49,18 +49,16 @@ static SumOfSquares unscale_block(const Block<2>& block, ScaleFunctor functor, b
 
 namespace ampkit {
 
-std::tuple<Tensor, Tensor> multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const TensorList& outputs,
-                                                           double inv_scale, const MaybeTensor& inv_scale_tensor,
-                                                           const MaybeTensor& found_inf, bool per_tensor,
-                                                           const MaybeTensor& first_bad) {
+TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const TensorList& outputs, double inv_scale,
+                                            const MaybeTensor& inv_scale_tensor, bool per_tensor,
+                                            const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_unscale_l2norm";
   AMPKIT_CHECK(!inputs.empty(), op, ": inputs is empty");
   const Findings findings(op, found_inf, first_bad, inputs[0]);
-  const ScaleFunctor functor(number(op, "inv_scale", inv_scale, inv_scale_tensor, inputs[0]));
+  const ScaleFunctor functor(number(op, inv_scale, inv_scale_tensor, inputs[0]));
   // Without outputs the inputs stand in for them, and are only read.
   const bool writes = !outputs.empty();
-  TensorLists<2> lists(op, {{{"inputs", inputs, Role::kRead},
-                             {"outputs", writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
+  TensorLists<2> lists(op, {{{inputs, Role::kRead}, {writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
   const auto blocks = blocks_of(lists.flat());
   const bool streams = exceeds_caches(blocks);
   const auto unscale_block = AMPKIT_VARIANT(unscale_block);

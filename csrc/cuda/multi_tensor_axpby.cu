@@ -34,8 +34,8 @@ struct AxpbyKernel {
 }  // namespace
 
 void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const TensorList& outputs, double a,
-                             const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, const MaybeTensor& found_inf,
-                             int64_t arg_to_check, const MaybeTensor& first_bad) {
+                             const MaybeTensor& a_tensor, double b, const MaybeTensor& b_tensor, int64_t arg_to_check,
+                            const MaybeTensor& found_inf, const MaybeTensor& first_bad) {
   constexpr const char* op = "multi_tensor_axpby";
   AMPKIT_CHECK(arg_to_check >= -1 && arg_to_check <= 1, op, ": arg_to_check is ", arg_to_check,
                "; expected -1 (both), 0 (xs) or 1 (ys)");
@@ -43,8 +43,8 @@ void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const T
   const TensorView some = xs.empty() ? (ys.empty() ? outputs.front() : ys.front()) : xs.front();
   const int32_t device = device_of(op, some);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  TensorLists<3> lists(op, {{{"xs", xs, Role::kRead}, {"ys", ys, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
-  const AxpbyKernel kernel{number(op, "a", a, a_tensor, some), number(op, "b", b, b_tensor, some),
+  TensorLists<3> lists(op, {{{xs, Role::kRead}, {ys, Role::kRead}, {outputs, Role::kWrite}}});
+  const AxpbyKernel kernel{number(op, a, a_tensor, some), number(op, b, b_tensor, some),
                            {op, found_inf, first_bad, some}, arg_to_check != 1, arg_to_check != 0};
   multi_tensor_apply(lists.flat(), kernel, current_stream(device));
   lists.finish();

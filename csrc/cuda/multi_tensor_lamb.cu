@@ -1,25 +1,22 @@
 // multi_tensor_lamb on CUDA. Memory traffic as on the CPU (cpu/multi_tensor_lamb.cpp), in three steps: moments, and sums of
 // squares of each block; the ratio of each tensor; the move.
+#include "cuda/multi_tensor_step.cuh"
 #include "cuda/norms.cuh"
-#include "functors/multi_tensor_lamb.h"
-#include "ops.h"
-#include "step_lists.h"
 
 namespace ampkit {
 namespace {
 
 struct LambMomentsKernel {
-  AdamSettings settings;
+  LambFunctor::Settings settings;
   double* squares_of_params;  // of each block
   double* squares_of_directions;
-  bool writes_directions;
 
-  __device__ void operator()(const Chunk<6>& chunk) const {
-    if (settings.common.skips()) return;
-    __shared__ AdamFunctor shared;
-    if (threadIdx.x == 0) shared = AdamFunctor(settings);
+  __device__ void operator()(const Chunk<5>& chunk) const {
+    if (settings.skips()) return;
+    __shared__ LambFunctor shared;
+    if (threadIdx.x == 0) shared = LambFunctor(settings);
     __syncthreads();
-    const AdamFunctor& functor = shared;  // not copied: registers are short
+    const LambFunctor& functor = shared;  // not copied: registers are short
     double of_params = 0, of_directions = 0;
     for (int i = threadIdx.x * kWidth; i < chunk.size; i += kStride) {
       Raw raw[4];
@@ -44,7 +41,6 @@ struct LambMomentsKernel {
       }
       of_params += sum_of_squares(p);
       of_directions += sum_of_squares(u);
-      if (writes_directions) chunk.store(5, i, u);
     }
     of_params = block_sum(of_params);
     of_directions = block_sum(of_directions);
@@ -70,21 +66,21 @@ struct FinishRatio {
 };
 
 struct LambMoveKernel {
-  AdamSettings settings;
-  const float* ratios;  // nullptr: all are 1
+  LambFunctor::Settings settings;
+  const float* ratios;
   bool writes_lower;
 
-  __device__ void operator()(const Chunk<6>& chunk) const {
-    if (settings.common.skips()) return;
+  __device__ void operator()(const Chunk<5>& chunk) const {
+    if (settings.skips()) return;
     Raw raw[3];
     int i = threadIdx.x * kWidth;
 #pragma unroll
     for (int list = 0; list < 3; ++list) raw[list] = chunk.fetch(list + 1, i);
-    __shared__ AdamFunctor shared;
-    if (threadIdx.x == 0) shared = AdamFunctor(settings);
+    __shared__ LambFunctor shared;
+    if (threadIdx.x == 0) shared = LambFunctor(settings);
     __syncthreads();
-    const AdamFunctor functor = shared;
-    const float ratio = ratios == nullptr ? 1.0f : ratios[chunk.tensor];
+    const LambFunctor functor = shared;
+    const float ratio = ratios[chunk.tensor];
     while (i < chunk.size) {
       float p[kWidth], m[kWidth], v[kWidth];
       chunk.unpack(1, raw[0], p);
@@ -103,31 +99,19 @@ struct LambMoveKernel {
 
 }  // namespace
 
-void multi_tensor_lamb_cuda(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
-                            const TensorList& exp_avg_sqs, const TensorList& lower, const TensorList& directions, double lr,
-                            const MaybeTensor& lr_tensor, double beta1, double beta2, double eps, double step,
-                            const MaybeTensor& step_tensor, double weight_decay, bool decoupled, bool bias_correction,
-                            bool grad_averaging, bool trusts, double factor, const MaybeTensor& inv_scale,
-                            const MaybeTensor& clip, const MaybeTensor& found_inf) {
-  constexpr const char* op = "multi_tensor_lamb";
-  const AdamSettings settings{step_settings(op, grads, lr, lr_tensor, factor, inv_scale, clip, found_inf),
-                              number(op, "step", step, step_tensor, grads[0]), beta1, beta2, eps, weight_decay,
-                              grad_averaging ? 1.0 - beta1 : 1.0, decoupled, bias_correction};
-  const int32_t device = device_of(op, grads.front());
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
-  auto lists = lamb_lists(op, grads, params, exp_avgs, exp_avg_sqs, lower, directions);
-  const std::vector<int64_t> first = first_blocks(lists.flat());
-  const int64_t blocks = first.back(), count = static_cast<int64_t>(grads.size());
-  Tensor squares = vector_beside(grads.front(), 2 * blocks, torch::headeronly::ScalarType::Double);
-  Tensor ratio = vector_beside(grads.front(), count, torch::headeronly::ScalarType::Float);
+void take_lamb_step(Step<LambFunctor>& step, TensorView beside, cudaStream_t stream) {
+  const auto& tensors = step.lists.flat();
+  const std::vector<int64_t> first = first_blocks(tensors);
+  const int64_t blocks = first.back(), count = static_cast<int64_t>(tensors.size());
+  Tensor squares = vector_beside(beside, 2 * blocks, torch::headeronly::ScalarType::Double);
+  Tensor ratio = vector_beside(beside, count, torch::headeronly::ScalarType::Float);
   double* of_params = static_cast<double*>(squares.mutable_data_ptr());
   double* of_directions = of_params + blocks;
   float* ratios = static_cast<float*>(ratio.mutable_data_ptr());
-  multi_tensor_apply(lists.flat(), LambMomentsKernel{settings, of_params, of_directions, !directions.empty()}, stream);
-  if (trusts) for_each_tensor(first, FinishRatio{settings.common.found_inf, of_params, of_directions, ratios}, stream);
-  multi_tensor_apply(lists.flat(), LambMoveKernel{settings, trusts ? ratios : nullptr, !lower.empty()}, stream);
-  lists.finish();
+  multi_tensor_apply(tensors, LambMomentsKernel{step.settings, of_params, of_directions}, stream);
+  for_each_tensor(first, FinishRatio{step.settings.found_inf, of_params, of_directions, ratios}, stream);
+  multi_tensor_apply(tensors, LambMoveKernel{step.settings, ratios, step.writes_lower}, stream);
+  step.lists.finish();
 }
 
 }  // namespace ampkit

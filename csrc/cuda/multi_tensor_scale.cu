@@ -41,8 +41,8 @@ void multi_tensor_scale_cuda(const TensorList& inputs, const TensorList& outputs
   if (sources.empty()) return;
   const int32_t device = device_of(op, sources.front());
   const torch::stable::accelerator::DeviceGuard guard(device);
-  TensorLists<2> lists(op, {{{"inputs", sources, Role::kRead}, {"outputs", outputs, Role::kWrite}}});
-  const ScaleKernel kernel{number(op, "scale", scale, scale_tensor, sources[0]), {op, found_inf, first_bad, sources[0]}};
+  TensorLists<2> lists(op, {{{sources, Role::kRead}, {outputs, Role::kWrite}}});
+  const ScaleKernel kernel{number(op, scale, scale_tensor, sources[0]), {op, found_inf, first_bad, sources[0]}};
   multi_tensor_apply(lists.flat(), kernel, current_stream(device));
   lists.finish();
 }

@@ -1,10 +1,10 @@
-// The CUDA driver of the optimizers' steps, over any functor of functors/multi_tensor_step.h. Memory traffic: gradients read
+// The CUDA kernel of the optimizers' steps, over any functor of functors/multi_tensor_step.h. Memory traffic: gradients read
 // once, parameters and states read and written once, lower written once, or, where it holds rests (Note [weights and rests]), read
 // and written once.
 #pragma once
 
 #include "cuda/multi_tensor_apply.cuh"
-#include "step_lists.h"
+#include "step.h"
 
 namespace ampkit {
 
@@ -17,7 +17,7 @@ struct StepKernel {
 
   __device__ void operator()(const Chunk<Functor::kStates + 3>& chunk) const {
     constexpr int kStates = Functor::kStates, kLower = kStates + 2;
-    if (settings.common.skips()) return;
+    if (settings.skips()) return;
     // The first elements are on their way while one thread makes the functor for its block: it may take powers in float64, and
     // reads what lies on the device.
     Raw raw[kStates + 2], rests;
@@ -61,27 +61,7 @@ struct StepKernel {
   }
 };
 
-template <class Functor>
-void launch_step(const std::vector<FlatTensor<Functor::kStates + 3>>& tensors, const StepLists<Functor::kStates>& step_lists,
-                 const typename Functor::Settings& settings, const float* each, cudaStream_t stream) {
-  bool splits = false;
-  for (const auto& tensor : tensors) splits = splits || is_rest(tensor.dtype[step_lists.kLower]);
-  if (splits)
-    multi_tensor_apply(tensors, StepKernel<Functor, Functor::kTakesRests>{settings, each, step_lists.writes_lower()}, stream);
-  else
-    multi_tensor_apply(tensors, StepKernel<Functor, false>{settings, each, step_lists.writes_lower()}, stream);
-}
-
-template <class Functor>
-void run_step(const StepLists<Functor::kStates>& step_lists, const typename Functor::Settings& settings, const float* each) {
-  const int32_t device = device_of(step_lists.op, step_lists.grads.front());
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  auto lists = step_lists.flatten(Functor::kTakesRests);
-  launch_step<Functor>(lists.flat(), step_lists, settings, each, current_stream(device));
-  lists.finish();
-}
+// Of a rule that has a driver of its own. beside: a tensor where it is to be taken.
+void take_lamb_step(Step<LambFunctor>& step, TensorView beside, cudaStream_t stream);
 
 }  // namespace ampkit
-
-#define AMPKIT_ON_DEVICE(op) op##_cuda
-#define AMPKIT_RUN_STEP(Functor, ...) run_step<Functor>(__VA_ARGS__)

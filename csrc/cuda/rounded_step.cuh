@@ -1,4 +1,4 @@
-// The CUDA driver of steps whose moments are packed (functors/moments.h), or whose results are rounded by numbers drawn
+// The CUDA kernel of steps whose moments are packed (functors/moments.h), or whose results are rounded by numbers drawn
 // (functors/rounding.h): cuda/multi_tensor_step.cuh with other loads and stores. A warp takes one block of moments at a time,
 // whose highest place its lanes find by shuffles, and all of them stay until it is done.
 #pragma once
@@ -86,7 +86,7 @@ struct RoundedStepKernel {
 
   __device__ void operator()(const ChunkOfStep& chunk) const {
     constexpr int kStates = Functor::kStates, kLower = kStates + 2;
-    if (settings.common.skips()) return;
+    if (settings.skips()) return;
     __shared__ Functor shared;
     if (threadIdx.x == 0) shared = Functor(settings);
     __syncthreads();
@@ -159,21 +159,4 @@ struct RoundedStepKernel {
   }
 };
 
-// The plain kernel where nothing is packed, and everything is rounded to nearest.
-template <class Functor>
-void run_rounded_step(const StepLists<Functor::kStates>& step_lists, const typename Functor::Settings& settings,
-                      const float* each, const Rounding& rounding) {
-  const int32_t device = device_of(step_lists.op, step_lists.grads.front());
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  auto lists = step_lists.flatten(Functor::kTakesRests);
-  if (rounding.draws() || lists.has_packed())
-    multi_tensor_apply(lists.flat(), RoundedStepKernel<Functor>{settings, each, rounding, step_lists.writes_lower()},
-                       current_stream(device));
-  else
-    launch_step<Functor>(lists.flat(), step_lists, settings, each, current_stream(device));
-  lists.finish();
-}
-
 }  // namespace ampkit
-
-#define AMPKIT_RUN_ROUNDED_STEP(Functor, ...) run_rounded_step<Functor>(__VA_ARGS__)

@@ -7,26 +7,22 @@
 
 namespace ampkit {
 
-struct AdagradSettings {
-  StepSettings common;
-  double eps, weight_decay;
-  bool decoupled;
-};
-
 struct AdagradFunctor {
-  using Settings = AdagradSettings;
+  using Settings = StepSettings<3>;
+  static constexpr const char* kRule = "adagrad";
   static constexpr int kStates = 1;
   static constexpr bool kTakesRests = false;
 
   float factor, eps, decay_of_gradient, decay, lr;
 
   AdagradFunctor() = default;
-  AMPKIT_INLINE explicit AdagradFunctor(const AdagradSettings& settings) {
-    factor = settings.common.gradient_factor();
-    eps = static_cast<float>(settings.eps);
-    decay_of_gradient = settings.decoupled ? 0.0f : static_cast<float>(settings.weight_decay);
-    decay = settings.decoupled ? static_cast<float>(settings.weight_decay) : 0.0f;
-    lr = static_cast<float>(settings.common.lr.get());
+  AMPKIT_INLINE explicit AdagradFunctor(const Settings& settings) {
+    const auto& [eps_, weight_decay, decoupled] = settings.own;
+    factor = settings.gradient_factor();
+    eps = static_cast<float>(eps_);
+    decay_of_gradient = decoupled ? 0.0f : static_cast<float>(weight_decay);
+    decay = decoupled ? static_cast<float>(weight_decay) : 0.0f;
+    lr = static_cast<float>(settings.lr.get());
   }
 
   AMPKIT_INLINE float each(float value) const { return value; }

@@ -8,35 +8,28 @@
 
 namespace ampkit {
 
-struct AdamSettings {
-  StepSettings common;
-  Number step;
-  double beta1, beta2, eps, weight_decay;
-  double share;  // of the gradient in the first moment
-  bool decoupled, corrects_bias;
-};
-
 struct AdamFunctor {
-  using Settings = AdamSettings;
+  using Settings = StepSettings<7>;
+  static constexpr const char* kRule = "adam";
   static constexpr int kStates = 2;
   static constexpr bool kTakesRests = true;
 
   float factor, beta1, share, beta2, rest2, inverse1, inverse2, eps, decay_of_gradient, decay, lr;
 
   AdamFunctor() = default;
-  AMPKIT_INLINE explicit AdamFunctor(const AdamSettings& settings) {
-    const double step = settings.corrects_bias ? settings.step.get() : 1.0;
-    factor = settings.common.gradient_factor();
-    beta1 = static_cast<float>(settings.beta1);
-    share = static_cast<float>(settings.share);
-    beta2 = static_cast<float>(settings.beta2);
-    rest2 = static_cast<float>(1.0 - settings.beta2);
-    inverse1 = settings.corrects_bias ? static_cast<float>(1.0 / bias_correction(settings.beta1, step)) : 1.0f;
-    inverse2 = settings.corrects_bias ? static_cast<float>(1.0 / sqrt(bias_correction(settings.beta2, step))) : 1.0f;
-    eps = static_cast<float>(settings.eps);
-    decay_of_gradient = settings.decoupled ? 0.0f : static_cast<float>(settings.weight_decay);
-    decay = settings.decoupled ? static_cast<float>(settings.weight_decay) : 0.0f;
-    lr = static_cast<float>(settings.common.lr.get());
+  AMPKIT_INLINE explicit AdamFunctor(const Settings& settings) {
+    const auto& [beta1_, beta2_, share_, eps_, weight_decay, decoupled, corrects_bias] = settings.own;
+    factor = settings.gradient_factor();
+    beta1 = static_cast<float>(beta1_);
+    share = static_cast<float>(share_);
+    beta2 = static_cast<float>(beta2_);
+    rest2 = static_cast<float>(1.0 - beta2_);
+    inverse1 = corrects_bias ? static_cast<float>(1.0 / settings.bias_correction(beta1_)) : 1.0f;
+    inverse2 = corrects_bias ? static_cast<float>(1.0 / sqrt(settings.bias_correction(beta2_))) : 1.0f;
+    eps = static_cast<float>(eps_);
+    decay_of_gradient = decoupled ? 0.0f : static_cast<float>(weight_decay);
+    decay = decoupled ? static_cast<float>(weight_decay) : 0.0f;
+    lr = static_cast<float>(settings.lr.get());
   }
 
   AMPKIT_INLINE float each(float value) const { return value; }

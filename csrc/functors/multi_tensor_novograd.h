@@ -8,16 +8,9 @@
 
 namespace ampkit {
 
-struct NovogradSettings {
-  StepSettings common;
-  Number step;
-  double beta1, beta2, eps, weight_decay;
-  double share;  // of the gradient in the first moment
-  bool inside_moment, corrects_bias;
-};
-
 struct NovogradFunctor {
-  using Settings = NovogradSettings;
+  using Settings = StepSettings<7>;
+  static constexpr const char* kRule = "novograd";
   static constexpr int kStates = 1;
   static constexpr bool kTakesRests = false;
 
@@ -25,18 +18,18 @@ struct NovogradFunctor {
   bool inside_moment;
 
   NovogradFunctor() = default;
-  AMPKIT_INLINE explicit NovogradFunctor(const NovogradSettings& settings) {
-    const double step = settings.corrects_bias ? settings.step.get() : 1.0;
-    factor = settings.common.gradient_factor();
-    beta1 = static_cast<float>(settings.beta1);
-    share = static_cast<float>(settings.share);
-    inverse1 = settings.corrects_bias ? static_cast<float>(1.0 / bias_correction(settings.beta1, step)) : 1.0f;
-    inverse2 = settings.corrects_bias ? static_cast<float>(1.0 / sqrt(bias_correction(settings.beta2, step))) : 1.0f;
-    eps = static_cast<float>(settings.eps);
-    inside_moment = settings.inside_moment;
-    decay_inside = inside_moment ? static_cast<float>(settings.weight_decay) : 0.0f;
-    decay_outside = inside_moment ? 0.0f : static_cast<float>(settings.weight_decay);
-    lr = static_cast<float>(settings.common.lr.get());
+  AMPKIT_INLINE explicit NovogradFunctor(const Settings& settings) {
+    const auto& [beta1_, beta2, share_, eps_, weight_decay, is_inside, corrects_bias] = settings.own;
+    factor = settings.gradient_factor();
+    beta1 = static_cast<float>(beta1_);
+    share = static_cast<float>(share_);
+    inverse1 = corrects_bias ? static_cast<float>(1.0 / settings.bias_correction(beta1_)) : 1.0f;
+    inverse2 = corrects_bias ? static_cast<float>(1.0 / sqrt(settings.bias_correction(beta2))) : 1.0f;
+    eps = static_cast<float>(eps_);
+    inside_moment = is_inside != 0;
+    decay_inside = inside_moment ? static_cast<float>(weight_decay) : 0.0f;
+    decay_outside = inside_moment ? 0.0f : static_cast<float>(weight_decay);
+    lr = static_cast<float>(settings.lr.get());
   }
 
   AMPKIT_INLINE float each(float norm) const { return norm * inverse2 + eps; }

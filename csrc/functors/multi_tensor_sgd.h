@@ -9,15 +9,10 @@
 
 namespace ampkit {
 
-struct SgdSettings {
-  StepSettings common;
-  double momentum, dampening, weight_decay;
-  bool nesterov, first_run, decay_after_momentum;
-};
-
 template <bool kMomentum>
 struct SgdFunctor {
-  using Settings = SgdSettings;
+  using Settings = StepSettings<6>;
+  static constexpr const char* kRule = kMomentum ? "sgd with momentum" : "sgd";
   static constexpr int kStates = kMomentum ? 1 : 0;
   static constexpr bool kTakesRests = true;
 
@@ -25,17 +20,17 @@ struct SgdFunctor {
   bool first_run;
 
   SgdFunctor() = default;
-  AMPKIT_INLINE explicit SgdFunctor(const SgdSettings& settings) {
-    const float decay = static_cast<float>(settings.weight_decay);
-    factor = settings.common.gradient_factor();
-    momentum = static_cast<float>(settings.momentum);
-    share = static_cast<float>(1.0 - settings.dampening);
-    of_gradient = settings.nesterov ? 1.0f : 0.0f;
-    of_momentum = settings.nesterov ? momentum : 1.0f;
-    decay_before = settings.decay_after_momentum ? 0.0f : decay;
-    decay_after = settings.decay_after_momentum ? decay : 0.0f;
-    lr = static_cast<float>(settings.common.lr.get());
-    first_run = settings.first_run;
+  AMPKIT_INLINE explicit SgdFunctor(const Settings& settings) {
+    const auto& [momentum_, dampening, weight_decay, nesterov, is_first, decays_after] = settings.own;
+    factor = settings.gradient_factor();
+    momentum = static_cast<float>(momentum_);
+    share = static_cast<float>(1.0 - dampening);
+    of_gradient = nesterov ? 1.0f : 0.0f;
+    of_momentum = nesterov ? momentum : 1.0f;
+    decay_before = decays_after ? 0.0f : static_cast<float>(weight_decay);
+    decay_after = decays_after ? static_cast<float>(weight_decay) : 0.0f;
+    lr = static_cast<float>(settings.lr.get());
+    first_run = is_first != 0;
   }
 
   AMPKIT_INLINE float each(float trust) const { return trust; }

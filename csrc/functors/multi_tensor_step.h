@@ -3,8 +3,9 @@
 //
 //   void operator()(float gradient, float& param, float& state, float& second_state, float each) const
 //
-// kTakesRests says that the op takes weights with rests (functors/split.h). Without fused multiply-adds (see
-// multi_tensor_axpby.h), so the result is the same on every device.
+// kTakesRests says that the rule takes weights with rests (functors/split.h) and packed moments (functors/moments.h), and rounds by
+// numbers drawn (functors/rounding.h). Without fused multiply-adds (see multi_tensor_axpby.h), so the result is the same on every
+// device.
 #pragma once
 
 #include <math.h>
@@ -13,12 +14,17 @@
 
 namespace ampkit {
 
+// own: the settings of the rule, in the order in which reference_optimizers.py gives them. Flags are 0 or 1.
+template <int kCount_>
 struct StepSettings {
-  Number lr;
+  static constexpr int kCount = kCount_;
+
+  Number lr, step;
   float factor;            // of the gradients, times these two
   const float* inv_scale;  // may be nullptr, like the other two
   const float* clip;
   const float* found_inf;
+  double own[kCount];
 
   AMPKIT_INLINE bool skips() const { return found_inf != nullptr && *found_inf != 0.0f; }
 
@@ -28,9 +34,9 @@ struct StepSettings {
     if (clip != nullptr) product *= *clip;
     return product;
   }
-};
 
-// What a running mean falls short of after so many steps; in float64, for the power comes close to 1.
-AMPKIT_INLINE double bias_correction(double beta, double step) { return 1.0 - pow(beta, step); }
+  // What a running mean falls short of after so many steps; in float64, for the power comes close to 1.
+  AMPKIT_INLINE double bias_correction(double beta) const { return 1.0 - pow(beta, step.get()); }
+};
 
 }  // namespace ampkit

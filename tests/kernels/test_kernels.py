@@ -12,6 +12,7 @@ from helpers import ScaleOnPaper, others_slow
 from hypothesis import strategies
 
 from ampkit import DynamicLossScale, kernels
+from ampkit.kernels import backend
 from ampkit.libraries import cuda_is_emulated
 
 F32, F16, BF16, I16 = torch.float32, torch.float16, torch.bfloat16, torch.int16
@@ -507,13 +508,13 @@ def test_opcheck(device):
     number, first_bad = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     for flag, first, tensor in ((found_inf, first_bad, number), (None, None, None)):
         torch.library.opcheck(ops.multi_tensor_scale.default, (x, out, 0.5, tensor, flag, first))
-        torch.library.opcheck(ops.multi_tensor_axpby.default, (x, y, out, 0.5, tensor, 2.0, tensor, flag, -1, first))
+        torch.library.opcheck(ops.multi_tensor_axpby.default, (x, y, out, 0.5, tensor, 2.0, tensor, -1, flag, first))
     weights, rests = ([torch.zeros_like(t, dtype=dtype) for t in x] for dtype in (BF16, I16))
     torch.library.opcheck(ops.multi_tensor_split.default, (x, weights, rests))
     torch.library.opcheck(ops.multi_tensor_join.default, (weights, rests, out))
     for per_tensor in (False, True):
         for outputs in (out, []):
-            arguments = (x, outputs, 0.5, number, found_inf, per_tensor, first_bad)
+            arguments = (x, outputs, 0.5, number, per_tensor, found_inf, first_bad)
             torch.library.opcheck(ops.multi_tensor_unscale_l2norm.default, arguments)
     rule = (2.0, 0.5, 2000, 1, 0.0, 1e9)
     torch.library.opcheck(ops.update_scale.default, (scale_state(2.0, device=device), found_inf, *rule))
@@ -832,18 +833,18 @@ def test_extension_agrees_with_the_reference_on_anything(data):
             strategies.sampled_from((1, -1))
         ) * float("inf")
     results = []
-    operators = kernels.multi_tensor_scale, kernels.multi_tensor_axpby, kernels.multi_tensor_unscale_l2norm
-    for scale, axpby, unscale_l2norm in ([op.__wrapped__ for op in operators], operators):
+    for devices in (frozenset(), backend.kernel_devices):
         outputs = [torch.zeros(size + offset, dtype=target)[offset:] for size in sizes]
         found_inf, first_bad = torch.zeros(1), torch.full((1,), kernels.NO_BAD)
-        scale(xs, outputs, a, found_inf, first_bad)
-        scaled = [out.clone() for out in outputs]
-        axpby(xs, ys, outputs, a, b)
-        results.append((*scaled, *outputs, found_inf, first_bad))
         flags = torch.zeros(1), torch.full((1,), kernels.NO_BAD)
-        norms = unscale_l2norm(xs, None, a, flags[0], True, flags[1])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "kernel_devices", devices)
+            kernels.multi_tensor_scale(xs, outputs, a, found_inf, first_bad)
+            scaled = [out.clone() for out in outputs]
+            kernels.multi_tensor_axpby(xs, ys, outputs, a, b)
+            norms = kernels.multi_tensor_unscale_l2norm(xs, None, a, flags[0], True, flags[1])
         assert (found_inf, first_bad) == flags
-        results[-1] += norms
+        results.append((*scaled, *outputs, found_inf, first_bad, *norms))
     lower = data.draw(strategies.sampled_from((F16, BF16)), label="dtype of weights")
     for x in xs:
         kept = kernels.split(x.float(), lower)

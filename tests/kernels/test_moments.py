@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampkit import kernels
-from ampkit.kernels import moments
+from ampkit.kernels import backend, moments
 from ampkit.kernels.split import join, split
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -378,9 +378,11 @@ def test_no_other_list_may_be_packed(ops, device):
         kernels.multi_tensor_scale(bytes_, [torch.zeros(3, device=device)], 1.0)
 
 
-def test_float64_parameters_join_a_list_of_packed_moments(ops, device):
+def test_float64_parameters_join_a_list_of_packed_moments(ops, device, monkeypatch):
     step = Step("adam", [(300,), (5,), (40,)], device=device)
-    expected = step.expected()
+    with monkeypatch.context() as patch:  # the reference takes the whole list, and may differ in last places
+        patch.setattr(backend, "kernel_devices", frozenset())
+        expected = step.expected()
     step.grads[1], step.params[1] = step.grads[1].double(), step.params[1].double()
     for i, column in enumerate(step.packed):
         column[1] = moments.unpack(column[1], torch.Size((5,)), i == 0).double()

@@ -16,7 +16,7 @@ WRITES_OUTPUTS = 0b10
 def library():
     from ampkit.kernels import extension
 
-    return extension._direct[0]
+    return extension.direct["update_scale"].func.__self__
 
 
 def scale_directly(inputs, outputs, scale=0.5, written=WRITES_OUTPUTS):
@@ -44,7 +44,7 @@ def test_plain_tensors_are_served_at_once():
     assert [t._version for t in (*inputs, *outputs)] == [0, 0, 1, 1]
     assert scale_directly(tuple(inputs), (torch.nn.Parameter(torch.zeros(3)), outputs[1])) is None
     assert scale_directly(inputs, (Weight(torch.zeros(3)), outputs[1])) is None
-    norm, norms = library().multi_tensor_unscale_l2norm(0, outputs, [], 1.0, None, None, True, None)
+    norm, norms = library().multi_tensor_unscale_l2norm(0, outputs, [], 1.0, None, True, None, None)
     assert norm.item() == pytest.approx(1.75**0.5) and norms.tolist() == pytest.approx([0.75**0.5, 1.0])
 
 
@@ -152,16 +152,15 @@ def test_an_error_of_the_work_itself_is_told_and_nothing_is_done_twice(directly,
     def nothing(*args, **kwargs):
         return NotImplemented
 
-    monkeypatch.setattr(routing.backend, "direct_kernel_of", lambda function: work if directly else nothing)
-    monkeypatch.setattr(routing.backend, "kernel_of", lambda function: work)
+    monkeypatch.setitem(routing.backend.direct, "multi_tensor_double", work if directly else nothing)
+    monkeypatch.setattr(routing.backend, "through_dispatcher", work)
     monkeypatch.setattr(routing.backend, "kernel_devices", frozenset(("cpu",)))
 
-    def multi_tensor_double(inputs: routing.Tensors, outputs: routing.Tensors) -> None:
+    def reference(inputs, outputs):
         done.append("reference")
 
-    multi_tensor_double.__annotations__ = {"inputs": "Tensors", "outputs": "Tensors", "return": None}
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        routing.operator(multi_tensor_double)([torch.ones(2)], [torch.ones(2)])
+        routing.serve("multi_tensor_double", reference, dict(inputs=[torch.ones(2)], outputs=[torch.ones(2)]))
     assert done == ["kernel"]
 
 

@@ -26,7 +26,7 @@ class Mutant:
     @property
     def extensions(self) -> tuple[str, ...]:
         """The runs of `make test` that must notice: what both devices compile is tested in the emulated CUDA kernels too."""
-        on_both = self.file.startswith(("csrc/functors/", "csrc/steps/"))
+        on_both = self.file.startswith(("csrc/functors/", "csrc/step.h"))
         return (self.extension, "emulated") if on_both else (self.extension,)
 
     @property

@@ -284,8 +284,8 @@ FAULTS = [
     fault(
         "lamb: all tensors take the first one's ratio",
         "multi_tensor_lamb.cu",
-        "ratios == nullptr ? 1.0f : ratios[chunk.tensor]",
-        "ratios == nullptr ? 1.0f : ratios[0]",
+        "ratios[chunk.tensor]",
+        "ratios[0]",
         "each tensor moves at its own rate",
         A_STEP,
     ),

@@ -1,3 +1,0 @@
-// multi_tensor_sgd on CUDA: functors/multi_tensor_sgd.h over the drivers of cuda/multi_tensor_step.cuh and rounded_step.cuh.
-#include "cuda/rounded_step.cuh"
-#include "steps/multi_tensor_sgd.h"
