@@ -35,6 +35,8 @@ class OnePassStep:
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
         self._gradients = gradients
+        # Its step may have something around it, as schedulers put there.
+        self._has_own_step = inspect.unwrap(optimizer.step).__module__ in ("torch.optim.adam", "torch.optim.sgd")
         #: Of steps that were counted together, by the first: counts, their versions, a number for each, equal where they are.
         self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
         self.found_inf: Tensor | None = None
@@ -42,12 +44,13 @@ class OnePassStep:
 
     @staticmethod
     def is_for(optimizer: Any) -> bool:
-        """Whether its class is one whose update is known here, and its step torch's own, but for what schedulers put around it."""
-        own = inspect.unwrap(optimizer.step)
-        return type(optimizer) in _OPTIMIZERS and own.__module__ in ("torch.optim.adam", "torch.optim.sgd")
+        """Whether its class is one whose update is known here."""
+        return type(optimizer) in _OPTIMIZERS
 
     def reason_against(self, optimizer: Any) -> str | None:
         """Why torch's own arithmetic, over float32 copies of the weights, has to take this step; None where one pass can."""
+        if not self._has_own_step:
+            return "its step() is not torch's own"
         for group in optimizer.param_groups:
             for name in _OTHER_ARITHMETIC:
                 if group.get(name):

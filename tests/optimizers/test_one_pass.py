@@ -296,6 +296,31 @@ def test_an_option_that_is_switched_on_in_mid_run_is_torchs_own_step_and_said_on
         torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
 
 
+def test_a_step_that_a_script_has_replaced_runs_over_float32_and_is_said_once(caplog):
+    def adamw(params):
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        own, optimizer.updates = optimizer.step, 0
+
+        def step(closure=None):
+            optimizer.updates += 1
+            return own(closure)
+
+        optimizer.step = step
+        return optimizer
+
+    model, optimizer = initialized(adamw)
+    twin = net().double()
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    with caplog.at_level("INFO", logger="ampkit"):
+        for seed in range(4):
+            for one, params in ((optimizer, model.parameters()), (reference, twin.parameters())):
+                set_gradients(params, seed)
+                one.step()
+    assert optimizer.updates == 4 and caplog.text.count("its step() is not torch's own") == 1
+    for found, expected in zip(values_of(model), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
 def test_a_sparse_gradient_is_torchs_own_step(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
