@@ -27,7 +27,7 @@ from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
-from .iteration.advice import calls_of_torch, is_updated
+from .iteration.advice import calls_of_torch, tell_of_unowned
 from .iteration.loss_scale import LossScaler
 from .iteration.loss_scaling import LossScaling
 from .iteration.one_pass import one_pass_steps
@@ -150,7 +150,6 @@ class Session:
             values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
             self._watch(models)
             self._prepare_optimizers(optimizers, values)
-            self._unscale_unowned(models)
             if self.plan.casts_calls:
                 self._start_casting(values)
             of_cast_weights = (averages,) if self.plan.casts_weights else ()
@@ -256,14 +255,6 @@ class Session:
                 ", ".join(type(optimizer).__name__ for optimizer in unchecked),
             )
 
-    def _unscale_unowned(self, models: Sequence[nn.Module]) -> None:
-        """Have gradients of parameters that no optimizer updates unscaled as they come: the script may clip or step with them."""
-        if all(scaler.is_one for scaler in self.scalers):
-            return
-        for param in {param for model in models for param in model.parameters() if param.requires_grad}:
-            if not is_updated(param):
-                self._undo.callback(param.register_hook(self.scaling.hook_for(param, self.name_of)).remove)
-
     def _start_casting(self, values: Mapping[torch.Tensor, Float32Value]) -> None:
         plan = self.plan
         before = casting = active_casting()
@@ -339,14 +330,20 @@ class Session:
         if loss.dtype in LOWER_PRECISION and self.casting is not None and self.casting.leaves_out_this_thread:
             self.scaling.advice.tell("thread", self.plan.opt_level)
         self._statistics.enter_block(wrappers)
-        unnamed = []
+        unnamed, unowned = [], []
         for session in live_sessions:
-            for ref in session._optimizers:
-                wrapper = wrapper_of(ref())
-                if wrapper is not None and wrapper not in wrappers and not wrapper.trains_beside(thread):
-                    unnamed.append(wrapper)
+            others = [wrapper for ref in session._optimizers if (wrapper := wrapper_of(ref())) is not None]
+            beside = [wrapper for wrapper in others if wrapper.trains_beside(thread)]
+            unnamed += [wrapper for wrapper in others if wrapper not in wrappers and wrapper not in beside]
+            if not beside:
+                session.scaling.follow_unowned(session.models)
+                if session.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
+                    tell_of_unowned(session)
+                elif session.scaling.unowned.slots:
+                    unowned.append(session.scaling.unowned)
+        is_unreduced = self._is_unreduced
         return Block(
-            self.scaling, loss, wrappers, unnamed, scaler, delay_unscale, delay_overflow_check, self._is_unreduced
+            self.scaling, loss, wrappers, unnamed, unowned, scaler, delay_unscale, delay_overflow_check, is_unreduced
         )
 
     def _is_unreduced(self) -> bool:
@@ -435,6 +432,8 @@ class Session:
                 if slot.param in params:
                     slot.clear()
             wrapper_of(optimizer).hand_gradients()
+            if not wrapper_of(optimizer).gradients.has_fresh:
+                wrapper_of(optimizer).findings.came_through_no_block = False
 
     def _warn_of_useless_loss_scale(self) -> None:
         plan = self.plan

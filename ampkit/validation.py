@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import sys
 import weakref
 from typing import Any
@@ -167,36 +166,24 @@ def weights(
 
 
 def strangers(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse optimizers that, taken together, update parameters of another model and none of these: scripts of Apex's are warned.
+    """Refuse optimizers that, taken together, update a copy of the models, and warn of those that update none of their parameters.
 
-    Beside an optimizer of the models there may be one of a loss with weights of its own, and a tensor that is no Parameter, such as
-    a picture, may be trained through a model that stays as it is.
+    Scripts of Apex's are warned of both. A tensor that is no Parameter, such as a picture, may be trained through a model.
     """
-    known = {param for model in model_list for param in model.parameters()}
+    known = [param for model in model_list for param in model.parameters()]
     updated = [param for optimizer in optimizer_list for param in params_of(optimizer)]
-    is_right = not updated or not known.isdisjoint(updated) or not any(param.requires_grad for param in known)
+    is_right = not updated or not set(known).isdisjoint(updated) or not any(param.requires_grad for param in known)
     if is_right or not all(isinstance(param, nn.Parameter) for param in updated):
         return
-    other = _module_with(updated[0])
+    is_copy = sorted(param.shape for param in updated) == sorted(param.shape for param in known)
     found = (
         "The optimizer given to initialize() updates none of the parameters of the model, which will not learn"
-        f"{'' if other is None else f', but those of {_describe(other)} of another model'}. Build it over this very model, "
-        "after its last change: torch.optim.Adam(model.parameters())."
+        f"{', but those of another one with the same shapes' if is_copy else ''}. Build it over this very model, after its last "
+        "change: torch.optim.Adam(model.parameters())."
     )
-    if other is not None and plan.policy.base != "apex":
+    if is_copy and plan.policy.base != "apex":
         raise ConfigurationError(found)
     logger.warning(found)
-
-
-def _module_with(param: torch.Tensor) -> nn.Module | None:
-    """A module that has this parameter, of all that are alive."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module):
-            parameters = vars(thing).get("_parameters") or {}
-            if any(param is own for own in parameters.values()):
-                module: nn.Module = thing
-                return module
-    return None
 
 
 def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,10 @@ import torch
 from ..errors import ConfigurationError
 from ..logs import logger
 from ..patching import PatchSet, SharedPatches
-from .clipping import is_still, seen
+from .clipping import Seen, is_still, seen
+
+# Bound once: asked in every backward pass.
+_compiling = torch.compiler.is_dynamo_compiling
 
 _THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
 
@@ -28,8 +32,8 @@ ROWS = {
     "scale_loss block, where it is unscaled, or train in bfloat16 at loss_scale=1.",
     "another loss": "The backward pass inside this scale_loss block did not go through the scaled loss, so that its gradients are "
     f"divided by a loss scale that they were never multiplied by. Call backward() on what the block yields: {_THE_BLOCK}.",
-    "no backward": "This scale_loss block ended without a backward pass through the scaled loss. Gradients are unscaled where the "
-    f"block ends, and not after it. Call backward() inside of the block: {_THE_BLOCK}.",
+    "no backward": "A second scale_loss block ended without a backward pass through the scaled loss. Gradients are unscaled where "
+    f"the block ends, and not after it. Call backward() inside of the block: {_THE_BLOCK}.",
     "outside": "%s.step() uses gradients of a backward pass that ran outside of every scale_loss block. Those of an unscaled loss "
     f"may have underflowed, those of a scaled loss are still multiplied by the loss scale. Write {_THE_BLOCK}; a loop with a "
     "GradScaler takes ampkit.GradScaler() in the place of torch's.",
@@ -37,12 +41,11 @@ ROWS = {
     "clip what the step uses. Do it after the block, on the level of `with`.",
     "GradScaler": "A torch.amp.GradScaler unscales the gradients of this %s, which initialize() has given a loss scale already. "
     "Leave the GradScaler out, or put ampkit.GradScaler() in its place.",
+    "unowned": "Parameter %s has a gradient, but no optimizer given to initialize() updates it: with Apex's policy the gradient "
+    "stays multiplied by the loss scale. Divide it, freeze the parameter, or clip the parameters of the optimizer only.",
     "thread": "scale_loss was given a loss in lower precision, in another thread than initialize(): there %s casts what the "
     "models' forward calls, and nothing else. Compute the loss in a torch.autocast region, call initialize() in the thread "
     "that trains, or use scope='forward', with which models return float32.",
-    "unowned": "Parameter %s has a gradient, but no optimizer given to initialize() updates it: the gradient stays multiplied by "
-    "the loss scale, and clip_grad_norm_(model.parameters(), ...) would clip the others by it. Freeze the parameter "
-    "(requires_grad_(False)), or clip with ampkit.clip_grad_norm_(optimizer, ...).",
 }
 
 
@@ -83,8 +86,17 @@ def look_at_backward(advice: Advice, wrappers: list[Any], went_through: bool) ->
     """What became of a scaled loss whose graph a backward pass went through, or not."""
     advice.scaled_loss_was_used = went_through
     if not went_through:
-        gradients = [wrapper.gradients for wrapper in wrappers if not wrapper.gradients.stays]
-        advice.tell("another loss" if any(one.has_fresh for one in gradients) else "no backward")
+        if any(wrapper.gradients.has_fresh for wrapper in wrappers if not wrapper.gradients.stays):
+            advice.tell("another loss")
+        elif not advice.is_first("a block without a backward pass"):  # a script may leave out a bad batch
+            advice.tell("no backward")
+
+
+def tell_of_unowned(session: Any) -> None:
+    """Gradients without an optimizer that the last block has left at its scale."""
+    for slot in session.scaling.unowned.slots:
+        if slot.param.grad is not None:
+            return session.scaling.advice.tell("unowned", session.name_of(slot.param))
 
 
 def _has_hook_of_script(param: torch.Tensor) -> bool:
@@ -104,24 +116,29 @@ def _has_hook_of_script(param: torch.Tensor) -> bool:
 watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def is_updated(param: torch.Tensor) -> bool:
-    """Whether an optimizer of a live session updates this parameter."""
-    return any(slot.param is param for wrapper in list(watched) for slot in wrapper.gradients.slots)
-
-
 def _backward(original: Callable[..., None]) -> Callable[..., None]:
     """What ``Tensor.backward`` calls: gradients that come through no block are noted, and told of at the step that uses them."""
 
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        outside = [wrapper for wrapper in list(watched) if wrapper.has_scale and not wrapper.is_in_backward]
-        before = [[seen(slot) for slot in wrapper.gradients.slots] for wrapper in outside]
+    def look_around(*args: Any, **kwargs: Any) -> None:
+        thread = threading.get_ident()
+        outside = [wrapper for wrapper in list(watched) if wrapper.is_outside_of_blocks(thread)]
+        before = [_some_gradients(wrapper.gradients.slots) for wrapper in outside]
         original(*args, **kwargs)
         for wrapper, gradients in zip(outside, before):
             if not all(map(is_still, gradients)):
                 wrapper.findings.came_through_no_block = True
 
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        run = torch._dynamo.disable(look_around) if _compiling() else look_around  # dynamo would guard every gradient
+        run(*args, **kwargs)
+
     return backward
+
+
+def _some_gradients(slots: list[Any]) -> list[Seen]:
+    """As they are now: of at most 32 parameters, since any backward pass of a model reaches some, and it takes little time."""
+    return [seen(slot) for slot in slots[:: len(slots) // 32 + 1]]
 
 
 def _clip(original: Callable[..., None]) -> Callable[..., None]:

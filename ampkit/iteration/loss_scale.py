@@ -327,12 +327,7 @@ class LossScaler:
         row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
         diagnoses = _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS)
         gives_up = _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP)
-        line, repeats = self.overflow_line(), self._repeats + skips
-        if line != self._line or repeats >= SKIPS_BEFORE_DIAGNOSIS or self._as_apex:
-            repeats = repeats if line == self._line else skips
-            logger.info(line + (f" ({repeats} steps)" if repeats > 1 else ""))
-            self._line, repeats = line, 0
-        self._repeats = repeats
+        self._tell_skips(self.overflow_line(), skips, is_new=row <= skips or self._as_apex)
         if not (diagnoses or gives_up or logger.isEnabledFor(logging.DEBUG)):
             return
         newest = next((found for found in reversed(self._recent) if found.overflowed), None)
@@ -367,6 +362,18 @@ class LossScaler:
                 self._error = LossScaleError(message)
             else:
                 logger.warning(message)
+
+    def _tell_skips(self, line: str, skips: int, is_new: bool) -> None:
+        """A line for skips. Equal ones of a row of them are counted, and told after some."""
+        is_equal, repeats = line == self._line and not is_new, self._repeats
+        if is_equal and repeats + skips < SKIPS_BEFORE_DIAGNOSIS:
+            self._repeats += skips
+            return
+        told = [(line, repeats + skips)] if is_equal else [(self._line, repeats), (line, skips)]
+        for said, number in told:
+            if number:
+                logger.info(said + (f" ({number} steps)" if number > 1 else ""))
+        self._line, self._repeats = line, 0
 
     def overflow_line(self) -> str:
         """The line that reports a skipped step."""

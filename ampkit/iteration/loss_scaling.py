@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import unserializable_hook
 
 from ..errors import LossIdError, LossScaleError
-from ..optimizers.scales import Scale, inverse, is_one, on
+from ..optimizers.scales import on
 from ..sharding import highest
-from .advice import Advice, is_updated
+from .advice import Advice, watched
 from .found_inf import FoundInf, constant
+from .gradients import Gradients
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
-from .slots import BackwardPass, Slot
+from .slots import BackwardPass, Slot, Slots
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 
@@ -41,7 +41,8 @@ class LossScaling:
         self.ddp: Callable[[], DistributedDataParallel | None] = lambda: None  # whose forward pass ran last
         self._runs_without_sync = False
         self.held_scale: float | torch.Tensor | None = None  # of gradients that FSDP2 has yet to reduce
-        self.backward_scale: Scale = 1.0  # at which gradients arrive now
+        self.unowned = Gradients()
+        self._number_owned = -1
         self.advice = Advice()
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -53,23 +54,18 @@ class LossScaling:
             )
         return self.scalers[loss_id]
 
-    def hook_for(
-        self, param: torch.Tensor, name_of: Callable[[torch.Tensor], str]
-    ) -> Callable[..., torch.Tensor | None]:
-        """A hook for a parameter without an optimizer: it unscales the gradient, where a script of Apex's does not do so itself."""
-        ref = weakref.ref(param)
+    def follow_unowned(self, models: Sequence[torch.nn.Module]) -> None:
+        """Know the parameters of the models that no optimizer updates: their gradients are unscaled and checked too.
 
-        @unserializable_hook
-        def unscale(gradient: torch.Tensor) -> torch.Tensor | None:
-            param = ref()
-            if param is None or is_one(self.backward_scale) or is_updated(param):
-                return None
-            if self.plan.policy.base == "apex":
-                self.advice.tell("unowned", name_of(param))
-                return None
-            return gradient * on(inverse(self.backward_scale), gradient.device)
-
-        return unscale
+        Scripts clip them together with the others, or step over them with an optimizer that `initialize` has not seen.
+        """
+        number = sum([len(wrapper.gradients.slots) for wrapper in watched])
+        if number != self._number_owned:
+            self._number_owned = number
+            owned = {slot.param for wrapper in watched for slot in wrapper.gradients.slots}
+            self.unowned.forget_slots()
+            params = (param for model in models for param in model.parameters())
+            self.unowned.add(Slots().of([param for param in params if param not in owned], {}))
 
     @property
     def is_one_of_several_without_ddp(self) -> bool:
@@ -95,11 +91,14 @@ class LossScaling:
 
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """A step while gradients still wait after ``delay_unscale=True``: end the iteration as ``scale_loss`` would have."""
-        scaler, self.backward_scale = wrapper.delayed_with or self.scalers[0], 1.0
-        collect([wrapper], [], scaler, wrapper.gradients.delayed_scale)
+        scaler = wrapper.delayed_with or self.scalers[0]
+        collect([wrapper], [], scaler, wrapper.gradients.delayed_scale, unowned=self._unowned_delayed)
 
-    @staticmethod
-    def unscale(wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
+    @property
+    def _unowned_delayed(self) -> list[Gradients]:
+        return [self.unowned] if self.unowned.delayed_scale is not None else []
+
+    def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
         wrapper.gradients.clipping.refuse_unseen_writes()
         wrapper.findings.drop_cleared()
@@ -107,14 +106,15 @@ class LossScaling:
         if scale is None:
             return None
         found = None if scaler.is_one else new_finding([wrapper], scaler)
-        wrapper.gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
+        for gradients in (wrapper.gradients, *self._unowned_delayed):
+            gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
         if found is not None:
             _combine(found, [wrapper])
         return found
 
     def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
         """The scale moves by what was found in any of these optimizers' gradients; an overflow is reported."""
-        ended, self.backward_scale = found[0][1], 1.0
+        ended = found[0][1]
         if len(found) > 1:
             ended = FoundInf(torch.stack([on(one.flag, ended.flag.device) for _, one in found]).amax(0))
         scaler.update(ended)
@@ -143,8 +143,9 @@ def collect(
     local: bool = False,
     delay_overflow_check: bool = False,
     loss: torch.Tensor | None = None,
+    unowned: Sequence[Gradients] = (),
 ) -> None:
-    """Unscale and check the gradients of these optimizers, which come from this loss, and end the iteration.
+    """Unscale and check the gradients of these optimizers, and of no optimizer, which come from this loss, and end the iteration.
 
     What is found in gradients of an unnamed optimizer skips its own step, and moves no scale.
     """
@@ -154,6 +155,8 @@ def collect(
         found.loss = loss.detach()
     done: set[Slot] | None = set() if unnamed or len(named) > 1 else None
     backward = BackwardPass(scale, local, scaler.is_power_of_two, done, was_reached)
+    for gradients in unowned:
+        gradients.collect(backward, found)
     for wrapper in named:
         wrapper.gradients.collect(backward, found)
         wrapper.findings.add(found)

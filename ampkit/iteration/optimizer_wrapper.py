@@ -151,10 +151,11 @@ class OptimizerWrapper:
         """Whether a loss is multiplied for it by something else than a static 1.0."""
         return not all([scaler.is_one for scaler in self.owner.scalers])
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether gradients arrive at a loss scale now, in a block or since one with ``delay_unscale=True``."""
-        return self.gradients.is_open or self.gradients.delayed_scale is not None
+    def is_outside_of_blocks(self, thread: int) -> bool:
+        """Whether a backward pass of this thread would bring gradients that come through no block."""
+        is_inside = self.gradients.is_open or self.gradients.delayed_scale is not None
+        is_to_look = self.has_scale and not (is_inside or self.findings.came_through_no_block)
+        return is_to_look and not self.trains_beside(thread)
 
     def has_scaled(self, params: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
@@ -226,11 +227,7 @@ class OptimizerWrapper:
         optimizer, found_inf = self.optimizer, None
         self.synchronize_gradients()
         one_pass = self._one_pass_now()
-        checks = self.checks_step
-        if self.findings.came_through_no_block:
-            checks = True
-            if not self.findings.has_new:
-                self.advice.tell("outside", type(optimizer).__name__)
+        checks = self.checks_now()
         if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
             self.gradients.widen()  # scripts look at gradients there
         if self._takes_step_inputs:
@@ -284,6 +281,14 @@ class OptimizerWrapper:
         if checks is None:
             return self._takes_step_inputs or (self._one_pass is not None and bool(self.gradients.mastered))
         return checks
+
+    def checks_now(self) -> bool:
+        """Whether the step that begins looks at its gradients. Those that came through no block are told of."""
+        if not self.findings.came_through_no_block:
+            return self.checks_step
+        if not self.findings.has_new:
+            self.advice.tell("outside", type(self.optimizer).__name__)
+        return True
 
     def _one_pass_now(self) -> OnePassStep | None:
         """What has torch's optimizer update weights and rests together; None without rests, or where it needs stand-ins."""
@@ -344,7 +349,7 @@ class OptimizerWrapper:
         if self.stand_ins.are_in_place or self._takes_rests:
             return original(*args, **kwargs)
         self.synchronize_gradients()
-        if self.findings.forbid_step():
+        if self.findings.forbid_step(self.checks_now()):
             return self.skip()
         with _casting_disabled(), self.stand_ins.in_step():
             result = original(*args, **kwargs)

@@ -13,6 +13,7 @@ import torch
 from ..errors import ConfigurationError, NotInitializedError
 from ..optimizers.scales import on
 from .advice import look_at_backward, look_for_hooks
+from .gradients import Gradients
 from .loss_scale import LossScaler
 from .loss_scaling import LossScaling, collect, home_of
 from .optimizer_wrapper import OptimizerWrapper, drop_casts
@@ -23,7 +24,8 @@ from .slots import BackwardPass
 class Block:
     """One ``with scale_loss(...)``; see `ampkit.scale_loss`.
 
-    ``unnamed`` are the optimizers that the block does not name. The backward pass may reach their parameters all the same.
+    ``unnamed`` are the optimizers that the block does not name, ``unowned`` the gradients of parameters that no optimizer updates.
+    The backward pass may reach these all the same.
     ``is_unreduced`` tells, after the backward pass, whether FSDP2 has kept its gradients to itself, at the scale of this block:
     nothing is to be judged then, and the following blocks stay at that scale until it has reduced them.
     """
@@ -32,6 +34,7 @@ class Block:
     loss: torch.Tensor
     named: list[OptimizerWrapper]
     unnamed: list[OptimizerWrapper]
+    unowned: list[Gradients]
     scaler: LossScaler
     delay_unscale: bool
     delay_overflow_check: bool
@@ -70,9 +73,8 @@ class Block:
         if not self._is_plain:
             held_scale = self.scaling.held_scale
             self.scale = self.scaler.current(home_of(self.named)) if held_scale is None else held_scale
-            self.scaling.backward_scale = self.scale
             scaled = scaled * on(self.scale, scaled.device)
-            if scaled.requires_grad and any(one.gradients.has_fresh for one in (*self.named, *self.unnamed)):
+            if scaled.requires_grad and any(gradients.has_fresh for gradients in self._gradients):
                 self._probe = Probe()
                 scaled = self._probe.put_into(scaled)
         self.scaled = scaled
@@ -96,16 +98,18 @@ class Block:
             if self in wrapper.blocks:  # not where it was taken over from an inner block
                 wrapper.blocks.remove(self)
         if not self._is_plain and self.around is None:
-            if not self.delay_unscale:
-                self.scaling.backward_scale = 1.0
             if error_type is None:
                 self._end()
             else:
                 failed = BackwardPass(self.scale, done=set())
-                for wrapper in (*self.named, *self.unnamed):
-                    wrapper.gradients.put_back(failed)
+                for gradients in self._gradients:
+                    gradients.put_back(failed)
         if error_type is not None or not self.delay_unscale:
             drop_casts()
+
+    @property
+    def _gradients(self) -> list[Gradients]:
+        return [*(wrapper.gradients for wrapper in (*self.named, *self.unnamed)), *self.unowned]
 
     def _enter_into_another(self) -> None:
         """Leave gradients to a block around this one, which has the same scale; refuse any other scale."""
@@ -141,6 +145,9 @@ class Block:
             wrapper.findings.drop_skipped()
         for wrapper, is_empty in zip(wrappers, empty):  # those before may hold the same parameters
             wrapper.gradients.open(self.scale, is_empty)
+        for gradients in self.unowned:
+            gradients.in_buckets = ddp is not None and ddp.gradient_as_bucket_view
+            gradients.open(self.scale, gradients.drop_cleared())
 
     def _end(self) -> None:
         scaling, scaler, scale = self.scaling, self.scaler, self.scale
@@ -150,12 +157,13 @@ class Block:
         unreduced = self.is_unreduced()
         scaling.held_scale = scale if unreduced else None
         if unreduced and not self.delay_unscale:
-            for wrapper in (*self.named, *self.unnamed):
-                wrapper.gradients.put_back(BackwardPass(scale))
+            for gradients in self._gradients:
+                gradients.put_back(BackwardPass(scale))
             return
         if not self.delay_unscale:
             was_reached = Reached(self.scaled, self._probe)
-            collect(self.named, self.unnamed, scaler, scale, was_reached, local, self.delay_overflow_check, self.loss)
+            delays = self.delay_overflow_check
+            collect(self.named, self.unnamed, scaler, scale, was_reached, local, delays, self.loss, self.unowned)
             for wrapper in (*self.named, *self.unnamed):
                 wrapper.hand_gradients()
             return
@@ -165,6 +173,8 @@ class Block:
             else:
                 wrapper.gradients.keep_scaled(scale)
                 wrapper.delayed_with = scaler
+        for gradients in self.unowned:
+            gradients.keep_scaled(scale)
 
 
 class Probe:

@@ -179,7 +179,7 @@ def step_evaluating_again(
         with getattr(casting_off, "paused", nullcontext)():
             loss = closure()
         wrapper.synchronize_gradients()
-        if wrapper.findings.forbid_step():
+        if wrapper.findings.forbid_step(wrapper.checks_now()):
             raise _SkippedInClosure
         if stand_ins.are_in_place:
             stand_ins.take_gradients()

@@ -23,3 +23,17 @@ def test_a_script_of_apexs_is_told_once_and_goes_on(capsys):
         optimizer.step()
     out = capsys.readouterr()
     assert (out.out + out.err).count("inside the scale_loss block") == 1
+
+
+def test_a_gradient_without_an_optimizer_stays_scaled_and_is_told_of_once(caplog):
+    """Apex left it alone, and scripts divide it by hand."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model[1].parameters(), lr=0.1), opt_level="O1", loss_scale=128.0, verbosity=0
+    )
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+    exact = torch.autograd.grad(model[1](model[0](torch.ones(1, 2))).sum(), [model[0].bias])[0]
+    torch.testing.assert_close(model[0].bias.grad / 128.0 / 3, exact, rtol=2e-2, atol=1e-3)
+    assert caplog.text.count("no optimizer given to initialize() updates it") == 1 and "'0.weight'" in caplog.text

@@ -252,7 +252,7 @@ def test_skips_without_blocks_are_told_and_end_the_training(name, caplog):
     with caplog.at_level("INFO", logger="ampkit"):
         for index in range(20):
             step(math.nan if index % 5 == 4 else 1.0)
-    assert caplog.text.count(SKIPPED) == 1
+    assert caplog.text.count(SKIPPED) == 4
     with pytest.raises(ampkit.LossScaleError, match="50 steps in a row"):
         for _ in range(51):
             step(math.nan)

@@ -490,9 +490,9 @@ def test_scale_loss_without_with_says_how_it_is_written():
     assert model.weight.grad is None
 
 
-def test_an_optimizer_of_a_model_that_is_gone_is_warned_of(caplog):
-    model, gone = nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    ampkit.initialize(model, gone, opt_level="O2", verbosity=0)
+def test_an_optimizer_of_another_model_is_warned_of(caplog):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 3)
+    ampkit.initialize(model, torch.optim.SGD(other.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert caplog.text.count("updates none of the parameters of the model, which will not learn") == 1
     caplog.clear()
     image = torch.zeros(1, 2, requires_grad=True)  # what is optimized is the input of a frozen model
