@@ -18,7 +18,7 @@ from ..errors import LossIdError, LossScaleError
 from ..optimizers.scales import on
 from ..sharding import highest
 from .advice import Advice, watched
-from .found_inf import FoundInf, constant
+from .found_inf import FoundInf, constant, is_known_clean
 from .gradients import Gradients
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper
@@ -110,6 +110,7 @@ class LossScaling:
             gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
         if found is not None:
             _combine(found, [wrapper])
+            _drop_overflowed([self.unowned], found)
         return found
 
     def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
@@ -174,6 +175,7 @@ def collect(
     if found is None:
         return
     _combine(found, named)
+    _drop_overflowed(unowned, found)
     if delay_overflow_check:
         scaler.delayed_check = found
         return
@@ -193,6 +195,13 @@ def _combine(found: FoundInf, wrappers: Sequence[OptimizerWrapper]) -> None:
     groups = [group for wrapper in wrappers for group in wrapper.gradients.process_groups]
     if groups:
         highest(found.flag, dict.fromkeys(groups))
+
+
+def _drop_overflowed(unowned: Sequence[Gradients], found: FoundInf) -> None:
+    """Gradients that no optimizer clears would stay inf or NaN for good."""
+    for gradients in unowned:
+        if not is_known_clean(found.flag):
+            gradients.zero_where(found.flag)
 
 
 def _check_ranks(scaler: LossScaler, wrappers: Sequence[OptimizerWrapper]) -> None:

@@ -326,6 +326,11 @@ def test_an_overflow_in_them_skips_the_step():
     optimizer.step()
     assert ampkit.step_was_skipped(optimizer)
     assert all(torch.equal(p, was) for p, was in zip(model[1].parameters(), before, strict=True))
+    optimizer.zero_grad()  # which leaves those of no optimizer
+    in_a_block(model, optimizer)
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+    optimizer.step()
+    assert not ampkit.step_was_skipped(optimizer)
 
 
 @pytest.mark.parametrize("change", ["a group", "unfrozen"])

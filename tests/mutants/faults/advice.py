@@ -62,6 +62,14 @@ FAULTS = [
         tests=(f"{TESTS}::test_an_overflow_in_them_skips_the_step",),
     ),
     Mutant(
+        "advice: gradients without an optimizer stay inf",
+        "ampkit/iteration/loss_scaling.py",
+        "            gradients.zero_where(found.flag)",
+        "            pass",
+        breaks="an overflow in a gradient that no optimizer owns ends with its iteration",
+        tests=(f"{TESTS}::test_an_overflow_in_them_skips_the_step",),
+    ),
+    Mutant(
         "advice: a parameter that an optimizer got later is unscaled twice",
         "ampkit/iteration/loss_scaling.py",
         "        if number != self._number_owned:",
