@@ -12,7 +12,7 @@ from helpers import ScaleOnPaper, others_slow
 from hypothesis import strategies
 
 from ampkit import DynamicLossScale, kernels
-from ampkit.kernels import backend
+from ampkit.kernels import backend, reference
 from ampkit.libraries import cuda_is_emulated
 
 F32, F16, BF16, I16 = torch.float32, torch.float16, torch.bfloat16, torch.int16
@@ -475,6 +475,19 @@ def test_parameters_are_written_and_their_versions_move(ops, device):
     ops.multi_tensor_join([weight], [rest], [parameter])
     assert torch.equal(parameter, values) and parameter._version > versions[2]
     assert [weight._version, rest._version] == versions[:2], "they were only read"
+
+
+def test_norms_of_several_devices_come_in_the_order_of_the_list():
+    """From parts as `serve` hands them over, of tensors that lie by turns on two devices."""
+    tensors = [torch.full((2,), i + 1.0) for i in range(5)]
+    parts = [
+        (places, kernels.multi_tensor_l2norm([tensors[i] for i in places], per_tensor=True))
+        for places in ([0, 2, 4], [1, 3])
+    ]
+    norm, norms = reference._joined_norms(parts, per_tensor=True)
+    expected = torch.stack([x.double().norm() for x in tensors])
+    torch.testing.assert_close(norms, expected.to(F32), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm, expected.norm().reshape(1).to(F32), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)

@@ -93,8 +93,13 @@ def by_averaging(p):
     p.ema, p.data = p.data, p.detach().clone().mul_(2)
 
 
+def by_cpp(p):
+    """As cuDNN's flatten_parameters does it, past the property that O1 puts in the place of ``Tensor.data``."""
+    torch._C.TensorBase.data.__set__(p, p.detach() * 2)
+
+
 @pytest.mark.parametrize(
-    "edit", [in_place, by_data, by_data_without_reading_it, by_loading, by_optimizer, by_averaging]
+    "edit", [in_place, by_data, by_data_without_reading_it, by_loading, by_optimizer, by_averaging, by_cpp]
 )
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_edited_weight_is_cast_anew(casting, edit, mode):
@@ -117,8 +122,10 @@ def test_evaluation_sees_writes_that_torch_does_not_count(casting, mode):
 
 
 def test_cast_that_was_written_to_is_made_anew(casting):
-    p = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    torch.chain_matmul(p).mul_(3)  # of one factor it is the cast itself
+    p = nn.Parameter(torch.ones(2, 2))
+    result = torch.mm(torch.eye(2, requires_grad=True), p)
+    with torch.no_grad():
+        operands(result)[1].mul_(3)
     assert torch.equal(product(p), torch.ones(2, 2))
 
 
@@ -383,9 +390,9 @@ def test_activation_edited_in_place_is_cast_anew(casting):
 
 def test_cast_of_an_activation_that_was_written_to_is_made_anew(casting):
     x, w = activation(), nn.Parameter(torch.eye(2))
-    cast = torch.chain_matmul(x)  # of one factor it is the cast itself
+    before = torch.mm(x, w)
     with torch.no_grad():
-        cast.mul_(2)
+        operands(before)[0].mul_(2)
     assert torch.equal(torch.mm(x, w).float(), torch.full((3, 2), 1.5))
 
 
@@ -466,6 +473,18 @@ def test_leaf_is_cast_anew_since_scripts_edit_it_by_data(casting):
         leaf.data += 1.0
         assert not shares(before, torch.mm(leaf, w))
         assert torch.equal(torch.mm(leaf, w).float(), torch.full((3, 2), 2.0))
+
+
+def test_leaf_is_cast_anew_since_its_memory_is_others_too(casting):
+    """A batch that NumPy fills, and a ``.data`` that was read before: the writes go by torch and by O1."""
+    w, array = nn.Parameter(torch.eye(2)), np.ones((3, 2), np.float32)
+    leaf = torch.ones(3, 2, requires_grad=True)
+    for x, alias in ((torch.from_numpy(array), array), (leaf, leaf.data)):
+        before = torch.mm(x, w)
+        alias += 1.0
+        after = torch.mm(x, w)
+        assert torch.equal(before.float(), torch.ones(3, 2))
+        assert torch.equal(after.float(), torch.full((3, 2), 2.0))
 
 
 def test_casts_of_activations_keep_nothing_alive(casting):

@@ -14,6 +14,7 @@ SHAPE = 512, 256
 IN_8_BITS = 2 * (1 + 4 / 256)  # with their share of a float32 scale to 256 of them
 MAKERS = {
     "torch's": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "over stand-ins": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "float32": lambda p: FusedAdam(p, lr=1e-3),
     "bfloat16": lambda p: FusedAdam(p, lr=1e-3, state_dtype="bfloat16"),
     "int8": lambda p: FusedAdam(p, lr=1e-3, state_dtype="int8"),
@@ -44,6 +45,7 @@ def train(model, optimizer, blocks=1, steps=2):
         # Weight, rest, gradient, moments.
         ("O5", "float32", 1, 2 + 2 + 2 + 8),
         ("O5", "torch's", 1, 2 + 2 + 2 + 8),
+        ("O5", "over stand-ins", 1, 2 + 2 + 2 + 8),
         ("O5", "bfloat16", 1, 2 + 2 + 2 + 4),
         ("O5", "int8", 1, 2 + 2 + 2 + IN_8_BITS),
         # A sum of blocks is float32, and a gradient that came at a loss scale.
@@ -51,6 +53,7 @@ def train(model, optimizer, blocks=1, steps=2):
         ("O5", "torch's", 2, 2 + 2 + 4 + 8),
         ("O2", "float32", 1, 2 + 2 + 4 + 8),
         ("O2", "torch's", 1, 2 + 2 + 4 + 8),
+        ("O2", "over stand-ins", 1, 2 + 2 + 4 + 8),
         ("O2", "float32", 2, 2 + 2 + 4 + 8),
         ("O2", "int8", 1, 2 + 2 + 4 + IN_8_BITS),
         # Without rests, and in float32 as torch has it.

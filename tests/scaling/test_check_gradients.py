@@ -204,6 +204,23 @@ def test_gradients_that_come_after_a_clipping_are_looked_at(level, clips):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
+def test_a_clip_that_has_measured_inf_skips_the_step(name):
+    """Without any NaN, which the gradients of a loss that is inf have beside it."""
+    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], "O5")
+    iteration(model, optimizer)
+    before = everything(model, optimizer)
+    x, y = batch()
+    model[3].bias.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    optimizer.zero_grad()
+    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    assert ampkit.clip_grad_norm_(optimizer, 1.0).item() == math.inf
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
+    assert ampkit.step_was_skipped(optimizer)
+
+
 @pytest.mark.parametrize("one_pass_step", [True, False])
 def test_a_grad_scaler_counts_each_iteration_once(one_pass_step):
     models = [nn.Linear(6, 3), nn.Linear(6, 3)]

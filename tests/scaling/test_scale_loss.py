@@ -301,9 +301,9 @@ def test_overflow_in_one_model_skips_the_steps_of_all_optimizers_of_the_loss(lev
         assert all(torch.equal(a, b) for a, b in zip(values, everything(model, optimizer)))
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD, torch.optim.RMSprop])
 def test_overflow_whose_check_was_delayed_skips_both_steps_and_moves_the_scale_once(make):
-    """The block that it is passed on to is another optimizer's, whose gradients are finite."""
+    """The block that it is passed on to is another optimizer's, with finite gradients. RMSprop's step does not look itself."""
     models = [net_with_norm(), net_with_norm()]
     optimizers = [make(model.parameters(), lr=0.1) for model in models]
     ampkit.initialize(models, optimizers, opt_level="O2", verbosity=0)

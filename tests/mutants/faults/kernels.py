@@ -163,12 +163,12 @@ FAULTS = [
         tests=("kernels/test_kernels.py::test_unscale_l2norm_in_place_of_squares_outside_float32",),
     ),
     Mutant(
-        "reference: norms in the order of the groups",
+        "reference: norms in the order of the devices",
         "ampkit/kernels/reference.py",
         "norms = torch.empty_like(norms).index_copy_(0, order, norms)",
         "norms = norms[torch.arange(len(order), device=device)]",
-        breaks="norms of tensors come in the order of the list, also where dtypes part it",
-        tests=("kernels/test_kernels.py::test_float64_and_complex_join_the_list",),
+        breaks="norms of tensors come in the order of the list, also where devices part it",
+        tests=("kernels/test_kernels.py::test_norms_of_several_devices_come_in_the_order_of_the_list",),
     ),
     Mutant(
         "routing: float64 goes to the kernels",

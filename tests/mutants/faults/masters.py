@@ -9,10 +9,7 @@ FAULTS = [
         "kernels.multi_tensor_join(params, [slot.entry.rest for slot in slots], values)",
         "for value, param in zip(values, params):\n            value.copy_(param)",
         breaks="an optimizer that knows nothing of rests steps from the float32 values",
-        tests=(
-            "optimizers/test_masters.py::test_every_group_trains_on_masters",
-            "optimizers/test_rests.py::test_clipping_is_the_same_over_stand_ins_and_in_one_pass",
-        ),
+        tests=("optimizers/test_rests.py::test_clipping_is_the_same_over_stand_ins_and_in_one_pass",),
     ),
     Mutant(
         "stand-ins: rests of a step are lost",
@@ -386,7 +383,7 @@ FAULTS = [
         "flag, self._flag = self._flag, None\n        return flag\n",
         breaks="a second step does not take what the first refused",
         tests=(
-            "optimizers/test_fused_step.py::test_a_second_step_takes_the_same_gradients_again_but_none_that_overflowed",
+            "optimizers/test_fused_step.py::test_good_gradients_that_a_script_puts_after_an_overflow_are_taken[torch-O1]",
         ),
     ),
     Mutant(
@@ -448,14 +445,22 @@ FAULTS = [
         tests=("optimizers/test_gradients_as_in_torch.py::test_a_skipped_step_leaves_gradients_in_their_flat_buffer",),
     ),
     Mutant(
-        "one pass: counts of parameters that have stepped apart since are taken for equal",
+        "one pass: counts of parameters that have stepped apart are taken for equal",
         "ampkit/iteration/one_pass.py",
-        "if here.isdisjoint(map(id, one[0]))",
-        "if True",
+        "[int(step) for step in steps]",
+        "[0 for step in steps]",
         breaks="every parameter has its own count",
         tests=(
             "optimizers/test_one_pass.py::test_parameters_that_have_stepped_at_different_times_have_their_own_counts",
         ),
+    ),
+    Mutant(
+        "one pass: a count that a script has set is taken for what it was",
+        "ampkit/iteration/one_pass.py",
+        "or [step._version for step in steps] != versions",
+        "",
+        breaks="every parameter has its own count",
+        tests=("optimizers/test_one_pass.py::test_a_count_that_a_script_sets_back_counts",),
     ),
     Mutant(
         "one pass: torch's moments stay in lower precision",
@@ -489,6 +494,6 @@ FAULTS = [
         "self._witness[0].isfinite().logical_not()",
         "self._witness[0].isnan()",
         breaks="a step at loss scale 1 is skipped for inf",
-        tests=("scaling/test_check_gradients.py::test_a_bad_batch_leaves_no_trace_and_is_told",),
+        tests=("scaling/test_check_gradients.py::test_a_clip_that_has_measured_inf_skips_the_step",),
     ),
 ]
