@@ -197,20 +197,6 @@ def test_parameters_that_have_stepped_at_different_times_have_their_own_counts()
     assert_trained_alike(model, optimizer, twin, reference)
 
 
-def test_a_count_that_a_script_sets_back_counts():
-    """Of one parameter whose moments start anew."""
-    model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
-    twin = net().double()
-    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for seed in range(6):
-        for one, m in ((optimizer, model), (reference, twin)):
-            set_gradients(m.parameters(), seed)
-            if seed == 3:
-                torch._foreach_zero_(list(one.state[m[2].weight].values()))
-            one.step()
-    assert_trained_alike(model, optimizer, twin, reference)
-
-
 @pytest.mark.parametrize("made", ["before", "after"])
 def test_schedulers_and_hooks_see_a_step_as_torch_has_it(made, only_one_pass, recwarn):
     model = net()

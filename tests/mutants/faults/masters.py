@@ -460,7 +460,7 @@ FAULTS = [
         "or [step._version for step in steps] != versions",
         "",
         breaks="every parameter has its own count",
-        tests=("optimizers/test_one_pass.py::test_a_count_that_a_script_sets_back_counts",),
+        tests=("optimizers/test_one_pass.py::test_a_count_that_a_script_sets_back_is_that_parameters_alone",),
     ),
     Mutant(
         "one pass: torch's moments stay in lower precision",
