@@ -23,6 +23,7 @@ from .clipping import Seen, is_still, seen
 
 # Bound once: asked in every backward pass.
 _compiling = torch.compiler.is_dynamo_compiling
+_running_backward = torch._C._current_graph_task_id  # -1 outside of a backward pass
 
 _THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
 
@@ -37,6 +38,9 @@ ROWS = {
     "outside": "%s.step() uses gradients of a backward pass that ran outside of every scale_loss block. Those of an unscaled loss "
     f"may have underflowed, those of a scaled loss are still multiplied by the loss scale. Write {_THE_BLOCK}; a loop with a "
     "GradScaler takes ampkit.GradScaler() in the place of torch's.",
+    "beside delayed": "A backward pass of an unscaled loss added to gradients that wait at a loss scale: its gradients will be "
+    "divided by a scale that they were never multiplied by. Take every loss through scale_loss(..., delay_unscale=True), or "
+    "through ampkit.GradScaler().scale, until the gradients are unscaled.",
     "scaled": "%s inside the scale_loss block, where gradients are still multiplied by the loss scale: clipping there does not "
     "clip what the step uses. Do it after the block, on the level of `with`.",
     "GradScaler": "A torch.amp.GradScaler unscales the gradients of this %s, which initialize() has given a loss scale already. "
@@ -56,6 +60,12 @@ class Advice:
         self._done: set[str] = set()
         #: Whether a backward pass has gone through a scaled loss. Until then every block looks whether its own does.
         self.scaled_loss_was_used = False
+        #: How many have gone through those scaled losses that blocks look at.
+        self.passes = 0
+
+    def count_pass(self, _: torch.Tensor) -> None:
+        """A hook on a scaled loss."""
+        self.passes += 1
 
     def is_first(self, row: str) -> bool:
         """Whether this is asked of ``row`` for the first time."""
@@ -117,16 +127,28 @@ watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _backward(original: Callable[..., None]) -> Callable[..., None]:
-    """What ``Tensor.backward`` calls: gradients that come through no block are noted, and told of at the step that uses them."""
+    """What ``Tensor.backward`` calls. Gradients that come through no block are noted, and told of at the step that uses them.
+
+    Those that are added to gradients which wait at a loss scale, of a loss without a scale, are told of at once.
+    """
 
     def look_around(*args: Any, **kwargs: Any) -> None:
+        if _running_backward() != -1:  # reentrant, as torch.utils.checkpoint is: a part of the pass around it
+            return original(*args, **kwargs)
         thread = threading.get_ident()
         outside = [wrapper for wrapper in list(watched) if wrapper.is_outside_of_blocks(thread)]
-        before = [_some_gradients(wrapper.gradients.slots) for wrapper in outside]
+        before = [(_some_gradients(wrapper.gradients.slots), wrapper.advice.passes) for wrapper in outside]
         original(*args, **kwargs)
-        for wrapper, gradients in zip(outside, before):
-            if not all(map(is_still, gradients)):
+        for wrapper, (gradients, passes) in zip(outside, before):
+            if all(map(is_still, gradients)):
+                continue
+            if wrapper.gradients.delayed_scale is None:
                 wrapper.findings.came_through_no_block = True
+            elif (
+                wrapper.advice.passes == passes and wrapper.owner.plan.policy.base != "apex"
+            ):  # whose scripts scale by hand
+                wrapper.advice.tell("beside delayed")
+        return None
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:

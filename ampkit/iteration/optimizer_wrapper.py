@@ -153,8 +153,7 @@ class OptimizerWrapper:
 
     def is_outside_of_blocks(self, thread: int) -> bool:
         """Whether a backward pass of this thread would bring gradients that come through no block."""
-        is_inside = self.gradients.is_open or self.gradients.delayed_scale is not None
-        is_to_look = self.has_scale and not (is_inside or self.findings.came_through_no_block)
+        is_to_look = self.has_scale and not (self.gradients.is_open or self.findings.came_through_no_block)
         return is_to_look and not self.trains_beside(thread)
 
     def has_scaled(self, params: Sequence[Tensor]) -> bool:

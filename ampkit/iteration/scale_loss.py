@@ -6,7 +6,7 @@ On entry gradients of earlier blocks are stashed; on exit the fresh ones are col
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -40,8 +40,7 @@ class Block:
     delay_overflow_check: bool
     is_unreduced: Callable[[], bool]
     around: Block | None = None  # another block, which unscales what this one makes
-    _looks_at_backward: bool = False
-    _arrivals: list[torch.Tensor] = field(default_factory=list)
+    _passes_before: int | None = None  # through scaled losses, where this block looks whether its own has one
     _probe: Probe | None = None
 
     def backward(self, *_: object, **__: object) -> None:
@@ -82,12 +81,12 @@ class Block:
         if not self._is_plain and self.around is None:
             self._open()
         if not self.scaler.is_one:
-            look_for_hooks(self.scaling.advice, self.named)
-            self._looks_at_backward = scaled.requires_grad and not (
-                self.delay_unscale or self.scaling.advice.scaled_loss_was_used
-            )
-            if self._looks_at_backward:
-                scaled.register_hook((self.around or self)._arrivals.append)
+            advice = self.scaling.advice
+            look_for_hooks(advice, self.named)
+            is_first = not (self.delay_unscale or advice.scaled_loss_was_used)
+            if scaled.requires_grad and (self.delay_unscale or is_first):
+                self._passes_before = advice.passes if is_first else None
+                scaled.register_hook(advice.count_pass)
         for wrapper in self.named:
             wrapper.blocks.append(self)
             wrapper.findings.scaler = self.scaler
@@ -151,8 +150,8 @@ class Block:
 
     def _end(self) -> None:
         scaling, scaler, scale = self.scaling, self.scaler, self.scale
-        if self._looks_at_backward:
-            look_at_backward(scaling.advice, self.named, bool(self._arrivals))
+        if self._passes_before is not None:
+            look_at_backward(scaling.advice, self.named, scaling.advice.passes > self._passes_before)
         local = scaling.backward_was_local()
         unreduced = self.is_unreduced()
         scaling.held_scale = scale if unreduced else None

@@ -9,6 +9,7 @@ import torch
 from helpers import initialize_quietly, random_batch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ampkit
 
@@ -100,6 +101,25 @@ def by_grad_scaler(model, optimizer):
     grad_scaler.update()
 
 
+def by_grad_scaler_from_a_checkpoint(model, optimizer):
+    """Whose backward pass has another one inside, of a part of the graph that no scaled loss is in."""
+    x, y = random_batch(1)
+    grad_scaler = ampkit.GradScaler()
+    for _ in range(2):
+        out = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+        grad_scaler.scale(F.mse_loss(out.float(), y)).backward()
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
+
+
+def micro_batches_by_grad_scaler(model, optimizer):
+    grad_scaler = ampkit.GradScaler()
+    for seed in (1, 2):
+        (grad_scaler.scale(loss_of(model, seed)) / 2).backward()
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
+
+
 def by_autograd_grad(model, optimizer):
     with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
         gradients = torch.autograd.grad(scaled, list(model.parameters()))
@@ -169,6 +189,8 @@ RIGHT = [
     after_a_block,
     delayed,
     by_grad_scaler,
+    by_grad_scaler_from_a_checkpoint,
+    micro_batches_by_grad_scaler,
     by_autograd_grad,
     by_hand,
     of_the_input,
@@ -187,6 +209,19 @@ def test_what_is_right_is_not_told_of(way, level, caplog):
         way(model, optimizer)
         optimizer.step()
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == []
+
+
+@pytest.mark.parametrize("waiting", [delayed, lambda model, _: ampkit.GradScaler().scale(loss_of(model)).backward()])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_plain_backward_beside_gradients_that_wait_is_told_once(waiting, level, caplog):
+    model, optimizer = initialize_quietly(net(), sgd, level, loss_scale=SCALE)
+    for _ in range(2):
+        optimizer.zero_grad()
+        waiting(model, optimizer)
+        loss_of(model, seed=2).backward()
+        optimizer.step()
+    (line,) = told(caplog, "gradients that wait at a loss scale")
+    assert "delay_unscale=True" in line and "ampkit.GradScaler().scale" in line
 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
