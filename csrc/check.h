@@ -2,8 +2,10 @@
 // where STD_TORCH_CHECK would put the path of the source file in front.
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 namespace ampkit {
 
@@ -11,6 +13,22 @@ namespace ampkit {
 class Refusal : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// Thrown before a kernel has written anything, where torch could not allocate. The stable ABI hides the type and the text of
+// torch's error: Python asks for the same bytes, and torch raises its own (ampkit/kernels/routing.py).
+class OutOfMemory : public std::runtime_error {
+ public:
+  explicit OutOfMemory(int64_t bytes) : std::runtime_error("ampkit: out of memory: " + std::to_string(bytes) + " bytes") {}
+};
+
+template <class Allocate>
+auto allocated(int64_t bytes, const Allocate& allocate) {
+  try {
+    return allocate();
+  } catch (const std::exception&) {
+    throw OutOfMemory(bytes);
+  }
+}
 
 template <class... Pieces>
 [[noreturn]] void fail(const Pieces&... pieces) {

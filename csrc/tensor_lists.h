@@ -177,7 +177,7 @@ class TensorLists {
 
   void* stage(const Tensor& tensor, Role role) {
     // Never the tensor itself: contiguous() may return its argument, and another list may hold the same memory.
-    Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
+    Tensor copy = allocated(tensor.numel() * tensor.element_size(), [&] { return torch::stable::new_empty(tensor, tensor.sizes()); });
     torch::stable::copy_(copy, tensor);
     (role <= Role::kRest ? read_ : written_).emplace_back(tensor, copy);
     return copy.mutable_data_ptr();

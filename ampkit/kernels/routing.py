@@ -8,6 +8,7 @@ Lists over several devices, as of the gradients of one model, are parted there. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, overload
@@ -61,8 +62,18 @@ def serve(
                 grads, *written = lists.values()
                 result = kernel(rule, grads, written, *rest)
         return _serve(op, reference, lists, rest, flags, rule) if result is NotImplemented else result
+    except RuntimeError as error:
+        _raise_as_torch_does(error, lists)
+        raise
     finally:
         _set_grad_enabled(enabled)
+
+
+def _raise_as_torch_does(error: RuntimeError, lists: Mapping[str, Tensors]) -> None:
+    """Where the kernels could not allocate (csrc/check.h), ask torch for as many bytes: its error has a type and says more."""
+    if found := re.search(r"ampkit: out of memory: (\d+) bytes", str(error)):
+        device = next(tensor.device for column in lists.values() for tensor in column)
+        torch.empty(int(found[1]), dtype=torch.uint8, device=device)
 
 
 def number(value: Number | None) -> tuple[float, Tensor | None]:

@@ -81,7 +81,8 @@ void for_each_tensor(const std::vector<int64_t>& first_blocks, const Finish& fin
 }
 
 inline Tensor vector_beside(TensorView tensor, int64_t size, torch::headeronly::ScalarType dtype) {
-  return torch::stable::new_empty(tensor.share(), {&size, 1}, dtype);
+  const int64_t width = dtype == torch::headeronly::ScalarType::Double ? 8 : 4;
+  return allocated(size * width, [&] { return torch::stable::new_empty(tensor.share(), {&size, 1}, dtype); });
 }
 
 // norms[tensor] = sqrt of the tensor's sum * |factor|

@@ -142,6 +142,20 @@ def test_an_output_of_which_elements_share_a_place_is_refused(name, which):
     assert_refused(name, lists, rf"several elements of {which}\[1\] lie in one place")
 
 
+@pytest.mark.compiled("kernels")
+@pytest.mark.parametrize("through", ["directly", "the dispatcher"])
+def test_an_allocation_that_fails_raises_what_torch_raises(through, monkeypatch):
+    huge = torch.zeros(1).expand(2**50)  # a kernel wants its elements side by side, 4 PiB
+    if through == "the dispatcher":
+        monkeypatch.setattr(backend, "direct", {})
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(2**52, dtype=torch.uint8)
+    with pytest.raises(RuntimeError) as ours:
+        kernels.multi_tensor_l2norm([huge])
+    assert type(ours.value) is type(of_torch.value)
+    assert str(ours.value) == str(of_torch.value) and str(2**52) in str(ours.value)
+
+
 @every_op
 def test_a_tensor_may_stand_in_a_list_twice(name):
     """In one that is only read."""
