@@ -36,7 +36,7 @@ from .errors import (
     NotInitializedError,
     RefusedOperation,
 )
-from .grad_scaler import GradScaler
+from .integrations.grad_scaler import GradScaler
 from .iteration.loss_scale import DynamicLossScale
 from .models.forward import cast_inputs
 from .policy import Policy

@@ -180,94 +180,50 @@ class SyncBatchNorm(_BatchNorm):
             stats = (running_mean, running_var) if not self.training or self.track_running_stats else (None, None)
             return F.batch_norm(input, *stats, self.weight, self.bias, use_batch, factor or 0.0, self.eps)
 
-        output, mean, var, count = _JoinedBatchNorm.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.process_group
-        )
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        mean, var, count = self._joined_statistics(x)
         if running_mean is not None and running_var is not None and self.track_running_stats:
-            unbiased = var * (count / (count - 1.0))
-            running_mean.lerp_(mean.to(running_mean.dtype), factor or 0.0)
+            unbiased = var.detach() * (count / (count - 1.0))
+            running_mean.lerp_(mean.detach().to(running_mean.dtype), factor or 0.0)
             running_var.lerp_(unbiased.to(running_var.dtype), factor or 0.0)
-        return cast(torch.Tensor, output)
+        scale = (var + self.eps).rsqrt().to(x.dtype)
+        if self.weight is not None:
+            scale = scale * self.weight.to(x.dtype)
+        output = (x - _along_channels(mean.to(x.dtype), x)) * _along_channels(scale, x)
+        if self.bias is not None:
+            output = output + _along_channels(self.bias.to(x.dtype), x)
+        return output.to(input.dtype)
+
+    def _joined_statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Mean and biased variance of each channel over all processes (float64, shape [C]), and the number of values per channel.
+
+        Autograd goes through the all-reduce, in whose backward pass every process gets the others' gradients.
+        """
+        from torch.distributed.nn.functional import all_reduce  # not there where torch is built without processes
+
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        local_count = x.numel() // x.size(1)
+        local_mean = x.sum(dims) / max(local_count, 1)
+        spread = (x - _along_channels(local_mean, x)).square().sum(dims).double()
+        # Each process measures the spread around its own mean; only these small per-channel numbers are joined, in float64,
+        # where the difference of two sums of squares is harmless.
+        local_mean = local_mean.double()
+        local = [local_mean * local_count, spread + local_mean.square() * local_count, spread.new_tensor([local_count])]
+        group = self.process_group or dist.group.WORLD
+        sums: torch.Tensor = all_reduce(torch.cat(local), group=group)  # type: ignore[no-untyped-call]
+        count = sums[-1].item()
+        if count < 2:
+            raise ValueError(
+                f"SyncBatchNorm found {int(count)} value per channel over all processes (here: {tuple(x.shape)});"
+                " training expects at least 2. Use a larger batch, or eval()."
+            )
+        mean, mean_of_squares = (sums[:-1] / count).chunk(2)
+        return mean, (mean_of_squares - mean.square()).clamp(min=0), count
 
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return dist.get_world_size(self.process_group)
-
-
-class _JoinedBatchNorm(torch.autograd.Function):
-    """(output, mean, biased variance, count) of the batch that all processes of ``group`` hold together."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-        x = input.to(_statistics_dtype(input))
-        local_count = x.numel() // x.size(1)
-        local_mean = _per_channel_sum(x) / max(local_count, 1)
-        local_spread = _per_channel_sum((x - _along_channels(local_mean, x)).square())
-
-        # Each process measures the spread around its own mean; only these small per-channel numbers are joined, in
-        # float64, where the difference of two sums of squares is harmless.
-        local_mean, local_spread = local_mean.double(), local_spread.double()
-        sums = torch.cat(
-            [
-                local_mean * local_count,
-                local_spread + local_mean.square() * local_count,
-                local_mean.new_tensor([local_count]),
-            ]
-        )
-        dist.all_reduce(sums, group=group)
-        count = sums[-1].item()
-        if count < 2:
-            raise ValueError(
-                f"SyncBatchNorm found {int(count)} value per channel over all processes (here: {tuple(input.shape)});"
-                " training expects at least 2. Use a larger batch, or eval()."
-            )
-        mean, mean_of_squares = (sums[:-1] / count).chunk(2)
-        var = (mean_of_squares - mean.square()).clamp_(min=0)
-        inverse_std = (var + eps).rsqrt().to(x.dtype)
-        mean, var = mean.to(x.dtype), var.to(x.dtype)
-
-        normalised = (x - _along_channels(mean, x)) * _along_channels(inverse_std, x)
-        if weight is not None:
-            normalised = normalised * _along_channels(weight.to(x.dtype), x)
-        if bias is not None:
-            normalised = normalised + _along_channels(bias.to(x.dtype), x)
-        ctx.save_for_backward(input, weight, mean, inverse_std)
-        ctx.count, ctx.group, ctx.bias_dtype = count, group, None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, var)
-        return normalised.to(input.dtype), mean, var, count
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        input, weight, mean, inverse_std = ctx.saved_tensors
-        x, grad = input.to(mean.dtype), grad_output.to(mean.dtype)
-        normalised = (x - _along_channels(mean, x)) * _along_channels(inverse_std, x)
-        grad_bias = _per_channel_sum(grad)
-        grad_weight = _per_channel_sum(grad * normalised)
-
-        grad_input = None
-        if ctx.needs_input_grad[0]:
-            sums = torch.stack([grad_bias, grad_weight])  # a copy: the parameters' gradients stay local, as DDP expects
-            dist.all_reduce(sums, group=ctx.group)
-            mean_grad, mean_projection = (_along_channels(row, x) for row in sums / ctx.count)
-            scale = inverse_std if weight is None else inverse_std * weight.to(x.dtype)
-            grad_input = (grad - mean_grad - normalised * mean_projection) * _along_channels(scale, x)
-            grad_input = grad_input.to(input.dtype)
-        return (
-            grad_input,
-            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
 
 
 def _synchronised(
@@ -300,14 +256,6 @@ def _synchronised(
     for name, buffer in layer._buffers.items():
         twin.register_buffer(name, buffer)
     return twin.train(layer.training)
-
-
-def _statistics_dtype(input: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(input.dtype, torch.float32)
-
-
-def _per_channel_sum(x: torch.Tensor) -> torch.Tensor:
-    return x.sum([dim for dim in range(x.dim()) if dim != 1])
 
 
 def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError, NotInitializedError
-from ..grad_scaler import GradScaler
 from ..iteration.optimizer_wrapper import wrapper_of
 from ..session import Session, current_session
 from . import clipping
+from .grad_scaler import GradScaler
 
 
 def attach(accelerator: Any, session: Session | None = None) -> None:

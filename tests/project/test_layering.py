@@ -15,7 +15,6 @@ PACKAGE = ROOT / "ampkit"
 # From the top down; within a line, from left to right.
 LAYERS = [
     ["__main__", "apex", "parallel", "integrations"],
-    ["grad_scaler"],
     ["api"],
     ["session"],
     [

@@ -24,8 +24,8 @@ FAULTS = [
     Mutant(
         "advice: every backward pass outside counts, whatever it reaches",
         ADVICE,
-        "if not all(map(is_still, gradients)):",
-        "if True:",
+        "if all(map(is_still, gradients)):",
+        "if False:",
         breaks="the backward pass of another model is not told of",
         tests=(f"{TESTS}::test_what_is_right_is_not_told_of",),
     ),

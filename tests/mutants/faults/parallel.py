@@ -118,8 +118,8 @@ FAULTS = [
     Mutant(
         "sync batch norm: biased running variance",
         "ampkit/parallel.py",
-        "unbiased = var * (count / (count - 1.0))",
-        "unbiased = var",
+        "unbiased = var.detach() * (count / (count - 1.0))",
+        "unbiased = var.detach()",
         breaks="running variances are unbiased, over the joined batch",
         tests=("parallel/test_parallel.py::test_syncbn_equals_float64_batch_norm_over_the_joined_batch",),
     ),

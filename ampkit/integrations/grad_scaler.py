@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
-from .errors import ConfigurationError, NotInitializedError
-from .iteration.found_inf import FoundInf
-from .iteration.loss_scale import LossScaler
-from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
-from .session import Session, current_session, not_initialized, session_of
+from ..errors import ConfigurationError, NotInitializedError
+from ..iteration.found_inf import FoundInf
+from ..iteration.loss_scale import LossScaler
+from ..iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
+from ..session import Session, current_session, not_initialized, session_of
 
 
 class GradScaler(TorchGradScaler):
