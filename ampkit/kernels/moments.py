@@ -24,6 +24,8 @@ then the blocks' scales, float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,45 @@ _INFINITY = 0x7F800000
 _INFINITE_PLACE, _NAN_PLACE = _INFINITY >> _DROPPED, 0x7FC00000 >> _DROPPED
 #: What is drawn for an element: one number for its moments, of which each is right in the mean, and one for itself.
 MOMENTS, PARAM = range(2)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a step reads and rounds moments and parameters in lower precision, in plain torch.
+
+    ``positions`` (float32, shape [n]) has the place of each parameter among all of the optimizer's; with it moments in lower
+    precision are rounded by random numbers, a function of ``seed``, ``step``, position and element, and with ``round_params``
+    parameters in bfloat16 too. Without positions everything is rounded to nearest.
+    """
+
+    positions: Tensor | None
+    seed: int
+    step: Tensor | float
+    round_params: bool
+
+    def load(self, stored: Tensor, param: Tensor, is_signed: bool) -> Tensor:
+        """A moment of ``param``, unpacked if it is in 8 bits. A first moment ``is_signed``, a second one is not."""
+        return unpack(stored, param.shape, is_signed) if stored.dtype is torch.uint8 else stored
+
+    def store(self, i: int, stored: Tensor, value: Tensor, is_signed: bool) -> Tensor:
+        """What to write into ``stored`` for the float32 moment ``value`` of parameter ``i``: itself, rounded or packed."""
+        if stored.dtype is torch.uint8:
+            return pack(value, is_signed, self._drawn(i, value, MOMENTS))
+        return self._rounded(i, stored, value, MOMENTS)
+
+    def store_param(self, i: int, param: Tensor, value: Tensor) -> Tensor:
+        """What to write into parameter ``i``."""
+        return self._rounded(i, param, value, PARAM) if self.round_params else value
+
+    def _rounded(self, i: int, stored: Tensor, value: Tensor, stream: int) -> Tensor:
+        drawn = self._drawn(i, value, stream) if stored.dtype is torch.bfloat16 else None
+        return value if drawn is None else to_bfloat16(value, drawn)
+
+    def _drawn(self, i: int, value: Tensor, stream: int) -> Tensor | None:
+        if self.positions is None:
+            return None
+        where = dict(position=self.positions[i], step=self.step, stream=stream, device=value.device)
+        return draw(value.numel(), seed=self.seed, **where)
 
 
 def packed_size(numel: int) -> int:

@@ -1,6 +1,6 @@
 """Every multi-tensor operator in plain torch: the specification of the compiled kernels, and what runs without them.
 
-Lists may mix dtypes and sizes; an empty list is fine. float32, float16 and bfloat16 are fast, other dtypes work.
+Lists may mix dtypes, sizes and devices; an empty list is fine. float32, float16 and bfloat16 are fast, other dtypes work.
 Arithmetic is float32, or wider where a tensor is: each step is rounded once, and the result once more on its way into a narrower
 output. The kernels agree bit for bit, except that norms and the optimizers' rules (reference_optimizers.py) may differ in
 their last places.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampkit.kernels import backend
 from ampkit.kernels.checks import check_lists, compute_dtype
-from ampkit.kernels.routing import NO_BAD, Number, Tensors, integers_on, number, on, serve
+from ampkit.kernels.routing import NO_BAD, Number, Tensors, number, on, serve
 from ampkit.kernels.split import join, split
 
 # A float32 sum of squares stays accurate over this many elements; longer tensors are summed in pieces.
@@ -35,7 +35,7 @@ def multi_tensor_scale(
 ) -> None:
     """outputs[i] = inputs[i] * scale. Inputs are checked; outputs, which may be the inputs, are written in any case."""
     if len(inputs) != len(outputs):
-        check_lists("multi_tensor_scale", inputs=inputs, outputs=outputs)
+        check_lists("multi_tensor_scale", {"inputs": inputs, "outputs": outputs})
     if not inputs:
         return
     # In place each tensor is handed over once.
@@ -47,28 +47,16 @@ def multi_tensor_scale(
 def _scale(scale, scale_tensor, found_inf, first_bad, inputs, outputs):
     inputs = inputs or outputs
     report_non_finite(inputs, found_inf, first_bad)
-    _multiply(inputs, outputs, scale if scale_tensor is None else scale_tensor)
+    factor = scale if scale_tensor is None else scale_tensor
+    for x, out in zip(inputs, outputs):
+        out.copy_(_product(x, factor, compute_dtype(x)))
 
 
-def _multiply(inputs, outputs, scale):
-    # torch writes no lists of what it has not conjugated yet.
-    one_by_one = [out.is_complex() and out.is_conj() for out in outputs]
-    if not any(one_by_one) and not isinstance(scale, torch.Tensor) and scale == 1.0:
-        torch._foreach_copy_(outputs, inputs)
-        return
-    one_by_one = [single or out.dtype is not compute_dtype(x) for x, out, single in zip(inputs, outputs, one_by_one)]
-    in_place = [(x, out) for x, out, single in zip(inputs, outputs, one_by_one) if not single]
-    if in_place:
-        # Widened first and multiplied where it lies: no temporary copies.
-        targets = [out for _, out in in_place]
-        torch._foreach_copy_(targets, [x for x, _ in in_place])
-        if isinstance(scale, torch.Tensor):
-            torch._foreach_mul_(targets, [scale.reshape(()).to(out) for out in targets])
-        else:
-            torch._foreach_mul_(targets, scale)
-    for x, out, single in zip(inputs, outputs, one_by_one):
-        if single:
-            out.copy_(x.to(compute_dtype(x)) * _factor(scale))
+def _product(x, factor, dtype):
+    """``x * factor`` in this dtype; without a product where that is the number 1."""
+    if isinstance(factor, Tensor):
+        return x.to(dtype) * on(factor.reshape(()), x.device)
+    return x if factor == 1.0 else x.to(dtype) * factor
 
 
 def multi_tensor_axpby(
@@ -94,10 +82,10 @@ def _axpby(a, a_tensor, b, b_tensor, arg_to_check, found_inf, first_bad, xs, ys,
     for checked, tensors in ((0, xs), (1, ys)):
         if arg_to_check in (-1, checked):
             report_non_finite(tensors, found_inf, first_bad)
-    a, b = _factor(a if a_tensor is None else a_tensor), _factor(b if b_tensor is None else b_tensor)
+    a, b = (a if a_tensor is None else a_tensor), (b if b_tensor is None else b_tensor)
     for x, y, out in zip(xs, ys, outputs):
         dtype = compute_dtype(x, y)
-        out.copy_((x.to(dtype) * a).add_(y.to(x.device, dtype) * b))
+        out.copy_(_product(x, a, dtype) + _product(y.to(x.device), b, dtype).to(dtype))
 
 
 def multi_tensor_join(weights: Tensors, rests: Tensors, outputs: Tensors) -> None:
@@ -130,7 +118,7 @@ def _have_elements(op, lists):
     """Whether there is something to do; raises unless the three lists have one length."""
     first, second, third = lists.values()
     if not len(first) == len(second) == len(third):
-        check_lists(op, **lists)
+        check_lists(op, lists)
     return len(first) > 0
 
 
@@ -150,32 +138,44 @@ def multi_tensor_unscale_l2norm(
     """
     lists = {"inputs": inputs, "outputs": () if outputs is None else outputs}
     if outputs is not None and len(outputs) != len(inputs):
-        check_lists("multi_tensor_unscale_l2norm", **lists)
+        check_lists("multi_tensor_unscale_l2norm", lists)
     if not inputs:
         return torch.zeros(1), torch.zeros(0)
     rest = (*number(inv_scale), per_tensor)
-    result = serve("multi_tensor_unscale_l2norm", _unscale_l2norm, lists, rest, (found_inf, first_bad))
-    return _joined_norms(result, per_tensor) if isinstance(result, list) else result
-
-
-def _unscale_l2norm(inv_scale, inv_scale_tensor, per_tensor, found_inf, first_bad, inputs, outputs):
-    factor = inv_scale if inv_scale_tensor is None else inv_scale_tensor
-    norms = _l2norm(inputs, per_tensor, factor)  # first: outputs may be the inputs
-    report_non_finite(inputs, found_inf, first_bad)
-    if outputs:
-        _multiply(inputs, outputs, factor)
+    norms: tuple[Tensor, Tensor] = serve(
+        "multi_tensor_unscale_l2norm", _unscale_l2norm, lists, rest, (found_inf, first_bad)
+    )
     return norms
 
 
-def _joined_norms(parts, per_tensor):
-    """One pair of norms from those of the tensors on each device, which come with their indices."""
-    device = parts[0][1][0].device
-    joined = torch.cat([norm.to(device, torch.float64) for _, (norm, _) in parts])
-    norms = torch.cat([norms.to(device) for _, (_, norms) in parts])
-    if per_tensor:
-        order = integers_on(device, [i for indices, _ in parts for i in indices])
-        norms = torch.empty_like(norms).index_copy_(0, order, norms)
-    return joined.square().sum(dim=0, keepdim=True).sqrt().to(torch.float32), norms
+def _unscale_l2norm(inv_scale, inv_scale_tensor, per_tensor, found_inf, first_bad, inputs, outputs):
+    device = inputs[0].device
+    each = torch.stack([on(norm, device) for norm in _norms(inputs)])  # first: outputs may be the inputs
+    _scale(inv_scale, inv_scale_tensor, found_inf, first_bad, inputs, outputs)
+    factor = inv_scale if inv_scale_tensor is None else on(inv_scale_tensor.reshape(()), device)
+    norms = torch.cat([each.square().sum().sqrt().reshape(1), each if per_tensor else each[:0]])
+    norms = (norms * abs(factor)).to(torch.float32)
+    return norms[:1].clone(), norms[1:].clone()
+
+
+def _norms(tensors):
+    """The Euclidean norm of each, in float64."""
+    flats = [_as_real(x).detach().reshape(-1) if x.numel() else torch.zeros(1, device=x.device) for x in tensors]
+    if flats[0].device.type not in ("cpu", "mps") or torch.compiler.is_compiling():
+        return torch._foreach_norm(flats, 2, dtype=torch.float64)
+    return [_norm_in_pieces(flat) for flat in flats]
+
+
+def _norm_in_pieces(flat):
+    """Float64 takes a CPU ten times as long: only for float64 itself, and where squares of a piece may not fit into float32."""
+    wide = torch.float32 if flat.device.type == "mps" else torch.float64
+    whole = len(flat) // _PIECE * _PIECE
+    rows = [part for part in (flat[:whole].view(-1, _PIECE), flat[whole:].view(1, -1)) if part.numel()]
+    norms = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=compute_dtype(flat)) for part in rows]).to(wide)
+    low, high = _SAFE_NORM
+    if wide is torch.float64 and not ((norms > low) & (norms < high)).all():
+        return torch.linalg.vector_norm(flat, dtype=wide)
+    return norms.square().sum().sqrt()
 
 
 def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
@@ -243,71 +243,27 @@ def _update_scale(state, found_inf, growth_factor, backoff_factor, growth_interv
 
 
 def report_non_finite(tensors, found_inf, first_bad=None):
-    """Sets found_inf to 1 if any element is not finite, without asking the host; otherwise leaves it as it is.
+    """Set found_inf to 1 if any element is not finite, without asking the host; otherwise leave it as it is.
 
     ``first_bad`` is lowered to the index of the first such tensor.
     """
     if found_inf is None and first_bad is None:
         return
-    groups = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.numel():
-            tensor = _as_real(tensor)
-            indices, group = groups.setdefault((tensor.device, tensor.dtype), ([], []))
-            indices.append(i)
-            group.append(tensor)
-    for (device, _), (indices, group) in groups.items():
-        # The extremes of a tensor are finite exactly if all of it is: NaN wins every comparison of these two.
-        if device.type == "cpu":  # six times faster there than the norm
-            extremes = torch.stack([torch.stack(torch.aminmax(tensor)) for tensor in group])
-        else:
-            extremes = torch.stack(torch._foreach_norm(group, float("inf"))).unsqueeze(1)
-        bad = extremes.isfinite().all(dim=1).logical_not()
-        if found_inf is not None:
-            found_inf.copy_(torch.maximum(found_inf, bad.any().to(found_inf)))
-        if first_bad is not None:
-            first = torch.where(bad, integers_on(device, indices), NO_BAD).min()
-            first_bad.copy_(torch.minimum(first_bad, first.to(first_bad.device)))
+    # The extremes of a tensor are finite exactly if all of it is: NaN wins every comparison of these two.
+    values = [_as_real(x) if x.numel() else torch.zeros(1, device=x.device) for x in tensors]
+    if values[0].device.type == "cpu":  # six times faster there than the norm
+        extremes = [torch.stack(torch.aminmax(x)) for x in values]
+    else:
+        extremes = torch._foreach_norm(values, float("inf"))
+    home = (first_bad if found_inf is None else found_inf).device
+    bad = torch.stack([on(x, home) for x in extremes]).isfinite().reshape(len(values), -1).all(dim=1).logical_not()
+    if found_inf is not None:
+        found_inf.copy_(torch.maximum(found_inf, bad.any().to(found_inf)))
+    if first_bad is not None:
+        first = torch.where(bad, torch.arange(len(values), device=home), NO_BAD).min()
+        first_bad.copy_(torch.minimum(first_bad, first.to(first_bad.device)))
 
 
 def _as_real(tensor):
     """Complex numbers as pairs. torch conjugates lazily, and shows no pairs of what it has not conjugated yet."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _factor(number):
-    return number.reshape(()) if isinstance(number, torch.Tensor) else number
-
-
-def _l2norm(tensors, per_tensor, factor):
-    device = tensors[0].device
-    flats = [_as_real(t).detach().reshape(-1) for t in tensors]
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    # A sum in float64 needs no pieces, each of which would be a launch or more on a GPU.
-    needs_pieces = device.type == "cpu" or wide is torch.float32
-    pieces, owners = [], []
-    for owner, flat in enumerate(flats):
-        if flat.numel():
-            split = flat.split(_PIECE) if needs_pieces else [flat]
-            pieces += split
-            owners += [owner] * len(split)
-    sums = torch.zeros(len(tensors), dtype=wide, device=device)
-    if pieces:
-        sums.index_add_(0, integers_on(device, owners), _norms(pieces, wide).square())
-    norms = torch.cat([sums.sum(dtype=wide).reshape(1), sums if per_tensor else sums[:0]]).sqrt()
-    norms = (norms * abs(_factor(factor))).to(torch.float32)
-    return norms[:1].clone(), norms[1:].clone()
-
-
-def _norms(pieces, wide):
-    if pieces[0].device.type != "cpu" or torch.compiler.is_compiling():
-        return torch.stack(torch._foreach_norm(pieces, 2, dtype=wide))
-    # On the CPU float64 takes ten times as long: only for float64 itself, and for pieces whose squares may not fit
-    # into float32.
-    if any(piece.dtype is wide for piece in pieces):
-        return torch.stack([torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces])
-    norms = torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float32)).to(wide)
-    low, high = _SAFE_NORM
-    for i in ((norms > low) & (norms < high)).logical_not().nonzero().flatten().tolist():
-        norms[i] = torch.linalg.vector_norm(pieces[i], dtype=wide)
-    return norms

@@ -139,7 +139,7 @@ def test_freed_memory_is_refused(name, which):
 def test_an_output_of_which_elements_share_a_place_is_refused(name, which):
     lists = made(name)
     lists[which][1] = lists[which][1][:1].expand(3, 4)
-    assert_refused(name, lists, rf"several elements of {which}\[1\] lie in one place")
+    assert_refused(name, lists, rf"{which}\[1\] has several elements in one place")
 
 
 @pytest.mark.compiled("kernels")

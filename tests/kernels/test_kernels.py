@@ -12,7 +12,7 @@ from helpers import ScaleOnPaper, others_slow
 from hypothesis import strategies
 
 from ampkit import DynamicLossScale, kernels
-from ampkit.kernels import backend, reference
+from ampkit.kernels import backend
 from ampkit.libraries import cuda_is_emulated
 
 F32, F16, BF16, I16 = torch.float32, torch.float16, torch.bfloat16, torch.int16
@@ -413,7 +413,10 @@ WRONG = {
         r"outputs\[1\] has shape \[3, 2\], inputs\[1\] has shape \[2, 3\]",
     ),
     "integers": (lambda: ([torch.ones(2)], [torch.ones(2, dtype=torch.int32)]), r"outputs\[0\] is torch.int32"),
-    "complex to real": (lambda: ([torch.ones(2) * 1j], [torch.ones(2)]), r"inputs\[0\] is torch.complex64"),
+    "complex to real": (
+        lambda: ([torch.ones(2) * 1j], [torch.ones(2)]),
+        r"outputs\[0\] is torch.float32 beside torch.complex64 in inputs",
+    ),
 }
 
 
@@ -440,7 +443,7 @@ def test_an_output_whose_elements_share_a_place_is_refused_before_anything_is_wr
     inputs = [torch.ones(3, device=device), torch.ones_like(overlapping), torch.ones(2, device=device)]
     outputs = [torch.full((3,), 7.0, device=device), overlapping, torch.full((2,), 7.0, device=device)]
     found_inf = torch.zeros(1, device=device)
-    expected = r"several elements of outputs\[1\] lie in one place in memory \(shape .*, strides \[0.*\]\)"
+    expected = r"outputs\[1\] has several elements in one place in memory \(shape .*, strides \[0.*\]\)"
     with pytest.raises(RuntimeError, match=expected):
         ops.multi_tensor_scale(inputs, outputs, 5.0, found_inf)
     with pytest.raises(RuntimeError, match=expected):
@@ -475,19 +478,6 @@ def test_parameters_are_written_and_their_versions_move(ops, device):
     ops.multi_tensor_join([weight], [rest], [parameter])
     assert torch.equal(parameter, values) and parameter._version > versions[2]
     assert [weight._version, rest._version] == versions[:2], "they were only read"
-
-
-def test_norms_of_several_devices_come_in_the_order_of_the_list():
-    """From parts as `serve` hands them over, of tensors that lie by turns on two devices."""
-    tensors = [torch.full((2,), i + 1.0) for i in range(5)]
-    parts = [
-        (places, kernels.multi_tensor_l2norm([tensors[i] for i in places], per_tensor=True))
-        for places in ([0, 2, 4], [1, 3])
-    ]
-    norm, norms = reference._joined_norms(parts, per_tensor=True)
-    expected = torch.stack([x.double().norm() for x in tensors])
-    torch.testing.assert_close(norms, expected.to(F32), rtol=1e-6, atol=0)
-    torch.testing.assert_close(norm, expected.norm().reshape(1).to(F32), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)

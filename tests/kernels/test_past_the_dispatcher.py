@@ -7,16 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import kernels
-from ampkit.kernels import routing
+from ampkit.kernels import backend, routing
 
 pytestmark = [pytest.mark.compiled("kernels"), pytest.mark.compiled("wrappers")]
 WRITES_OUTPUTS = 0b10
 
 
 def library():
-    from ampkit.kernels import extension
-
-    return extension.direct["update_scale"].func.__self__
+    return backend.direct["update_scale"].func.__self__
 
 
 def scale_directly(inputs, outputs, scale=0.5, written=WRITES_OUTPUTS):
@@ -152,9 +150,9 @@ def test_an_error_of_the_work_itself_is_told_and_nothing_is_done_twice(directly,
     def nothing(*args, **kwargs):
         return NotImplemented
 
-    monkeypatch.setitem(routing.backend.direct, "multi_tensor_double", work if directly else nothing)
-    monkeypatch.setattr(routing.backend, "through_dispatcher", work)
-    monkeypatch.setattr(routing.backend, "kernel_devices", frozenset(("cpu",)))
+    monkeypatch.setitem(backend.direct, "multi_tensor_double", work if directly else nothing)
+    monkeypatch.setattr(backend, "through_dispatcher", work)
+    monkeypatch.setattr(backend, "kernel_devices", frozenset(("cpu",)))
 
     def reference(inputs, outputs):
         done.append("reference")

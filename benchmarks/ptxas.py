@@ -1,0 +1,107 @@
+"""What nvcc makes of the CUDA kernels: registers, spilled bytes and instructions of each, without a GPU.
+
+python benchmarks/ptxas.py [--arch sm_90] [KERNEL ...]     only kernels whose name contains one of these words
+
+Registers and spills are what ``ptxas -v`` prints. Instructions are lines of SASS: of the whole kernel, and of its longest loop
+(the widest backward branch). ``memory`` counts the loads and stores of global memory in that loop, by their width in bytes.
+Needs nvcc, and cuobjdump (of the toolkit, or the one that triton brings).
+"""
+
+import argparse
+import collections
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", "-std=c++17", "-O3", "-fmad=false")
+INSTRUCTION = re.compile(r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?P<text>[^;]+);")
+
+
+def command_for(source: Path, arch: str, to: Path) -> list[str]:
+    from torch.utils import cpp_extension
+
+    site = Path(cpp_extension.__file__).parents[2]
+    headers = [*cpp_extension.include_paths(), *site.glob("nvidia/cu*/include"), ROOT / "csrc"]
+    folders = [flag for path in headers for flag in ("-I", str(path))]
+    return ["nvcc", f"-arch={arch}", "-cubin", "-Xptxas", "-v", *FLAGS, *folders, str(source), "-o", str(to)]
+
+
+def cuobjdump() -> str:
+    found = shutil.which("cuobjdump")
+    if found is None:
+        import triton
+
+        found = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    return found
+
+
+def demangled(name: str) -> str:
+    plain = subprocess.run(["c++filt", name], capture_output=True, text=True).stdout.strip()
+    plain = re.sub(r"ampkit::|\(anonymous namespace\)::|^void ", "", plain).partition("(")[0]
+    return re.sub(r"multi_tensor_apply_kernel<\d+, (.*)>$", r"\1", plain)
+
+
+def loop_of(lines: list[tuple[int, str]]) -> list[str]:
+    """The instructions of the longest loop."""
+    longest: list[str] = []
+    for at, text in lines:
+        target = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
+        if target and (first := int(target.group(1), 16)) < at:
+            body = [other for where, other in lines if first <= where <= at]
+            longest = max(longest, body, key=len)
+    return longest
+
+
+def rows_of(source: Path, arch: str) -> list[tuple]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernels.cubin"
+        done = subprocess.run(command_for(source, arch, cubin), capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+        sass = subprocess.run([cuobjdump(), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    said = {}
+    for name, spilled, read, registers in re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        done.stderr,
+        re.DOTALL,
+    ):
+        said[name] = (int(registers), int(spilled), int(read))
+    rows = []
+    for part in sass.split("Function : ")[1:]:
+        name = part.split(None, 1)[0]
+        lines = [(int(m["at"], 16), m["text"]) for m in INSTRUCTION.finditer(part)]
+        loop = loop_of(lines)
+        widths = collections.Counter(
+            f"{kind}{int(width or 32) // 8}"
+            for kind, width in re.findall(r"\b(LDG|STG)\.E(?:\.\w+)*?\.?(128|64|16|8)?\b", "\n".join(loop))
+        )
+        memory = " ".join(f"{count}x{width}" for width, count in sorted(widths.items()))
+        text = [one for _, one in lines if "NOP" not in one]
+        rows.append((demangled(name), *said.get(name, (0, 0, 0)), len(text), len(loop), memory))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*")
+    parser.add_argument("--arch", default="sm_90")
+    arguments = parser.parse_args()
+    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        rows = [row for found in pool.map(lambda one: rows_of(one, arguments.arch), sources) for row in found]
+    print(
+        "| kernel | registers | spill stores, loads | instructions | longest loop | memory in it |\n|---|---|---|---|---|---|"
+    )
+    for name, registers, stores, loads, count, loop, memory in sorted(rows):
+        if not arguments.kernels or any(word in name for word in arguments.kernels):
+            print(f"| {name} | {registers} | {stores}, {loads} | {count} | {loop} | {memory} |")
+
+
+if __name__ == "__main__":
+    main()
