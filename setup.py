@@ -14,11 +14,14 @@ torch must be visible, which means ``pip install --no-build-isolation .``
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 from setuptools import setup
 
 TARGET_TORCH = "0x020a000000000000"  # 2.10, the oldest torch whose stable ABI has what csrc/ uses
+OLDEST_PYTHON = "cp311"  # of requires-python in pyproject.toml
 DEFAULT_CUDA_ARCHITECTURES = "7.5;8.0;9.0+PTX"
 
 
@@ -51,8 +54,9 @@ def main():
     setup(
         ext_modules=extensions + ([cuda_extension(cpp_extension)] if wants_cuda else []),
         cmdclass={"build_ext": build_command(cpp_extension, required)},
-        # For this Python and this torch, which ampkit/_casting is built for: ampkit-0.1.0-2.11.0-cp311-cp311-linux_x86_64.whl
-        options={"bdist_wheel": {"build_number": torch_release()}},
+        # The kernels are for this Python and newer ones. ampkit/_casting is for this Python and this torch; others leave the
+        # file aside: ampkit-0.1.0-2.11.0-cp311-abi3-linux_x86_64.whl
+        options={"bdist_wheel": {"build_number": torch_release(), "py_limited_api": OLDEST_PYTHON}},
     )
 
 
@@ -122,8 +126,8 @@ def casting_extension(cpp_extension):
 
     return cpp_extension.CppExtension(
         "ampkit._casting",
-        sources("csrc/casting", "*.cpp"),
-        depends=[*sources("csrc/casting", "*.h"), "csrc/tensor_access.h"],
+        ["csrc/casting/all.cpp"],
+        depends=[*sources("csrc/casting", "*"), "csrc/tensor_access.h"],
         define_macros=[("AMPKIT_BUILT_WITH_TORCH", f'"{torch.__version__}"')],
         extra_compile_args={"cxx": ["-std=c++20", "-O3", "-fvisibility=hidden", "-g0"]},
     )
@@ -137,6 +141,49 @@ def sources(folder, pattern):
     return sorted(str(path) for path in Path(folder).glob(pattern))
 
 
+class Progress:
+    """``with Progress(extension, folder):`` prints a line for each object file that a compiler writes below ``folder``.
+
+    The lines go to the terminal, where there is one: pip shows the output of a build only with -v, or after a failure.
+    """
+
+    def __init__(self, extension, folder):
+        self.name, self.folder, self.start = extension.name, Path(folder), time.time()
+        self.waiting = {Path(source).with_suffix(".o").name: source for source in extension.sources}
+        self.total, self.done = len(self.waiting), threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+
+    def __enter__(self):
+        try:
+            self.terminal = open("/dev/tty", "w")
+        except OSError:
+            self.terminal = sys.stderr
+        self.say(f"compiling {self.total} file{'s' * (self.total > 1)} with {os.cpu_count()} cores")
+        self.thread.start()
+
+    def __exit__(self, *_):
+        self.done.set()
+        self.thread.join()
+        if self.terminal is not sys.stderr:
+            self.terminal.close()
+
+    def watch(self):
+        while not self.done.wait(0.5):
+            self.look()
+        self.look()
+
+    def look(self):
+        for path in self.folder.rglob("*.o"):
+            if path.name in self.waiting and path.stat().st_mtime >= self.start:
+                source = self.waiting.pop(path.name)
+                self.say(
+                    f"{self.total - len(self.waiting)} of {self.total}: {source}, {time.time() - self.start:.0f} s"
+                )
+
+    def say(self, line):
+        print(f"{self.name}: {line}", file=self.terminal, flush=True)
+
+
 def build_command(cpp_extension, required):
     class BuildWhatCanBeBuilt(cpp_extension.BuildExtension):
         """BuildExtension that leaves out an optional library that fails, and says what became of each."""
@@ -146,7 +193,8 @@ def build_command(cpp_extension, required):
             for extension in list(self.extensions):
                 self.extensions = [extension]
                 try:
-                    super().build_extensions()
+                    with Progress(extension, self.build_temp):
+                        super().build_extensions()
                 except Exception as error:
                     if required[extension.name]:
                         raise

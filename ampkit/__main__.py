@@ -1,81 +1,58 @@
-"""The command line: ``python -m ampkit COMMAND``. Each command is a function here, or in the room whose work it does.
+"""The command line: ``ampkit COMMAND``, or ``python -m ampkit COMMAND``. A command is a row of `COMMANDS`.
 
-``info`` tells which kernels are loaded and why, which is the first thing to look at when something is slow. ``run`` runs a
-script of Apex's with the drop-in in place.
+Its module has ``add_arguments(parser)``, ``from_command_line(arguments) -> int``, which returns the exit code, and ``EXAMPLE``, a
+command that runs. The module is imported only where its command is called.
 """
 
-import argparse
-import platform
-import sys
+from __future__ import annotations
 
-import torch
+import argparse
+import importlib
+import sys
+from typing import NamedTuple
 
 from ampkit import __version__
-from ampkit.apex import running
-from ampkit.casting.library import dispatch
-from ampkit.kernels import implementation
-from ampkit.libraries import BUILD, SWITCHED_OFF
+
+
+class Command(NamedTuple):
+    name: str
+    brief: str
+    module: str
+
+
+COMMANDS = (
+    Command("info", "which kernels are loaded, and why", "ampkit.insight.info"),
+    Command("run", "run a script that says 'from apex import amp'", "ampkit.apex.running"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ampkit", description="Mixed precision for PyTorch scripts.")
+    """Run the command that the arguments name, and return its exit code: 0 is success, 2 a mistake on the command line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="ampkit",
+        description="Mixed precision for PyTorch scripts.",
+        epilog="ampkit COMMAND --help says more about a command.",
+    )
     parser.add_argument("--version", action="version", version=f"ampkit {__version__}")
     # torch.distributed.launch puts this in front of everything that it was given.
     parser.add_argument("--local-rank", "--local_rank", dest="local_rank", help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_info(commands)
-    add_run(commands)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in COMMANDS:
+        own = commands.add_parser(
+            command.name, help=command.brief, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if command.name in arguments:
+            module = importlib.import_module(command.module)
+            own.description = f"{command.brief[0].upper()}{command.brief[1:]}."
+            own.epilog = f"example, in a checkout of ampkit:\n  {module.EXAMPLE}"
+            module.add_arguments(own)
+            own.set_defaults(from_command_line=module.from_command_line)
     chosen = parser.parse_args(arguments)
-    return chosen.run(chosen)
-
-
-def add_info(commands) -> None:
-    parser = commands.add_parser("info", help="which kernels are loaded, and why")
-    parser.set_defaults(run=info)
-
-
-def add_run(commands) -> None:
-    parser = commands.add_parser("run", help="run a script that says 'from apex import amp'")
-    running.add_arguments(parser)
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    if arguments.local_rank is not None:
-        arguments.arguments.insert(0, f"--local-rank={arguments.local_rank}")
-    return running.from_command_line(arguments)
-
-
-def info(_arguments: argparse.Namespace) -> int:
-    """Prints one line per fact, the same on every machine."""
-    for name, value in facts():
-        print(f"{name:<16} {value}")
-    return 0
-
-
-def facts() -> list[tuple[str, str]]:
-    kernels = implementation()
-    lines = [
-        ("ampkit", __version__),
-        ("python", f"{platform.python_version()} ({sys.executable})"),
-        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
-        ("CPU", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
-    ]
-    for i in range(torch.cuda.device_count()):
-        lines.append((f"cuda:{i}", torch.cuda.get_device_name(i)))
-    if torch.cuda.device_count() == 0:
-        lines.append(("GPU", "none visible"))
-    lines.append(("kernels", f"{kernels.name}: {kernels.why}"))
-    if kernels.name == "extension":
-        lines += [
-            ("built with", f"torch {kernels.built_with}, for torch {kernels.target} and newer"),
-            ("CPU kernels", kernels.cpu_capability),
-            ("CUDA kernels", f"{'loaded' if kernels.cuda else 'not loaded'}: {kernels.cuda_why}"),
-        ]
-    lines.append(("O1's wrappers", f"in {dispatch().name}: {dispatch().why}"))
-    if kernels.why != SWITCHED_OFF and (kernels.name != "extension" or dispatch().library is None):
-        lines.append(("to build them", f"AMPKIT_BUILD_EXT=1 {BUILD}"))
-    return lines
+    if chosen.command is None:
+        parser.print_help()
+        return 0
+    return chosen.from_command_line(chosen)
 
 
 if __name__ == "__main__":

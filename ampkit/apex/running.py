@@ -1,4 +1,4 @@
-"""``python -m ampkit run``: a script or module with the drop-in installed, and everything undone when it ends.
+"""``ampkit run``: a script or module with the drop-in installed, and everything undone when it ends.
 
 What was asked for also stands in an environment variable, so that processes that the script spawns (``mp.spawn``, a
 DataLoader with ``spawn``) find the drop-in when they import the script again: see `ampkit.apex.spawned`.
@@ -26,6 +26,7 @@ from .. import api
 from ..logs import is_rank_zero
 from . import cpu, importing
 
+EXAMPLE = "ampkit run --device cpu tests/apex/scripts/classify.py --opt-level O1"
 VARIABLE = "AMPKIT_RUN"
 SPAWNED = "ampkit.apex.spawned"
 LOADS_PICKLES = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -78,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Run what the command line says, as Python would have run it. The script's exit is ours."""
+    if arguments.local_rank is not None:
+        arguments.arguments.insert(0, f"--local-rank={arguments.local_rank}")
     run = Run(arguments.target, arguments.module, arguments.device, arguments.replace, arguments.allow_pickle)
     if not run.is_module and not os.path.exists(run.target):
         print(

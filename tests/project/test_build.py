@@ -150,12 +150,6 @@ def test_info_says_what_is_loaded_and_why():
         assert words in result.stdout
 
 
-@pytest.mark.slow
-def test_unknown_command_is_refused():
-    result = run("-m", "ampkit", "inform")
-    assert result.returncode == 2 and "invalid choice: 'inform'" in result.stderr
-
-
 def build(tmp_path, *arguments, python=(), **environment):
     """Runs setup.py on a copy of the sources, so that nothing lands in the checkout."""
     for name in ("ampkit", "csrc"):

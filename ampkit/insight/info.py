@@ -1,0 +1,52 @@
+"""``ampkit info``: which kernels are loaded and why, which is the first thing to look at when something is slow."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+
+import torch
+
+from .. import __version__
+from ..casting.library import dispatch
+from ..kernels import implementation
+from ..libraries import BUILD, SWITCHED_OFF
+
+EXAMPLE = "ampkit info"
+
+
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
+    """``info`` takes none."""
+
+
+def from_command_line(_arguments: argparse.Namespace) -> int:
+    """Prints one line per fact, the same on every machine."""
+    for name, value in facts():
+        print(f"{name:<16} {value}")
+    return 0
+
+
+def facts() -> list[tuple[str, str]]:
+    kernels = implementation()
+    lines = [
+        ("ampkit", __version__),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
+        ("CPU", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
+    ]
+    for i in range(torch.cuda.device_count()):
+        lines.append((f"cuda:{i}", torch.cuda.get_device_name(i)))
+    if torch.cuda.device_count() == 0:
+        lines.append(("GPU", "none visible"))
+    lines.append(("kernels", f"{kernels.name}: {kernels.why}"))
+    if kernels.name == "extension":
+        lines += [
+            ("built with", f"torch {kernels.built_with}, for torch {kernels.target} and newer"),
+            ("CPU kernels", kernels.cpu_capability),
+            ("CUDA kernels", f"{'loaded' if kernels.cuda else 'not loaded'}: {kernels.cuda_why}"),
+        ]
+    lines.append(("O1's wrappers", f"in {dispatch().name}: {dispatch().why}"))
+    if kernels.why != SWITCHED_OFF and (kernels.name != "extension" or dispatch().library is None):
+        lines.append(("to build them", f"AMPKIT_BUILD_EXT=1 {BUILD}"))
+    return lines

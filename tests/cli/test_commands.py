@@ -1,0 +1,65 @@
+"""The table of commands: what `ampkit` prints alone, when a command's module is imported, and the examples in the help."""
+
+import importlib
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from helpers import ROOT
+
+from ampkit import __main__ as command_line
+from ampkit.__main__ import COMMANDS, Command, main
+
+
+def test_alone_it_prints_help(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: ampkit")
+    for command in COMMANDS:
+        assert command.name in printed and command.brief in printed
+
+
+def test_an_unknown_command_is_refused_with_those_that_exist(capsys):
+    with pytest.raises(SystemExit) as exited:
+        main(["inform"])
+    assert exited.value.code == 2
+    assert "invalid choice: 'inform'" in capsys.readouterr().err
+
+
+def test_the_install_makes_a_command_of_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["ampkit"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command.name for command in COMMANDS])
+def test_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit) as exited:
+        main([command.name, "--help"])
+    assert exited.value.code == 0
+    example = importlib.import_module(command.module).EXAMPLE
+    assert f"  {example}\n" in capsys.readouterr().out and example.startswith(f"ampkit {command.name}")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command.name for command in COMMANDS])
+def test_the_example_runs(command):
+    _, *arguments = shlex.split(importlib.import_module(command.module).EXAMPLE)
+    done = subprocess.run([sys.executable, "-m", "ampkit", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
+
+
+def test_a_row_is_a_command_whose_module_is_imported_when_it_is_called(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a_command.py").write_text(
+        "EXAMPLE = 'ampkit greet you'\n\n"
+        "def add_arguments(parser):\n    parser.add_argument('name')\n\n"
+        "def from_command_line(arguments):\n    print('hello', arguments.name)\n    return 5\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(command_line, "COMMANDS", (*COMMANDS, Command("greet", "say hello", "a_command")))
+    assert main([]) == 0 and "say hello" in capsys.readouterr().out
+    assert "a_command" not in sys.modules
+    assert main(["greet", "you"]) == 5
+    assert capsys.readouterr().out == "hello you\n"
+    del sys.modules["a_command"]
