@@ -1,8 +1,8 @@
-"""Make docs/benchmarks.md and its drawings of what `make bench` measured.
+"""Make docs/benchmarks.md and its drawings, and a table for each model beside the results, of what `make bench` measured.
 
 $ python docs/make_benchmarks.py [benchmarks/results/NAME.json]
 
-The newest results, if none are named. The page is a function of the results alone: a test asks whether it is the one that they
+The newest results, if none are named. Pages are functions of the results alone: a test asks whether they are those that the results
 make. Drawings keep the numbers that they show in their description, by which the test compares them.
 """
 
@@ -19,37 +19,25 @@ DRAWN = ["autocast", "O1, fused", "O2, fused", "O5, fused"]
 
 INTRODUCTION = """# How fast
 
-Whole training steps in float32, with torch.autocast and GradScaler, and at ampkit's levels O1, O2 and O5, each with
-torch's fused optimizer and with ampkit's ("fused"). `make bench` measures them anew on a CPU, within 25 minutes, and
-writes this page; `make bench BENCH=--all` measures every cell. Ratios depend on the processor far more than on
-anything else: measure on yours before you choose.
+This page tells how long whole training steps take, and how much memory, in float32, with torch.autocast and GradScaler, and
+at O1, O2 and O5, each with torch's fused optimizer and with ampkit's ("fused"). Ratios depend on the processor more than
+on anything else. So measure on yours before you choose: `make bench` takes 25 minutes on a CPU and writes this page.
 """
 SHORT = """!!! warning "Not a measurement"
 
     These numbers come from `make bench BENCH=--short`: tiny models, two rounds, on a busy machine. They show what the
     page looks like, and nothing else.
 """
-CLEARED = {
-    True: """FusedSGD is given `set_grad_none=True`, so that it clears gradients as torch's optimizers do. By default it leaves
-zeros, as Apex's did, and at O1 these stay in memory through the forward pass: 43 MiB more for ResNet-18.""",
-    False: """Here FusedSGD left zeros when it cleared gradients, its default as in Apex, and at O1 these stay in memory through the
-forward pass: ResNet-18 takes 260 MiB. With `set_grad_none=True`, which `make bench` gives it from now on, it takes 217.""",
-}
 METHOD = """## How it is measured
 
-Every way of training has a process of its own, since O1 patches torch for the whole process. The processes take turns
-in changing order; a turn is one step, or as many as fit into a tenth of a second. A ratio is that of two turns of the
-same round, and stands as the median over the rounds, with quartiles in brackets. All processes keep the memory that
-they free. Peak memory is that of yet another process, which gives it back: the most that it held over what it held
-before the model was made, weights, gradients, optimizer state and activations together, and libraries that torch
-loads when first needed. "Saved" is what autograd keeps for the backward pass, parameters left out. "Host reads" are
-values of tensors handed to the host in a step, each of which would be a wait on a GPU. The loss is that after the
-warm-up. Backward contains the exit of `scale_loss`, and step contains clearing gradients and updating the scale.
+- Every way of training has a process of its own. The processes take turns; a turn is one step, or as many as fit into a
+  tenth of a second.
+- A ratio is that of two turns of the same round. The tables have the median over all rounds.
+- Peak memory is measured in another process, above what it held before the model was made: weights, gradients, optimizer
+  state, activations, and libraries that torch loads when first needed.
+- With several micro-batches gradients add up in float32 (no `delay_unscale`). FusedSGD has `set_grad_none=True`.
 
-With several micro-batches torch.autocast and O1 add gradients in float32, as does each block at O2 and O5 (no
-`delay_unscale`).
-
-CLEARING
+`make bench BENCH=--all` measures every cell.
 
 ## Other benchmarks
 
@@ -62,9 +50,11 @@ CLEARING
 | `bench_running_statistics.py` | what it costs to restore running statistics |
 | `state_dtypes.py` | the loss of a small GPT with moments in 8 bits and in bfloat16 |
 
-What they printed, the losses included, is in [benchmarks/results](../benchmarks/results).
-`python docs/make_picture.py` makes the picture and the table of the README: ResNet-18 in float32, under
-torch.autocast, at O1 and at O2.
+What they printed is in [benchmarks/results](../benchmarks/results).
+"""
+COLUMNS = """Milliseconds of a step are medians; "to autocast" is the ratio to torch.autocast's, with quartiles. Backward contains
+the exit of `scale_loss`, and step contains clearing gradients and updating the scale. "Saved" is what autograd keeps for the
+backward pass, parameters left out. "Host reads" are values that a step hands to the host: each would be a wait on a GPU.
 """
 
 
@@ -135,32 +125,48 @@ def section(cell):
         f"{cell['about']}; {parameters:.1f} M parameters, {OPTIMIZERS[cell['optimizer']]}, {rounds} rounds; the loss is "
         f"that of step {cell['warm_up']}."
     )
-    return f"### {title(cell)}\n\n{about[0].upper()}{about[1:]}\n\n{table(head, rows)}\n"
+    return f"## {title(cell)}\n\n{about[0].upper()}{about[1:]}\n\n{table(head, rows)}\n"
+
+
+def span(results, *ways):
+    """The least and the greatest time of a step relative to torch.autocast's, over all models and these ways."""
+    found = [ratios(cell, way, "autocast")[1] for cell in results["cells"] for way in ways if way in cell["ways"]]
+    return f"{min(found):.2f} to {max(found):.2f}"
 
 
 def page(results, name):
     bfloat16 = {True: ", with bfloat16 instructions", False: ", without bfloat16 instructions", None: ""}
     where = (
-        f"{results['processor']}, {results['cores']} cores{bfloat16[results['bfloat16_instructions']]}, {results['threads']} "
-        f"threads; {results['dtype']}; torch {results['torch']}, Python {results['python']}, ampkit {results['ampkit']} at "
-        f"commit {results['commit']}; {results['date']}, in {results['minutes']} minutes. The numbers: [{name}]"
-        f"(../benchmarks/results/{name})."
+        f"Measured on {results['processor']}, {results['cores']} cores{bfloat16[results['bfloat16_instructions']]}, "
+        f"{results['threads']} threads; {results['dtype']}; torch {results['torch']}, Python {results['python']}, ampkit "
+        f"{results['ampkit']} at commit {results['commit']}; {results['date']}, in {results['minutes']} minutes."
+    )
+    tells = (
+        f"By model, a step takes {span(results, 'O1', 'O1, fused')} times as long as torch.autocast's at O1, "
+        f"{span(results, 'O2', 'O2, fused')} at O2 and {span(results, 'O5', 'O5, fused')} at O5. Each model, phase by phase: "
+        f"[tables](../benchmarks/results/{Path(name).stem}.md), [numbers](../benchmarks/results/{name})."
     )
     return "\n".join(
         [
             INTRODUCTION,
             *([SHORT] if results["short"] else []),
             where,
-            "\n## At a glance\n",
-            "![Speed-up over float32, by model](bench-speed.svg)\n",
+            "\n## Speed\n",
+            tells,
+            "\n![Speed-up over float32, by model](bench-speed.svg)\n",
             summary(results),
-            "\n![Peak memory relative to float32, by model](bench-memory.svg)\n",
+            "\n## Memory\n",
+            "![Peak memory relative to float32, by model](bench-memory.svg)\n",
             memory(results),
-            "\n## Each model\n",
-            *(section(cell) for cell in results["cells"]),
-            METHOD.replace("CLEARING", CLEARED[results.get("set_grad_none", False)]),
+            "",
+            METHOD,
         ]
     )
+
+
+def details(results):
+    """The page beside the results: a table for each model."""
+    return "\n".join(["# Each model, phase by phase\n", COLUMNS, *(section(cell) for cell in results["cells"])])
 
 
 def drawings(results):
@@ -209,6 +215,7 @@ def draw(path, label, numbers):
 def write(path):
     results = json.loads(path.read_text())
     PAGE.write_text(page(results, path.name))
+    (RESULTS / f"{path.stem}.md").write_text(details(results))
     for name, (label, numbers) in drawings(results).items():
         draw(HERE / name, label, numbers)
     print(f"{PAGE}: made of {path.name}")

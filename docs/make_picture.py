@@ -1,130 +1,208 @@
-"""Train ResNet-18 on handwritten digits at O0, O1, O2 and under torch.autocast, taking turns; draw and tabulate what came out.
+"""What a parameter costs and what a loaded checkpoint learns, with torch and with ampkit: the picture of the README.
 
-$ python docs/make_picture.py            # writes docs/losses.svg and prints the table of the README
+$ python docs/make_picture.py            # writes docs/picture.svg and prints its numbers, in some minutes
 
-Each contender has a process of its own, and one thread. A step is timed by the CPU time that it took, which what else runs
-on the machine disturbs least. Memory is the most that another process, whose heap gives back what is freed, held in a few
-steps above what it held before the model was built: weights, gradients, optimizer state and activations.
+A small GPT learns a language of 16 words in float32, and is saved. Then each contender loads the weights as they come when a
+checkpoint is opened with dtype=torch.bfloat16, and goes on with another language and a small learning rate, as in fine-tuning.
+Text is made as it is needed, so each loss is that of text not seen before. Bytes are those of the tensors that live between two
+steps: weights, what ampkit keeps beside them, gradients and AdamW's two moments.
 """
 
 import argparse
-import os
-import resource
+import copy
+import gc
+import json
+import math
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "benchmarks"))
+sys.path[:0] = [str(HERE.parent / "benchmarks"), str(HERE.parent)]
 
-CONTENDERS = {"O0": "float32 (O0)", "autocast": "torch.autocast", "O1": "ampkit O1", "O2": "ampkit O2"}
-SIZE = 64  # pixels of a side
-WARM_UP = 5  # steps that pay for first-time work
-STEPS_FOR_MEMORY = 3
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-GIVES_BACK = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+import ampkit  # noqa: E402
+from ampkit.optimizers import FusedAdam  # noqa: E402
 
-
-def contend(level: str) -> None:
-    """In a process of its own: a step for each line on standard input, answered by 'loss seconds'."""
-    import convergence
-    import torch
-    from memory import keep_freed_memory
-
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    learn, _ = convergence.load(SIZE)
-    run = convergence.Run(level, learn, seed=0)
-    for _ in sys.stdin:
-        start = time.process_time()
-        (loss,) = run.train(1)
-        print(loss, time.process_time() - start, flush=True)
+WORDS, LENGTH, BATCH = 16, 32, 8
+SHAPE = 512, 256  # of the layer whose bytes are counted
 
 
-def hold(level: str) -> None:
-    """In a process of its own: print the bytes that training holds at most."""
-    import convergence
-    import torch
-
-    torch.set_num_threads(1)
-    learn, _ = convergence.load(SIZE)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    convergence.Run(level, learn, seed=0).train(STEPS_FOR_MEMORY)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+class Contender(NamedTuple):
+    weights: torch.dtype
+    autocast: bool = False
+    level: str | None = None
+    state_dtype: str | None = None
+    colour: str = "black"
 
 
-def command(option: str, level: str) -> list[str]:
-    return [sys.executable, str(HERE / "make_picture.py"), option, level]
+CONTENDERS = {
+    "torch.amp, float32 weights": Contender(torch.float32, autocast=True, colour="0.35"),
+    "torch, bfloat16 weights": Contender(torch.bfloat16, colour="tab:red"),
+    "ampkit O5": Contender(torch.bfloat16, level="O5", colour="tab:cyan"),
+    "ampkit O5, 8-bit moments": Contender(torch.bfloat16, level="O5", state_dtype="int8", colour="tab:blue"),
+}
 
 
-def take_turns(steps: int) -> dict[str, list[tuple[float, float]]]:
-    """(loss, seconds) of each step, by contender."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
-    processes = {level: subprocess.Popen(command("--contend", level), **pipes) for level in CONTENDERS}
-    rows: dict[str, list[tuple[float, float]]] = {level: [] for level in CONTENDERS}
-    for _ in range(steps):
-        for level, process in processes.items():
-            process.stdin.write("step\n")
-            process.stdin.flush()
-            rows[level].append(tuple(map(float, process.stdout.readline().split())))
-    for process in processes.values():
-        process.communicate()
-    return rows
+def prepare(model: nn.Module, way: Contender, lr: float):
+    """The model in the precision of the contender, and its AdamW."""
+    model = model.to(way.weights)
+    make = torch.optim.AdamW
+    if way.state_dtype:
+        make = lambda params, **settings: FusedAdam(params, state_dtype=way.state_dtype, **settings)  # noqa: E731
+    optimizer = make(model.parameters(), lr=lr, weight_decay=0.1)
+    return ampkit.initialize(model, optimizer, enabled=way.level is not None, opt_level=way.level or "O0", verbosity=0)
 
 
-def peaks() -> dict[str, int]:
-    """The bytes that each contender holds at most."""
-    return {level: int(subprocess.check_output(command("--hold", level), env=GIVES_BACK)) for level in CONTENDERS}
+def backward(way: Contender, compute, optimizer) -> float:
+    with torch.autocast("cpu", torch.bfloat16, enabled=way.autocast):
+        loss = compute()
+    with ampkit.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return loss.item()
 
 
-def table(rows: dict[str, list[tuple[float, float]]], held: dict[str, int]) -> str:
-    seconds = {level: statistics.median(row[1] for row in steps[WARM_UP:]) for level, steps in rows.items()}
-    lines = ["| | CPU time a step | speed-up | peak memory | last 10 losses |", "|---|---|---|---|---|"]
-    for level, steps in rows.items():
-        loss = statistics.mean(row[0] for row in steps[-10:])
-        peak = held[level] / 2**20
-        speed_up = seconds["O0"] / seconds[level]
-        name = CONTENDERS[level]
-        lines.append(f"| {name} | {seconds[level] * 1000:.0f} ms | {speed_up:.2f}x | {peak:.0f} MiB | {loss:.4f} |")
-    return "\n".join(lines)
+class Language:
+    """Text in which word ``follows[a, b]`` comes after a and b four times in five, and any word otherwise."""
+
+    def __init__(self, seed: int):
+        self.follows = torch.randint(WORDS, (WORDS, WORDS), generator=torch.Generator().manual_seed(seed))
+
+    def text(self, generator: torch.Generator):
+        free = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+        is_free = torch.rand(BATCH, LENGTH + 1, generator=generator) < 0.2
+        words = [free[:, 0], free[:, 1]]
+        for i in range(2, LENGTH + 1):
+            words.append(torch.where(is_free[:, i], free[:, i], self.follows[words[-2], words[-1]]))
+        text = torch.stack(words, dim=1)
+        return text[:, :-1], text[:, 1:].flatten()
 
 
-def draw(rows: dict[str, list[tuple[float, float]]], path: Path) -> None:
+def learn(model, way: Contender, language: Language, lr: float, steps: int, seed: int) -> list[float]:
+    """The loss of each step, with a warm-up of 20 steps and a cosine to 0."""
+    model, optimizer = prepare(model, way, lr)
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
+        x, y = language.text(generator)
+        optimizer.zero_grad()
+        losses.append(backward(way, lambda: F.cross_entropy(model(x).float(), y), optimizer))  # noqa: B023
+        optimizer.step()
+    ampkit.close()
+    return losses
+
+
+def checkpoint(seed: int) -> nn.Module:
+    """A GPT that has learned the first language, in float32."""
+    from cases import Gpt
+
+    torch.manual_seed(seed)
+    model = Gpt(width=32, layers=2, heads=2, length=LENGTH, vocabulary=WORDS)
+    for param in model.parameters():
+        if param.dim() > 1:
+            nn.init.normal_(param, 0.0, 0.02)
+    learn(model, Contender(torch.float32), Language(0), lr=3e-3, steps=800, seed=seed)
+    return model
+
+
+def bytes_per_parameter(way: Contender) -> dict[str, float]:
+    """By what they are for. Counted are tensors that live and have as many elements as the weight; each memory once."""
+    model, optimizer = prepare(nn.Linear(*SHAPE, bias=False), way, lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = torch.randn(4, SHAPE[0], dtype=torch.float32 if way.autocast else way.weights)
+        backward(way, lambda: model(x).float().square().mean(), optimizer)  # noqa: B023
+        optimizer.step()
+    gc.collect()
+    weight, large = model.weight, SHAPE[0] * SHAPE[1]
+    found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    lives = {"weight": memory([weight]), "gradient": memory([weight.grad])}
+    lives["moments"] = memory(x for x in optimizer.state[weight].values() if x.dim())
+    lives["rest"] = memory(x for x in found if x.numel() >= large)
+    for name in ("weight", "gradient", "moments"):
+        lives["rest"] = {place: size for place, size in lives["rest"].items() if place not in lives[name]}
+    ampkit.close()
+    return {name: sum(lives[name].values()) / large for name in ("weight", "rest", "gradient", "moments")}
+
+
+def memory(tensors) -> dict[int, int]:
+    """{address: bytes} of what the tensors lie in."""
+    storages = [x.untyped_storage() for x in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def draw(sizes: dict[str, dict[str, float]], losses: dict[str, list[float]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ampkit"  # the same file for the same losses
+    matplotlib.rcParams["svg.hashsalt"] = "ampkit"  # the same file for the same numbers
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, which is smaller
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
-    styles = {"O0": ("black", "-", 2.5), "autocast": ("tab:gray", ":", 2), "O1": ("tab:blue", "-", 1.3)}
-    for level, steps in rows.items():
-        colour, line, width = styles.get(level, ("tab:orange", "--", 1.3))
-        losses = [row[0] for row in steps]
-        axes.plot(range(1, len(losses) + 1), losses, line, color=colour, linewidth=width, label=CONTENDERS[level])
-    axes.set(xlabel="step", ylabel="training loss", yscale="log", title="ResNet-18 on handwritten digits")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, metadata={"Date": None})
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", width_ratios=(1.15, 1))
+    shades = {"weight": 1.0, "rest": 0.75, "gradient": 0.5, "moments": 0.25}
+    for row, (name, its) in enumerate(sizes.items()):
+        start = 0.0
+        for part, size in its.items():
+            colour = CONTENDERS[name].colour
+            left.barh(row, size, left=start, height=0.62, color=colour, alpha=shades[part], edgecolor="white")
+            if size >= 1.5:
+                ink = "white" if shades[part] > 0.6 else "black"
+                written = "grad" if part == "gradient" and size < 3 else part
+                size_of_font = 8 if size > 2.5 else 7
+                left.text(start + size / 2, row, written, ha="center", va="center", color=ink, fontsize=size_of_font)
+            start += size
+        left.text(start + 0.25, row, f"{start:.2f}".removesuffix(".00"), va="center", fontweight="bold")
+    left.set_yticks(range(len(sizes)), list(sizes))
+    left.invert_yaxis()
+    left.set(title="Bytes per parameter, AdamW", xlim=(0, 18.2), xticks=range(0, 17, 4))
+    for name, colour, line, width in (
+        ("torch, bfloat16 weights", "tab:red", "-", 2.0),
+        ("torch.amp, float32 weights", "0.6", "-", 5.0),
+        ("ampkit O5, 8-bit moments", "tab:blue", "-", 1.6),
+    ):
+        right.plot(smooth(losses[name]), line, color=colour, linewidth=width, label=name)
+    right.set(title="Loss of a small GPT, fine-tuned", xlabel="step", ylim=(None, 2.6))
+    right.legend(frameon=False)
+    right.grid(alpha=0.3)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    numbers = {"bytes": sizes, "loss": {name: round(final(its), 4) for name, its in losses.items()}}
+    figure.savefig(path, metadata={"Date": None, "Description": json.dumps(numbers)})
     pyplot.close(figure)
+
+
+def smooth(losses: list[float], width: int = 20) -> list[float]:
+    return [statistics.mean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
+
+
+def final(losses: list[float]) -> float:
+    return statistics.mean(losses[-50:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=110)
-    parser.add_argument("--out", type=Path, default=HERE / "losses.svg", help="default: docs/losses.svg")
-    for option in ("--contend", "--hold"):
-        parser.add_argument(option, choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=HERE / "picture.svg", help="default: docs/picture.svg")
     args = parser.parse_args()
-    if args.contend:
-        return contend(args.contend)
-    if args.hold:
-        return hold(args.hold)
-    rows = take_turns(args.steps)
-    draw(rows, args.out)
-    print(table(rows, peaks()))
+    torch.set_num_threads(1)
+    sizes = {name: bytes_per_parameter(way) for name, way in CONTENDERS.items()}
+    runs: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
+    for seed in range(args.seeds):
+        start = checkpoint(seed).bfloat16()  # as it comes
+        for name, way in CONTENDERS.items():
+            runs[name].append(learn(copy.deepcopy(start), way, Language(1), 3e-4, args.steps, seed))
+    losses = {name: [statistics.mean(step) for step in zip(*its, strict=True)] for name, its in runs.items()}
+    draw(sizes, losses, args.out)
+    print("| | bytes per parameter | loss of the last 50 steps |\n|---|---|---|")
+    for name, its in losses.items():
+        print(f"| {name} | {sum(sizes[name].values()):.2f} | {final(its):.3f} |")
 
 
 if __name__ == "__main__":

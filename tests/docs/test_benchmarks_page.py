@@ -21,6 +21,13 @@ def results():
 
 def test_the_page_is_made_of_the_newest_results(results):
     assert (DOCS / "benchmarks.md").read_text() == make.page(results, make.newest().name), "run docs/make_benchmarks.py"
+    assert make.newest().with_suffix(".md").read_text() == make.details(results), "run docs/make_benchmarks.py"
+
+
+def test_the_readme_and_the_questions_have_the_spans_of_the_page(results):
+    assert f"O2 takes {make.span(results, 'O2', 'O2, fused')} times as long" in (ROOT / "README.md").read_text()
+    both = make.span(results, "O2", "O2, fused", "O5", "O5, fused")
+    assert f"{both} times as long as torch.autocast" in (DOCS / "faq.md").read_text()
 
 
 def test_the_drawings_show_the_newest_results(results):
@@ -51,7 +58,7 @@ def test_ratios_are_of_turns_of_the_same_round():
     assert make.speed_up(one, "autocast") == pytest.approx(2.0)
     assert "| O1 | 300.00 | 0.50 (0.50-0.75) | 1.00 | 2.00 | 3.00 | 3 | 2.5 | 0 | 1.0000 |" in make.section(one)
     assert make.section(one).startswith(
-        "### GPT, 4 micro-batches\n\nSmall; 1.2 M parameters, Adam, 3 rounds; the loss is that of"
+        "## GPT, 4 micro-batches\n\nSmall; 1.2 M parameters, Adam, 3 rounds; the loss is that of"
     )
 
 

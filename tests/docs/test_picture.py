@@ -1,0 +1,38 @@
+"""The picture of the README: its bytes are those that tensors take, and the README's words have its numbers."""
+
+import importlib.util
+import json
+import re
+from html import unescape
+
+import pytest
+from helpers import ROOT
+
+spec = importlib.util.spec_from_file_location("make_picture", ROOT / "docs" / "make_picture.py")
+make = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make)
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    drawn = (ROOT / "docs" / "picture.svg").read_text()
+    (description,) = re.findall(r"<dc:description>(.*?)</dc:description>", drawn, re.DOTALL)
+    return json.loads(unescape(description))
+
+
+@pytest.mark.parametrize("name", make.CONTENDERS)
+def test_bytes_in_the_picture_are_those_of_tensors_that_live(name, numbers):
+    assert make.bytes_per_parameter(make.CONTENDERS[name]) == numbers["bytes"][name]
+
+
+def test_bytes_are_those_that_one_adds_up_on_paper(numbers):
+    # Weight, rest, gradient, two moments; in 8 bits with a float32 scale to 256 of them.
+    on_paper = 4 + 4 + 8, 2 + 2 + 4, 2 + 2 + 2 + 8, 2 + 2 + 2 + 2 * (1 + 4 / 256)
+    assert tuple(sum(its.values()) for its in numbers["bytes"].values()) == on_paper
+
+
+def test_the_readme_says_what_the_picture_shows(numbers):
+    (words,) = re.findall(r"!\[([^]]*)\]\(docs/picture\.svg\)", (ROOT / "README.md").read_text())
+    of_amp, of_bfloat16, _, in_8_bits = (f"{loss:.3f}" for loss in numbers["loss"].values())
+    assert f"torch in bfloat16 ends at {of_bfloat16}, torch.amp at {of_amp}, ampkit at {in_8_bits}" in words
+    assert float(in_8_bits) == pytest.approx(float(of_amp), rel=0.01) and float(of_bfloat16) > 1.2 * float(of_amp)
