@@ -183,18 +183,16 @@ def scale_loss(
     ``loss_id`` chooses the loss scaler, 0 to ``num_losses`` - 1. Optimizers of several ``initialize`` calls may share a loss; its
     scaler is then of the call that the first of them came from. ``delay_unscale=True`` leaves scaled gradients for a later
     block to unscale: cheaper accumulation, in the gradients' own precision. ``delay_overflow_check=True`` passes the finding
-    on to the next block. ``model`` is accepted for compatibility and unused. Inside of a block there may be one of other
-    optimizers at the same loss scale: the outer one unscales the gradients of both. An exception inside leaves gradients and
-    scale as they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the
-    failed backward pass had added to these stays.
+    on to the next block. ``model`` is accepted for compatibility and unused. An exception inside leaves gradients and scale as
+    they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the failed
+    backward pass had added to these stays.
 
     ``loss`` is a tensor of any floating dtype; what is yielded is float32, on the same device. Raises
 
     - TypeError for a loss that is no tensor,
     - `NotInitializedError` for no optimizer, one that no `initialize` has seen, or one whose session was closed,
     - `LossIdError` for a ``loss_id`` that has no scaler,
-    - `ConfigurationError` for a block inside another of the same optimizer or of another loss scale, or optimizers of which only
-      some are enabled,
+    - `ConfigurationError` for a block inside another, or optimizers of which only some are enabled,
     - `LossScaleError` where the scale has been at its floor for 50 skips in a row, unless ``on_floor="warn"``.
 
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.

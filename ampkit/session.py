@@ -28,12 +28,11 @@ from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.advice import calls_of_torch, tell_of_unowned
+from .iteration.block import Block, LossScaling
 from .iteration.loss_scale import LossScaler
-from .iteration.loss_scaling import LossScaling
 from .iteration.one_pass import one_pass_steps
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
-from .iteration.scale_loss import Block
 from .iteration.slots import Slots
 from .iteration.stand_ins import inner_optimizers
 from .kernels.backend import implementation
@@ -336,7 +335,7 @@ class Session:
             beside = [wrapper for wrapper in others if wrapper.trains_beside(thread)]
             unnamed += [wrapper for wrapper in others if wrapper not in wrappers and wrapper not in beside]
             if not beside:
-                session.scaling.follow_unowned(session.models)
+                session.scaling.find_unowned(session.models)
                 if session.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
                     tell_of_unowned(session)
                 elif session.scaling.unowned.slots:

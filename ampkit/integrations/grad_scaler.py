@@ -89,7 +89,7 @@ class GradScaler(TorchGradScaler):
             wrapper.skip()
             return None
         if found is not None:
-            wrapper.findings.vouch(found.flag)
+            wrapper.findings.mark_checked(found.flag)
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

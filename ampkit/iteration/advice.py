@@ -54,52 +54,50 @@ ROWS = {
 
 
 class Advice:
-    """The rows that one session has told."""
+    """The rows of `ROWS` that one session has told, and what its scaled losses have told about backward passes."""
 
     def __init__(self) -> None:
-        self._done: set[str] = set()
+        self._told: set[str] = set()
         #: Whether a backward pass has gone through a scaled loss. Until then every block looks whether its own does.
         self.scaled_loss_was_used = False
-        #: How many have gone through those scaled losses that blocks look at.
-        self.passes = 0
-
-    def count_pass(self, _: torch.Tensor) -> None:
-        """A hook on a scaled loss."""
-        self.passes += 1
+        #: The backward passes through scaled losses that `before_backward` has put a hook on.
+        self.passes = self._passes_before = 0
 
     def is_first(self, row: str) -> bool:
         """Whether this is asked of ``row`` for the first time."""
-        if row in self._done:
+        if row in self._told:
             return False
-        self._done.add(row)
+        self._told.add(row)
         return True
 
     def tell(self, row: str, *values: object) -> None:
         if self.is_first(row):
             logger.warning(ROWS[row], *values)
 
+    # At a block
 
-# At a block
+    def before_backward(self, wrappers: list[Any], scaled: torch.Tensor, delay_unscale: bool) -> None:
+        """Look for hooks at the first block, and count backward passes through ``scaled`` where a row asks for that."""
+        if self.is_first("first block") and (slot_and_wrapper := _first_with_hook(wrappers)) is not None:
+            slot, wrapper = slot_and_wrapper
+            self.tell("hook", wrapper.owner.name_of(slot.param))
+        self._passes_before = self.passes
+        if scaled.requires_grad and (delay_unscale or not self.scaled_loss_was_used):
+            scaled.register_hook(self._count_pass)
 
+    def _count_pass(self, _: torch.Tensor) -> None:
+        self.passes += 1
 
-def look_for_hooks(advice: Advice, wrappers: list[Any]) -> None:
-    """A script's hook on a parameter, of which a clamp would clamp nearly all of a scaled gradient."""
-    if not advice.is_first("looked for hooks"):
-        return
-    for wrapper in wrappers:
-        for slot in wrapper.gradients.slots:
-            if _has_hook_of_script(slot.param):
-                return advice.tell("hook", wrapper.owner.name_of(slot.param))
-
-
-def look_at_backward(advice: Advice, wrappers: list[Any], went_through: bool) -> None:
-    """What became of a scaled loss whose graph a backward pass went through, or not."""
-    advice.scaled_loss_was_used = went_through
-    if not went_through:
-        if any(wrapper.gradients.has_fresh for wrapper in wrappers if not wrapper.gradients.stays):
-            advice.tell("another loss")
-        elif not advice.is_first("a block without a backward pass"):  # a script may leave out a bad batch
-            advice.tell("no backward")
+    def after_backward(self, wrappers: list[Any]) -> None:
+        """Look whether a backward pass went through the scaled loss, until one has."""
+        if self.scaled_loss_was_used:
+            return
+        self.scaled_loss_was_used = self.passes > self._passes_before
+        if not self.scaled_loss_was_used:
+            if any(wrapper.gradients.has_fresh for wrapper in wrappers if not wrapper.gradients.stays):
+                self.tell("another loss")
+            elif not self.is_first("a block without a backward pass"):  # a script may leave out a bad batch
+                self.tell("no backward")
 
 
 def tell_of_unowned(session: Any) -> None:
@@ -107,6 +105,12 @@ def tell_of_unowned(session: Any) -> None:
     for slot in session.scaling.unowned.slots:
         if slot.param.grad is not None:
             return session.scaling.advice.tell("unowned", session.name_of(slot.param))
+
+
+def _first_with_hook(wrappers: list[Any]) -> tuple[Any, Any] | None:
+    """A slot whose parameter has a hook of the script's, of which a clamp would clamp nearly all of a scaled gradient."""
+    of_script = ((slot, one) for one in wrappers for slot in one.gradients.slots if _has_hook_of_script(slot.param))
+    return next(of_script, None)
 
 
 def _has_hook_of_script(param: torch.Tensor) -> bool:
@@ -135,11 +139,17 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     def look_around(*args: Any, **kwargs: Any) -> None:
         if _running_backward() != -1:  # reentrant, as torch.utils.checkpoint is: a part of the pass around it
             return original(*args, **kwargs)
+        blocks, outside = set(), []
         thread = threading.get_ident()
-        outside = [wrapper for wrapper in list(watched) if wrapper.is_outside_of_blocks(thread)]
-        before = [(_some_gradients(wrapper.gradients.slots), wrapper.advice.passes) for wrapper in outside]
+        for wrapper in list(watched):
+            if wrapper.block is not None:
+                blocks.add(wrapper.block)
+            elif wrapper.is_outside_of_blocks(thread):
+                outside.append((wrapper, _some_gradients(wrapper.gradients.slots), wrapper.advice.passes))
         original(*args, **kwargs)
-        for wrapper, (gradients, passes) in zip(outside, before):
+        for block in blocks if kwargs.get("inputs") is None else ():
+            block.whole_passes += 1
+        for wrapper, gradients, passes in outside:
             if all(map(is_still, gradients)):
                 continue
             if wrapper.gradients.delayed_scale is None:

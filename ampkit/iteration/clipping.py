@@ -1,4 +1,4 @@
-"""What the gradients of weights with rests are clipped by, from ``clip_grad_norm_`` to the steps that use it."""
+"""What ``clip_grad_norm_`` has yet to do to the gradients of weights with rests: the step does it while it reads them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Seen = tuple[Slot, torch.Tensor | None, int]  # a gradient and its version, or n
 
 
 class Clipping:
-    """The clippings of one optimizer's gradients since they came, as one factor.
+    """The factor of one optimizer's gradients that lie unclipped in ``p.grad``.
 
-    ``pending`` is what the step has yet to multiply the gradients by. A step multiplies what it reads and not what is there:
-    where the same gradients serve another step, that clips them again.
+    ``pending`` is the product of all clippings since the gradients came, None without any: every step over the same gradients
+    multiplies what it reads by it. The gradients of the next block are added to clipped ones, see `Gradients.widen`.
     """
 
     def __init__(self) -> None:
@@ -25,40 +25,33 @@ class Clipping:
     def forget(self) -> None:
         """Other gradients come, or none."""
         self.pending: torch.Tensor | None = None
-        self._factor: torch.Tensor | None = None
         self._clipped: list[Seen] = []
         self._is_used = False
 
     def add(self, coefficient: torch.Tensor, slots: Iterable[Slot]) -> None:
-        """Clip the gradients of these by this, and by what was added since the last step."""
+        """Clip the gradients of these slots by this too."""
         self.pending = coefficient if self.pending is None else self.pending * coefficient
-        before = None if self._is_used else self._factor
-        self._factor = coefficient if before is None else before * coefficient
-        self._is_used = False
         self._clipped = [seen(slot) for slot in slots]
+        self._is_used = False
 
-    def refuse_unseen_writes(self) -> None:
-        """Raise where gradients were written to after they were clipped, and no step has used them since."""
-        for one in () if self._is_used else self._clipped:
+    def check_writes(self, refuses: bool = True) -> None:
+        """Raise where a script wrote to gradients between their clipping and a step. After a step, forget the clipping."""
+        for one in self._clipped:
             slot = one[0]
-            if slot.param.grad is not None and not is_still(one):
+            if is_still(one):
+                continue
+            if self._is_used:
+                return self.forget()
+            if refuses and slot.param.grad is not None:
                 raise ConfigurationError(
                     f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
                     "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
                 )
-
-    def clip_again_or_forget(self) -> None:
-        """After a step: gradients that are still there are clipped again for the next; others were not clipped."""
-        if not self._is_used:
-            return
-        if all(map(is_still, self._clipped)):
-            self.pending, self._is_used = self._factor, False
-        else:
-            self.forget()
+        return None
 
     def end_step(self) -> None:
         """A step has used it."""
-        self.pending, self._is_used = None, True
+        self._is_used = True
 
 
 def seen(slot: Slot) -> Seen:
@@ -68,7 +61,7 @@ def seen(slot: Slot) -> Seen:
 
 
 def is_still(one: Seen) -> bool:
-    """Whether the gradient is the same tensor, and nobody has written to it since, as far as torch counts."""
+    """Whether the gradient is the same tensor, with no write since that torch has counted."""
     slot, before, version = one
     gradient = slot.param.grad
     return gradient is before and (gradient is None or gradient._version == version)

@@ -1,7 +1,7 @@
 """Whether gradients are finite: written by kernels on their device, read by the host where it must.
 
-A `FoundInf` is what one block found; `Findings` are those of one optimizer, from the blocks that made gradients to the steps that
-use them.
+A `FoundInf` is the flag of one block; `Findings` combine the flags of the blocks between two steps of an optimizer into the flag
+of a step.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from .slots import values_of
 
 
 class FoundInf:
-    """What kernels found in the gradients that one ``scale_loss`` block made.
+    """The flag that kernels set in one ``scale_loss`` block, or in several with ``delay_overflow_check=True``.
 
-    ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `index_for` gives the place for the index of the first
-    such tensor of a list. ``scaler`` is the loss scaler whose iteration the block is part of, None for an optimizer that the block
-    does not name; ``moves_scale`` tells whether that scale has moved by it. Before ``is_judged`` more blocks may write to it.
-    ``name_of`` names a parameter in its model. ``loss`` is the last block's.
+    ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `index_for` gives kernels a place for the index of the
+    first such tensor of a list, which ``name_of`` turns into a name. ``scaler`` is the loss scaler whose iteration this is part of,
+    None for an optimizer that the block does not name; ``moves_scale`` tells whether its scale has moved by the flag.
     """
 
-    loss: torch.Tensor | None = None
+    loss: torch.Tensor | None = None  # of the last block
 
     def __init__(self, flag: torch.Tensor, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> None:
         self.flag, self.scaler, self._name_of = flag, scaler, name_of
         self.moves_scale = False
-        self.is_judged = scaler is None
         self._lists: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
-        self._overflowed: bool | None = None
 
     def index_for(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Where to write the index (int64, shape []) of the first of these whose gradient is not finite."""
@@ -46,12 +43,10 @@ class FoundInf:
         self._lists.append((tensors, index))
         return index
 
-    @property
+    @functools.cached_property
     def overflowed(self) -> bool:
         """Whether a gradient was not finite. Waits for the device."""
-        if self._overflowed is None:
-            self._overflowed = is_set(self.flag)
-        return self._overflowed
+        return is_set(self.flag)
 
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient was not finite here; None where no kernel has written one."""
@@ -96,54 +91,54 @@ def is_known_clean(flag: torch.Tensor) -> bool:
 def places_for(
     found: FoundInf | None, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Where a kernel writes that one of these is not finite, and the index of the first: nowhere, where nothing is checked."""
+    """The ``found_inf`` and ``first_bad`` of a kernel over these tensors; None where nothing is checked."""
     return (None, None) if found is None else (found.flag, found.index_for(tensors))
 
 
 class Findings:
-    """Since the last step, and of steps whose gradients are still there.
+    """Whether the gradients of one optimizer were finite, from the blocks that made them to the steps that use them.
 
-    Each block hands in its `FoundInf`; the step takes all that came since the last one as one flag. ``verdict`` on the last step
-    is whether it was skipped, or the flag by which its device decided.
+    Each block adds its `FoundInf`. A step takes them as one flag, `flag`, and decides by it on its device, or, where the optimizer
+    has to be told on the host, by `forbid_step`.
     """
 
     def __init__(self, gradients: Any, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
         self._new: list[FoundInf] = []  # since the last step
         self._used: list[FoundInf] = []  # by steps, since there are gradients
-        self._flag: torch.Tensor | None = None  # of the last step, while no block has made others
+        self._flag: torch.Tensor | None = None  # of the last step, while no block has made other gradients
         # A number that is finite where all gradients were, and these as they were then.
-        self._witness: tuple[torch.Tensor, list[Seen]] | None = None
-        self.scaler: Any = None  # loss scaler of the last block
+        self._checked: tuple[torch.Tensor, list[Seen]] | None = None
+        self._skipped: bool | torch.Tensor = False  # the last step; a tensor is the flag by which its device decided
+        self.scaler: Any = None  # of the last block
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
-        self.verdict: bool | torch.Tensor = False
 
     def add(self, found: FoundInf | None) -> None:
-        """A block has made gradients, and found this; None where it does not look."""
-        self._flag = self._witness = None
+        """A block has made gradients, and this is its flag; None where it does not check them."""
+        self._flag = self._checked = None
         if found is not None and found not in self._new:
             self._new.append(found)
 
     @property
     def has_new(self) -> bool:
-        """Whether a block has made gradients since the last step, and looked at them."""
+        """Whether a block has made gradients since the last step, and checked them."""
         return bool(self._new)
 
-    def vouch(self, witness: torch.Tensor) -> None:
-        """The gradients as they are now have been looked at: this is finite where they are. A step need not look again."""
-        self._witness = witness, [seen(slot) for slot in self._gradients.slots]
+    def mark_checked(self, number: torch.Tensor) -> None:
+        """Have the next step judge the gradients of now by a number that is finite where they are, without a look of its own."""
+        self._checked = number, [seen(slot) for slot in self._gradients.slots]
 
     def flag(self, checks: bool = False) -> torch.Tensor | None:
         """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it.
 
         With ``checks``, gradients that no block has checked are checked now.
         """
-        found = self._take()
+        found = self._end_blocks()
         if found:
             flag = _highest([one.flag for one in found])
             apart = [one.flag for one in found if not one.moves_scale]
-            if self.came_through_no_block or self._is_averaged_by_hand():  # what came after the block had judged
-                again = self._look_again().flag
+            if self.came_through_no_block or self._is_averaged_by_hand():  # what came after the block had checked
+                again = self._check_again().flag
                 apart.append(again - flag)
                 flag = _highest([flag, again])
             if apart:
@@ -152,38 +147,44 @@ class Findings:
             self._flag = flag
         elif checks or self._flag is not None:
             # Where there is a flag, the step before has used it. Since then a script may have put other gradients there.
-            again, scaler = self._look_again(), self.scaler or self._owner.scaling.scalers[0]
+            again, scaler = self._check_again(), self.scaler or self._owner.scaling.scalers[0]
             if checks and scaler.is_one:
                 scaler.update(again)
                 scaler.report()
             elif self._flag is None:
                 scaler.count_apart(again.flag)
             self._flag = again.flag
-        self._witness = None
-        self.verdict = False if self._flag is None else self._flag
+        self._checked = None
+        self._skipped = False if self._flag is None else self._flag
         return self._flag
 
     def forbid_step(self, checks: bool = False) -> bool:
         """Whether this step is to be skipped, read from the device; a skip is reported."""
         scalers = {one.scaler for one in (self, *self._new) if one.scaler is not None}
         flag = self.flag(checks)
-        self.verdict = flag is not None and is_set(flag)
-        if self.verdict:
+        self._skipped = flag is not None and is_set(flag)
+        if self._skipped:
             for scaler in scalers.union(self._owner.scaling.scalers[:1]):
                 scaler.report(wait=True, unnamed=self._first_nonfinite)
-        return self.verdict
+        return self._skipped
 
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped. Waits for the device where that was decided there."""
-        if isinstance(self.verdict, torch.Tensor):
-            self.verdict = is_set(self.verdict)
-            if self.verdict and self._flag is not None:
-                self.drop_overflowed()
-        return self.verdict
+        if isinstance(self._skipped, torch.Tensor):
+            self.end_step(is_set(self._skipped), clears=self._flag is not None)
+        return self._skipped
 
-    def _take(self) -> list[FoundInf]:
-        """What was found since the last step. Delayed checks end their iteration now at the latest."""
+    def end_step(self, skipped: bool, clears: bool = True) -> None:
+        """The last step was taken, or ``skipped``: then its gradients become 0, since the next step must not use them."""
+        self._skipped = skipped
+        if skipped and clears:
+            self.forget()
+            self._gradients.clipping.forget()
+            self._gradients.zero_where(constant(1.0, torch.float32, self._gradients.device))
+
+    def _end_blocks(self) -> list[FoundInf]:
+        """The flags since the last step. Checks that were delayed end their iteration now at the latest."""
         found, self._new = self._new, []
         if len(self._owner.optimizers) > 1:  # blocks that named another may have made gradients of the same parameters
             shared = dict.fromkeys(slot.found_inf for slot in self._gradients.slots if slot.owners > 1)
@@ -195,7 +196,7 @@ class Findings:
         for one in found:
             if one.scaler is not None and one.scaler.delayed_check is one:
                 one.scaler.update(one)
-        return [one for one in found if one.is_judged]  # not what a script has judged itself, after a delay
+        return found
 
     def _is_averaged_by_hand(self) -> bool:
         """Whether a script may average gradients over processes between block and step. torch counts no write of a collective."""
@@ -203,14 +204,13 @@ class Findings:
             self._owner.scaling.is_one_of_several_without_ddp and not self._gradients.process_groups
         )
 
-    def _look_again(self) -> FoundInf:
-        """Whether the gradients of now are finite, on all processes that have to agree."""
-        if self._witness is not None and all(map(is_still, self._witness[1])):
-            return FoundInf(self._witness[0].isfinite().logical_not().float().reshape(()))
-        flag = constant(0.0, torch.float32, self._gradients.device).clone()
-        found = FoundInf(flag, name_of=self._owner.name_of)
+    def _check_again(self) -> FoundInf:
+        """Whether the gradients of now are finite, on all processes that step together."""
+        if self._checked is not None and all(map(is_still, self._checked[1])):
+            return FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
+        found = FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), name_of=self._owner.name_of)
         self._gradients.check(found)
-        highest(flag, self._gradients.process_groups)
+        highest(found.flag, self._gradients.process_groups)
         return found
 
     def _first_nonfinite(self) -> str | None:
@@ -220,26 +220,21 @@ class Findings:
                 return self._owner.name_of(slot.param)
         return None
 
-    # What was found goes with the gradients
+    # Flags go with the gradients
 
     def forget(self) -> None:
-        """The gradients are gone, and what blocks found that did not name this optimizer with them: it moves no scale."""
-        self._flag = self._witness = None
+        """The gradients are gone, and with them the flags of blocks that did not name this optimizer: they move no scale."""
+        self._flag = self._checked = None
         self.came_through_no_block = False
         self._used = []
         self._new = [found for found in self._new if found.scaler is not None]
 
     def drop_cleared(self) -> bool:
-        """Forget what was found about gradients that were cleared. Returns whether there are none."""
+        """Forget the flags of gradients that were cleared. Returns whether there are no gradients."""
         is_empty = self._gradients.drop_cleared()
         if is_empty:
             self.forget()
         return is_empty
-
-    def drop_overflowed(self) -> None:
-        """After a skipped step: its gradients are not finite and of no use to anyone, least of all to the next step."""
-        self.forget()
-        self._gradients.drop_overflowed()
 
     def drop_skipped(self) -> None:
         """Before a block adds to gradients that were not cleared: zeros in their place, where the last step was skipped."""
@@ -249,7 +244,4 @@ class Findings:
 
 def _highest(flags: list[torch.Tensor]) -> torch.Tensor:
     """One flag for all of these, where the first is."""
-    highest_yet = flags[0]
-    for flag in flags[1:]:
-        highest_yet = torch.maximum(highest_yet, on(flag, highest_yet.device))
-    return highest_yet
+    return functools.reduce(lambda highest_yet, flag: torch.maximum(highest_yet, on(flag, highest_yet.device)), flags)

@@ -8,7 +8,6 @@ passes, and never waits for a device.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,14 +32,14 @@ class Gradients:
     ``delayed_scale`` is the scale at which gradients wait in ``param.grad`` (``delay_unscale=True``), else None. ``local`` says
     that they come from a backward pass under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either
     holds, gradients stay there during the next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed.
-    ``process_groups`` are the groups of processes that have to agree whether to step: ``given`` ones, and those that the
-    parameters lie on.
+    ``process_groups`` are the groups of processes that have to agree whether to step: the ``process_group`` of `initialize`, and
+    those that the parameters lie on.
     """
 
-    def __init__(self, given: Any = None) -> None:
+    def __init__(self, process_group: Any = None) -> None:
         self.slots: list[Slot] = []
         self.mastered: list[Slot] = []  # those whose float32 value is a weight and a rest
-        self.process_groups = self._given = [] if given is None else [given]
+        self.process_groups = self._of_script = [] if process_group is None else [process_group]
         self.is_open = False
         self.delayed_scale: Scale | None = None
         self.local = False
@@ -49,20 +48,18 @@ class Gradients:
         self.in_buckets = False
 
     def add(self, slots: Iterable[Slot]) -> None:
-        """From now on these parameters' gradients too; where ``slots`` raises, those before stay added.
-
-        torch lets a group name a parameter twice. It has one gradient, and one slot.
-        """
+        """From now on these parameters' gradients too, once each; where ``slots`` raises, those before stay added."""
         known = set(self.slots)
         for slot in slots:
-            if slot in known:
-                continue
-            known.add(slot)
-            slot.owners += 1
-            self.slots.append(slot)
-            if slot.entry is not None:
-                self.mastered.append(slot)
-        self.process_groups = list(dict.fromkeys([*process_groups(slot.param for slot in self.slots), *self._given]))
+            if slot not in known:
+                known.add(slot)
+                slot.owners += 1
+                self.slots.append(slot)
+                if slot.entry is not None:
+                    self.mastered.append(slot)
+        self.process_groups = list(
+            dict.fromkeys([*process_groups(slot.param for slot in self.slots), *self._of_script])
+        )
 
     @property
     def device(self) -> torch.device:
@@ -86,12 +83,10 @@ class Gradients:
     def open(self, scale: Scale, is_empty: bool = False) -> None:
         """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
 
-        Of several optimizers none is opened where the clipping of one has to be refused: that is asked before. ``is_empty``, which
-        `drop_cleared` returns, says that there are none.
+        ``is_empty``, which `drop_cleared` returns, says that there are none.
         """
         if self.clipping.pending is not None:
             self.widen()
-        self.clipping.forget()
         self.is_open = True
         if self.stays:
             factor = ratio(scale, 1.0 if self.delayed_scale is None else self.delayed_scale)
@@ -159,12 +154,7 @@ class Gradients:
             self.collect(BackwardPass(backward.scale, local=True), None)
         else:
             for slot in backward.take(self.slots):
-                stash, slot.stash = slot.stash, None
-                if stash is not None and backward.was_cleared(slot):
-                    slot.param.grad = None
-                    slot.clear()
-                else:
-                    put_gradient(slot.param, stash)
+                _put_stash_back(slot, backward)
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
@@ -195,11 +185,7 @@ class Gradients:
             elif gradient is not None:
                 sums.append((slot, gradient))
             else:
-                slot.stash = None
-                if backward.was_cleared(slot):
-                    slot.clear()
-                else:
-                    put_gradient(slot.param, stash)
+                _put_stash_back(slot, backward)
         if fresh:
             _unscale(fresh, backward, found)
         if sums:
@@ -280,7 +266,7 @@ class Gradients:
             self.delayed_scale, self.local = None, False
             self.clipping.forget()
         else:
-            self.clipping.clip_again_or_forget()
+            self.clipping.check_writes(refuses=False)
         return is_empty
 
     def clear(self, set_to_none: bool, own: bool) -> None:
@@ -303,30 +289,24 @@ class Gradients:
                         gradient.detach_()
                     gradient.requires_grad_(False).zero_()  # views cannot be detached in place
 
-    def drop_overflowed(self) -> None:
-        """Write zeros. What several optimizers share stays where its last contribution was finite."""
-        self.clipping.forget()
-        for slot in self.slots:
-            of_slot = slot.found_inf
-            if slot.owners > 1 and of_slot is not None and not of_slot.overflowed:
-                continue
-            slot.clear()
-            slot.found_inf = of_slot  # so that the other optimizers skip too
-            gradient = slot.param.grad
-            if gradient is None:
-                continue
-            if not is_sparse(gradient):
-                gradient.detach().zero_()  # where it is: it may be part of a script's flat buffer
-            else:
-                slot.param.grad = torch.zeros_like(gradient)
-
     def zero_where(self, flag: torch.Tensor) -> None:
-        """Write zeros where ``flag`` is not 0, which nobody reads. What several optimizers share has a finding of its own."""
+        """Write zeros where ``flag`` is not 0, on its device. Gradients that several optimizers share have a flag of their own."""
         for slot in self.slots:
+            slot.stash = None
             if slot.param.grad is not None:
                 found = flag if slot.found_inf is None else slot.found_inf.flag
                 gradient = values_of(slot.param.grad).detach()
                 gradient.masked_fill_(on(found, gradient.device) != 0, 0.0)
+
+
+def _put_stash_back(slot: Slot, backward: BackwardPass) -> None:
+    """After a backward pass that made no gradient of this parameter: the one of before, unless the script has cleared it."""
+    stash, slot.stash = slot.stash, None
+    if stash is not None and backward.was_cleared(slot):
+        slot.param.grad = None
+        slot.clear()
+    else:
+        put_gradient(slot.param, stash)
 
 
 def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
@@ -336,21 +316,22 @@ def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf 
     if not multiplies and found is None:
         return
     inexact = (torch.float16,) if backward.exact_in_place else (torch.float16, torch.bfloat16)
-    params, inputs, outputs = [], [], []
+    params, inputs, outputs, is_in_place = [], [], [], True
     for slot, gradient in fresh:
-        if is_sparse(gradient):
+        output = gradient
+        if gradient.layout is not torch.strided:
             _unscale_sparse(slot, gradient, inv, found)
             continue
-        output = gradient
         if multiplies and gradient.grad_fn is not None:
             gradient, output = _put_recorded(slot, gradient, inv)
+            is_in_place = False
         elif multiplies and slot.entry is not None and gradient.dtype in inexact:
             output = torch.empty_like(gradient, dtype=torch.float32)
             put_gradient(slot.param, output)
+            is_in_place = False
         params.append(slot.param)
         inputs.append(gradient)
         outputs.append(output)
-    is_in_place = all(map(operator.is_, inputs, outputs))
     kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(found, params))
 
 

@@ -232,7 +232,7 @@ class LossScaler:
         """
         if isinstance(found, torch.Tensor):
             found = FoundInf(found)
-        found.scaler, found.moves_scale, found.is_judged = self, moves_scale, True
+        found.scaler, found.moves_scale = self, moves_scale
         if self.delayed_check is found:
             self.delayed_check = None
         self._live_on(found.flag.device)

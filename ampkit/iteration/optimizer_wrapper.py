@@ -54,7 +54,7 @@ class OptimizerWrapper:
         self._optimizer = weakref.ref(optimizer)
         self.owner = owner
         self._patches = PatchSet()
-        self.blocks: list[Any] = []  # the scale_loss blocks that are open and name this optimizer
+        self.block: Any = None  # the scale_loss block that is open, whether it names this optimizer or not
         self.thread: int | None = None  # that has entered the last of them
         self.delayed_with: LossScaler | None = None
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
@@ -153,16 +153,15 @@ class OptimizerWrapper:
 
     def is_outside_of_blocks(self, thread: int) -> bool:
         """Whether a backward pass of this thread would bring gradients that come through no block."""
-        is_to_look = self.has_scale and not (self.gradients.is_open or self.findings.came_through_no_block)
+        is_to_look = not (self.gradients.is_open or self.findings.came_through_no_block) and self.has_scale
         return is_to_look and not self.trains_beside(thread)
 
     def has_scaled(self, params: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
-        delayed = self.gradients.delayed_scale
+        delayed, block = self.gradients.delayed_scale, self.block
         waits = delayed is not None and not is_one(delayed)
-        return (waits or any(not block.scaler.is_one for block in self.blocks)) and not {
-            slot.param for slot in self.gradients.slots
-        }.isdisjoint(params)
+        is_in_block = block is not None and self in block.named and not block.scaler.is_one
+        return (waits or is_in_block) and not {slot.param for slot in self.gradients.slots}.isdisjoint(params)
 
     def hand_gradients(self) -> None:
         """After a block: float32 parameters that were lent, and that a script still holds, get the gradients of now."""
@@ -365,7 +364,7 @@ class OptimizerWrapper:
         # Where the norm is not finite the flag decides: inf times 0 would make NaN of it.
         self.gradients.clip_by(torch.where(norm.isfinite(), coefficient, torch.ones_like(coefficient)))
         if not self.gradients.process_groups:  # processes that agree all look
-            self.findings.vouch(norm)
+            self.findings.mark_checked(norm)
         return norm.reshape(())
 
     def end_step(self) -> None:
@@ -377,7 +376,7 @@ class OptimizerWrapper:
 
     def synchronize_gradients(self) -> None:
         """Bring every gradient, unscaled, to ``param.grad``; take over what was written to loans."""
-        self.gradients.clipping.refuse_unseen_writes()
+        self.gradients.clipping.check_writes()
         self._settle()
 
     def _settle(self, refuses: bool = True) -> None:
@@ -389,9 +388,8 @@ class OptimizerWrapper:
 
     def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
-        self.findings.verdict = True
         after_step(self.snapshots, True)
-        self.findings.drop_overflowed()
+        self.findings.end_step(skipped=True)
         drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):

@@ -158,7 +158,7 @@ def step_evaluating_again(
     wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
 ) -> Any:
     """The model holds what the optimizer does at each evaluation; an overflow in one takes the whole step back."""
-    wrapper.findings.verdict = False
+    wrapper.findings.end_step(skipped=False)
     loss, evaluations = None, 0
     stand_ins, slots = wrapper.stand_ins, wrapper.gradients.slots
     before = [(slot.param, slot.param.detach().clone()) for slot in slots]

@@ -443,6 +443,17 @@ def test_clearing_inside_the_block_clears(level, named, make_optimizer):
     assert [layer.weight.item() for layer in model] == [1.0, 0.75]
 
 
+@pytest.mark.parametrize("way", ["no backward", "autograd.grad"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_without_a_backward_pass_leaves_what_earlier_blocks_made(level, way):
+    model, optimizer = one_weight(opt_level=level)
+    backward_of_one_weight(model, optimizer, 0.25)
+    with ampkit.scale_loss(model(torch.ones(1, 1)).float().sum(), optimizer) as scaled:
+        if way == "autograd.grad":
+            torch.autograd.grad(scaled, [model.weight])
+    assert model.weight.grad.item() == 0.25
+
+
 @pytest.mark.parametrize("base", [torch.optim.SGD, FusedSGD])
 def test_a_zero_grad_that_the_script_has_written_is_called(base):
     class Counting(base):

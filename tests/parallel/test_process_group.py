@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.iteration.loss_scaling import _CHECKS_RANKS
+from ampkit.iteration.block import _CHECKS_RANKS
 from ampkit.optimizers import FusedAdam
 
 CASES = [
@@ -124,12 +124,12 @@ def touched(rank, case, level, fused, through_masters):
     return {"found": found, "finite": bool(finite)}
 
 
-def norms_taken(rank, by_hand):
-    """How often the norm of gradients is taken in two steps: by hand, or under DDP, which averages before the block ends."""
+def checks_at_steps(rank, by_hand):
+    """How often steps check their gradients, of two: averaged by hand, or under DDP, which averages before the block ends."""
     from ampkit.iteration.gradients import Gradients
 
-    taken, original = [], Gradients.total_norm
-    Gradients.total_norm = lambda self: taken.append(1) or original(self)
+    taken, original = [], Gradients.check
+    Gradients.check = lambda self, found: taken.append(1) or original(self, found)
     model = net_with_norm()
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     ampkit.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
@@ -139,7 +139,7 @@ def norms_taken(rank, by_hand):
         optimizer.zero_grad()
         backward(F.mse_loss(parallel(x), y), optimizer)
         optimizer.step()
-    Gradients.total_norm = original
+    Gradients.check = original
     ampkit.close()
     return len(taken)
 
@@ -158,16 +158,16 @@ def judged_again():
     """Where ranks may differ in their scales, which this is not about, no ranks are compared."""
     rank = dist.get_rank()
     ALONE[:] = [dist.new_group([one]) for one in range(2)]
-    from ampkit.iteration import loss_scaling
+    from ampkit.iteration import block
 
-    loss_scaling._CHECKS_RANKS, before = False, loss_scaling._CHECKS_RANKS
+    block._CHECKS_RANKS, before = False, block._CHECKS_RANKS
     try:
         return {
             "touched": {str(case): touched(rank, *case) for case in touched_cases()},
-            "norms": {str(by_hand): norms_taken(rank, by_hand) for by_hand in (False, True)},
+            "checks": {str(by_hand): checks_at_steps(rank, by_hand) for by_hand in (False, True)},
         }
     finally:
-        loss_scaling._CHECKS_RANKS = before
+        block._CHECKS_RANKS = before
 
 
 ALONE = []
@@ -242,7 +242,7 @@ def test_gradients_that_stop_being_finite_behind_the_block_are_not_stepped_with(
 @pytest.mark.slow
 def test_gradients_are_looked_at_again_only_where_a_script_may_have_averaged_them(results):
     for rank in results:
-        assert rank["norms"] == {"False": 0, "True": 2}
+        assert rank["checks"] == {"False": 0, "True": 2}
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam])

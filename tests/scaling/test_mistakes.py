@@ -272,17 +272,6 @@ def test_blocks_without_a_backward_pass_are_told_of_once(caplog):
         assert len(told(caplog, "ended without a backward pass")) == count
 
 
-def test_a_block_whose_inner_block_has_the_backward_pass_is_not_told_of(caplog):
-    encoder, decoder = nn.Linear(6, 6), nn.Linear(6, 3)
-    optimizers = [sgd(encoder.parameters()), sgd(decoder.parameters())]
-    ampkit.initialize([encoder, decoder], optimizers, opt_level="O1", loss_scale=SCALE, verbosity=0)
-    x, y = random_batch(1)
-    loss = F.mse_loss(decoder(encoder(x)).float(), y)
-    with ampkit.scale_loss(loss, optimizers[0]), ampkit.scale_loss(loss, optimizers[1]) as scaled:
-        scaled.backward()
-    assert told(caplog, "scale_loss block") == []
-
-
 def test_an_evaluation_in_a_block_is_not_told_of(caplog):
     model, optimizer = initialize_quietly(net(), sgd, "O1", loss_scale=SCALE)
     with torch.no_grad(), ampkit.scale_loss(loss_of(model), optimizer):

@@ -373,17 +373,6 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
     assert not ampkit.step_was_skipped(optimizer)
 
 
-def test_nested_blocks_for_one_optimizer_are_refused():
-    _, model, optimizer = with_float32_twin("O1")
-    x, y = batches(1)[0]
-    with (
-        pytest.raises(ampkit.ConfigurationError, match="entered twice"),
-        ampkit.scale_loss(F.mse_loss(model(x), y), optimizer),
-    ):
-        with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
-            scaled.backward()
-
-
 @pytest.mark.parametrize("level, settings", [("O1", {}), ("O2", {"loss_scale": 1.0}), ("O5", {})])
 def test_an_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongly(level, settings):
     """It would meet gradients at the loss scale, or write to weights without their rests."""

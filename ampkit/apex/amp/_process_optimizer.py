@@ -70,7 +70,7 @@ def _prepare_amp_backward(optimizer: Any) -> None:
     gradients = wrapper.gradients
     wrapper.end_loans()
     gradients.drop_cleared()
-    gradients.clipping.refuse_unseen_writes()
+    gradients.clipping.check_writes()
     gradients.open(1.0 if gradients.delayed_scale is None else gradients.delayed_scale)
 
 

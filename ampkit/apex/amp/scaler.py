@@ -84,7 +84,9 @@ class LossScaler:
     def end_iteration(self) -> None:
         """What was found has been judged here: no later block, and no step, does it again."""
         self._end_by_hand()
-        self.core.delayed_check = None
+        if self.core.delayed_check is not None:
+            self.core.delayed_check.flag.zero_()
+            self.core.delayed_check = None
 
     def _end_by_hand(self) -> None:
         self._runs_by_hand = False
