@@ -155,7 +155,7 @@ def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> P
     unknown = given.keys() - SETTINGS.keys()
     if unknown:
         raise ConfigurationError(f"Unknown settings {sorted(unknown)}; known are {list(SETTINGS)}.")
-    checked = {name: SETTINGS[name](name, value, opt_level) for name, value in given.items()}
+    checked = {name: _checked(name, value, opt_level) for name, value in given.items()}
     plan = replace(plan, **checked)
     plan = replace(plan, policy=plan.policy.settled(device_type))
     if plan.max_loss_scale < plan.min_loss_scale:
@@ -171,8 +171,8 @@ def defaults_of(opt_level: str, device_type: str) -> Plan:
     level = OPT_LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
         raise ConfigurationError(
-            f"Unexpected opt_level {opt_level!r}. Choose one of {', '.join(map(repr, OPT_LEVELS))} "
-            "(a capital letter O and a digit, not two digits)."
+            f"Unexpected opt_level {opt_level!r}. Choose one of {', '.join(map(repr, OPT_LEVELS))} (a capital letter O and a "
+            "digit, not two digits). 'O4' and 'O5' are bfloat16 everywhere, 'O1' and 'O2' float16 on GPUs."
         )
     settings: dict[str, Any] = {
         name: default_lower_precision(device_type) if value is LOWER else value
@@ -183,26 +183,31 @@ def defaults_of(opt_level: str, device_type: str) -> Plan:
 
 # What settings are called elsewhere, and what is meant.
 _OTHER_NAMES = {
-    "dtype": "cast_model_type",
-    "level": "opt_level",
-    "mode": "opt_level",
-    "model": "models",
-    "optimizer": "optimizers",
-    "half_dtype": "cast_model_type",
-    "init_scale": "loss_scale",
-    "fp32_modules": "keep_fp32",
-    "allow_banned": "policy",
+    "dtype": "cast_model_type=",
+    "level": "opt_level=",
+    "mode": "opt_level=",
+    "model": "models=",
+    "optimizer": "optimizers=",
+    "half_dtype": "cast_model_type=",
+    "init_scale": "loss_scale=",
+    "fp32_modules": "keep_fp32=",
+    "allow_banned": "policy=",
+    **dict.fromkeys(("bf16", "bfloat16"), "opt_level='O4' or 'O5', which are bfloat16 everywhere"),
+    **dict.fromkeys(("fp16", "half", "float16"), "opt_level='O1' or 'O2', which are float16 on GPUs"),
+    **dict.fromkeys(
+        ("amp", "use_amp", "autocast", "mixed_precision", "precision"), "opt_level='O1', as torch.autocast, or 'O2'"
+    ),
 }
 
 
 def unknown_setting(name: str, opt_level: str, known: Iterable[str]) -> TypeError:
     """The error for a keyword that `initialize` does not have: it names the one that was probably meant."""
     known = list(known)
-    nearest = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.0)))
-    if nearest == "cast_model_type" and opt_level in ("O1", "O4"):
-        nearest = "patch_torch_functions_type"
+    meant = _OTHER_NAMES.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0] + "="
+    if meant == "cast_model_type=" and opt_level in ("O1", "O4"):
+        meant = "patch_torch_functions_type="
     return TypeError(
-        f"initialize() got an unexpected keyword argument {name!r}. Did you mean {nearest}=? It takes {', '.join(known)}."
+        f"initialize() got an unexpected keyword argument {name!r}. Did you mean {meant}? It takes {', '.join(known)}."
     )
 
 
@@ -220,151 +225,145 @@ def default_lower_precision(device_type: str) -> torch.dtype:
     return named[chosen]
 
 
-def _refuse(name: str, value: object, accepted: str, advice: str = "") -> ConfigurationError:
-    return ConfigurationError(f"{name}={value!r} is not accepted: expected {accepted}.{' ' + advice if advice else ''}")
+class _Setting(NamedTuple):
+    """One setting: ``take`` gives what stands in the plan for an accepted value, and `_REFUSED` for any other."""
+
+    take: Callable[[Any], Any]
+    expected: str = ""
+    advice: str = ""
 
 
-def _any_of(accepted: tuple[Any, ...]) -> str:
-    """``a``, ``a or b``, ``a, b or c``; None where nothing may be given."""
-    *others, last = map(str, accepted or (None,))
-    return f"{', '.join(others)} or {last}" if others else last
+class _AtLevels(NamedTuple):
+    """The values that a setting takes at some levels only. Where None is among them, all of them mean None."""
+
+    levels: str
+    accepted: tuple[Any, ...]
+    advice: str = ""
 
 
-# A check takes the setting's name, what was given for it and the level, and returns what stands in the plan.
-_Check = Callable[[str, Any, str], Any]
+_REFUSED = object()
 
 
-def _expect(accepts: Callable[[Any], bool], expected: str, advice: str = "") -> _Check:
-    """The check of a setting to which the level does not matter."""
-
-    def check(name: str, value: Any, level: str) -> Any:
-        if not accepts(value):
-            raise _refuse(name, value, expected, advice)
-        return value
-
-    return check
+def _expect(accepts: Callable[[Any], bool], expected: str, advice: str = "") -> _Setting:
+    """A setting whose accepted values stand in the plan as they are."""
+    return _Setting(lambda value: value if accepts(value) else _REFUSED, expected, advice)
 
 
-def _word(expected: str, *words: str) -> _Check:
+def _word(expected: str, *words: str) -> _Setting:
     return _expect(lambda value: isinstance(value, str) and value in words, expected)
 
 
-def _integer(least: int) -> _Check:
+def _integer(least: int) -> _Setting:
     return _expect(lambda value: type(value) is int and value >= least, f"an integer of at least {least}")
 
 
-_check_bool = _expect(lambda value: isinstance(value, bool), "True or False")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _check_bound(name: str, value: Any, level: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        advice = "Sums over a batch may need scales below 1; 0 is no scale."
-        raise _refuse(name, value, "a positive, finite number", advice)
-    return float(value)
-
-
-def _check_cast_model_type(name: str, value: Any, level: str) -> torch.dtype | None:
-    if level in ("O1", "O4"):
-        if value in (False, torch.float32):
-            return None
-        advice = f"{level} casts around torch functions and leaves the weights float32; to cast the model choose O2, O3 or O5."
-        raise _refuse(name, value, f"None or torch.float32 at {level}", advice)
-    if value is False:
-        return None
-    accepted = {"O0": (torch.float32,), "O5": (torch.bfloat16,)}.get(level, (*LOWER_PRECISION, torch.float32))
-    if not isinstance(value, torch.dtype) or value not in accepted:
-        raise _refuse(name, value, f"{_any_of(accepted)} at {level}", "O2 and O3 take either lower precision.")
-    return value
-
-
-def _check_patch_torch_functions(name: str, value: Any, level: str) -> bool:
-    patches: bool = _check_bool(name, value, level)
-    if patches and level not in ("O1", "O4"):
-        raise _refuse(name, value, f"False at {level}", "Choose opt_level='O1' (or 'O4') to patch them.")
-    return patches
-
-
-def _check_patch_torch_functions_type(name: str, value: Any, level: str) -> torch.dtype:
-    accepted = {"O1": LOWER_PRECISION, "O4": (torch.bfloat16,)}.get(level, ())
-    if not isinstance(value, torch.dtype) or value not in accepted:
-        advice = "" if accepted else "It belongs to O1; O2 and O3 take cast_model_type=."
-        raise _refuse(name, value, f"{_any_of(accepted)} at {level}", advice)
-    return value
-
-
-def _check_keep_batchnorm_fp32(name: str, value: Any, level: str) -> bool:
-    keeps: bool = _check_bool(name, {"True": True, "False": False}.get(str(value), value), level)
-    if level in ("O1", "O4"):
-        advice = f"At {level} the weights, norms included, are float32 and the tables decide how norms compute."
-        raise _refuse(name, keeps, f"None at {level}", advice)
-    return keeps
-
-
-def _check_master_weights(name: str, value: Any, level: str) -> bool:
-    _check_bool(name, value, level)
-    if level in ("O1", "O4"):
-        advice = "The weights are float32 there and are their own masters."
-        raise _refuse(name, value, f"None at {level}", advice)
-    return bool(value)
-
-
-def _check_loss_scale(name: str, value: Any, level: str) -> float | DynamicLossScale:
-    if value == "dynamic":
-        return DynamicLossScale()
-    if isinstance(value, DynamicLossScale):
-        return value
+def _take_loss_scale(value: Any) -> Any:
+    if isinstance(value, DynamicLossScale) or value == "dynamic":
+        return DynamicLossScale() if value == "dynamic" else value
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise _refuse(name, value, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling.")
-    return number
+        return _REFUSED
+    return number if 0 < number < math.inf and not isinstance(value, bool) else _REFUSED
 
 
-def _check_keep_fp32(name: str, value: Any, level: str) -> tuple[Any, ...]:
+def _take_keep_fp32(value: Any) -> Any:
     kinds = (str, type, torch.nn.Module)
     items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, kinds) else (value,)
-    for item in items:
-        if not isinstance(item, kinds):
-            raise _refuse(name, item, "modules, module types or name patterns")
-    return items
+    return items if all(isinstance(item, kinds) for item in items) else _REFUSED
 
 
-_check_scope_word = _word(
-    "'process' (every call of torch is cast) or 'forward' (calls inside the forward of the initialized models are)",
-    *("process", "forward"),
+_BOOL = _expect(lambda value: isinstance(value, bool), "True or False")
+_BOUND = _Setting(
+    lambda value: float(value) if _is_number(value) else _REFUSED,
+    "a positive, finite number",
+    "Sums over a batch may need scales below 1; 0 is no scale.",
 )
 
-
-def _check_scope(name: str, value: Any, level: str) -> str:
-    scope: str = _check_scope_word(name, value, level)
-    if scope == "forward" and level not in ("O1", "O4"):
-        raise ConfigurationError(f"scope='forward' is about casts of calls, which {level} does not make. Use O1 or O4.")
-    return scope
-
-
-#: Every setting but the level itself, with its check.
-SETTINGS: dict[str, _Check] = {
-    "enabled": _check_bool,
-    "cast_model_type": _check_cast_model_type,
-    "patch_torch_functions": _check_patch_torch_functions,
-    "patch_torch_functions_type": _check_patch_torch_functions_type,
-    "keep_batchnorm_fp32": _check_keep_batchnorm_fp32,
-    "master_weights": _check_master_weights,
-    "loss_scale": _check_loss_scale,
+#: Every setting but the level itself.
+SETTINGS = {
+    "enabled": _BOOL,
+    "cast_model_type": _Setting(lambda value: None if value is False else value),
+    "patch_torch_functions": _BOOL,
+    "patch_torch_functions_type": _Setting(lambda value: value),
+    "keep_batchnorm_fp32": _BOOL._replace(
+        take=lambda value: _BOOL.take({"True": True, "False": False}.get(str(value), value))
+    ),
+    "master_weights": _BOOL,
+    "loss_scale": _Setting(
+        _take_loss_scale, "'dynamic', a DynamicLossScale or a positive number", "1.0 means no loss scaling."
+    ),
     "cast_model_outputs": _expect(
         lambda value: isinstance(value, torch.dtype) and value.is_floating_point, "a floating-point torch.dtype"
     ),
     "num_losses": _integer(1),
     "verbosity": _integer(0),
-    "min_loss_scale": _check_bound,
-    "max_loss_scale": _check_bound,
-    "keep_fp32": _check_keep_fp32,
-    "policy": lambda name, value, level: Policy.of(value),
+    "min_loss_scale": _BOUND,
+    "max_loss_scale": _BOUND,
+    "keep_fp32": _Setting(_take_keep_fp32, "modules, module types or name patterns"),
+    "policy": _Setting(Policy.of),
     "on_floor": _word("'raise' or 'warn'", "raise", "warn"),
-    "one_pass_step": _check_bool,
-    "check_gradients": _check_bool,
-    "scope": _check_scope,
+    "one_pass_step": _BOOL,
+    "check_gradients": _BOOL,
+    "scope": _word(
+        "'process' (every call of torch is cast) or 'forward' (calls inside the forward of the initialized models are)",
+        *("process", "forward"),
+    ),
     "lower_precision_weights": _word("'float32', 'keep' or 'refuse'", "float32", "keep", "refuse"),
 }
+
+_EITHER = "O2 and O3 take either lower precision."
+_AT_LEVELS = {
+    "cast_model_type": (
+        _AtLevels(
+            "O1 O4",
+            (None, torch.float32),
+            "{level} casts around torch functions and leaves the weights float32; to cast the model choose O2, O3 or O5.",
+        ),
+        _AtLevels("O0", (torch.float32,), _EITHER),
+        _AtLevels("O2 O3", (*LOWER_PRECISION, torch.float32), _EITHER),
+        _AtLevels("O5", (torch.bfloat16,), _EITHER),
+    ),
+    "patch_torch_functions": (_AtLevels("O0 O2 O3 O5", (False,), "Choose opt_level='O1' (or 'O4') to patch them."),),
+    "patch_torch_functions_type": (
+        _AtLevels("O1", LOWER_PRECISION),
+        _AtLevels("O4", (torch.bfloat16,)),
+        _AtLevels("O0 O2 O3 O5", (None,), "It belongs to O1; O2 and O3 take cast_model_type=."),
+    ),
+    "keep_batchnorm_fp32": (
+        _AtLevels(
+            "O1 O4",
+            (None,),
+            "At {level} the weights, norms included, are float32 and the tables decide how norms compute.",
+        ),
+    ),
+    "master_weights": (_AtLevels("O1 O4", (None,), "The weights are float32 there and are their own masters."),),
+    "scope": (_AtLevels("O0 O2 O3 O5", ("process",), "'forward' is about casts of calls alone. Use O1 or O4."),),
+}
+
+
+def _checked(name: str, value: Any, level: str) -> Any:
+    """What stands in the plan for a value of the caller's."""
+    setting = SETTINGS[name]
+    taken, expected, advice = setting.take(value), setting.expected, setting.advice
+    for row in _AT_LEVELS.get(name, ()):
+        if level in row.levels and taken is not None and taken is not _REFUSED:
+            if taken in [one for one in row.accepted if type(one) is type(taken)]:
+                return None if None in row.accepted else taken
+            expected, advice = f"{_any_of(row.accepted)} at {level}", row.advice.format(level=level)
+            taken = _REFUSED
+    if taken is _REFUSED:
+        raise ConfigurationError(
+            f"{name}={value!r} is not accepted: expected {expected}.{' ' + advice if advice else ''}"
+        )
+    return taken
+
+
+def _any_of(accepted: tuple[Any, ...]) -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    *others, last = (repr(one) if isinstance(one, str) else str(one) for one in accepted)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -107,6 +107,8 @@ def _instead_of(thing: Any) -> str:
         return " Pass them as a list: initialize(list(models.values()), ...)."
     if isinstance(thing, nn.Module):
         return " The models come first: initialize(models, optimizers)."
+    if getattr(thing, "bf16", False) or getattr(thing, "fp16", False):  # TrainingArguments
+        return " Precision is opt_level= here; for transformers' Trainer see ampkit.integrations.transformers."
     if all(hasattr(thing, name) for name in _OPTIMIZER_ATTRIBUTES):
         return " The optimizers are the second argument: initialize(models, optimizers)."
     return ""
@@ -338,7 +340,7 @@ def _refuse_unfit_weights(
                 "precision, float32 parts beside it. Call model.float() first, which loses nothing, or load it with one dtype."
             )
     for name, module in model.named_modules():
-        if type(module).__module__.startswith(_QUANTISED):
+        if type(module).__module__.startswith(_QUANTISED) and type(module).__name__ != "FloatFunctional":
             raise _unfit(f"Module {name!r} is a {type(module).__module__}.{type(module).__name__}")
     for name, param in model.named_parameters():
         if param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool):

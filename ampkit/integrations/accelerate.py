@@ -49,7 +49,8 @@ def refuse_unfit(accelerator: Any) -> None:
     if accelerator.mixed_precision != "no":
         raise ConfigurationError(
             f"The Accelerator was made with mixed_precision={accelerator.mixed_precision!r}, and ampkit casts already. Use "
-            "Accelerator(mixed_precision='no'), also in the file of `accelerate config`."
+            "Accelerator(mixed_precision='no'), also in the file of `accelerate config`; for transformers' Trainer leave bf16= and "
+            "fp16= out of TrainingArguments."
         )
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):

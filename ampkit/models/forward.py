@@ -175,9 +175,7 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
     if traced:
         _note_trace(model)
     else:
-        watcher = watchers.get(model)
-        if watcher is not None:
-            watcher.before_forward(model)
+        _before_forward(model)
     _running.casts = casts
     try:
         with _casts_of_calls(casts):
@@ -192,6 +190,21 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
         _running.casts = outer
     inside = outer is not None and outer.casts_calls and casts.casts_calls and outer.stored_in is casts.stored_in
     return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
+
+
+def _before_forward(model: nn.Module) -> None:
+    """Have the model's session do what precedes a forward, which is no part of what torch.jit.trace records."""
+    watcher = watchers.get(model)
+    if watcher is None:
+        return
+    recording = torch._C._get_tracing_state()
+    if recording is None:
+        return watcher.before_forward(model)
+    torch._C._set_tracing_state(None)
+    try:
+        watcher.before_forward(model)
+    finally:
+        torch._C._set_tracing_state(recording)
 
 
 def _explain(error: RuntimeError, model: nn.Module) -> None:

@@ -211,6 +211,12 @@ def with_table(model):
     return model
 
 
+def test_a_module_for_quantisation_aware_training_is_no_quantised_one():
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2), "add": torch.ao.nn.quantized.FloatFunctional()})
+    ampkit.initialize(model, opt_level="O2", verbosity=0)
+    assert model["layer"].weight.dtype is torch.bfloat16
+
+
 def dynamically_quantised():
     return torch.ao.quantization.quantize_dynamic(Net(), {nn.Linear})
 

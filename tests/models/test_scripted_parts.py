@@ -1,6 +1,7 @@
 """TorchScript modules: their calls are cast by torch.autocast, at every level, and their weights stay float32."""
 
 import contextlib
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -144,3 +145,15 @@ def test_scripted_part_is_cast_call_by_call_at_o1(part, level):
     assert found.dtype is expected.dtype is torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
     assert all(param.grad.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_a_trace_of_a_model_warns_of_nothing_and_holds_what_was_written_before(level):
+    model, optimizer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), None
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.state_dict()["0.weight"].fill_(0.5)  # a loan, which ends before the trace records anything
+    x = torch.arange(8.0).view(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(model, x)
+    assert "split" not in str(traced.graph) and torch.equal(traced(x), model(x))

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import types
 
 import pytest
 import torch
@@ -407,6 +408,10 @@ def test_optimizer_without_weak_references_leaves_no_session():
         (
             lambda model, optimizer: (model, model.parameters()),
             r"a generator has no .*Pass the optimizer as the second argument",
+        ),
+        (
+            lambda model, optimizer: (model, types.SimpleNamespace(bf16=True, fp16=False)),
+            r"Precision is opt_level= here; for transformers' Trainer",
         ),
         (lambda model, optimizer: (model, torch.optim.Adam), r"a type has no .*That is a class.*Adam\(\.\.\.\)"),
     ],

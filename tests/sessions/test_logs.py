@@ -176,6 +176,16 @@ def test_an_unknown_keyword_is_answered_with_the_nearest_one(level, keyword, nea
     assert f"unexpected keyword argument {keyword!r}. Did you mean {nearest}=?" in str(caught.value)
     assert ampkit.current_session() is None
 
+    assert ampkit.current_session() is None
+
+
+@pytest.mark.parametrize(
+    "keyword, levels", [("bf16", "'O4' or 'O5'"), ("fp16", "'O1' or 'O2'"), ("use_amp", "'O1'"), ("precision", "'O1'")]
+)
+def test_what_other_frameworks_call_mixed_precision_is_answered_with_a_level(keyword, levels):
+    with pytest.raises(TypeError, match=rf"{keyword}'\. Did you mean opt_level={levels}"):
+        initialized_aloud(**{keyword: True})
+
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_what_a_message_expects_is_said_in_words(level):

@@ -36,14 +36,6 @@ FAULTS = [
         tests=("sessions/test_plan.py::test_bounds_may_be_one_number",),
     ),
     Mutant(
-        "plan: O1 takes master weights",
-        "ampkit/plan.py",
-        'if level in ("O1", "O4"):\n        advice = "The weights',
-        'if level in ("O1",):\n        advice = "The weights',
-        breaks="O4 refuses master_weights",
-        tests=("sessions/test_plan.py::test_override_is_refused",),
-    ),
-    Mutant(
         "session: a second policy is accepted",
         "ampkit/session.py",
         'settings = [("policy", plan.policy, casting.policy)]',
@@ -93,14 +85,6 @@ FAULTS = [
         "",
         breaks="missing libraries are told once",
         tests=("sessions/test_logs.py::test_libraries_that_were_not_built_are_told_once_with_the_cure",),
-    ),
-    Mutant(
-        "first words: dtype= is answered with a setting of another level",
-        "ampkit/plan.py",
-        """nearest == "cast_model_type" and opt_level in ("O1", "O4")""",
-        """nearest == "cast_model_type" and opt_level in ()""",
-        breaks="an unknown keyword is answered with the one that was meant at this level",
-        tests=("sessions/test_logs.py::test_an_unknown_keyword_is_answered_with_the_nearest_one",),
     ),
     Mutant(
         "logs: twice on the terminal",
