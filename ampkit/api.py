@@ -67,42 +67,40 @@ def initialize(
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
 
     ``models`` is an ``nn.Module`` or a list or tuple of them, compiled or not, and not yet wrapped in DataParallel or
-    DistributedDataParallel; ``optimizers`` the same for optimizers, or None, and then only the models are returned. What Accelerate
-    and Lightning put around an optimizer is looked through, here and by the functions below. With
-    ``enabled=False`` nothing is touched here nor in `scale_loss`.
+    DistributedDataParallel. ``optimizers`` is an optimizer or a list or tuple of them, also in the wrappers of Accelerate and
+    Lightning; with None only the models are returned. With ``enabled=False`` neither `initialize` nor `scale_loss` does anything.
 
-    ``opt_level`` is ``"O0"`` to ``"O5"``; every other setting that is None takes the level's default:
+    ``opt_level`` is ``"O0"`` to ``"O5"``. Every other setting that is None takes the level's default:
 
     - ``cast_model_type``: the lower precision that weights are stored in and calls are cast to (O2, O3).
     - ``patch_torch_functions``: whether calls are cast, over float32 weights (O1, O4), and ``patch_torch_functions_type`` to what.
     - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights (O2, O3, O5).
     - ``keep_fp32``: modules, types or name patterns that compute in float32 and return float32, at every level. The name of a
-      layer's parameter names the layer; any other parameter is stored in float32, and the calls that it goes to cast it.
+      layer's parameter names the layer. Any other parameter is stored in float32, and calls cast it as at O1.
     - ``master_weights``: whether weights in lower precision train in float32. The float32 value of a weight is the weight and a
-      rest of 16 bits beside it: 14 bytes per parameter with Adam in bfloat16, 16 in float16, whose gradient is float32.
+      rest of 16 bits beside it. With Adam that is 14 bytes per parameter in bfloat16, and 16 in float16, whose gradient is float32.
     - ``loss_scale``: ``"dynamic"``, a number, or a `DynamicLossScale`; ``num_losses`` scalers are made. A dynamic scale stays
       between ``min_loss_scale`` (2**-14) and ``max_loss_scale``; ``on_floor`` is ``"raise"`` or ``"warn"``.
     - ``cast_model_outputs``: the dtype of floating outputs of the models' forward.
-    - ``lower_precision_weights``: what becomes of weights that come in float16 or bfloat16. ``"float32"`` makes them
-      float32 until the session closes (at O2 and O5 their values; O3 leaves them). ``"keep"`` leaves them, with
-      ``master_weights`` as the level has it, and ``"refuse"`` is an error.
+    - ``lower_precision_weights``: how weights that come in float16 or bfloat16 train until the session closes. ``"float32"``
+      trains them in float32 (O3 leaves them), ``"keep"`` leaves them in their dtype, and ``"refuse"`` is an error.
     - ``policy``: which tables casts of calls follow, ``"default"``, ``"apex"`` or ``"autocast"``; a dict changes single rows
       (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
     - ``scope``: at O1 and O4, "process" casts every call of torch, as Apex did, and "forward" only those inside the forward
       passes of these models, whose outputs are then float32.
-    - ``one_pass_step``: whether ``torch.optim.SGD``, ``Adam`` and ``AdamW`` update weights and rests in one pass (O2, O5); with
-      False, and for any other optimizer of other makers, steps run over float32 copies of the weights.
+    - ``one_pass_step``: whether ``torch.optim.SGD``, ``Adam`` and ``AdamW`` update weights and rests in one pass (O2, O5). With
+      False they step over float32 copies of the weights, as optimizers do that are neither these nor ampkit's.
     - ``check_gradients``: whether a step at loss scale 1, which no `scale_loss` block checks, is skipped for gradients that are not
-      finite. By default it is where that asks no more than a norm: with ampkit's optimizers, and with torch's in one pass.
+      finite. By default it is with ampkit's optimizers, and with torch's in one pass, where the check costs no more than a norm.
       True checks before the step of any optimizer, which reads a number from the device. False checks nothing.
-    - ``process_group``: the processes that step together or not at all, for scripts that average gradients by hand after the
-      `scale_loss` block, and for pipelines: what one finds to be not finite is found by all when the block ends. DDP needs none,
-      and sharded parameters (FSDP2) bring their own.
+    - ``process_group``: the processes that step together or not at all. Scripts that average gradients by hand after the
+      `scale_loss` block need it, and pipelines: when the block ends, an overflow in one process counts in all. DDP and FSDP2 need
+      none.
     - ``verbosity``: 0 is silent, 1 logs settings and overflows, 2 also every cast.
 
-    It may be called again, for other models (each call has its own loss scalers) or for the same (the old session is closed
-    first). Raises `ConfigurationError` for settings that are wrong or contradict each other, and TypeError for what is no model,
-    no optimizer or no setting; nothing is changed then.
+    It may be called again for other models, and each call has its own loss scalers. A call for the same models closes their old
+    session first. Raises `ConfigurationError` for settings that are wrong or contradict each other, and TypeError for arguments
+    that are no model, no optimizer or no setting. Nothing is changed then.
 
     Source of the levels O0 to O3: NVIDIA's apex.amp; of O4 and O5: AMD's fork of it.
     """
@@ -180,17 +178,17 @@ def scale_loss(
     tuple) are unscaled and checked; if one is not finite, the next ``step()`` of these optimizers is skipped and a dynamic
     scale goes down. Gradients of several blocks add up, whatever their losses and scales.
 
-    ``loss_id`` chooses the loss scaler, 0 to ``num_losses`` - 1. Optimizers of several ``initialize`` calls may share a loss; its
-    scaler is then of the call that the first of them came from. ``delay_unscale=True`` leaves scaled gradients for a later
-    block to unscale: cheaper accumulation, in the gradients' own precision. ``delay_overflow_check=True`` passes the finding
-    on to the next block. ``model`` is accepted for compatibility and unused. An exception inside leaves gradients and scale as
+    ``loss_id`` chooses the loss scaler, 0 to ``num_losses`` - 1. Optimizers of several ``initialize`` calls may share a loss; the
+    scaler is then one of the first optimizer's call. ``delay_unscale=True`` leaves gradients scaled for a later block to unscale:
+    cheaper accumulation, in the gradients' own precision. ``delay_overflow_check=True`` lets the next block report an overflow
+    of this one. ``model`` is accepted for compatibility and unused. An exception inside leaves gradients and scale as
     they were before, except where gradients stay in ``.grad`` (``delay_unscale=True``, ``DDP.no_sync()``): what the failed
     backward pass had added to these stays.
 
-    ``loss`` is a tensor of any floating dtype; what is yielded is float32, on the same device. Raises
+    ``loss`` is a tensor of any floating dtype; the scaled loss is float32, on the same device. Raises
 
     - TypeError for a loss that is no tensor,
-    - `NotInitializedError` for no optimizer, one that no `initialize` has seen, or one whose session was closed,
+    - `NotInitializedError` for no optimizer, an optimizer without `initialize`, or one whose session was closed,
     - `LossIdError` for a ``loss_id`` that has no scaler,
     - `ConfigurationError` for a block inside another, or optimizers of which only some are enabled,
     - `LossScaleError` where the scale has been at its floor for 50 skips in a row, unless ``on_floor="warn"``.
@@ -212,12 +210,14 @@ def scale_loss(
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """The float32 values that ``optimizer`` updates, as parameters with unscaled gradients in float32.
 
-    Use it to clip: ``torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)``. In the order of
-    ``optimizer.param_groups``, each in its parameter's shape. An optimizer that was not initialized gives its parameters. Of
-    weights in lower precision float32 copies are lent: what is written to one is taken over when the next forward or step
-    begins. While a script holds one, it is kept current, and asking again gives the same. Clipping by `clip_grad_norm_` needs
-    no copies. Raises TypeError for what is no optimizer. Inside of a `scale_loss` block, after the backward pass, gradients are
-    still scaled, which is told once.
+    Use it to clip by value: ``torch.nn.utils.clip_grad_value_(ampkit.master_params(optimizer), 0.5)``; `clip_grad_norm_` clips by
+    norm without copies. The order is that of ``optimizer.param_groups``, and the shapes are those of the parameters. An optimizer
+    that was not initialized gives its own parameters.
+
+    Of weights in lower precision these are float32 copies. A value that a script writes to a copy reaches the weight when the next
+    forward or step begins. A copy that a script keeps stays current, and a second call returns the same tensors. Raises TypeError
+    for an argument that is no optimizer. Inside of a `scale_loss` block, after the backward pass, gradients are still scaled, and
+    a warning says so once.
     """
     wrapper = wrapper_of(validation.optimizer(optimizer, "master_params"))
     yield from params_of(optimizer) if wrapper is None else wrapper.master_params()
@@ -228,15 +228,15 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients that ``optimizer`` will use by their norm, all of them together; returns the norm before.
 
-    Call it where ``torch.nn.utils.clip_grad_norm_`` would be, after `scale_loss`: gradients are unscaled. It is
-    one pass over them: at O2 and O5 the factor is applied to those of cast weights inside ``step()``, and ``p.grad`` shows them as
-    they were. Nothing waits for the device; ``error_if_nonfinite=True`` does. Gradients that are not finite
-    are left as they are: a loss scale that checks will skip the step.
+    Call it after the `scale_loss` block, where gradients are unscaled, and after every other change of gradients. At O2 and O5 the
+    factor is applied to gradients of stored weights inside ``step()``, and ``p.grad`` shows them unclipped. Only
+    ``error_if_nonfinite=True`` waits for the device. Gradients that are not finite stay as they are, and the step is skipped
+    where gradients are checked.
 
     ``max_norm`` is in units of the unscaled gradients. The norm returned is a float32 scalar on the gradients' device, 0 where
-    there are none. Raises TypeError for what is no optimizer, `ConfigurationError` for a ``max_norm`` that is no number of at
-    least 0, and inside of a `scale_loss` block, where gradients are still scaled, and RuntimeError for a norm that is not finite
-    with ``error_if_nonfinite=True``.
+    there are none. Raises TypeError for an argument that is no optimizer, `ConfigurationError` for a ``max_norm`` that is no number
+    of at least 0, and inside of a `scale_loss` block, where gradients are still scaled, and RuntimeError for a norm that is not
+    finite with ``error_if_nonfinite=True``.
     """
     wrapper = wrapper_of(validation.optimizer(optimizer, "clip_grad_norm_"))
     if isinstance(max_norm, str) or max_norm is None or not float(max_norm) >= 0.0:
@@ -269,8 +269,8 @@ def clip_grad_norm_(
 def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last ``optimizer.step()`` was skipped for an overflow. Lets a script hold back its scheduler.
 
-    Waits for the device where that was decided there, as fused optimizers do. False before the first step, and for an
-    optimizer that was not initialized. Raises TypeError for what is no optimizer.
+    Waits for the device where the device decides, as with fused optimizers. False before the first step, and for an optimizer
+    that was not initialized. Raises TypeError for an argument that is no optimizer.
     """
     wrapper = wrapper_of(validation.optimizer(optimizer, "step_was_skipped"))
     return wrapper is not None and wrapper.findings.skipped
@@ -279,9 +279,9 @@ def step_was_skipped(optimizer: Any) -> bool:
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str, float | int]]:
     """The state of every loss scaler, ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
 
-    Scalers of all live sessions are numbered in the order of ``initialize``; without any, the dict is empty. With
-    ``destination`` the entries are added to it. Same keys and values as checkpoints of Apex; with more than one session
-    alive, each entry has the number of its session besides. Waits for the device. ``loss_scale`` is the factor itself, and
+    Scalers of all live sessions are numbered in the order of ``initialize``; without a session the dict is empty. Entries are added
+    to ``destination`` where one is given. Keys and values are those of Apex's checkpoints; with several sessions alive, each entry
+    also has the number of its session. Waits for the device. ``loss_scale`` is the factor itself, and
     ``unskipped`` counts iterations since the last overflow or growth. Raises nothing of its own.
     """
     destination = OrderedDict() if destination is None else destination
@@ -295,9 +295,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str,
 def load_state_dict(state: Mapping[str, Any]) -> None:
     """Load what `state_dict` returned, entry by entry in the order of the mapping.
 
-    Another number of entries than of loss scalers is a warning; the surplus is left. Where another number of sessions was
-    alive (models of earlier folds that something still holds), the newest gets what the newest had. Raises
-    `CheckpointError` for keys or values that are no loss scaler's, and loads nothing then.
+    If the numbers of entries and of loss scalers differ, a warning says so and the surplus is ignored. If another number of
+    sessions was alive when the state was saved (models of earlier folds, say), the newest session gets the state of the newest.
+    Raises `CheckpointError` for keys or values that are no loss scaler's, and loads nothing then.
     """
     collect_orphans(closing=live_sessions[-1:])
     disabled = bool(live_sessions) and not any(one.plan.enabled for one in live_sessions)
@@ -307,8 +307,8 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
     """The newest session's loss scale as the state of a ``torch.amp.GradScaler``: ``scaler.load_state_dict(to_grad_scaler())``.
 
-    Scale, growth and back-off factors, interval and counter are exact. A GradScaler knows neither bounds nor a static scale:
-    a static one becomes a dynamic one that does not grow.
+    Scale, growth and back-off factors, interval and counter are exact. A GradScaler has neither bounds nor a static scale; a
+    static scale becomes a dynamic one that does not grow.
 
     Raises `NotInitializedError` before `initialize`, and `LossIdError` for a ``loss_id`` that has no scaler.
     """
@@ -321,8 +321,8 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
     The newest session's loss scaler takes over scale, factors, interval and counter exactly. The state of a disabled
     GradScaler is empty and changes nothing.
 
-    Raises `CheckpointError` for what is no GradScaler's state, and changes nothing then; `NotInitializedError` and `LossIdError` as
-    `to_grad_scaler` does.
+    Raises `CheckpointError` for an argument that is no GradScaler's state, and changes nothing then; `NotInitializedError` and
+    `LossIdError` as `to_grad_scaler` does.
     """
     scaler = _newest_scaler(loss_id)
     if not isinstance(state, Mapping):
@@ -369,11 +369,11 @@ def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settin
 def close() -> None:
     """Close every live session, newest first: torch, models and optimizers are as they were, weights as trained.
 
-    Weights come back in the dtype that they came in, from their float32 values where they have them. It may be called twice,
-    and without a session; it raises nothing of its own.
+    Weights get back the dtype that they came in, from their float32 values where they have these. It may be called twice, and
+    without a session; it raises nothing of its own.
 
-    A thread that initialized at O1 and is not the one that closes is switched off as soon as Python allows where it is the
-    main thread, else at its next call of ampkit.
+    If another thread called `initialize` at O1, casts end there as soon as Python allows (the main thread), or at its next call
+    of ampkit.
     """
     switch_off_left_on()
     while live_sessions:

@@ -44,17 +44,18 @@ class CastsOfCallsDisabled(ContextDecorator):
 
 
 def half_function(fn: F) -> F:
-    """``fn`` with its floating-point tensors, those in containers too, cast to the session's lower precision at O1 and O4.
+    """``fn`` with its floating-point tensors, those in containers too, cast to the session's lower precision where calls are cast.
 
-    Elsewhere, and inside `disable_casts`, ``fn`` is called as it is. float64 tensors are left alone.
+    That is everywhere at O1 and O4, and inside the models at O2, O3 and O5; outside of these where an argument is in lower precision
+    already. At O0 and inside `disable_casts` ``fn`` is called as it is. float64 tensors are not cast.
 
-    Raises TypeError for what is no function, as the other decorators do.
+    Raises TypeError for an argument that is no function, as the other decorators do.
     """
     return _decorated(fn, CastKind.LOWER_PRECISION_FP)
 
 
 def bfloat16_function(fn: F) -> F:
-    """``fn`` with its floating-point tensors cast to bfloat16 at O1 and O4, whatever the session's lower precision is.
+    """``fn`` with its floating-point tensors cast to bfloat16, whatever the session's lower precision is.
 
     Otherwise as `half_function`.
     """
@@ -62,15 +63,15 @@ def bfloat16_function(fn: F) -> F:
 
 
 def float_function(fn: F) -> F:
-    """``fn`` with its float16 and bfloat16 tensors cast to float32, at every level that has any.
+    """``fn`` with its float16 and bfloat16 tensors cast to float32.
 
-    Otherwise as `half_function`. What it returns is not cast.
+    Otherwise as `half_function`. Its result is not cast.
     """
     return _decorated(fn, CastKind.FP32)
 
 
 def promote_function(fn: F) -> F:
-    """``fn`` with its floating-point tensors cast to the widest dtype among them, at O1 and O4. Otherwise as `half_function`."""
+    """``fn`` with its floating-point tensors cast to the widest dtype among them. Otherwise as `half_function`."""
     return _decorated(fn, CastKind.PROMOTE)
 
 

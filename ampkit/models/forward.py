@@ -145,8 +145,8 @@ def uninstall(model: nn.Module) -> None:
 def cast_inputs(function: Callable) -> Callable:
     """Decorate a method of a model so that it casts as the model's ``forward`` does once it is initialized.
 
-    Inside of it calls of torch are cast, and at O3 its inputs are; floating outputs become what the model's are. Without initialize
-    the method is as it was. Raises nothing of its own.
+    Calls of torch inside of it are cast, and at O3 its inputs; floating outputs get the dtype of the model's outputs. Without
+    `initialize` it does nothing. Raises nothing of its own.
 
     >>> class Net(torch.nn.Linear):
     ...     @cast_inputs
