@@ -46,8 +46,8 @@ class CastsOfCallsDisabled(ContextDecorator):
 def half_function(fn: F) -> F:
     """``fn`` with its floating-point tensors, those in containers too, cast to the session's lower precision where calls are cast.
 
-    That is everywhere at O1 and O4, and inside the models at O2, O3 and O5; outside of these where an argument is in lower precision
-    already. At O0 and inside `disable_casts` ``fn`` is called as it is. float64 tensors are not cast.
+    That is everywhere at O1 and O4, and inside the models at O2, O3 and O5; outside of these where an argument is in lower
+    precision already. At O0 and inside `disable_casts` ``fn`` is called as it is. float64 tensors are not cast.
 
     Raises TypeError for an argument that is no function, as the other decorators do.
     """
