@@ -1,5 +1,9 @@
 """Mixed precision for PyTorch in two lines: `initialize` and `scale_loss`."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from . import optimizers, parallel
 from .api import (
     clip_grad_norm_,
@@ -42,6 +46,9 @@ from .models.forward import cast_inputs
 from .policy import Policy
 from .session import current_session
 
+if _TYPE_CHECKING:
+    from .insight.diagnose import diagnose
+
 __version__ = "0.1.0"
 __all__ = [
     "AmpkitError",
@@ -61,6 +68,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "current_session",
+    "diagnose",
     "disable_casts",
     "float_function",
     "from_grad_scaler",
@@ -81,6 +89,16 @@ __all__ = [
     "step_was_skipped",
     "to_grad_scaler",
 ]
+
+
+# What looks at a script from outside, and where it lives: imported when it is first asked for.
+_INSIGHT = {"diagnose": "diagnose"}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _INSIGHT:
+        raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
+    return getattr(_import_module(f"ampkit.insight.{_INSIGHT[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -24,20 +24,23 @@ EXPORTED = """
     NotInitializedError RefusedOperation
 """.split()
 
+# Imported when they are first asked for.
+INSIGHT = ["diagnose"]
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_package_exports_these_names_and_no_others():
     found = [name for name, value in vars(ampkit).items() if not isinstance(value, types.ModuleType)]
     assert sorted(name for name in found if not name.startswith("_")) == sorted(EXPORTED)
-    assert sorted(ampkit.__all__) == sorted([*EXPORTED, "optimizers", "parallel"])
+    assert sorted(ampkit.__all__) == sorted([*EXPORTED, *INSIGHT, "optimizers", "parallel"])
 
 
 def test_dir_shows_what_is_exported_and_no_rooms_of_the_package():
     import ampkit.apex  # a room that became an attribute late
 
     assert sorted(name for name in dir(ampkit) if not name.startswith("_")) == sorted(
-        [*EXPORTED, "optimizers", "parallel"]
+        [*EXPORTED, *INSIGHT, "optimizers", "parallel"]
     )
 
 
@@ -51,7 +54,15 @@ def test_import_alone_gives_parallel_and_optimizers_and_loads_no_more_of_torch_d
     assert done.stdout.splitlines() == ["convert_syncbn_model FusedAdam", "[]"], done.stderr
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+def test_import_alone_loads_nothing_that_looks_at_a_script():
+    script = "import sys, ampkit; print([name for name in sys.modules if name.startswith('ampkit.insight')]); ampkit.diagnose"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+    with pytest.raises(AttributeError, match="has no attribute 'diagnosis'"):
+        getattr(ampkit, "diagnosis")  # noqa: B009
+
+
+@pytest.mark.parametrize("name", [*EXPORTED, *INSIGHT])
 def test_exported_name_is_documented_and_lives_in_ampkit(name):
     value = getattr(ampkit, name)
     assert inspect.getdoc(value) and value.__module__.startswith("ampkit.")

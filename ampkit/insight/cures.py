@@ -1,0 +1,145 @@
+"""What cures an iteration that is not finite: each candidate is tried, and kept where loss and gradients are finite.
+
+A function, a module or everything is tried in another precision by running its operators on cast inputs, forward and backward.
+That is what a row of ``policy=``, ``keep_fp32=`` and another level do, without a second `initialize`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..casting.engine import active_casting
+from ..dtypes import LOWER_PRECISION
+from ..logs import logger
+from .evidence import HINTS
+from .finder import Culprit, is_finite
+from .repeating import Repetition
+from .watching import Call, Watch
+
+
+@dataclass(frozen=True)
+class Cure:
+    """A change under which loss and gradients were finite: ``setting`` as it is written, ``text`` in words."""
+
+    text: str
+    setting: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.text}" if self.setting else self.text
+
+
+# The gradient of the loss where everything is recomputed: gradients of tensors that are float16 all the same must not overflow.
+_SMALL = 2.0**-24
+
+
+class Recompute(Watch):
+    """Runs the operators that ``applies`` tells of on inputs cast from lower precision to ``dtype``, and keeps their results so."""
+
+    def __init__(self, applies: Callable[[Call], bool], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._applies, self._dtype = applies, dtype
+
+    def around(self, call: Call) -> Any:
+        if call.op.is_view or call.op._schema.is_mutable or not self._applies(call):
+            return call()
+        # Autograd insists on the dtype of a gradient where it leaves a node, and adds up gradients there.
+        if call.backward and call.name in ("cast", "add"):
+            return call()
+        args, kwargs = tree_map(self._cast, (call.args, call.kwargs))
+        return call.op(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(self._dtype) if value.dtype in LOWER_PRECISION else value
+        return self._dtype if value in LOWER_PRECISION else value
+
+
+class Trials:
+    """Runs of one iteration, each with something changed. ``first`` is the run that failed."""
+
+    def __init__(self, iteration: Callable[[], Any], first: Repetition) -> None:
+        self._iteration, self._first = iteration, first
+        self.scale = first.scale or 1.0
+
+    def is_finite(self, watch: Watch | None = None, factor: float = 1.0, seed: float = 1.0) -> bool:
+        """Whether loss and gradients are finite. An iteration that fails otherwise proves nothing."""
+        finite: list[bool] = []
+
+        def look(tensors: list[torch.Tensor]) -> None:
+            finite.extend(map(is_finite, tensors))
+
+        run = Repetition(
+            watch or Watch(),
+            factor,
+            seed,
+            on_loss=look,
+            on_gradients=lambda params: look([param.grad for param in params if param.grad is not None]),
+        )
+        try:
+            run.run(self._iteration)
+        except Exception as error:
+            logger.debug("A trial of diagnose failed: %s", error)
+            return False
+        return all(finite)
+
+    def everywhere(self, dtype: torch.dtype) -> bool:
+        """Whether all is finite where lower precision is ``dtype``, without a loss scale."""
+        return self.is_finite(Recompute(lambda call: True, dtype), 1 / self.scale, _SMALL)
+
+    def lower_scale(self, watch: Callable[[], Watch] = Watch) -> float | None:
+        """The highest loss scale at which all is finite, of those that are a power of two below the one of now."""
+        most = math.floor(math.log2(self.scale / self._first.floor))
+        if most < 1 or not self.is_finite(watch(), 2.0**-most):
+            return None
+        fails, works = 0, most
+        while works - fails > 1:
+            middle = fails + 1 if fails == 0 else (fails + works) // 2  # one step is the most likely answer
+            fails, works = (fails, middle) if self.is_finite(watch(), 2.0**-middle) else (middle, works)
+        return self.scale * 2.0**-works
+
+    def scoped(self, applies: Callable[[Call], bool]) -> str | None:
+        """What to say of float32 for a part of the operators; None where it does not help, at any loss scale that moves."""
+
+        def watch() -> Watch:
+            return Recompute(applies, torch.float32)
+
+        if self.is_finite(watch()):
+            return "finite, tried"
+        if self._first.backoff is not None and (lower := self.lower_scale(watch)) is not None:
+            return f"finite at loss scale {lower:g}, tried"
+        return None
+
+
+def of_scale(trials: Trials, first: Repetition) -> list[Cure]:
+    """A lower loss scale, if one is enough."""
+    lower = trials.lower_scale()
+    if lower is None:
+        return []
+    if first.backoff is None:
+        return [Cure("finite, tried", f"loss_scale={lower:g}")]
+    steps = math.ceil(math.log(trials.scale / lower) / -math.log(first.backoff) - 1e-9)
+    return [Cure(f"harmless: finite at {lower:g}; the scale is found within {steps} step{'' if steps == 1 else 's'}")]
+
+
+def of_precision(trials: Trials, culprit: Culprit) -> list[Cure]:
+    """Float32 for the function or its module, and bfloat16; or that no precision helps."""
+    if not trials.everywhere(torch.float32):
+        hint = HINTS.get(culprit.kind)
+        return [Cure("float32 fails too: the model, not the precision" + (f"; {hint}" if hint else ""))]
+    cures = []
+    if (text := trials.scoped(lambda call: call.function == culprit.function)) is not None:
+        has_row = active_casting() is not None and culprit.function.startswith("torch.")
+        row = f'policy={{"{culprit.function}": "fp32"}}' if has_row else f"{culprit.function} in float32"
+        cures.append(Cure(text, row))
+    path = f"{culprit.module}."
+    if culprit.module and (text := trials.scoped(lambda call: f"{call.module}.".startswith(path))) is not None:
+        cures.append(Cure(text, f'keep_fp32=["{culprit.module}"]'))
+    if culprit.dtype is torch.float16 and trials.everywhere(torch.bfloat16):
+        cures.append(Cure("finite, tried", "bfloat16 (O4 or O5)"))
+    return cures or [Cure("float32 is finite, no smaller change was, tried")]

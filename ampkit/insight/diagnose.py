@@ -1,0 +1,89 @@
+"""`diagnose`: the operator that made the first inf or NaN of an iteration, why, and what cures it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .cures import Cure, Trials, of_precision, of_scale
+from .evidence import GIVEN, SCALE
+from .finder import Culprit, Finder
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `diagnose` found in ``operations`` operators; ``bool(diagnosis)`` tells whether it found anything.
+
+    ``given`` names tensors that were not finite before the iteration. ``print`` it.
+    """
+
+    operations: int
+    loss_scale: float | None = None
+    culprit: Culprit | None = None
+    cures: tuple[Cure, ...] = ()
+    given: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.culprit is not None or bool(self.given)
+
+    def __str__(self) -> str:
+        at = "" if self.loss_scale in (None, 1.0) else f" at loss scale {self.loss_scale:g}"
+        if not self:
+            return f"nothing found in {self.operations} operations{at}"
+        lines = [f"{GIVEN}: {name}" for name in self.given]
+        if (found := self.culprit) is not None:
+            of = " in backward" if found.backward else ""
+            dtype = str(found.dtype).removeprefix("torch.")
+            lines.append(f"{found.kind}{of}{at}")
+            lines.append(f"  line      {found.site or 'unknown'}  {found.source}".rstrip())
+            lines.append(f"  function  {found.function} ({found.op}), {dtype}")
+            if found.module:
+                lines.append(f"  module    {found.module}")
+            lines.append(f"  numbers   {found.evidence}")
+            lines += [f"  cure      {cure}" for cure in self.cures]
+        return "\n".join(lines)
+
+
+def diagnose(iteration: Callable[[], Any]) -> Diagnosis:
+    """Run ``iteration()``, the forward and backward pass on a batch that failed, and find the operator that failed first.
+
+    Found is the operator with finite inputs and a result that is not finite, forward or backward, whose inf or NaN reached the
+    loss or a gradient: not what spread it. A mask of -inf is none. Then cures are tried on the iteration, and named if they work.
+
+    >>> def iteration():
+    ...     loss = criterion(model(x), y)
+    ...     with ampkit.scale_loss(loss, optimizer) as scaled_loss:
+    ...         scaled_loss.backward()
+    >>> print(ampkit.diagnose(iteration))
+    overflow of the format at loss scale 65536
+      line      model.py:31  weights = scores.exp()
+      function  torch.Tensor.exp (aten.exp.default), float16
+      module    layers.0.attention
+      numbers   max |input| = 412, exp needs 8.533e+178, float16 ends at 65504
+      cure      policy={"torch.Tensor.exp": "fp32"}: finite, tried
+      cure      bfloat16 (O4 or O5): finite, tried
+
+    The iteration runs some ten times, and slowly; code that was compiled runs uncompiled. It may be of any script: with a session,
+    with a ``torch.amp.GradScaler``, or with neither. Its part after the last backward pass (clipping, ``step``) does not run.
+    Weights, buffers, gradients, optimizers, loss scales and random numbers are as before afterwards, also after an exception.
+    Raises TypeError for what cannot be called, and what the iteration itself raises.
+    """
+    if not callable(iteration):
+        raise TypeError(
+            f"diagnose expects a function without arguments that runs forward and backward, found {type(iteration).__name__}."
+        )
+    finder = Finder()
+    run = finder.run(iteration)
+    culprit, found = finder.culprit, []
+    if culprit is not None and culprit.kind != GIVEN and not finder.given:
+        trials = Trials(iteration, run)
+        if found := of_scale(trials, run):
+            culprit = replace(culprit, kind=SCALE)
+        else:
+            if run.scale is not None and run.scale > run.floor:
+                at_floor = Finder()  # what overflows first at a high scale may be harmless
+                at_floor.run(iteration, run.floor / run.scale)
+                culprit = at_floor.culprit or culprit
+            found = of_precision(trials, culprit)
+    return Diagnosis(finder.operations, run.scale, culprit, tuple(found), tuple(finder.given))

@@ -1,0 +1,117 @@
+"""Why an operator made inf or NaN of finite numbers: the kind, and the numbers that prove it.
+
+The operator is computed again in float64 from the same inputs. Where the result is finite, only the format was too small; where it
+is not, the inputs are outside of the function's domain, and which of them are is looked up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .watching import Call, tensors_in
+
+OVERFLOW = "overflow of the format"
+DIVISION = "division by zero"
+LOG = "log of zero"
+DIFFERENCE = "inf - inf"
+PRODUCT = "0 * inf"
+SCALE = "the loss scale itself"
+GIVEN = "not finite before the iteration"
+DOMAIN = "outside of the function's domain"
+
+#: What to change in a model whose float32 fails too.
+HINTS = {
+    OVERFLOW: "bring its input down: clamp it, or divide before the function",
+    DIVISION: "keep the divisor from 0: clamp(min=eps), or eps inside of the square root",
+    LOG: "keep its input from 0: clamp(min=eps), log_softmax or logsigmoid; torch.where does not stop the gradient",
+    DIFFERENCE: "leave at least one element of each row unmasked",
+    PRODUCT: "mask with torch.where, which multiplies nothing",
+    DOMAIN: "clamp its input to the domain",
+}
+
+_DIVISORS = {"div": 1, "true_divide": 1, "remainder": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2, "pow": 0}
+_PRODUCTS = {"mul", "matmul", "linear", "conv", "dot", "mv", "baddbmm", "addcmul"}
+
+
+def explain(call: Call, inputs: Any, out: Any) -> tuple[str, str]:
+    """The kind and the numbers. ``inputs`` are the arguments as they were before the call, ``out`` holds inf or NaN."""
+    values = [value for value in tensors_in(inputs) if value.is_floating_point()]
+    result = next(one for one in tensors_in(out) if one.is_floating_point() and not one.isfinite().all())
+    exact = _in_float64(call, inputs)
+    exact = next((one for one in tensors_in(exact) if one.shape == result.shape), None)
+    wrong = ~result.isfinite()
+    if exact is not None and exact[wrong].isfinite().all():
+        needs = exact[wrong].abs().max().item()
+        return OVERFLOW, f"max |input| = {_largest(values)}, {_subject(call)} needs {needs:.4g}, {_end_of(result)}"
+    for kind, text in _outside(call, inputs, values, wrong):
+        return kind, text
+    if result.isinf().any():
+        return OVERFLOW, f"max |input| = {_largest(values)}, {_subject(call)} needs more than float64 has"
+    return DOMAIN, f"{_subject(call)} is not defined for inputs up to {_largest(values)}"
+
+
+def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.Tensor) -> Any:
+    """The kinds whose mark is found in the inputs, most telling first."""
+    args = inputs[0]
+    if any(value.isinf().any() for value in values):
+        kind = PRODUCT if call.name in _PRODUCTS else DIFFERENCE
+        infinite = next(value for value in values if value.isinf().any())
+        yield (
+            kind,
+            f"{_share(infinite.isinf())} elements of its input are infinite, and {_subject(call)} makes NaN of them",
+        )
+    place = _DIVISORS.get(call.name)
+    if place is not None and place < len(args):
+        divisor = torch.as_tensor(args[place])
+        if (divisor == 0).any():
+            kind = LOG if call.backward and "log" in call.function.rpartition(".")[2] else DIVISION
+            yield kind, f"the divisor is 0 in {_share(divisor == 0)} elements, where {_subject(call)} gives inf or NaN"
+    first = values[0] if values else None
+    if call.name.startswith("log") and first is not None and (first == 0).any():
+        yield LOG, f"its input is 0 in {_share(first == 0)} elements, and log(0) is -inf"
+    if first is not None and (first < 0).any() and call.name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow"):
+        yield DOMAIN, f"{_subject(call)} of negative numbers, the lowest is {first.min().item():.4g}"
+    if first is not None and not first.numel():
+        yield DIVISION, f"{_subject(call)} of no elements"
+    if call.name.startswith("nll_loss"):
+        yield DIVISION, "every target is ignored: the mean is over 0 elements"
+
+
+def _in_float64(call: Call, inputs: Any) -> Any:
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.double()
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    args, kwargs = tree_map(widen, inputs)
+    with contextlib.suppress(Exception), torch.no_grad():  # an operator that has no float64 proves nothing
+        return call.op(*args, **kwargs)
+
+
+def _subject(call: Call) -> str:
+    name = call.function.rpartition(".")[2].strip("_")
+    if call.name == "cast":
+        return "the cast"
+    return f"the gradient of {name}" if call.backward else name
+
+
+def _largest(values: list[torch.Tensor]) -> str:
+    found = [value.double()[value.isfinite()].abs().max().item() for value in values if value.isfinite().any()]
+    return f"{max(found):.4g}" if found else "inf"
+
+
+def _end_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} ends at {_plain(torch.finfo(tensor.dtype).max)}"
+
+
+def _plain(number: float) -> str:
+    return f"{number:.0f}" if number < 1e6 else f"{number:.2g}"
+
+
+def _share(mask: torch.Tensor) -> str:
+    return f"{int(mask.sum())} of {math.prod(mask.shape)}"

@@ -1,0 +1,198 @@
+"""`Finder`: follows each inf and NaN from the operator that made it to the loss and the gradients.
+
+A tensor that is not finite has an origin, kept by its storage: the operator that made it of finite numbers, or a tensor that
+came from outside. What an operator makes of it has the same origin. A -inf that a script writes is a mask
+and has none: what makes NaN of a mask is an origin of its own. The origin of the loss, or of the gradients, is the culprit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..session import live_sessions
+from ..sharding import local
+from .evidence import DOMAIN, GIVEN, explain
+from .repeating import Repetition
+from .sites import Site
+from .watching import Call, Watch, address, arguments_written, tensors_in
+
+# What these write is not computed from what was there before.
+_FILLS = {"copy", "fill", "zero", "uniform", "normal", "random", "bernoulli", "exponential", "cauchy", "geometric"}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The operator that made the first inf or NaN which reached the loss or a gradient.
+
+    ``function`` is what the line calls, ``op`` the operator of torch, of a backward pass where ``backward`` says so. ``dtype`` is
+    that of its result. ``evidence`` has the numbers.
+    """
+
+    kind: str
+    evidence: str
+    site: Site | None
+    function: str
+    op: str
+    module: str
+    dtype: torch.dtype
+    backward: bool
+    order: int = 0
+
+    @property
+    def source(self) -> str:
+        return self.site.source if self.site else ""
+
+
+class Finder(Watch):
+    """Watches one run of an iteration. Then ``culprit`` is known, None where loss and gradients are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.culprit: Culprit | None = None
+        self.given: list[str] = []
+        self._origins: dict[int, Culprit | None] = {}
+        self._numbers = itertools.count()
+
+    def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
+        """Watch the iteration, at the loss scale of now times ``factor``."""
+        for session in live_sessions:
+            for optimizer in session.optimizers:
+                self._note_given(_moments(optimizer, session.name_of))
+        run = Repetition(
+            self, factor, on_loss=self._judge, on_gradients=self._judge_gradients, on_module=self._look_at_module
+        )
+        run.run(iteration)
+        return run
+
+    # Before
+
+    def _look_at_module(self, module: nn.Module) -> None:
+        self._note_given((f"{name!r} of {type(module).__name__}", param) for name, param in module.named_parameters())
+        for path, part in module.named_modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and not (is_finite(buffer) or _is_mask(buffer)):
+                    self._note_given([(f"buffer {f'{path}.{name}'.strip('.')!r}", buffer)])
+
+    def _note_given(self, tensors: Any) -> None:
+        for name, tensor in tensors:
+            if not is_finite(tensor):
+                self.given.append(f"{name} has {_what(tensor)}")
+
+    # Each operator
+
+    def around(self, call: Call) -> Any:
+        self.operations += 1
+        before = {
+            id(tensor): tensor.clone() for tensor in call.written() if tensor.is_floating_point() and _is_read(call)
+        }
+        out = call()
+        if not (call.op.is_view or call.name.startswith(("empty", "new_empty"))):
+            bad = [tensor for tensor in (*tensors_in(out), *call.written()) if not is_finite(tensor)]
+            if bad:
+                origin = self._origin(call, before, bad)
+                self._origins.update((address(tensor), origin) for tensor in bad)
+        return out
+
+    def _origin(self, call: Call, before: dict[int, torch.Tensor], bad: list[torch.Tensor]) -> Culprit | None:
+        skipped = {id(tensor) for tensor in call.written()} - before.keys()
+        read = [tensor for tensor in call.inputs() if id(tensor) not in skipped]
+        bad_inputs = [(tensor, was) for tensor in read if not is_finite(was := before.get(id(tensor), tensor))]
+        origins = [self._origin_of(call, tensor, was) for tensor, was in bad_inputs]
+        if (known := next((origin for origin in origins if origin is not None), None)) is not None:
+            return known
+        constants = [
+            leaf
+            for leaf in tree_leaves((call.args, call.kwargs))
+            if isinstance(leaf, float) and not math.isfinite(leaf)
+        ]
+        is_nan_new = _has_nan(bad) and not any(map(math.isnan, constants))
+        if (bad_inputs or constants) and not is_nan_new:
+            return None
+        inputs = tree_map(
+            lambda leaf: before.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf,
+            (call.args, call.kwargs),
+        )
+        return self._new(call, *explain(call, inputs, bad), bad[0].dtype)
+
+    def _origin_of(self, call: Call, tensor: torch.Tensor, was: torch.Tensor) -> Culprit | None:
+        """Of an input that is not finite. One that no operator has made came from outside."""
+        key = address(tensor)
+        if key not in self._origins:
+            text = f"a tensor of shape {tuple(was.shape)}, {was.dtype}, that this line uses, has {_what(was)}"
+            self._origins[key] = None if _is_mask(was) else self._new(call, GIVEN, text, was.dtype)
+        return self._origins[key]
+
+    def _new(self, call: Call, kind: str, evidence: str, dtype: torch.dtype) -> Culprit:
+        return Culprit(
+            kind,
+            evidence,
+            call.site,
+            call.function,
+            str(call.op),
+            call.module,
+            dtype,
+            call.backward,
+            order=next(self._numbers),
+        )
+
+    # At the end
+
+    def _judge(self, tensors: list[torch.Tensor]) -> None:
+        """Loss or gradients: the earliest origin of those that are not finite."""
+        bad = [tensor for tensor in tensors if not is_finite(tensor)]
+        if not bad or self.culprit is not None:
+            return
+        origins = [origin for tensor in bad if (origin := self._origins.get(address(tensor))) is not None]
+        origins = origins or [origin for origin in self._origins.values() if origin is not None]
+        self.culprit = min(origins, key=lambda origin: origin.order, default=None) or Culprit(
+            DOMAIN, "no operator that can be watched made it", None, "unknown", "unknown", "", bad[0].dtype, False
+        )
+
+    def _judge_gradients(self, params: list[torch.Tensor]) -> None:
+        self._judge([param.grad for param in params if param.grad is not None])
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True too where the question makes no sense."""
+    values = local(tensor)
+    if not (values.is_floating_point() or values.is_complex()) or values.element_size() < 2 or values.is_meta:
+        return True
+    return bool(values.isfinite().all())
+
+
+def _is_read(call: Call) -> bool:
+    return call.name not in _FILLS and not any(
+        name == "out" for name, _ in arguments_written(call.op, call.args, call.kwargs)
+    )
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether all that is not finite is -inf, as scripts write it for what a softmax is to leave out."""
+    return bool((local(tensor).isfinite() | local(tensor).isneginf()).all())
+
+
+def _has_nan(tensors: list[torch.Tensor]) -> bool:
+    return any(bool(local(tensor).isnan().any()) for tensor in tensors)
+
+
+def _what(tensor: torch.Tensor) -> str:
+    values = local(tensor)
+    nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+    found = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
+    return f"{' and '.join(found)} among {values.numel()} elements"
+
+
+def _moments(optimizer: Any, name_of: Callable[[torch.Tensor], str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name!r} of the optimizer for {name_of(param)}", value

@@ -1,0 +1,172 @@
+"""An iteration of a script, run once more as if it had not run: everything it changes is put back, also after an exception.
+
+Put back are tensors that operators write to (`Journal`), gradients, buffers, and the states of random number generators. A
+`scale_loss` block multiplies the loss here and does nothing else, so that no loss scale, finding or snapshot moves. The iteration
+ends where it unscales, clips or steps, at the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..casting.tensors import params_of
+from ..iteration.optimizer_wrapper import drop_casts, wrapper_of
+from ..patching import PatchSet, Undo
+from ..session import Session, live_sessions
+from .watching import Journal, Watch, tensors_in
+
+
+class _Ended(BaseException):
+    """Raised through the script where the part of an iteration ends that makes gradients."""
+
+
+class Repetition:
+    """One run of an iteration under ``watch``, at the loss scale of now times ``factor``; ``seed`` is the gradient of the loss.
+
+    ``on_loss`` is given the tensors that a backward pass begins with, before it, ``on_gradients`` all parameters with a gradient,
+    after it, and ``on_module`` each model, before its first forward. ``scale`` is the loss scale that was used last, None without
+    one; a dynamic one has a ``backoff`` factor and a ``floor``.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        factor: float = 1.0,
+        seed: float = 1.0,
+        on_loss: Callable[[list[torch.Tensor]], Any] = lambda losses: None,
+        on_gradients: Callable[[list[torch.Tensor]], Any] = lambda params: None,
+        on_module: Callable[[nn.Module], Any] = lambda module: None,
+    ) -> None:
+        self.factor, self.seed, self.floor = factor, seed, 2.0**-14
+        self.scale: float | None = None
+        self.backoff: float | None = None
+        self._watch, self._on_loss, self._on_gradients, self._on_module = watch, on_loss, on_gradients, on_module
+        self._has_run_backward = False
+        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    def run(self, iteration: Callable[[], Any]) -> None:
+        journal = Journal(self.keep)
+        with Undo() as undo:
+            drop_casts()
+            undo.callback(drop_casts)
+            undo.enter_context(_random_numbers_put_back())
+            if "torch._dynamo" in sys.modules:  # compiled code shows no operators
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.callback(self._put_back, journal)
+            self._take_over(undo)
+            with contextlib.suppress(_Ended), journal, self._watch:
+                result = iteration()
+                if not self._has_run_backward:
+                    self._on_loss(tensors_in(result))
+
+    def keep(self, param: torch.Tensor) -> None:
+        """Take a leaf's gradient away until the end."""
+        if param not in self._gradients:
+            self._gradients[param] = param.grad
+            param.grad = None
+
+    def keep_all(self, module: nn.Module) -> None:
+        """The same for a module with all its parts; their buffers are put back too."""
+        if any(module is known for known, _ in self._buffers):
+            return
+        self._on_module(module)
+        for param in module.parameters():
+            self.keep(param)
+        self._buffers += [(part, dict(part._buffers)) for part in module.modules()]
+
+    def _put_back(self, journal: Journal) -> None:
+        journal.undo()
+        for param, grad in self._gradients.items():
+            param.grad = grad
+        for module, buffers in self._buffers:
+            module._buffers.update(buffers)
+
+    def _take_over(self, undo: Undo) -> None:
+        """Put stand-ins in the places of what moves a loss scale, or uses gradients."""
+        patches = PatchSet()
+        undo.callback(patches.restore)
+        patches.set(self._watch, "on_module", self.keep_all)
+        patches.set(torch.autograd, "backward", self._backward(inspect.unwrap(torch.autograd.backward)))
+        patches.set(Session, "scale_loss", self._scale_loss)
+        patches.set(GradScaler, "scale", self._scale)
+        for owner in (GradScaler, *GradScaler.__subclasses__()):
+            for name in {"unscale_", "step"} & vars(owner).keys():
+                patches.set(owner, name, _end)
+        undo.callback(register_optimizer_step_pre_hook(_end).remove)
+        for session in live_sessions:
+            for model in session.models:
+                self.keep_all(model)
+            for optimizer in session.optimizers:
+                for param in params_of(optimizer):
+                    self.keep(param)
+                patches.set(optimizer, "zero_grad", self._zero_grad)
+                patches.set(optimizer, "step", _end)
+                if (wrapper := wrapper_of(optimizer)) is not None:
+                    patches.set(wrapper, "clip_grad_norm", _end)
+                    patches.set(wrapper, "master_params", _end)
+
+    def _zero_grad(self, *_: Any, **__: Any) -> None:
+        for param in self._gradients:
+            param.grad = None
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            self._has_run_backward, losses = True, tensors_in(tensors)
+            self._on_loss(losses)
+            if grad_tensors is None and self.seed != 1.0:
+                grad_tensors = [torch.full_like(loss, self.seed) for loss in losses]
+            original(tensors, grad_tensors, *args, **kwargs)
+            self._on_gradients([param for param in self._gradients if param.grad is not None])
+
+        return backward
+
+    @property
+    def _scale_loss(self) -> Any:
+        @contextlib.contextmanager
+        def scale_loss(_: Session, loss: torch.Tensor, _optimizers: Any, scaler: Any, *_delays: Any) -> Iterator[Any]:
+            if scaler.dynamic:
+                self.floor, self.backoff = scaler.floor, scaler.rule.backoff_factor
+            self.scale = scaler.loss_scale * self.factor
+            yield loss.float() * self.scale
+
+        return scale_loss
+
+    @property
+    def _scale(self) -> Any:
+        def scale(grad_scaler: GradScaler, outputs: Any) -> Any:
+            if not grad_scaler.is_enabled():
+                return outputs
+            if not isinstance(outputs, torch.Tensor):
+                return type(outputs)(scale(grad_scaler, output) for output in outputs)
+            self.backoff, self.scale = grad_scaler.get_backoff_factor(), grad_scaler.get_scale() * self.factor
+            return outputs * self.scale
+
+        return scale
+
+
+def _end(*_: Any, **__: Any) -> None:
+    raise _Ended
+
+
+@contextlib.contextmanager
+def _random_numbers_put_back() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            if numpy:
+                numpy.random.set_state(of_numpy)

@@ -1,0 +1,139 @@
+"""Where in a script an operator was called: the user's line, and the name by which the line calls torch.
+
+`look` walks up the Python stack from a dispatch mode. Frames of torch, ampkit and the standard library are passed over, so the
+site of a ``nn.Softmax`` is the line that calls the module. An operator that autograd runs has no line of its own: `look` finds
+none below the engine, and watching.py puts the operator at the line of its forward.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import sysconfig
+import types
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_FUNCTIONAL = F.__file__
+_FOLDERS = {
+    name: os.path.join(os.path.realpath(path), "")
+    for name, path in {
+        "torch": os.path.dirname(torch.__file__),
+        "ampkit": os.path.dirname(os.path.dirname(__file__)),
+        "site-packages": sysconfig.get_paths()["purelib"],
+        "stdlib": sysconfig.get_paths()["stdlib"],
+    }.items()
+}
+_PASSED_OVER = ("torch", "ampkit", "stdlib")
+_OPERATORS = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "truediv",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.Pow: "pow",
+    ast.MatMult: "matmul",
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    @property
+    def source(self) -> str:
+        """The line itself, without indentation; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def look(frame: types.FrameType | None, *, past_engine: bool = False) -> tuple[Site | None, str | None]:
+    """The user's line below ``frame``, and the public name of the function of torch that it calls, both None if not found.
+
+    The walk ends at autograd's engine, unless ``past_engine``: what lies above has called ``backward()``.
+    """
+    function = None
+    while frame is not None:
+        code = frame.f_code
+        owner = _owner(code)
+        if code.co_filename == _FUNCTIONAL and not code.co_name.startswith("_"):
+            function = f"torch.nn.functional.{code.co_name}"
+        elif function is None and owner not in ("ampkit", "stdlib"):
+            function = _called(frame)
+        if owner not in _PASSED_OVER:
+            return Site(code.co_filename, frame.f_lineno), function
+        if code.co_name == "_engine_run_backward" and not past_engine:
+            break
+        frame = frame.f_back
+    return None, None
+
+
+@functools.cache
+def _owner(code: types.CodeType) -> str:
+    """Whose code it is: one of `_FOLDERS`, the first that holds it, or ``"user"``."""
+    if code.co_filename.startswith("<frozen") or code.co_filename == "<string>":
+        return "stdlib"
+    path = os.path.realpath(code.co_filename)
+    return next((name for name, folder in _FOLDERS.items() if path.startswith(folder)), "user")
+
+
+# The name of what a line calls
+
+_names: dict[tuple[types.CodeType, int], str | None] = {}
+
+
+def _called(frame: types.FrameType) -> str | None:
+    """What the expression calls that this frame is in, ``"torch.exp"`` or ``"torch.Tensor.__mul__"``; None for other calls."""
+    key = frame.f_code, frame.f_lasti
+    if key not in _names:
+        try:
+            _names[key] = _name_of(_expression(frame), frame)
+        except (SyntaxError, ValueError, IndexError, AttributeError):
+            _names[key] = None
+    return _names[key]
+
+
+def _expression(frame: types.FrameType) -> ast.AST:
+    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    first, last, begin, end = (one or 0 for one in position)
+    lines = [linecache.getline(frame.f_code.co_filename, line).encode() for line in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    statement = ast.parse(b"".join(lines).strip()).body[0]
+    return statement.value if isinstance(statement, (ast.Expr, ast.Assign, ast.Return)) else statement
+
+
+def _name_of(node: Any, frame: types.FrameType) -> str | None:
+    if isinstance(node, ast.BinOp):
+        return f"torch.Tensor.__{_OPERATORS[type(node.op)]}__"
+    if isinstance(node, ast.AugAssign):
+        return f"torch.Tensor.__i{_OPERATORS[type(node.op)]}__"
+    if not isinstance(node, ast.Call):
+        return None
+    names, owner = [], node.func
+    while isinstance(owner, ast.Attribute):
+        names.insert(0, owner.attr)
+        owner = owner.value
+    root = None
+    if isinstance(owner, ast.Name):
+        root = frame.f_locals.get(owner.id, frame.f_globals.get(owner.id))
+    if not names:  # bound by name: from torch import exp
+        owners = (module for module in (F, torch) if callable(root) and getattr(module, owner.id, None) is root)
+        return next((f"{module.__name__}.{owner.id}" for module in owners), None)
+    while names[:-1] and isinstance(root, types.ModuleType):
+        root = getattr(root, names.pop(0))
+    if isinstance(root, types.ModuleType):
+        return f"{root.__name__}.{names[-1]}"
+    return f"torch.Tensor.{names[-1]}" if hasattr(torch.Tensor, names[-1]) else None

@@ -1,0 +1,212 @@
+"""A dispatch mode that hands every operator to its subclass, with what the operator belongs to: a `Call`.
+
+Forward, backward and recomputation go through one method, `Watch.around`. An operator of the backward pass stands at the line and
+in the module of its forward: autograd numbers its nodes in order, and the number that is newest when an operator runs forward is
+that of the operator's own node. `Journal` undoes what operators write.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .sites import Site, look
+
+_current_node = torch._C._current_autograd_node
+_newest_node = torch._C._autograd._get_sequence_nr
+
+# Operators under other names than the functions that call them.
+_NAMES = {
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "cudnn_batch_norm": "batch_norm",
+    "fused_rms_norm": "rms_norm",
+    "convolution": "conv",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "addmm": "linear",
+    "nll_loss_forward": "nll_loss",
+    "to_copy": "cast",
+    "native_dropout": "dropout",
+}
+
+
+@dataclass
+class Call:
+    """One operator, on its way. ``call()`` runs it.
+
+    ``site`` is the user's line, None where there is none. ``function`` is the public name of what the line calls
+    (``"torch.exp"``), or the operator's, and ``module`` the path of the innermost module that ran (``"layers.0.norm"``; ``""`` for
+    the model itself, and outside of it). In a backward pass all three are the forward's, and ``node`` names autograd's node.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    site: Site | None = None
+    function: str = ""
+    module: str = ""
+    node: str | None = None
+
+    def __call__(self) -> Any:
+        return self.op(*self.args, **self.kwargs)
+
+    @property
+    def backward(self) -> bool:
+        return self.node is not None
+
+    @property
+    def name(self) -> str:
+        """The operator's name, without namespace, underscores and overload: ``"softmax"``."""
+        return operator_name(self.op)
+
+    def inputs(self) -> list[torch.Tensor]:
+        return tensors_in((self.args, self.kwargs))
+
+    def written(self) -> list[torch.Tensor]:
+        """The arguments that the operator writes to."""
+        return [tensor for _, tensor in arguments_written(self.op, self.args, self.kwargs)]
+
+
+class Watch(TorchDispatchMode):
+    """Watches all that runs inside ``with``, in every thread that autograd starts for it. Subclasses replace `around`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # and their paths
+        self._running: dict[int, list[nn.Module]] = {}  # by thread
+        self._forward: dict[int, Call] = {}  # by the number of the node that it made
+        self._newest: dict[int, int] = {}  # node, by thread
+        self._hooks: list[Any] = []
+
+    def around(self, call: Call) -> Any:
+        """Run the operator, and return its result."""
+        return call()
+
+    def on_module(self, module: nn.Module) -> None:
+        """A module begins that is no part of one seen before."""
+
+    def __enter__(self) -> Any:
+        of_all = nn.modules.module
+        self._hooks = [
+            of_all.register_module_forward_pre_hook(self._begin),
+            of_all.register_module_forward_hook(self._end, always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def _begin(self, module: nn.Module, _args: Any) -> None:
+        if module not in self.modules:
+            for path, part in module.named_modules():
+                self.modules.setdefault(part, path)
+            self.on_module(module)
+        self._running.setdefault(threading.get_ident(), []).append(module)
+
+    def _end(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        running = self._running.get(threading.get_ident())
+        if running and module in running:
+            del running[running.index(module) :]
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.around(self._located(Call(op, args, kwargs or {})))
+
+    def _located(self, call: Call) -> Call:
+        node, frame = _current_node(), sys._getframe(2)
+        site, function = look(frame)
+        if node is not None and site is None:
+            forward = self._forward.get(node._sequence_nr())
+            if forward is None:  # made before the watch began: at the line that calls backward()
+                return replace(call, site=look(frame, past_engine=True)[0], function=call.name, node=node.name())
+            return replace(call, site=forward.site, function=forward.function, module=forward.module, node=node.name())
+        thread = threading.get_ident()
+        running = self._running.get(thread)
+        module = self.modules[running[-1]] if running else ""
+        call = replace(call, site=site, function=function or call.name, module=module)
+        number = _newest_node() - 1
+        if self._newest.get(thread) != number:
+            self._newest[thread] = number
+            self._forward[number] = replace(call, args=(), kwargs={})  # keeps no tensor alive
+        return call
+
+
+def operator_name(op: Any) -> str:
+    name = op._schema.name.partition("::")[2].strip("_")
+    return _NAMES.get(name, name)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def arguments_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The arguments that an operator writes to, with their names."""
+    for place, name in _places_written(op):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        yield from ((name, tensor) for tensor in tensors_in(value))
+
+
+@functools.cache
+def _places_written(op: Any) -> list[tuple[int, str]]:
+    """By their numbers and names. torch's schemas keep quiet about running statistics."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(op._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in ("running_mean", "running_var")
+    ]
+
+
+class Journal(TorchDispatchMode):
+    """Copies what operators are about to write to, unless an operator inside has made it; `undo` writes the copies back.
+
+    So an iteration can be repeated on a model that is too large to copy: buffers, moments and counters that it changes are kept,
+    weights that it leaves alone are not. ``on_leaf`` is given each tensor that operators read and that is to get a gradient.
+    """
+
+    def __init__(self, on_leaf: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self._on_leaf = on_leaf
+        self._made: set[int] = set()
+        self._seen: set[tuple[Any, ...]] = set()
+        self._writes: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what stood there
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad and tensor.is_leaf:
+                self._on_leaf(tensor)
+        for _, tensor in arguments_written(op, args, kwargs):
+            place = address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+            if place[0] not in self._made and place not in self._seen:
+                self._seen.add(place)
+                self._writes.append((tensor.detach(), tensor.detach().clone()))
+        out = op(*args, **kwargs)
+        if not op._schema.is_mutable and not op.is_view:
+            self._made.update(map(address, tensors_in(out)))
+        return out
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            while self._writes:  # the latest first: of two copies of one place, the earlier counts
+                tensor, before = self._writes.pop()
+                tensor.copy_(before)

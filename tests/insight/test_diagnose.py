@@ -1,0 +1,603 @@
+"""`ampkit.diagnose` on iterations that each have one culprit: found at its line, with its kind and its cure.
+
+The line of a case that makes the first inf or NaN ends in ``# here``. Each case returns its iteration; what it prepares is finite.
+"""
+
+import copy
+import inspect
+import random
+
+import pytest
+import torch
+from helpers import initialize_quietly
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+from ampkit.insight.diagnose import diagnose
+
+SGD = torch.optim.SGD
+
+
+def trained(model, level, **settings):
+    settings["cast_model_type" if level == "O2" else "patch_torch_functions_type"] = torch.float16
+    return initialize_quietly(model, lambda params: SGD(params, 0.125), level, **settings)
+
+
+def filled(layer, weight, bias=0.0):
+    with torch.no_grad():
+        layer.weight.fill_(weight)
+        if layer.bias is not None:
+            layer.bias.fill_(bias)
+    return layer
+
+
+def scaled_backward(loss, optimizer):
+    with ampkit.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def leaf(*values, dtype=torch.float32):
+    return torch.tensor(values, dtype=dtype, requires_grad=True)
+
+
+# Forward
+
+
+def exp_in_float16():
+    x = leaf(1.0, 20.0, dtype=torch.float16)
+
+    def iteration():
+        y = torch.exp(x)  # here
+        (y.sum(dtype=torch.float32) * 1e-6).backward()
+
+    return iteration
+
+
+def exp_beyond_float32():
+    x = leaf(412.0, 1.0, dtype=torch.float16)
+
+    def iteration():
+        x.exp().float().sum().backward()  # here
+
+    return iteration
+
+
+def a_square_in_float16():
+    layer, optimizer = trained(filled(nn.Linear(4, 4), 25.0), "O1")
+
+    def iteration():
+        y = layer(torch.ones(2, 4) * 3)
+        norm = (y * y).float().mean(-1).sqrt()  # here
+        scaled_backward(norm.mean(), optimizer)
+
+    return iteration
+
+
+def a_matrix_product_beyond_float16():
+    model = nn.Sequential(filled(nn.Linear(4, 4), 200.0), filled(nn.Linear(4, 2), 20.0))
+    model, optimizer = trained(model, "O2")
+
+    def iteration():
+        loss = model(torch.ones(2, 4)).mean()  # here
+        model(torch.ones(2, 4))
+        scaled_backward(loss / 1e6, optimizer)
+
+    filled(model[1], 60.0)
+    return iteration
+
+
+def a_weight_beyond_float16():
+    layer, optimizer = trained(filled(nn.Linear(1, 2), 70000.0), "O1")
+
+    def iteration():
+        y = layer(torch.full((2, 1), 1e-3))  # here
+        scaled_backward(y.mean(), optimizer)
+
+    return iteration
+
+
+def an_autocast_region():
+    layer = filled(nn.Linear(4, 2), 200.0)
+
+    def iteration():
+        with torch.autocast("cpu", torch.float16):
+            y = layer(torch.full((2, 4), 100.0))  # here
+        (y.float().mean() * 1e-6).backward()
+
+    return iteration
+
+
+def a_mask_in_the_wrong_dtype():
+    scores = leaf(1.0, 2.0, dtype=torch.float16)
+
+    def iteration():
+        mask = torch.ones(2) * torch.finfo(torch.float32).min
+        masked = scores + mask.to(scores.dtype)  # here
+        F.softmax(masked, -1).float().square().sum().backward()
+
+    return iteration
+
+
+def a_masked_row():
+    scores = leaf(1.0, 2.0)
+
+    def iteration():
+        masked = scores.masked_fill(torch.ones(2, dtype=torch.bool), -torch.inf)
+        weights = F.softmax(masked, dim=-1)  # here
+        weights.square().sum().backward()
+
+    return iteration
+
+
+def log_of_zero():
+    x = leaf(0.0, 1.0)
+
+    def iteration():
+        (-x.log().mean()).backward()  # here
+
+    return iteration
+
+
+def log_of_a_negative_number():
+    x = leaf(-2.0, 1.0)
+
+    def iteration():
+        torch.log(x).mean().backward()  # here
+
+    return iteration
+
+
+def a_masked_mean():
+    x, mask = leaf(1.0, 2.0), torch.zeros(2)
+
+    def iteration():
+        loss = (x * mask).sum() / mask.sum()  # here
+        loss.backward()
+
+    return iteration
+
+
+def no_target():
+    x = torch.zeros(2, 3, requires_grad=True)
+
+    def iteration():
+        loss = F.cross_entropy(x, torch.full((2,), -100))  # here
+        loss.backward()
+
+    return iteration
+
+
+def no_element():
+    x = leaf(1.0, 2.0)
+
+    def iteration():
+        x[x > 2].mean().backward()  # here
+
+    return iteration
+
+
+def a_mask_that_multiplies():
+    x, mask = leaf(1.0, 2.0), torch.full((2,), -torch.inf)
+
+    def iteration():
+        (x * (mask * 0)).sum().backward()  # here
+
+    return iteration
+
+
+# Backward
+
+
+def log_of_zero_behind_where():
+    x = leaf(0.0, 1.0)
+
+    def iteration():
+        y = torch.where(x > 0, x.log(), 0.0)  # here
+        y.sum().backward()
+
+    return iteration
+
+
+def sqrt_at_zero():
+    x = leaf(0.0, 1.0)
+
+    def iteration():
+        y = x.sqrt()  # here
+        y.sum().backward()
+
+    return iteration
+
+
+def a_power_at_zero():
+    x = leaf(0.0, 1.0)
+
+    def iteration():
+        y = x**0.5  # here
+        y.sum().backward()
+
+    return iteration
+
+
+def acos_at_one():
+    x = leaf(0.0, 1.0)
+
+    def iteration():
+        torch.acos(x).sum().backward()  # here
+
+    return iteration
+
+
+def in_a_module():
+    class Distance(nn.Module):
+        def forward(self, x, y):
+            return (x - y).square().sum(-1).sqrt()  # here
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.distance = nn.Linear(2, 2), Distance()
+
+        def forward(self, x):
+            return self.distance(self.layer(x), self.layer(x))
+
+    model = Model()
+
+    def iteration():
+        model(torch.ones(3, 2)).sum().backward()
+
+    return iteration
+
+
+def in_a_checkpoint():
+    x = leaf(0.0, 1.0)
+
+    def block(x):
+        y = x * 2
+        return y.sqrt()  # here
+
+    def iteration():
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+
+    return iteration
+
+
+def in_a_function_of_the_script():
+    class Divide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad / x  # here
+
+    x = leaf(0.0, 1.0)
+
+    def iteration():
+        Divide.apply(x).sum().backward()
+
+    return iteration
+
+
+def a_harmless_overflow():
+    layer, optimizer = trained(filled(nn.Linear(4, 2), 0.25), "O1")
+
+    def iteration():
+        y = layer(torch.ones(1, 4))
+        scaled_backward(y.float().sum(), optimizer)  # here
+
+    return iteration
+
+
+def a_harmless_overflow_eight_steps_off():
+    layer, optimizer = trained(filled(nn.Linear(4, 2), 0.25), "O2")
+
+    def iteration():
+        y = layer(torch.ones(1, 4))  # here
+        scaled_backward(y.sum() * 200, optimizer)
+
+    return iteration
+
+
+def a_static_scale():
+    layer, optimizer = trained(filled(nn.Linear(4, 2), 0.25), "O1", loss_scale=2.0**20)
+
+    def iteration():
+        y = layer(torch.ones(1, 4))
+        scaled_backward(y.float().sum(), optimizer)  # here
+
+    return iteration
+
+
+def a_grad_scaler():
+    layer, scaler = filled(nn.Linear(4, 2), 0.25), torch.amp.GradScaler("cpu", init_scale=2.0**17)
+    optimizer = SGD(layer.parameters(), 0.1)
+
+    def iteration():
+        with torch.autocast("cpu", torch.float16):
+            y = layer(torch.ones(1, 4))
+        scaler.scale(y.float().sum()).backward()  # here
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return iteration
+
+
+def a_loss_that_the_scale_makes_inf():
+    layer, optimizer = trained(filled(nn.Linear(1, 1), 1.0), "O1")
+
+    def iteration():
+        loss = layer(torch.ones(1, 1)).float().sum() * 1e34
+        with ampkit.scale_loss(loss * 1.0, optimizer) as scaled_loss:  # here
+            (scaled_loss * 1e-34).backward()
+
+    return iteration
+
+
+def an_overflow_at_any_scale():
+    x, factor = leaf(1e-6, 2e-6, dtype=torch.float16), torch.tensor(6e4, dtype=torch.float16)
+    layer, optimizer = trained(filled(nn.Linear(1, 1), 1.0), "O1")
+
+    def iteration():
+        y = layer(torch.ones(1, 1)).float().sum() * 0
+        narrow = x * factor  # here
+        scaled_backward((narrow * factor).float().sum() + y, optimizer)
+
+    return iteration
+
+
+OVERFLOW, DIVISION, LOG, SCALE = (
+    "overflow of the format",
+    "division by zero",
+    "log of zero",
+    "the loss scale itself",
+)
+IN_FLOAT32_TOO = "float32 fails too: the model, not the precision"
+
+# case, kind, backward, function, what the evidence has, what the first cure has
+CASES = [
+    (exp_in_float16, OVERFLOW, False, "torch.exp", "max |input| = 20, exp needs 4.852e+08, float16 ends at 65504",
+     "torch.exp in float32: finite"),
+    (exp_beyond_float32, OVERFLOW, False, "torch.Tensor.exp", "exp needs 8.498e+178",
+     IN_FLOAT32_TOO),
+    (a_square_in_float16, OVERFLOW, False, "torch.Tensor.__mul__", "max |input| = 300, mul needs 9e+04",
+     'policy={"torch.Tensor.__mul__": "fp32"}'),
+    (a_matrix_product_beyond_float16, OVERFLOW, False, "torch.nn.functional.linear", "max |input| = 800",
+     'policy={"torch.nn.functional.linear": "fp32"}'),
+    (a_weight_beyond_float16, OVERFLOW, False, "torch.nn.functional.linear", "max |input| = 7e+04",
+     'policy={"torch.nn.functional.linear": "fp32"}'),
+    (an_autocast_region, OVERFLOW, False, "torch.nn.functional.linear", "linear needs 8e+04",
+     "in float32: finite"),
+    (a_mask_in_the_wrong_dtype, OVERFLOW, False, "torch.Tensor.to", "max |input| = 3.403e+38",
+     "torch.Tensor.to in float32"),
+    (a_masked_row, "inf - inf", False, "torch.nn.functional.softmax", "2 of 2 elements",
+     IN_FLOAT32_TOO),
+    (log_of_zero, LOG, False, "torch.Tensor.log", "1 of 2 elements",
+     IN_FLOAT32_TOO),
+    (log_of_a_negative_number, "outside of the function's domain", False, "torch.log", "the lowest is -2",
+     IN_FLOAT32_TOO),
+    (a_masked_mean, DIVISION, False, "torch.Tensor.__truediv__", "the divisor is 0 in 1 of 1",
+     IN_FLOAT32_TOO),
+    (no_target, DIVISION, False, "torch.nn.functional.cross_entropy", "every target is ignored",
+     IN_FLOAT32_TOO),
+    (no_element, DIVISION, False, "torch.Tensor.mean", "mean of no elements",
+     IN_FLOAT32_TOO),
+    (a_mask_that_multiplies, "0 * inf", False, "torch.Tensor.__mul__", "2 of 2 elements",
+     IN_FLOAT32_TOO),
+    (log_of_zero_behind_where, LOG, True, "torch.Tensor.log", "the divisor is 0 in 1 of 2",
+     IN_FLOAT32_TOO),
+    (sqrt_at_zero, DIVISION, True, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 2",
+     IN_FLOAT32_TOO),
+    (a_power_at_zero, DIVISION, True, "torch.Tensor.__pow__", "the divisor is 0 in 1 of 2",
+     IN_FLOAT32_TOO),
+    (acos_at_one, DIVISION, True, "torch.acos", "the divisor is 0 in 1 of 2",
+     IN_FLOAT32_TOO),
+    (in_a_module, DIVISION, True, "torch.Tensor.sqrt", "3 of 3",
+     IN_FLOAT32_TOO),
+    (in_a_checkpoint, DIVISION, True, "torch.Tensor.sqrt", "1 of 2",
+     IN_FLOAT32_TOO),
+    (in_a_function_of_the_script, DIVISION, False, "torch.Tensor.__truediv__", "1 of 2",
+     IN_FLOAT32_TOO),
+    (a_harmless_overflow, SCALE, True, "torch.Tensor.float", "the cast",
+     "harmless: finite at 32768; the scale is found within 1 step"),
+    (a_harmless_overflow_eight_steps_off, SCALE, True, "cast", "65504",
+     "harmless: finite at 256; the scale is found within 8 steps"),
+    (a_static_scale, SCALE, True, "torch.Tensor.float", "1.049e+06",
+     "loss_scale=32768"),
+    (a_grad_scaler, SCALE, True, "torch.Tensor.float", "1.311e+05",
+     "harmless: finite at 32768; the scale is found within 2 steps"),
+    (a_loss_that_the_scale_makes_inf, SCALE, False, "mul", "6.554e+38, float32 ends at 3.4e+38",
+     "harmless: finite at 32768"),
+    (an_overflow_at_any_scale, OVERFLOW, True, "torch.Tensor.__mul__", "2.197e+05",
+     "bfloat16"),
+]  # fmt: skip
+
+
+def marked_line(case):
+    lines, first = inspect.getsourcelines(case)
+    return next(first + i for i, line in enumerate(lines) if line.rstrip().endswith("# here"))
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    ampkit.close()
+
+
+@pytest.mark.parametrize(
+    "case, kind, backward, function, evidence, cure", CASES, ids=[row[0].__name__ for row in CASES]
+)
+def test_the_culprit_is_found_with_its_kind_and_cure(case, kind, backward, function, evidence, cure):
+    found = diagnose(case())
+    print(found)
+    culprit = found.culprit
+    assert (culprit.site.file, culprit.site.line) == (__file__, marked_line(case))
+    assert (culprit.kind, culprit.backward, culprit.function) == (kind, backward, function)
+    assert evidence in culprit.evidence
+    assert cure in str(found.cures[0])
+
+
+# What is none
+
+
+def healthy():
+    layer, optimizer = trained(filled(nn.Linear(4, 2), 0.25), "O1")
+
+    def iteration():
+        scaled_backward(layer(torch.ones(2, 4)).float().mean(), optimizer)
+
+    return iteration
+
+
+def a_mask_of_inf():
+    scores = leaf(1.0, 2.0)
+
+    def iteration():
+        masked = scores.masked_fill(torch.tensor([True, False]), -torch.inf)
+        F.softmax(masked, dim=-1).square().sum().backward()
+
+    return iteration
+
+
+def nan_that_reaches_nothing():
+    x = leaf(0.0, 1.0)
+
+    def iteration():
+        (x.detach() / x.detach()).mean()
+        x.std(unbiased=False).backward()
+        (x[:1].expand(2).std() * 1).backward()  # torch divides by 0 in the backward pass here, and masks the result
+
+    return iteration
+
+
+@pytest.mark.parametrize("case", [healthy, a_mask_of_inf, nan_that_reaches_nothing])
+def test_nothing_is_found_in_a_healthy_iteration(case):
+    found = diagnose(case())
+    assert not found
+    assert str(found).startswith(f"nothing found in {found.operations} operations")
+
+
+# What was there before
+
+
+def test_nan_in_the_batch_is_named_with_the_line_that_uses_it():
+    layer, batch = nn.Linear(2, 1), torch.tensor([[1.0, torch.nan]])
+
+    def iteration():
+        layer(batch).sum().backward()  # here
+
+    found = diagnose(iteration)
+    assert found.culprit.kind == "not finite before the iteration"
+    assert (
+        found.culprit.evidence
+        == "a tensor of shape (1, 2), torch.float32, that this line uses, has 1 NaN among 2 elements"
+    )
+    assert found.culprit.site.line == marked_line(test_nan_in_the_batch_is_named_with_the_line_that_uses_it)
+
+
+def test_weights_statistics_and_moments_that_are_not_finite_are_told_first():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    model[1].running_var[1] = torch.inf
+    optimizer.state[model[1].weight]["exp_avg"] = torch.full((2,), torch.inf)
+
+    found = diagnose(lambda: model(torch.ones(3, 2)).sum().backward())
+    assert str(found).splitlines()[:3] == [
+        "not finite before the iteration: 'exp_avg' of the optimizer for '1.weight' has 2 inf among 2 elements",
+        "not finite before the iteration: '0.weight' of Sequential has 1 NaN among 4 elements",
+        "not finite before the iteration: buffer '1.running_var' has 1 inf among 2 elements",
+    ]
+
+
+# All is as before
+
+
+def everything(model, optimizer):
+    """Bits of all that training changes, and of what comes next."""
+    state = [*model.state_dict().values(), *(param.grad for param in model.parameters())]
+    state += [value for one in optimizer.state.values() for value in one.values()]
+    state += [torch.get_rng_state(), torch.tensor(random.getstate()[1][:8])]
+    return copy.deepcopy([*state, ampkit.state_dict()])
+
+
+def same(one, other):
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("fails", ["finite", "inf", "error"])
+def test_training_goes_on_as_if_nothing_had_been_diagnosed(level, fails):
+    def train(with_diagnosis):
+        torch.manual_seed(0)
+        random.seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+        def iteration(scale=1.0):
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 4) * random.random()).square().sum() * scale
+            scaled_backward(loss, optimizer)
+            if scale == 2:
+                raise KeyError("of the script")
+            ampkit.clip_grad_norm_(optimizer, 1.0)
+            optimizer.step()
+
+        losses = []
+        for i in range(4):
+            iteration()
+            before = everything(model, optimizer)
+            if with_diagnosis and i % 2:
+                if fails == "error":
+                    with pytest.raises(KeyError, match="of the script"):
+                        diagnose(lambda: iteration(2))
+                else:
+                    assert bool(diagnose(lambda: iteration(1e39 if fails == "inf" else 1.0))) is (fails == "inf")
+                assert same(everything(model, optimizer), before)
+            losses.append(before)
+        ampkit.close()
+        return [*losses[-1][:-1], *model.state_dict().values()]
+
+    assert same(train(True), train(False))
+
+
+def test_a_cure_that_is_named_cures_when_it_is_done():
+    """The settings that diagnose prints, given to `initialize`."""
+
+    class Square(nn.Module):
+        def forward(self, y):
+            return (y * y).float().mean()
+
+    def failing(**settings):
+        model = nn.Sequential(filled(nn.Linear(4, 4), 25.0), Square())
+        model, optimizer = trained(model, "O1", loss_scale=1.0, **settings)
+
+        def iteration():
+            scaled_backward(model(torch.full((2, 4), 3.0)), optimizer)
+
+        return model, iteration
+
+    _, iteration = failing()
+    cures = [cure.setting for cure in diagnose(iteration).cures]
+    assert cures == ['policy={"torch.Tensor.__mul__": "fp32"}', 'keep_fp32=["1"]', "bfloat16 (O4 or O5)"]
+    for setting in cures[:2]:
+        ampkit.close()
+        model, iteration = failing(**eval(f"dict({setting})"))
+        iteration()
+        # 300**2 on average, and the gradient of the mean of 8 squares at 300, of inputs 3, over 2 rows
+        assert model[0].weight.grad.unique().tolist() == [2 * 300 / 8 * 3 * 2]
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(
+        TypeError, match="expects a function without arguments that runs forward and backward, found float"
+    ):
+        diagnose(1.0)
