@@ -73,7 +73,7 @@ def initialize(
     ``opt_level`` is ``"O0"`` to ``"O5"``. Every other setting that is None takes the level's default:
 
     - ``cast_model_type``: the lower precision that weights are stored in and calls are cast to (O2, O3).
-    - ``patch_torch_functions``: whether calls are cast, over float32 weights (O1, O4), and ``patch_torch_functions_type`` to what.
+    - ``patch_torch_functions``: whether calls are cast over float32 weights (O1, O4); ``patch_torch_functions_type``: their dtype.
     - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights (O2, O3, O5).
     - ``keep_fp32``: modules, types or name patterns that compute in float32 and return float32, at every level. The name of a
       layer's parameter names the layer. Any other parameter is stored in float32, and calls cast it as at O1.

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import linecache
 import re
 import shlex
 
@@ -54,21 +55,26 @@ def is_installed(package):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=ids)
 def test_blocks_run_in_order_and_print_what_the_page_says(page, tmp_path, monkeypatch):
+    """As one script, whose lines ampkit quotes."""
     monkeypatch.chdir(tmp_path)  # some write checkpoints
     monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
     monkeypatch.setattr(torch, "compile", torch.compile)  # Lightning wraps it when it is imported
     names = {"__name__": "page"}
-    printed = ""
+    printed, script = "", ""
     for language, title, body in fences(page):
         if language == "python" and not title.startswith("needs"):
             printed = None
             if is_installed(title.removeprefix("with ")):
                 out = io.StringIO()
+                ahead = "\n" * len(script.splitlines())
+                script += body
+                linecache.cache["script.py"] = len(script), None, script.splitlines(keepends=True), "script.py"
                 with contextlib.redirect_stdout(out):
-                    exec(compile(body, str(page), "exec"), names)
+                    exec(compile(ahead + body, "script.py", "exec"), names)
                 printed = out.getvalue()
         elif title.startswith("prints") and printed is not None:
             assert_as_printed(printed, body)
+    linecache.cache.pop("script.py", None)
     ampkit.apex.uninstall()  # a page shows how to install it
 
 
