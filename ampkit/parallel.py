@@ -39,8 +39,8 @@ def fully_shard(
     """torch's ``fully_shard`` (FSDP2) with the precision of an opt level, which cannot be changed after sharding. In place.
 
     Call it as torch's own: on the blocks first, then on the model, then build the optimizer, then `initialize` at the same
-    level with the same settings. At O2, O3 and O5 the sharded parameters stay float32 and are trained so; they are gathered in
-    lower precision, but for norms and what ``keep_fp32`` names, which get groups of their own. Gradients are reduced in
+    level with the same settings. At O2, O3 and O5 the sharded parameters stay and train in float32. They are gathered in lower
+    precision, except norms and what ``keep_fp32`` names, which get groups of their own. Gradients are reduced in
     ``reduce_dtype``. At O0, O1 and O4 everything is gathered in float32. ``options`` go to torch's: ``reshard_after_forward``,
     ``offload_policy``, ``shard_placement_fn``, ``ignored_params``.
 
@@ -101,10 +101,9 @@ def convert_syncbn_model(
     return value. Move the model to its device first: the device chooses the class.
 
     ``channel_last=True`` is for models whose tensors have their channels in the last dimension (N, H, W, C). Tensors
-    in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it. ``layer_class`` takes the place of
-    `SyncBatchNorm` where that would be made.
+    in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it. ``layer_class`` replaces `SyncBatchNorm`.
 
-    Raises ValueError for a lazy batch norm that has not seen a batch, and TypeError for what is no module.
+    Raises ValueError for a lazy batch norm that has not seen a batch, and TypeError for an argument that is no module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"convert_syncbn_model expects a model (torch.nn.Module), found a {type(module).__name__}.")

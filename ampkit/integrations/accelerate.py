@@ -18,8 +18,8 @@ from .grad_scaler import GradScaler
 def attach(accelerator: Any, session: Session | None = None) -> None:
     """Have ``backward``, clipping and the prepared optimizers of this ``Accelerator`` go through ``session``, or the newest one.
 
-    ``accelerator.optimizer_step_was_skipped`` and ``save_state`` / ``load_state`` then tell of, and hold, its loss scale. The
-    accelerator must have been made with ``mixed_precision="no"``: it would cast, scale and unscale a second time.
+    ``accelerator.optimizer_step_was_skipped`` then reports its skipped steps, and ``save_state`` and ``load_state`` hold its loss
+    scale. The accelerator must have been made with ``mixed_precision="no"``: it would cast, scale and unscale a second time.
 
     Raises `NotInitializedError` before `ampkit.initialize`, and `ConfigurationError` for an accelerator with another
     ``mixed_precision``, or with a ``distributed_type`` that is neither one process nor DDP.

@@ -14,8 +14,8 @@ from . import clipping, framework
 class NativeScaler:
     """timm's interface over `scale_loss`: one call is backward, clipping and step.
 
-    ``need_update=False`` adds a micro-batch. ``state_dict`` is in the format of timm's, so that each reads the checkpoints of the
-    other; it is of the newest session. A call raises what `scale_loss` raises.
+    ``need_update=False`` adds a micro-batch. ``state_dict`` has timm's format, so that each reads the checkpoints of the other, and
+    holds the newest session's scale. A call raises what `scale_loss` raises.
     """
 
     state_dict_key = "amp_scaler"

@@ -19,15 +19,14 @@ _REMOVED = ("grads", "output_params", "scale", "grad_norms")
 class FusedAdam(FusedOptimizer):
     """AdamW (``adam_w_mode``, the default) or Adam with L2 regularisation, over lists of tensors.
 
-    ``capturable=True`` keeps the learning rate in a tensor beside the parameters and works inside
-    ``torch.amp.GradScaler.step``, which hands its scale and its finding over instead of reading them.
-    ``master_weights=True`` (with it) updates float32 copies of lower-precision parameters; not needed under
-    ``initialize``, which trains them in float32 itself.
+    ``capturable=True`` keeps the learning rate in a tensor beside the parameters. ``torch.amp.GradScaler.step`` then passes its
+    scale and its overflow flag to the step instead of reading them. ``master_weights=True``, together with it, updates float32
+    copies of lower-precision parameters; `initialize` needs neither.
 
-    ``state_dtype`` ("float32", "bfloat16", "int8") is what moments are stored in: 8, 4 or about 2 bytes for each parameter;
-    checkpoints hold them in float32 all the same. ``rounding="stochastic"`` rounds parameters in bfloat16 up or down at
-    random, in the mean to what they should be, so that steps too small for their precision are not lost: for training
-    without masters. Random numbers are a function of ``seed``, which checkpoints hold, and of the number of steps.
+    ``state_dtype`` ("float32", "bfloat16", "int8") is the precision of the moments: 8, 4 or about 2 bytes for each parameter.
+    Checkpoints hold float32. ``rounding="stochastic"`` rounds parameters in bfloat16 up or down at random, so that they are right
+    in the mean and small steps are not lost: for training without float32 values (O3). Random numbers depend on ``seed`` and on
+    the number of steps, which checkpoints hold.
 
     Takes floating-point parameters of any shape. Raises RuntimeError for ``amsgrad``, for ``master_weights`` without ``capturable``
     and for gradients that are sparse. Raises ValueError for a rate, ``eps`` or decay below 0, for ``betas`` outside of [0, 1), and

@@ -17,8 +17,8 @@ class FusedSGD(FusedOptimizer):
     """``torch.optim.SGD`` with momentum, over lists of tensors; state loads from and into it.
 
     ``wd_after_momentum`` adds the weight decay to the update instead of the gradient, so that it stays out of the
-    momentum. ``materialize_master_grads`` is kept for Apex's sake: under `initialize` master gradients come into being when
-    somebody iterates ``master_params``. ``state_dtype``, ``rounding`` and ``seed`` as in `FusedAdam`.
+    momentum. ``materialize_master_grads`` is accepted for compatibility with Apex, without an effect. ``state_dtype``, ``rounding``
+    and ``seed`` are as in `FusedAdam`.
 
     Raises ValueError for a rate, momentum or decay that is no number of at least 0, and for ``nesterov`` without momentum or with
     dampening; for the last three settings as `FusedAdam` does.

@@ -13,11 +13,11 @@ from .. import kernels
 class LARC:
     """Scales each gradient so that ``optimizer`` moves its tensor by a share of the tensor's own norm.
 
-    The local rate is ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip`` it only ever lowers the
-    optimizer's learning rate, without it the two are multiplied. Weight decay is part of the scaled gradient. Learning-rate
-    schedulers take the inner optimizer, ``.optim``; ``initialize`` and ``scale_loss`` take the whole.
+    The local rate is ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip`` it can only lower the
+    optimizer's learning rate; without, the two are multiplied. Weight decay is part of the scaled gradient. Give learning-rate
+    schedulers the inner optimizer, ``.optim``, and ``initialize`` and ``scale_loss`` the LARC.
 
-    Raises TypeError for what is no optimizer.
+    Raises TypeError for an argument that is no optimizer.
 
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; the clipping is NVIDIA's.
     """

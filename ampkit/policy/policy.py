@@ -38,7 +38,7 @@ _IN_PLACE = re.compile(
 
 @dataclass(frozen=True, repr=False)
 class Policy:
-    """Which torch function computes in which precision at O1.
+    """Which torch function computes in which precision, at every level but O0.
 
     ``base`` names the tables: ``"default"``, ``"apex"`` (Apex's lists), or ``"autocast"``, torch.autocast's list for the
     device type of the models (``"autocast-cpu"`` and ``"autocast-cuda"`` name one outright). A function that a list does
@@ -46,7 +46,7 @@ class Policy:
 
     ``overrides`` changes single rows: the full name of a function to ``"lower"`` (the session's lower precision),
     ``"bfloat16"``, ``"fp32"``, ``"promote"`` (the widest dtype among the arguments), ``"native"`` (left to torch) or
-    ``"error"`` (refused in lower precision). ``banned`` says what becomes of functions that the tables refuse:
+    ``"error"`` (refused in lower precision). ``banned`` chooses for functions that the tables refuse:
     ``"error"``, ``"fp32"`` or ``"allow"``.
 
     Raises `ConfigurationError` for a base, a function, a row or a ``banned`` that does not exist, and names the nearest function.
