@@ -108,7 +108,7 @@ def cuda_extension(cpp_extension):
         "ampkit._cuda",
         ["csrc/cuda/registration.cpp", *sources("csrc/cuda", "*.cu")],
         include_dirs=[str(Path("csrc").resolve())],
-        depends=[*sources("csrc/cuda", "*.cuh"), *shared_headers()],
+        depends=[*sources("csrc/cuda", "*.cuh"), *sources("csrc/moments", "*.cuh"), *shared_headers()],
         extra_compile_args={"cxx": [*CXX_FLAGS, "-DUSE_CUDA"], "nvcc": NVCC_FLAGS},
         py_limited_api=True,
     )
@@ -134,7 +134,7 @@ def casting_extension(cpp_extension):
 
 
 def shared_headers():
-    return [header for folder in ("csrc", "csrc/functors") for header in sources(folder, "*.h")]
+    return [header for folder in ("csrc", "csrc/functors", "csrc/moments") for header in sources(folder, "*.h")]
 
 
 def sources(folder, pattern):

@@ -9,7 +9,7 @@
 
 namespace ampkit {
 
-// Thrown before anything was written: whoever called may have somebody else compute. Any other exception may come after a launch.
+// Thrown before anything was written: Python may compute the call in another way. Any other exception may come after a launch.
 class Refusal : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -3,7 +3,7 @@
 // For every tensor of a list the dispatcher makes an IValue, and the stable ABI a shared owner: on many small tensors that is
 // more work than the arithmetic. A method reads the tensors where Python holds them. It answers NotImplemented, having done
 // nothing, where the dispatcher is needed: for tensors that are not plain or lie on another device than the kernels are for, where
-// somebody listens in (tensor_access.h), and where the operator refuses what it is given (check.h).
+// a mode, transform, trace or profiler is to hear of operators (tensor_access.h), and where the operator refuses what it is given (check.h).
 //
 //   method(written, *arguments)     written: bit k for argument k, whose tensors' versions count a write
 #pragma once
@@ -14,6 +14,7 @@
 #include <exception>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,34 +31,17 @@ enum class Given { kFits, kNeedsDispatcher, kRaised };
 
 // An argument of an operator, of the type that its function takes. Tensors are borrowed from Python: the caller holds their
 // objects as long as the call lasts.
-template <class Type>
-struct Argument;
-
-template <>
-struct Argument<double> {
-  double value = 0;
+template <class Value>
+struct Argument {
+  Value value{};
   Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
-    value = PyFloat_AsDouble(object);
-    return value == -1.0 && PyErr_Occurred() ? Given::kRaised : Given::kFits;
-  }
-};
-
-template <>
-struct Argument<int64_t> {
-  int64_t value = 0;
-  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
-    value = PyLong_AsLongLong(object);
-    return value == -1 && PyErr_Occurred() ? Given::kRaised : Given::kFits;
-  }
-};
-
-template <>
-struct Argument<bool> {
-  bool value = false;
-  Given read(PyObject* object, int32_t, std::vector<AtenTensorHandle>*) {
-    const int truth = PyObject_IsTrue(object);
-    value = truth == 1;
-    return truth < 0 ? Given::kRaised : Given::kFits;
+    if constexpr (std::is_same_v<Value, bool>)
+      value = PyObject_IsTrue(object) == 1;
+    else if constexpr (std::is_same_v<Value, double>)
+      value = PyFloat_AsDouble(object);
+    else
+      value = PyLong_AsLongLong(object);
+    return PyErr_Occurred() ? Given::kRaised : Given::kFits;
   }
 };
 

@@ -47,15 +47,15 @@ AMPKIT_DECLARE(void, multi_tensor_axpby, const TensorList& xs, const TensorList&
 AMPKIT_DECLARE(void, multi_tensor_join, const TensorList& weights, const TensorList& rests, const TensorList& outputs);
 AMPKIT_DECLARE(void, multi_tensor_split, const TensorList& values, const TensorList& weights, const TensorList& rests);
 
-// The Euclidean norm of all inputs * inv_scale together, float32 [1], and of each, float32 [n] ([0] when not asked for); outputs,
+// The Euclidean norm of all inputs * inv_scale together, float32 [1], and of each, float32 [n] ([0] unless per_tensor); outputs,
 // if there are any, receive the products. Inputs are checked.
 AMPKIT_DECLARE(TwoTensors, multi_tensor_unscale_l2norm, const TensorList& inputs, const TensorList& outputs, double inv_scale,
                const MaybeTensor& inv_scale_tensor, bool per_tensor, const MaybeTensor& found_inf, const MaybeTensor& first_bad);
 
-// A step of an optimizer, by the rule of this name (step.h). written: parameters, the rule's lists of states, and, where asked for,
-// lower, one list after the other. settings: lr, step, the gradients' factor, the seed's two halves, whether parameters are rounded by
+// A step of an optimizer, by the rule of this name (step.h). written: parameters, the rule's lists of states, and, if there
+// are any, lower, one list after the other. settings: lr, step, the gradients' factor, the seed's two halves, whether parameters are rounded by
 // numbers drawn, and the rule's own. Gradients are multiplied by factor * inv_scale * clip; nothing is written where found_inf is not
-// 0. each has a number for each tensor, which the rule knows; with positions moments are rounded by numbers drawn (functors/rounding.h).
+// 0. each has a number for each tensor, which the rule knows; with positions moments are rounded by numbers drawn (moments/rounding.h).
 AMPKIT_DECLARE(void, multi_tensor_step, const std::string& rule, const TensorList& grads, const TensorList& written,
                const std::vector<double>& settings, const MaybeTensor& lr, const MaybeTensor& step, const MaybeTensor& inv_scale,
                const MaybeTensor& clip, const MaybeTensor& found_inf, const MaybeTensor& each, const MaybeTensor& positions);

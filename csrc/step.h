@@ -1,6 +1,7 @@
 // What multi_tensor_step was given, as the driver of a rule takes it: Step<Functor>, the same on both devices.
 #pragma once
 
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -8,7 +9,7 @@
 #include "functors/multi_tensor_lamb.h"
 #include "functors/multi_tensor_novograd.h"
 #include "functors/multi_tensor_sgd.h"
-#include "functors/rounding.h"
+#include "moments/rounding.h"
 #include "tensor_lists.h"
 
 namespace ampkit {
@@ -48,11 +49,16 @@ struct Step {
     settings.clip = element_data<float>(op, given.clip, beside);
     settings.found_inf = element_data<float>(op, given.found_inf, beside);
     std::copy_n(values + kCommon, Settings::kCount, settings.own);
+    for (int k = 0; k < 2; ++k) settings.log_betas[k] = std::log(settings.own[k]);
     each = vector_data(op, given.each, given.grads);
     const uint64_t seed = static_cast<uint64_t>(values[3]) | static_cast<uint64_t>(values[4]) << 32;
     rounding = {vector_data(op, given.positions, given.grads), settings.step, seed, values[5] != 0};
-    for (const auto& tensor : lists.flat())
+    for (const auto& tensor : lists.flat()) {
       AMPKIT_CHECK(!is_rest(tensor.dtype[kLower]) || tensor.dtype[kParams] != DType::kFloat, op, ": a rest beside a float32 parameter");
+      // The second pass would take other directions than the first, from moments that were rounded in between.
+      for (int k = kParams + 1; Functor::kSumsSquares && k < kLower; ++k)
+        AMPKIT_CHECK(tensor.dtype[k] == DType::kFloat, op, ": moments in lower precision");
+    }
   }
 
  private:

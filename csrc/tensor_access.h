@@ -10,7 +10,7 @@
 namespace ampkit {
 
 struct TensorAccess {
-  // Whether nobody has to be told of operators that this thread calls: no mode, transform, trace or profiler.
+  // True if no mode, transform, trace or profiler is to hear of operators that this thread calls.
   bool (*nobody_listens)();
   // The tensor of this object, which need not be given back and lives as long as the object does; nullptr unless it is a plain
   // one: of torch's own class, or of one that treats functions of torch no differently, with memory of its own and nothing lazy

@@ -16,7 +16,7 @@ namespace ampkit {
 
 using torch::stable::Tensor;
 
-// A tensor that somebody else owns.
+// A tensor that its caller owns.
 class TensorView {
  public:
   explicit TensorView(AtenTensorHandle handle) : handle_(handle) {}
@@ -70,7 +70,7 @@ class TensorList {
     TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
   }
   TensorList() = default;
-  // Tensors that somebody else holds as long as this list is used.
+  // Tensors that the caller holds as long as this list is used.
   static TensorList borrowed(std::vector<AtenTensorHandle> handles) {
     TensorList list;
     list.handles_ = std::move(handles);

@@ -1,8 +1,8 @@
 // TensorLists: what a multi-tensor operator was given, checked and brought into a form that a driver can run over.
 //
 // A driver sees flat memory: for tensor i, one pointer and one dtype per list, and a number of elements. Lists may mix
-// dtypes and sizes freely. Tensors without gaps whose strides agree over all lists (contiguous, channels-last) are used
-// in place; others are staged through a contiguous copy and written back by finish().
+// dtypes and sizes freely. The tensors of one row have no gaps, and strides that agree (contiguous, channels-last); others are
+// refused, and Python copies them (ampkit/kernels/routing.py).
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,13 +18,13 @@
 #include <vector>
 
 #include "check.h"
-#include "functors/moments.h"
+#include "moments/format.h"
 #include "functors/number.h"
 #include "ops.h"
 
 namespace ampkit {
 
-enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kPacked };  // the last: functors/moments.h
+enum class DType : uint8_t { kFloat, kHalf, kBFloat16, kInt16, kPacked };  // the last: moments/format.h
 // kRest: rests (Note [weights and rests]), read. kWriteOrRest: written, and may hold rests. kMoment: written, and may be packed.
 enum class Role { kRead, kRest, kWrite, kWriteOrRest, kMoment };
 
@@ -69,14 +69,6 @@ inline bool is_dense(TensorView tensor) {
   return true;
 }
 
-// Whether several elements lie in one place for certain, as torch asks before it writes.
-inline bool overlaps_itself(TensorView tensor) {
-  const Sizes sizes = tensor.sizes(), strides = tensor.strides();
-  for (size_t d = 0; d < sizes.size(); ++d)
-    if (sizes[d] > 1 && strides[d] == 0) return true;
-  return false;
-}
-
 inline bool same_strides(TensorView x, TensorView y) {
   const Sizes sizes = x.sizes(), a = x.strides(), b = y.strides();
   for (size_t d = 0; d < sizes.size(); ++d)
@@ -94,30 +86,19 @@ class TensorLists {
     is_cpu_ = columns[0][0].is_cpu();
     device_index_ = columns[0][0].get_device_index();
     flat_.reserve(count);
-    // All checks come before the first staging copy: an error leaves every tensor as it was.
-    std::vector<size_t> staged;
-    for (size_t i = 0; i < count; ++i)
-      if (!flatten(i)) staged.push_back(i);
-    for (size_t i : staged)
-      for (int k = 0; k < kDepth; ++k)
-        if (flat_[i].dtype[k] != DType::kPacked) flat_[i].data[k] = stage(columns[k][i].share(), columns[k].role);
+    for (size_t i = 0; i < count; ++i) flatten(i);
   }
 
   const std::vector<FlatTensor<kDepth>>& flat() const { return flat_; }
   bool has_packed() const { return has_packed_; }  // of any tensor
-
-  // Brings staged results home. Call it once the kernels are done (on CUDA: launched).
-  void finish() {
-    for (auto& [target, copy] : written_) torch::stable::copy_(target, copy);
-  }
 
  private:
   std::string at(int k, size_t i) const {
     return std::string(op_) + ": tensor " + std::to_string(i) + " of list " + std::to_string(k) + " ";
   }
 
-  // Reads each tensor's record once, for it is seldom in the cache. Returns whether the row can be used in place.
-  bool flatten(size_t i) {
+  // Reads each tensor's record once, for it is seldom in the cache.
+  void flatten(size_t i) {
     FlatTensor<kDepth>& flat = flat_.emplace_back();
     const Sizes expected = columns_[0][i].sizes();
     flat.numel = 1;
@@ -137,10 +118,7 @@ class TensorLists {
       flat.data[k] = tensor.mutable_data_ptr();
       contiguous = contiguous && tensor.is_contiguous();
     }
-    if (contiguous || share_layout(i)) return true;
-    for (int k = 0; k < kDepth; ++k)
-      AMPKIT_CHECK(columns_[k].role <= Role::kRest || flat.numel == 0 || !overlaps_itself(columns_[k][i]), at(k, i), "has elements in one place");
-    return false;
+    AMPKIT_CHECK(contiguous || share_layout(i), at(0, i), "and those beside it have gaps or different strides");
   }
 
   DType dtype_of(int k, size_t i) const {
@@ -175,22 +153,12 @@ class TensorLists {
     return shared;
   }
 
-  void* stage(const Tensor& tensor, Role role) {
-    // Never the tensor itself: contiguous() may return its argument, and another list may hold the same memory.
-    Tensor copy = allocated(tensor.numel() * tensor.element_size(), [&] { return torch::stable::new_empty(tensor, tensor.sizes()); });
-    torch::stable::copy_(copy, tensor);
-    (role <= Role::kRest ? read_ : written_).emplace_back(tensor, copy);
-    return copy.mutable_data_ptr();
-  }
-
   const char* op_;
   const std::array<Column, kDepth> columns_;
   bool is_cpu_ = true;
   int32_t device_index_ = 0;
   bool has_packed_ = false;
   std::vector<FlatTensor<kDepth>> flat_;
-  std::vector<std::pair<Tensor, Tensor>> read_;  // kept alive until the kernels are done
-  std::vector<std::pair<Tensor, Tensor>> written_;
 };
 
 // Raises unless list k of these has weights in lower precision, and rests beside them in the next one.

@@ -133,7 +133,7 @@ def to_bfloat16(values: Tensor, drawn: Tensor) -> Tensor:
 
 
 def draw(numel: int, *, seed: int, position: Tensor | float, step: Tensor | float, stream: int, device) -> Tensor:
-    """A random number of 32 bits for each element of a parameter's list, as int64: those of csrc/functors/philox.h.
+    """A random number of 32 bits for each element of a parameter's list, as int64: those of csrc/moments/philox.h.
 
     One call gives four words, and each word four numbers: the word itself, and turned by 8, 16 and 24 bits. Users take the lowest
     bits, of which the upper 8 are others of the word each time.

@@ -132,7 +132,7 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The norms of ``inputs[i] * inv_scale``, with a check of the inputs, in one pass.
 
-    Returns (Euclidean norm of all together, float32 [1]; the norm of each, float32 [n], or [0] unless asked for), both on the
+    Returns (Euclidean norm of all together, float32 [1]; the norm of each, float32 [n], or [0] unless ``per_tensor``), both on the
     device of the first tensor. Huge and tiny values keep their norm. ``outputs``, which may be the inputs, receive the products;
     without them nothing but the inputs is read, and nothing written: the pass before a fused step, which unscales by itself.
     """

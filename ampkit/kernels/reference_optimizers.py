@@ -273,10 +273,10 @@ def multi_tensor_lamb(
     if directions is None:
         rule, reference = ("lamb", _lamb) if trusts else ("adam", _adam)
         return _step(rule, reference, lists, lower, own, **common)
-    lists["directions"] = directions
-    check_lists("multi_tensor_lamb", lists | ({"lower": lower} if lower else {}))
+    lists.update({"directions": directions}, **({"lower": lower} if lower else {}))
+    check_lists("multi_tensor_lamb", lists)
     with torch.no_grad():
-        (_lamb if trusts else _adam_told)(*_arguments(own, **common), **lists, lower=lower)
+        (_lamb if trusts else _adam_told)(*_arguments(own, **common), **lists)
 
 
 @_formula

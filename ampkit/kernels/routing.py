@@ -111,7 +111,10 @@ def _serve_refused(
     device = tensors[0].device
     rest = tuple([on(one, device) for one in rest])
     one_device = all([tensor.device == device for tensor in (*tensors, *flags) if tensor is not None])
-    if one_device and device.type in backend.kernel_devices and all([tensor.dtype in _TAKEN for tensor in tensors]):
+    # LAMB's kernel computes directions twice, from moments that must not be rounded in between.
+    moments = (*lists["exp_avgs"], *lists["exp_avg_sqs"]) if rule == "lamb" else ()
+    fits = all([t.dtype in _TAKEN for t in tensors]) and all([m.dtype is torch.float32 for m in moments])
+    if one_device and device.type in backend.kernel_devices and fits:
         return _run_kernel(op, name, lists, rest, flags, rule)
     return reference(*rest, *flags, **lists)
 

@@ -40,7 +40,7 @@ def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def join(weights: Tensor, rests: Tensor) -> Tensor:
-    """The float32 values of weights and their rests; each rounds to its weight, whoever wrote that."""
+    """The float32 values of weights and their rests. Each rounds to its weight, also where a script wrote the weight."""
     is_half = weights.dtype is torch.float16
     shift, infinity = (15, 0x7C00) if is_half else (16, 0x7F80)
     bits = weights.detach().view(torch.int16).to(torch.int32)

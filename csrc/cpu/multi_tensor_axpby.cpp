@@ -72,7 +72,6 @@ void multi_tensor_axpby_cpu(const TensorList& xs, const TensorList& ys, const Te
     if (!axpby_block(blocks[i], functor, arg_to_check != 1, arg_to_check != 0, streams))
       found.report(blocks[i].tensor - lists.flat().data());
   });
-  lists.finish();
   found.write(findings);
 }
 

@@ -86,7 +86,6 @@ void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs,
   for_each_block(blocks, [&](int64_t i) {
     if (!scale_block(blocks[i], functor, copies, checks, streams)) found.report(blocks[i].tensor - lists.flat().data());
   });
-  lists.finish();
   found.write(findings);
 }
 

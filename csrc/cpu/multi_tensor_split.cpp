@@ -46,7 +46,6 @@ void run(TensorLists<3> lists, const Kernel& kernel) {
   const auto blocks = blocks_of(lists.flat());
   const bool streams = exceeds_caches(blocks);
   for_each_block(blocks, [&](int64_t i) { kernel(blocks[i], streams); });
-  lists.finish();
 }
 
 }  // namespace

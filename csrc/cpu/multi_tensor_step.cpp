@@ -1,20 +1,19 @@
-// multi_tensor_step on the CPU: the blocks of cpu/rounded_step_block.h over every rule of step.h. A rule with norms of its own has a
-// file of its own.
-#include "cpu/multi_tensor_step.h"
+// multi_tensor_step on the CPU: the blocks of cpu/step_block.h and moments/cpu_step_block.h over every rule of step.h.
+#include "cpu/norms.h"
+#include "step.h"
 
-#define AMPKIT_SOURCE "cpu/rounded_step_block.h"
+#define AMPKIT_SOURCE "moments/cpu_step_block.h"
 #include "cpu/each_capability.h"
 
 namespace ampkit {
 namespace {
 
-template <class Functor>
-void take_step(Step<Functor> step) {
+// One pass over all blocks. each: a number for each tensor, or nullptr; sums: two for each block.
+template <class Functor, class Step>
+void run_blocks(const Step& step, const std::vector<Block<Step::kDepth>>& blocks, const float* each, double* sums) {
   static_assert(kBlockSize % kMomentBlock == 0, "blocks of tensors hold whole blocks of moments");
-  if (step.settings.skips()) return;
   const Functor functor(step.settings);
-  const auto& tensors = step.lists.flat();
-  const auto blocks = blocks_of(tensors);
+  const auto* tensors = step.lists.flat().data();
   const bool streams = exceeds_caches(blocks);
   const bool rounds = step.rounding.draws() || step.lists.has_packed();
   const auto plain = AMPKIT_VARIANT(step_block<Functor>);
@@ -23,16 +22,32 @@ void take_step(Step<Functor> step) {
     else return nullptr;
   }();
   for_each_block(blocks, [&](int64_t i) {
-    const int64_t index = blocks[i].tensor - tensors.data();
-    const float each = step.each == nullptr ? 1.0f : step.each[index];
+    const int64_t index = blocks[i].tensor - tensors;
+    const float of_tensor = each == nullptr ? 1.0f : each[index];
     if constexpr (Functor::kTakesRests)
-      if (rounds) return rounded(blocks[i], functor, each, step.rounding, index, step.writes_lower, streams);
-    plain(blocks[i], functor, each, step.writes_lower, streams);
+      if (rounds) return rounded(blocks[i], functor, of_tensor, step.rounding, index, step.writes_lower, streams);
+    plain(blocks[i], functor, of_tensor, step.writes_lower, streams, sums + 2 * i);
   });
-  step.lists.finish();
 }
 
-void take_step(Step<LambFunctor> step) { take_lamb_step(step); }
+template <class Functor>
+void take_step(const Step<Functor>& step) {
+  if (step.settings.skips()) return;
+  const auto& tensors = step.lists.flat();
+  const auto blocks = blocks_of(tensors);
+  std::vector<double> sums(Functor::kSumsSquares ? 2 * blocks.size() : 0);
+  run_blocks<Functor>(step, blocks, step.each, sums.data());
+  if constexpr (Functor::kSumsSquares) {
+    std::vector<double> of_params(tensors.size()), of_directions(tensors.size());
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      of_params[blocks[i].tensor - tensors.data()] += sums[2 * i];
+      of_directions[blocks[i].tensor - tensors.data()] += sums[2 * i + 1];
+    }
+    std::vector<float> ratios(tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) ratios[i] = lamb_ratio(of_params[i], of_directions[i]);
+    run_blocks<LambMoveFunctor>(step, blocks, ratios.data(), nullptr);
+  }
+}
 
 }  // namespace
 
@@ -41,7 +56,7 @@ void multi_tensor_step_cpu(const std::string& rule, const TensorList& grads, con
                            const MaybeTensor& inv_scale, const MaybeTensor& clip, const MaybeTensor& found_inf,
                            const MaybeTensor& each, const MaybeTensor& positions) {
   const StepArguments given{grads, written, settings, lr, step, inv_scale, clip, found_inf, each, positions};
-  Rules::find(rule, given, [](auto&& one) { take_step(std::move(one)); });
+  Rules::find(rule, given, [](const auto& one) { take_step(one); });
 }
 
 }  // namespace ampkit

@@ -69,7 +69,6 @@ TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const Tenso
     sums[i] = squares.sum;
     if (!squares.finite) found.report(blocks[i].tensor - lists.flat().data());
   });
-  lists.finish();
   found.write(findings);
   return norms_of(sums_of_tensors(lists.flat(), blocks, sums), std::fabs(static_cast<double>(functor.scale)), per_tensor);
 }

@@ -48,14 +48,26 @@ static void step_tile(const Grad* g, Params p, float* a, float* b, int64_t n, Fu
     functor(widen(g[i]), param, state, second_state, of_tensor);
     const int32_t magnitude = p.set(i, param);
     highest = magnitude > highest ? magnitude : highest;
-    if (Functor::kStates > 0) a[i] = state;
-    if (Functor::kStates > 1) b[i] = second_state;
+    if (Functor::kStates > 0 && !Functor::kKeepsStates) a[i] = state;
+    if (Functor::kStates > 1 && !Functor::kKeepsStates) b[i] = second_state;
   }
   if (highest > Params::kHighest) p.settle(n);
 }
 
+// The functor over parameters that stay as they are; adds their squares and those of the directions that it leaves to sums.
+template <class Grad, class Functor>
+static void directions_tile(const Grad* g, const float* p, float* a, float* b, int64_t n, Functor functor, double* sums) {
+  TileBuffer directions;
+  __builtin_memcpy(directions.values, p, static_cast<size_t>(n) * sizeof(float));
+  step_tile(g, Floats{directions.values}, a, b, n, functor, 1.0f);
+  sums[0] += sum_of_squares(p, n).sum;
+  sums[1] += sum_of_squares(directions.values, n).sum;
+}
+
+// sums: two of the block, for rules with kSumsSquares.
 template <class Functor>
-static void step_block(const Block<Functor::kStates + 3>& block, Functor functor, float each, bool writes_lower, bool streams) {
+static void step_block(const Block<Functor::kStates + 3>& block, Functor functor, float each, bool writes_lower, bool streams,
+                       double* sums) {
   constexpr int kStates = Functor::kStates, kLower = kStates + 2;
   const FlatTensor<kStates + 3>& tensor = *block.tensor;
   const auto data = tensor.data;
@@ -69,11 +81,18 @@ static void step_block(const Block<Functor::kStates + 3>& block, Functor functor
     float* b = kStates > 1 ? edit(data[3], dtype[3], offset, n, b_buffer) : nullptr;
     visit_step<Functor>(
         tensor, offset, n, g_buffer, p_buffer,
-        [&](const auto* g, auto params) { step_tile(g, params, a, b, n, functor, of_tensor); },
+        [&](const auto* g, auto params) {
+          if constexpr (Functor::kSumsSquares)
+            directions_tile(g, params.values, a, b, n, functor, sums);
+          else
+            step_tile(g, params, a, b, n, functor, of_tensor);
+        },
         [&](const float* p) {
+          if (Functor::kSumsSquares) return;
           store(p, data[1], dtype[1], offset, n);
           if (writes_lower) store(p, data[kLower], dtype[kLower], offset, n, streams);
         });
+    if (Functor::kKeepsStates) continue;
     if (kStates > 0) store(a, data[2], dtype[2], offset, n);
     if (kStates > 1) store(b, data[3], dtype[3], offset, n);
   }

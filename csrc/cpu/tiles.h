@@ -9,7 +9,7 @@
 // otherwise. The arithmetic is a plain loop over float32. target() and store() do the same on the way out, edit() and store()
 // where a tile is updated in place. visit_tile() leaves bfloat16, which is a shift, alone, for loops that are templates over it.
 //
-// Outputs that nobody reads soon may be streamed: written past the caches, which saves reading their lines first.
+// Outputs too long for the caches may be streamed: written past them, which saves reading their lines first.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
@@ -53,9 +53,7 @@ static inline float widen(float x) { return x; }
 static inline float widen(BFloat16 x) { return float_from_bfloat16(x.bits); }
 
 // Vector: as many floats as a register holds, or one. Words are its bits; a comparison gives all ones where it holds.
-#if defined(__GNUC__)
 #define AMPKIT_VECTOR_INLINE static inline __attribute__((always_inline))
-#define AMPKIT_LAMBDA_INLINE __attribute__((always_inline))
 constexpr int kLanes = AMPKIT_LANES;
 typedef float Vector __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * AMPKIT_LANES), aligned(4), may_alias));
@@ -101,18 +99,6 @@ AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
 AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
   *reinterpret_cast<HalfWords*>(to) = __builtin_convertvector(x, HalfWords);
 }
-#endif
-#else
-#define AMPKIT_VECTOR_INLINE static inline
-#define AMPKIT_LAMBDA_INLINE
-constexpr int kLanes = 1;
-typedef float Vector;
-typedef uint32_t Words;
-static inline Words words_of(Vector x) { return bits_from_float(x); }
-static inline Vector vector_of(Words x) { return float_from_bits(x); }
-static inline Words is_above(Words x, int32_t limit) { return static_cast<int32_t>(x) > limit ? ~0u : 0u; }
-static inline Words load_words(const uint16_t* x) { return *x; }
-static inline void store_words(uint16_t* to, Words x) { *to = static_cast<uint16_t>(x); }
 #endif
 
 AMPKIT_VECTOR_INLINE Words either(Words condition, Words yes, Words no) { return (condition & yes) | (~condition & no); }
@@ -414,11 +400,9 @@ static inline SumOfSquares sum_of_squares(const T* x, int64_t n, const Also& als
   Vector sums[kVectors] = {};
   int64_t i = 0;
   for (; i + kSums <= n; i += kSums) {
-#if defined(__GNUC__)
     // Processors fetch ahead too little by themselves for elements that take so little time.
     if (sizeof(T) == 2)
       for (int k = 0; k < kSums; k += 32) __builtin_prefetch(x + i + 512 + k);
-#endif
 #pragma GCC unroll 16
     for (int k = 0; k < kVectors; ++k) {
       const Vector v = load_vector(x + i + k * kLanes);

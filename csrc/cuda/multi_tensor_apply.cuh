@@ -38,13 +38,14 @@ constexpr int kStride = kThreads * kWidth;
 constexpr int kChunkSize = 64 * 1024;  // indices inside a chunk are 32 bits: 64 cost registers, and so blocks at a time
 constexpr int kBlocksAtATime = 2;  // of a multiprocessor: 64 registers a thread
 constexpr int kMaxArguments = 32764;  // bytes, from CUDA 12.1 and the Volta generation on
+constexpr int kFewArguments = 4092;    // of lists that fit: every launch copies its arguments to the device
 constexpr int kMaxKernelSize = 512;    // of these, for what a kernel brings along besides the tensors
 
-// As many tensors as the arguments of a launch have room for.
-template <int kDepth>
+// As many tensors as so many bytes of a launch's arguments have room for.
+template <int kDepth, int kBytes>
 struct TensorTable {
   static constexpr int kBytesOfTensor = kDepth * (sizeof(void*) + sizeof(DType)) + sizeof(int64_t) + 2 * sizeof(int32_t);
-  static constexpr int kMaxTensors = (kMaxArguments - kMaxKernelSize) / kBytesOfTensor / 8 * 8;
+  static constexpr int kMaxTensors = (kBytes - kMaxKernelSize) / kBytesOfTensor / 8 * 8;
 
   void* data[kDepth][kMaxTensors];
   int64_t numel[kMaxTensors];
@@ -69,14 +70,17 @@ struct Chunk {
   int64_t offset, numel;  // where it begins in its tensor, and that tensor's elements
   int64_t block;  // index among the blocks of all launches
   int32_t tensor;  // index into the lists
-  bool aligned;
+  uint32_t aligned;  // bit k: list k begins at a multiple of 16 bytes
+
+  // Whether a thread takes its elements of this list in whole accesses of 16 bytes.
+  __device__ bool is_whole(int list, int i) const { return (aligned >> list & 1) != 0 && i + kWidth <= size; }
 
   // Elements i to i + kWidth; zeros beyond the end.
   __device__ Raw fetch(int list, int i) const {
     Raw raw;
     if (dtype[list] == DType::kFloat) {
       const uint32_t* from = static_cast<const uint32_t*>(data[list]) + i;
-      if (aligned && i + kWidth <= size) {
+      if (is_whole(list, i)) {
         const uint4 low = reinterpret_cast<const uint4*>(from)[0];
         const uint4 high = reinterpret_cast<const uint4*>(from)[1];
         raw = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -86,7 +90,7 @@ struct Chunk {
       }
     } else {
       const uint16_t* from = static_cast<const uint16_t*>(data[list]) + i;
-      if (aligned && i + kWidth <= size) {
+      if (is_whole(list, i)) {
         const uint4 all = *reinterpret_cast<const uint4*>(from);
         raw = {all.x, all.y, all.z, all.w, 0, 0, 0, 0};
       } else {
@@ -123,7 +127,7 @@ struct Chunk {
       uint32_t* to = static_cast<uint32_t*>(data[list]) + i;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) words[k] = __float_as_uint(values[k]);
-      if (aligned && i + kWidth <= size) {
+      if (is_whole(list, i)) {
         reinterpret_cast<uint4*>(to)[0] = make_uint4(words[0], words[1], words[2], words[3]);
         reinterpret_cast<uint4*>(to)[1] = make_uint4(words[4], words[5], words[6], words[7]);
       } else {
@@ -174,7 +178,7 @@ struct Chunk {
 
   __device__ void store_half_words(int list, int i, const uint32_t (&words)[kWidth]) const {
     uint16_t* to = static_cast<uint16_t*>(data[list]) + i;
-    if (aligned && i + kWidth <= size) {
+    if (is_whole(list, i)) {
       *reinterpret_cast<uint4*>(to) = make_uint4(words[0] | words[1] << 16, words[2] | words[3] << 16,
                                                  words[4] | words[5] << 16, words[6] | words[7] << 16);
     } else {
@@ -189,9 +193,43 @@ __host__ __device__ inline int64_t bytes_per_element(DType dtype) {
   return dtype == DType::kFloat ? 4 : dtype == DType::kPacked ? 1 : 2;
 }
 
-template <int kDepth, class Kernel>
+// Lists of a step whose dtypes the compiler knows: its loads and stores ask nothing, and take fewer instructions and registers. For
+// the mixes that most models train in; benchmarks/ptxas.py prints what that saves.
+template <DType kGrad, DType kParam, DType kState, DType kLower>
+struct Mix {
+  template <int kDepth>
+  static AMPKIT_INLINE constexpr DType of(int list) {
+    return list == 0 ? kGrad : list == 1 ? kParam : list == kDepth - 1 ? kLower : kState;
+  }
+  template <int kDepth>
+  static bool holds(const std::vector<FlatTensor<kDepth>>& tensors) {
+    for (const FlatTensor<kDepth>& tensor : tensors)
+      for (int k = 0; k < kDepth; ++k)
+        if (tensor.dtype[k] != of<kDepth>(k)) return false;
+    return true;
+  }
+  template <int kDepth>
+  static __device__ void tell(Chunk<kDepth>& chunk) {
+#pragma unroll
+    for (int k = 0; k < kDepth; ++k) chunk.dtype[k] = of<kDepth>(k);
+  }
+};
+
+struct AnyMix {
+  template <int kDepth>
+  static __device__ void tell(Chunk<kDepth>&) {}
+};
+
+// Calls run with the first of these mixes that holds for all tensors, or with AnyMix.
+template <class... Mixes, int kDepth, class Run>
+void with_mix(const std::vector<FlatTensor<kDepth>>& tensors, const Run& run) {
+  const bool is_known = ((Mixes::template holds<kDepth>(tensors) && (run(Mixes()), true)) || ...);
+  if (!is_known) run(AnyMix());
+}
+
+template <int kDepth, int kBytes, class Kernel>
 __global__ void __launch_bounds__(kThreads, kBlocksAtATime)
-    multi_tensor_apply_kernel(const __grid_constant__ TensorTable<kDepth> table, const __grid_constant__ Kernel kernel) {
+    multi_tensor_apply_kernel(const __grid_constant__ TensorTable<kDepth, kBytes> table, const __grid_constant__ Kernel kernel) {
   const int32_t block = static_cast<int32_t>(blockIdx.x);
   const int slot = slot_of(table.first_block_of, table.tensors, block);
   const int64_t offset = static_cast<int64_t>(block - table.first_block_of[slot]) * kChunkSize;
@@ -202,12 +240,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtATime)
   chunk.numel = table.numel[slot];
   chunk.block = table.first_block + blockIdx.x;
   chunk.tensor = table.tensor[slot];
-  chunk.aligned = true;
+  chunk.aligned = 0;
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) {
     chunk.dtype[k] = table.dtype[k][slot];
     chunk.data[k] = static_cast<char*>(table.data[k][slot]) + offset * bytes_per_element(chunk.dtype[k]);
-    chunk.aligned = chunk.aligned && reinterpret_cast<uintptr_t>(chunk.data[k]) % 16 == 0;
+    chunk.aligned |= (reinterpret_cast<uintptr_t>(chunk.data[k]) % 16 == 0 ? 1u : 0u) << k;
   }
   kernel(chunk);
 }
@@ -220,16 +258,16 @@ std::vector<int64_t> first_blocks(const std::vector<FlatTensor<kDepth>>& tensors
   return first;
 }
 
-// Runs kernel(chunk), a __device__ operator(), on every chunk of every tensor.
-template <int kDepth, class Kernel>
-void multi_tensor_apply(const std::vector<FlatTensor<kDepth>>& tensors, const Kernel& kernel, cudaStream_t stream) {
-  static_assert(sizeof(TensorTable<kDepth>) + sizeof(Kernel) <= kMaxArguments, "a launch cannot carry so many arguments");
+template <int kBytes, int kDepth, class Kernel>
+void launch_all(const std::vector<FlatTensor<kDepth>>& tensors, const Kernel& kernel, cudaStream_t stream) {
+  using Table = TensorTable<kDepth, kBytes>;
+  static_assert(sizeof(Table) + sizeof(Kernel) <= kBytes, "a launch cannot carry so many arguments");
   std::vector<int64_t> sizes;
   sizes.reserve(tensors.size());
   for (const FlatTensor<kDepth>& tensor : tensors) sizes.push_back(tensor.numel);
   int64_t first_block = 0;
-  for (const Launch& launch : pack_launches(sizes, kChunkSize, TensorTable<kDepth>::kMaxTensors)) {
-    TensorTable<kDepth> table;
+  for (const Launch& launch : pack_launches(sizes, kChunkSize, Table::kMaxTensors)) {
+    Table table;
     table.first_block = first_block;
     table.tensors = static_cast<int32_t>(launch.tensors.size());
     for (size_t slot = 0; slot < launch.tensors.size(); ++slot) {
@@ -245,10 +283,19 @@ void multi_tensor_apply(const std::vector<FlatTensor<kDepth>>& tensors, const Ke
     // No refusal: launches before this one may have written.
     if (launch.first_blocks.back() > INT32_MAX) throw std::runtime_error("a launch of more than 2^31 - 1 blocks");
     const auto blocks = static_cast<unsigned>(launch.first_blocks.back());
-    multi_tensor_apply_kernel<kDepth, Kernel><<<blocks, kThreads, 0, stream>>>(table, kernel);
+    multi_tensor_apply_kernel<kDepth, kBytes, Kernel><<<blocks, kThreads, 0, stream>>>(table, kernel);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     first_block += blocks;
   }
+}
+
+// Runs kernel(chunk), a __device__ operator(), on every chunk of every tensor.
+template <int kDepth, class Kernel>
+void multi_tensor_apply(const std::vector<FlatTensor<kDepth>>& tensors, const Kernel& kernel, cudaStream_t stream) {
+  if (tensors.size() <= TensorTable<kDepth, kFewArguments>::kMaxTensors)
+    launch_all<kFewArguments>(tensors, kernel, stream);
+  else
+    launch_all<kMaxArguments>(tensors, kernel, stream);
 }
 
 // Where a call is served. The dispatcher comes here if any tensor of the call is on CUDA, also where the first one is not.

@@ -47,7 +47,6 @@ void multi_tensor_axpby_cuda(const TensorList& xs, const TensorList& ys, const T
   const AxpbyKernel kernel{number(op, a, a_tensor, some), number(op, b, b_tensor, some),
                            {op, found_inf, first_bad, some}, arg_to_check != 1, arg_to_check != 0};
   multi_tensor_apply(lists.flat(), kernel, current_stream(device));
-  lists.finish();
 }
 
 }  // namespace ampkit

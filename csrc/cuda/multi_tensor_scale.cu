@@ -44,7 +44,6 @@ void multi_tensor_scale_cuda(const TensorList& inputs, const TensorList& outputs
   TensorLists<2> lists(op, {{{sources, Role::kRead}, {outputs, Role::kWrite}}});
   const ScaleKernel kernel{number(op, scale, scale_tensor, sources[0]), {op, found_inf, first_bad, sources[0]}};
   multi_tensor_apply(lists.flat(), kernel, current_stream(device));
-  lists.finish();
 }
 
 }  // namespace ampkit

@@ -33,7 +33,6 @@ void run_over(const char* op, const MakeLists& make_lists, const TensorList& fir
   const torch::stable::accelerator::DeviceGuard guard(device);
   TensorLists<3> lists = make_lists(op, first, second, third);
   multi_tensor_apply(lists.flat(), kernel, current_stream(device));
-  lists.finish();
 }
 
 }  // namespace

@@ -57,7 +57,6 @@ TwoTensors multi_tensor_unscale_l2norm_cuda(const TensorList& inputs, const Tens
   const std::vector<int64_t> first = first_blocks(lists.flat());
   const Norms norms(inputs.front(), first, per_tensor);
   multi_tensor_apply(lists.flat(), UnscaleKernel{factor, findings, norms.sum_of_block(), writes}, stream);
-  lists.finish();
   return norms.finish(factor, stream);
 }
 

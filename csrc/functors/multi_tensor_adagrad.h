@@ -7,11 +7,10 @@
 
 namespace ampkit {
 
-struct AdagradFunctor {
+struct AdagradFunctor : Rule {
   using Settings = StepSettings<3>;
   static constexpr const char* kRule = "adagrad";
   static constexpr int kStates = 1;
-  static constexpr bool kTakesRests = false;
 
   float factor, eps, decay_of_gradient, decay, lr;
 
@@ -24,8 +23,6 @@ struct AdagradFunctor {
     decay = decoupled ? static_cast<float>(weight_decay) : 0.0f;
     lr = static_cast<float>(settings.lr.get());
   }
-
-  AMPKIT_INLINE float each(float value) const { return value; }
 
   AMPKIT_INLINE void operator()(float g, float& p, float& h, float&, float) const {
     const float d = g * factor + decay_of_gradient * p;

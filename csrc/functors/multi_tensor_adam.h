@@ -8,7 +8,7 @@
 
 namespace ampkit {
 
-struct AdamFunctor {
+struct AdamFunctor : Rule {
   using Settings = StepSettings<7>;
   static constexpr const char* kRule = "adam";
   static constexpr int kStates = 2;
@@ -24,15 +24,13 @@ struct AdamFunctor {
     share = static_cast<float>(share_);
     beta2 = static_cast<float>(beta2_);
     rest2 = static_cast<float>(1.0 - beta2_);
-    inverse1 = corrects_bias ? static_cast<float>(1.0 / settings.bias_correction(beta1_)) : 1.0f;
-    inverse2 = corrects_bias ? static_cast<float>(1.0 / sqrt(settings.bias_correction(beta2_))) : 1.0f;
+    inverse1 = corrects_bias ? static_cast<float>(1.0 / settings.bias_correction(0)) : 1.0f;
+    inverse2 = corrects_bias ? static_cast<float>(1.0 / sqrt(settings.bias_correction(1))) : 1.0f;
     eps = static_cast<float>(eps_);
     decay_of_gradient = decoupled ? 0.0f : static_cast<float>(weight_decay);
     decay = decoupled ? static_cast<float>(weight_decay) : 0.0f;
     lr = static_cast<float>(settings.lr.get());
   }
-
-  AMPKIT_INLINE float each(float value) const { return value; }
 
   AMPKIT_INLINE void update_moments(float g, float p, float& m, float& v) const {
     const float d = g * factor + decay_of_gradient * p;

@@ -1,16 +1,31 @@
 // LAMB: the moments and the direction u of Adam (multi_tensor_adam.h), then p = p - lr * u * ratio, where the ratio of a
-// tensor is |p| / |u|, or 1 where one of them is 0. It has a driver of its own on each device.
+// tensor is |p| / |u|, or 1 where one of them is 0.
+//
+// Two passes: the first one moves the moments and sums up squares, the second one computes the directions again instead of
+// keeping them: reading the moments again costs no more, and needs no memory.
 #pragma once
 
 #include "functors/multi_tensor_adam.h"
 
 namespace ampkit {
 
+// The first pass. Leaves the direction in the place of the parameter, which is not stored.
 struct LambFunctor : AdamFunctor {
   static constexpr const char* kRule = "lamb";
-  static constexpr bool kTakesRests = false;
+  static constexpr bool kTakesRests = false, kSumsSquares = true;
 
   using AdamFunctor::AdamFunctor;
+  AMPKIT_INLINE void operator()(float g, float& p, float& m, float& v, float) const {
+    update_moments(g, p, m, v);
+    p = direction(p, m, v);
+  }
+};
+
+struct LambMoveFunctor : AdamFunctor {
+  static constexpr bool kTakesRests = false, kKeepsStates = true;
+
+  using AdamFunctor::AdamFunctor;
+  AMPKIT_INLINE void operator()(float, float& p, float& m, float& v, float ratio) const { p = p - lr * (direction(p, m, v) * ratio); }
 };
 
 AMPKIT_INLINE float lamb_ratio(double squares_of_params, double squares_of_directions) {

@@ -8,23 +8,22 @@
 
 namespace ampkit {
 
-struct NovogradFunctor {
+struct NovogradFunctor : Rule {
   using Settings = StepSettings<7>;
   static constexpr const char* kRule = "novograd";
   static constexpr int kStates = 1;
-  static constexpr bool kTakesRests = false;
 
   float factor, beta1, share, inverse1, inverse2, eps, decay_inside, decay_outside, lr;
   bool inside_moment;
 
   NovogradFunctor() = default;
   AMPKIT_INLINE explicit NovogradFunctor(const Settings& settings) {
-    const auto& [beta1_, beta2, share_, eps_, weight_decay, is_inside, corrects_bias] = settings.own;
+    const auto& [beta1_, beta2_, share_, eps_, weight_decay, is_inside, corrects_bias] = settings.own;
     factor = settings.gradient_factor();
     beta1 = static_cast<float>(beta1_);
     share = static_cast<float>(share_);
-    inverse1 = corrects_bias ? static_cast<float>(1.0 / settings.bias_correction(beta1_)) : 1.0f;
-    inverse2 = corrects_bias ? static_cast<float>(1.0 / sqrt(settings.bias_correction(beta2))) : 1.0f;
+    inverse1 = corrects_bias ? static_cast<float>(1.0 / settings.bias_correction(0)) : 1.0f;
+    inverse2 = corrects_bias ? static_cast<float>(1.0 / sqrt(settings.bias_correction(1))) : 1.0f;
     eps = static_cast<float>(eps_);
     inside_moment = is_inside != 0;
     decay_inside = inside_moment ? static_cast<float>(weight_decay) : 0.0f;

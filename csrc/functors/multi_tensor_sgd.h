@@ -10,7 +10,7 @@
 namespace ampkit {
 
 template <bool kMomentum>
-struct SgdFunctor {
+struct SgdFunctor : Rule {
   using Settings = StepSettings<6>;
   static constexpr const char* kRule = kMomentum ? "sgd with momentum" : "sgd";
   static constexpr int kStates = kMomentum ? 1 : 0;
@@ -32,8 +32,6 @@ struct SgdFunctor {
     lr = static_cast<float>(settings.lr.get());
     first_run = is_first != 0;
   }
-
-  AMPKIT_INLINE float each(float trust) const { return trust; }
 
   AMPKIT_INLINE void operator()(float g, float& p, float& m, float&, float trust) const {
     const float d = (g * factor + decay_before * p) * trust;

@@ -3,9 +3,7 @@
 //
 //   void operator()(float gradient, float& param, float& state, float& second_state, float each) const
 //
-// kTakesRests says that the rule takes weights with rests (functors/split.h) and packed moments (functors/moments.h), and rounds by
-// numbers drawn (functors/rounding.h). Without fused multiply-adds (see multi_tensor_axpby.h), so the result is the same on every
-// device.
+// Without fused multiply-adds (see multi_tensor_axpby.h), so the result is the same on every device.
 #pragma once
 
 #include <math.h>
@@ -14,7 +12,18 @@
 
 namespace ampkit {
 
-// own: the settings of the rule, in the order in which reference_optimizers.py gives them. Flags are 0 or 1.
+// What a functor says of its rule, in its own words where these do not hold.
+struct Rule {
+  // It takes weights with rests (functors/split.h) and packed moments (moments/format.h), and rounds by numbers drawn.
+  static constexpr bool kTakesRests = false;
+  // It leaves a direction in the place of the parameter: nothing but states is stored, and squares of both are summed up.
+  static constexpr bool kSumsSquares = false;
+  static constexpr bool kKeepsStates = false;  // it only reads them
+
+  AMPKIT_INLINE float each(float value) const { return value; }
+};
+
+// own: the settings of the rule, in the order in which reference_optimizers.py gives them; betas come first. Flags are 0 or 1.
 template <int kCount_>
 struct StepSettings {
   static constexpr int kCount = kCount_;
@@ -25,6 +34,7 @@ struct StepSettings {
   const float* clip;
   const float* found_inf;
   double own[kCount];
+  double log_betas[2];  // logarithms of the first two, taken on the host: powers take a GPU's thread hundreds of instructions
 
   AMPKIT_INLINE bool skips() const { return found_inf != nullptr && *found_inf != 0.0f; }
 
@@ -35,8 +45,8 @@ struct StepSettings {
     return product;
   }
 
-  // What a running mean falls short of after so many steps; in float64, for the power comes close to 1.
-  AMPKIT_INLINE double bias_correction(double beta) const { return 1.0 - pow(beta, step.get()); }
+  // 1 - beta^step, what a running mean falls short of after so many steps; in float64, for the power comes close to 1.
+  AMPKIT_INLINE double bias_correction(int beta) const { return -expm1(step.get() * log_betas[beta]); }
 };
 
 }  // namespace ampkit

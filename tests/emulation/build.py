@@ -31,7 +31,7 @@ REWRITES = [
         r"auto& \g<name> = ::emulation::shared<\g<type>\g<size>>([] {});",
     ),
     # Arguments of a kernel stay where the launch has put them.
-    (re.compile(r"const __grid_constant__ (?P<type>\S+) (?P<name>\w+)"), r"const \g<type>& \g<name>"),
+    (re.compile(r"const __grid_constant__ (?P<type>[\w:<>, ]+?) (?P<name>\w+)(?=[,)])"), r"const \g<type>& \g<name>"),
     # The page of registrations: these kernels take the place of those for the CPU. (Not on simulated devices.)
     (re.compile(r"STABLE_TORCH_LIBRARY_IMPL\(ampkit, CUDA, (\w+)\)"), r"STABLE_TORCH_LIBRARY_IMPL(ampkit, CPU, \1)"),
     (re.compile(r"aoti_torch_device_type_cuda"), "aoti_torch_device_type_cpu"),
@@ -70,9 +70,13 @@ def rewritten(source: Path, rewrites: list) -> str:
 
 def write_sources(to: Path, rewrites: list) -> list[Path]:
     """csrc/cuda as C++, and the files to compile: one that includes all kernels, since torch's headers take longest."""
-    (to / "cuda").mkdir(parents=True, exist_ok=True)
-    for source in [*CSRC.glob("cuda/*"), HERE / "broken.cu"]:
-        (to / "cuda" / source.name).write_text(rewritten(source, rewrites))
+    for folder, found in (
+        ("cuda", [*CSRC.glob("cuda/*"), HERE / "broken.cu"]),
+        ("moments", CSRC.glob("moments/*.cuh")),
+    ):
+        (to / folder).mkdir(parents=True, exist_ok=True)
+        for source in found:
+            (to / folder / source.name).write_text(rewritten(source, rewrites))
     kernels = ["registration.cpp", *sorted(source.name for source in CSRC.glob("cuda/*.cu")), "broken.cu"]
     (to / "kernels.cpp").write_text("".join(f'#include "cuda/{name}"\n' for name in kernels))
     return [to / "kernels.cpp", HERE / "threads.cpp", HERE / "module.cpp"]

@@ -8,7 +8,7 @@ def fault(name: str, file: str, old: str, new: str, breaks: str, *tests: str) ->
 
 
 DRIVER, STEP, NORMS = "multi_tensor_apply.cuh", "multi_tensor_step.cuh", "norms.cuh"
-ROUNDED, LAMB, EXTREMES = "rounded_step.cuh", "multi_tensor_lamb.cu", "kernels/test_extremes.py"
+ROUNDED, LAMB, EXTREMES = "../moments/cuda_step.cuh", "multi_tensor_step.cuh", "kernels/test_extremes.py"
 
 A_STEP = "kernels/test_step_kernels.py::test_a_step_is_float64s_rounded"
 LONG_STEP = "kernels/test_step_kernels.py::test_long_tensors"
@@ -202,7 +202,7 @@ FAULTS = [
     fault(
         "chunk: a launch carries no more than it used to",
         DRIVER,
-        "pack_launches(sizes, kChunkSize, TensorTable<kDepth>::kMaxTensors)",
+        "pack_launches(sizes, kChunkSize, Table::kMaxTensors)",
         "pack_launches(sizes, kChunkSize, 192)",
         "a launch carries as many tensors as its arguments have room for",
         LAUNCHES,
@@ -282,14 +282,6 @@ FAULTS = [
         SCALE,
     ),
     fault(
-        "lamb: all tensors take the first one's ratio",
-        "multi_tensor_lamb.cu",
-        "ratios[chunk.tensor]",
-        "ratios[0]",
-        "each tensor moves at its own rate",
-        A_STEP,
-    ),
-    fault(
         "update_scale: the launch is not checked",
         "update_scale.cu",
         "STD_CUDA_KERNEL_LAUNCH_CHECK();",
@@ -341,25 +333,9 @@ FAULTS = [
     fault(
         "edge: lamb divides 0 by 0 beyond the end",
         LAMB,
-        "i + k < chunk.size ? functor.direction(p[k], m[k], v[k]) : 0.0f",
-        "functor.direction(p[k], m[k], v[k])",
+        "if (Functor::kSumsSquares && i + k >= chunk.size) values[1][k] = 0.0f;",
+        "",
         "what lies beyond the end of a tensor counts nowhere",
         f"{EXTREMES}::test_lamb_without_eps_divides_by_nothing_behind_the_end",
-    ),
-    fault(
-        "edge: lamb's ratio is of the first moments before rounding",
-        LAMB,
-        "if (chunk.dtype[2] != DType::kFloat) chunk.load(2, i, m);",
-        "",
-        "the ratio is of the moments by which the move goes",
-        f"{EXTREMES}::test_lambs_direction_is_of_the_moments_as_they_are_kept",
-    ),
-    fault(
-        "edge: lamb's ratio is of the second moments before rounding",
-        LAMB,
-        "if (chunk.dtype[3] != DType::kFloat) chunk.load(3, i, v);",
-        "",
-        "the ratio is of the moments by which the move goes",
-        f"{EXTREMES}::test_lambs_direction_is_of_the_moments_as_they_are_kept",
     ),
 ]

@@ -87,7 +87,7 @@ FAULTS = [
     ),
     fault(
         "cpp: the block's highest place is a place too high",
-        "csrc/functors/moments.h",
+        "csrc/moments/format.h",
         "highest > Code::kHighest ? highest - Code::kHighest : 0",
         "highest > Code::kHighest ? highest - Code::kHighest + 1 : 0",
         "codes count from the place that the format says",
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     fault(
         "cuda: every list draws the same numbers",
-        "csrc/functors/philox.h",
+        "csrc/moments/philox.h",
         "static_cast<uint32_t>(call >> 32) | stream << 24",
         "static_cast<uint32_t>(call >> 32)",
         "a parameter and its moments are rounded by numbers of their own",
@@ -104,7 +104,7 @@ FAULTS = [
     ),
     fault(
         "cpu: every list draws the same numbers",
-        "csrc/cpu/draws.h",
+        "csrc/moments/cpu_draws.h",
         "all_calls(stream << 24)",
         "all_calls(0)",
         "a parameter and its moments are rounded by numbers of their own",
@@ -112,7 +112,7 @@ FAULTS = [
     ),
     fault(
         "cpp: the step is left out of the counter",
-        "csrc/functors/rounding.h",
+        "csrc/moments/rounding.h",
         "static_cast<uint32_t>(step.get())",
         "0u",
         "each step draws numbers of its own",
@@ -120,7 +120,7 @@ FAULTS = [
     ),
     fault(
         "cpu: numbers begin anew in each tile",
-        "csrc/cpu/draws.h",
+        "csrc/moments/cpu_draws.h",
         "static_cast<uint64_t>(offset / kDraws + call)",
         "static_cast<uint64_t>(call)",
         "each element of a tensor draws its own number",
@@ -128,7 +128,7 @@ FAULTS = [
     ),
     fault(
         "cpu: scales lie behind the codes of the tile",
-        "csrc/cpu/packed_moments.h",
+        "csrc/moments/cpu_packed.h",
         "offset / kMomentBlock",
         "0",
         "each block has a scale of its own",
@@ -136,7 +136,7 @@ FAULTS = [
     ),
     fault(
         "cpu: the last weights with rests beside packed moments are not stored",
-        "csrc/cpu/rounded_step_block.h",
+        "csrc/moments/cpu_step_block.h",
         "return params.store(p, n);",
         "return params.store(p, n - 1);",
         "a step leaves the rests of the weights that it leaves",
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     fault(
         "cuda: weights with rests and packed moments are stored without them",
-        "csrc/cuda/rounded_step.cuh",
+        "csrc/moments/cuda_step.cuh",
         "chunk.store_split(1, kLower, i, p);",
         "chunk.store(1, i, p);",
         "a step leaves the rests of the weights that it leaves",
@@ -153,7 +153,7 @@ FAULTS = [
     ),
     fault(
         "cuda: half of a warp is asked",
-        "csrc/cuda/rounded_step.cuh",
+        "csrc/moments/cuda_step.cuh",
         "found = other > found ? other : found;",
         "found = bits < 16 && other > found ? other : found;",
         "a block's scale is the highest of all its lanes",
@@ -162,7 +162,7 @@ FAULTS = [
     ),
     fault(
         "cuda: numbers begin anew in each chunk",
-        "csrc/cuda/rounded_step.cuh",
+        "csrc/moments/cuda_step.cuh",
         "chunk.offset + i",
         "i",
         "each element of a tensor draws its own number",
@@ -187,7 +187,7 @@ FAULTS = [
     ),
     fault(
         "cpu: a sign is lost on the way to codes",
-        "csrc/cpu/packed_moments.h",
+        "csrc/moments/cpu_packed.h",
         "all_places(0x8000)",
         "all_places(0)",
         "a first moment keeps its sign",
@@ -195,7 +195,7 @@ FAULTS = [
     ),
     fault(
         "cpu: codes stay in the order of packs",
-        "csrc/cpu/packed_moments.h",
+        "csrc/moments/cpu_packed.h",
         "in_order(AMPKIT_INTRINSIC(packus_epi16)(encoded(places[j], all), encoded(places[j + 1], all)))",
         "AMPKIT_INTRINSIC(packus_epi16)(encoded(places[j], all), encoded(places[j + 1], all))",
         "codes lie in the order of their elements",
@@ -203,7 +203,7 @@ FAULTS = [
     ),
     fault(
         "cpu: a block with an infinity is packed as a finite one",
-        "csrc/cpu/packed_moments.h",
+        "csrc/moments/cpu_packed.h",
         "kInfinitePlace - 2",
         "kInfinitePlace + 9",
         "what is not finite stays so, and what is finite too",
@@ -211,7 +211,7 @@ FAULTS = [
     ),
     fault(
         "cuda: what lies beyond the end counts",
-        "csrc/cuda/rounded_step.cuh",
+        "csrc/moments/cuda_step.cuh",
         "if (i + k >= size) places[k] = 0;",
         "",
         "a scale is that of the elements there are",
@@ -220,7 +220,7 @@ FAULTS = [
     ),
     fault(
         "cuda: parameters are rounded to nearest",
-        "csrc/cuda/rounded_step.cuh",
+        "csrc/moments/cuda_step.cuh",
         "rounding.draws() && rounding.params",
         "rounding.draws() && !rounding.params",
         "with round_params parameters are rounded by numbers drawn",

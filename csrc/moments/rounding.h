@@ -2,7 +2,7 @@
 #pragma once
 
 #include "functors/number.h"
-#include "functors/philox.h"
+#include "moments/philox.h"
 
 namespace ampkit {
 

@@ -1,11 +1,11 @@
-// The CUDA kernel of steps whose moments are packed (functors/moments.h), or whose results are rounded by numbers drawn
-// (functors/rounding.h): cuda/multi_tensor_step.cuh with other loads and stores. A warp takes one block of moments at a time,
+// The CUDA kernel of steps whose moments are packed (moments/format.h), or whose results are rounded by numbers drawn
+// (moments/rounding.h): cuda/multi_tensor_step.cuh with other loads and stores. A warp takes one block of moments at a time,
 // whose highest place its lanes find by shuffles, and all of them stay until it is done.
 #pragma once
 
 #include "cuda/multi_tensor_step.cuh"
-#include "functors/moments.h"
-#include "functors/rounding.h"
+#include "moments/format.h"
+#include "moments/rounding.h"
 
 namespace ampkit {
 
@@ -75,7 +75,7 @@ struct PackedMoment {
   }
 };
 
-template <class Functor>
+template <class Functor, class Known>
 struct RoundedStepKernel {
   typename Functor::Settings settings;
   const float* each;  // a number for each tensor, or nullptr
@@ -84,9 +84,10 @@ struct RoundedStepKernel {
 
   using ChunkOfStep = Chunk<Functor::kStates + 3>;
 
-  __device__ void operator()(const ChunkOfStep& chunk) const {
+  __device__ void operator()(ChunkOfStep chunk) const {
     constexpr int kStates = Functor::kStates, kLower = kStates + 2;
     if (settings.skips()) return;
+    Known::tell(chunk);
     __shared__ Functor shared;
     if (threadIdx.x == 0) shared = Functor(settings);
     __syncthreads();
@@ -138,7 +139,7 @@ struct RoundedStepKernel {
     PackedMoment<Code>(chunk, list).store(i, chunk.size, values, drawn, rounding.draws());
   }
 
-  // By numbers drawn where this is lower precision, and they are asked for.
+  // Rounds bfloat16 by numbers drawn if `draws`.
   static __device__ void store_drawn(const ChunkOfStep& chunk, int list, int i, float (&values)[kWidth],
                                      const DrawnWords& drawn, bool draws) {
     if (draws && chunk.dtype[list] == DType::kBFloat16) {

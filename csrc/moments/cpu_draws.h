@@ -1,5 +1,5 @@
-// draw() and numbers(): the numbers of functors/philox.h for a tile, by vectors. Included once per instruction set, by
-// cpu/rounded_step_block.h.
+// draw() and numbers(): the numbers of moments/philox.h for a tile, by vectors. Included once per instruction set, by
+// moments/cpu_step_block.h.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 

@@ -1,6 +1,6 @@
-// Packed moments (functors/moments.h) by vectors: packed_tile, a step over whole blocks of them, in one loop from codes to codes;
+// Packed moments (moments/format.h) by vectors: packed_tile, a step over whole blocks of them, in one loop from codes to codes;
 // and pack() and unpack(), which serve blocks that are not whole, and other moments beside them. Included once per instruction
-// set, by cpu/rounded_step_block.h.
+// set, by moments/cpu_step_block.h.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 

@@ -1,11 +1,11 @@
-// rounded_step_block: step_block where moments are packed (functors/moments.h), or results are rounded by numbers drawn
-// (functors/rounding.h). Included once per instruction set, by cpu/each_capability.h.
+// rounded_step_block: step_block where moments are packed (moments/format.h), or results are rounded by numbers drawn
+// (moments/rounding.h). Included once per instruction set, by cpu/each_capability.h.
 //
-// Where all moments are packed, whole blocks of them are taken in one loop (cpu/packed_moments.h). Otherwise tiles are float32 as
+// Where all moments are packed, whole blocks of them are taken in one loop (moments/cpu_packed.h). Otherwise tiles are float32 as
 // everywhere: moments are unpacked into them and packed again. A tile is a whole number of their blocks.
 #include "cpu/step_block.h"
-#include "cpu/draws.h"
-#include "cpu/packed_moments.h"
+#include "moments/cpu_draws.h"
+#include "moments/cpu_packed.h"
 
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
