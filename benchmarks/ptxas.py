@@ -41,10 +41,16 @@ def cuobjdump() -> str:
     return found
 
 
+#: csrc/tensor_lists.h, `DType`.
+DTYPES = ("float32", "float16", "bfloat16", "rest", "packed")
+
+
 def demangled(name: str) -> str:
     plain = subprocess.run(["c++filt", name], capture_output=True, text=True).stdout.strip()
-    plain = re.sub(r"ampkit::|\(anonymous namespace\)::|^void ", "", plain).partition("(")[0]
-    return re.sub(r"multi_tensor_apply_kernel<\d+, (.*)>$", r"\1", plain)
+    plain = re.sub(r"ampkit::|\(anonymous namespace\)::|^void ", "", plain)
+    plain = re.sub(r"\(DType\)(\d)", lambda found: DTYPES[int(found[1])], plain).partition("(")[0]
+    table, _, kernel = plain.partition(", ")[2].partition(", ")
+    return f"{kernel[:-1].strip()} | {table}" if plain.startswith("multi_tensor_apply_kernel") else f"{plain} |"
 
 
 def loop_of(lines: list[tuple[int, str]]) -> list[str]:
