@@ -26,7 +26,7 @@ from .rounding import Rounding
 from .scales import Scale, on
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Rounding)
-# What torch would take for a setting of one group, and nobody would heed.
+# Arguments of the optimizer that torch would take for settings of one group, where no step reads them.
 _OF_ALL_GROUPS = ("state_dtype", "rounding")
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
@@ -160,7 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def keeps_narrow_state(self) -> bool:
-        """Whether its moments are in lower precision because it was asked for: nobody makes them float32 then."""
+        """Whether its moments are in lower precision because ``state_dtype`` says so; the session does not make them float32."""
         return self.rounding.is_narrow
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group[name] = torch.as_tensor(group[name], dtype=dtype, device=device)
 
     def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
-        """Move the parameters of a batch; ``step`` is the number of this step, 1.0 where nobody counts."""
+        """Move the parameters of a batch; ``step`` is the number of this step, 1.0 where steps are not counted."""
         raise NotImplementedError
 
     def batches(self, group: dict[str, Any]) -> list[Batch]:

@@ -13,6 +13,7 @@ from .fused import Batch, FusedOptimizer, refuse_amsgrad
 from .rounding import Rounding
 from .scales import Scale
 
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 _REMOVED = ("grads", "output_params", "scale", "grad_norms")
 
 
@@ -116,13 +117,9 @@ class FusedAdam(FusedOptimizer):
             self.moments(batch, "exp_avg"),
             self.moments(batch, "exp_avg_sq"),
             batch.lower,
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
             step=step,
             decoupled=bool(self.adam_w_mode),
-            bias_correction=bool(group["bias_correction"]),
-            weight_decay=group["weight_decay"],
+            **{name: group[name] for name in _SETTINGS},
             **batch.factors,
             **self.numbers(group, batch),
         )

@@ -12,6 +12,8 @@ from ..dtypes import LOWER_PRECISION
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
 from .scales import Scale, on
 
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging")
+
 
 class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's direction, with a step as long as the weights' norm times the learning rate.
@@ -43,18 +45,8 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: bool = False,
     ) -> None:
         refuse_amsgrad(self, amsgrad)
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                bias_correction=bias_correction,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                grad_averaging=grad_averaging,
-                max_grad_norm=max_grad_norm,
-            ),
-        )
+        adam = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, adam | dict(grad_averaging=grad_averaging, max_grad_norm=max_grad_norm))
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
@@ -74,15 +66,10 @@ class FusedLAMB(FusedOptimizer):
             self.moments(batch, "exp_avg"),
             self.moments(batch, "exp_avg_sq"),
             batch.lower,
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
             step=step,
-            weight_decay=group["weight_decay"],
             decoupled=bool(self.adam_w_mode),
-            bias_correction=bool(group["bias_correction"]),
-            grad_averaging=bool(group["grad_averaging"]),
             trusts=bool(self.use_nvlamb or group["weight_decay"]),
+            **{name: group[name] for name in _SETTINGS},
             **factors,
         )
 
@@ -114,19 +101,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
         self.more_defaults = {"step": step}
-        super().__init__(
-            params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            adam_w_mode,
-            grad_averaging,
-            max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb,
-        )
+        first = (lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging)
+        super().__init__(params, *first, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb)
         for group in self.param_groups:
             group["lr"], group["step"] = group["lr"].clone(), group["step"].clone()  # each group its own
         self.reduced_precision_dtype = reduced_precision_dtype

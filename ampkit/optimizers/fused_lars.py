@@ -39,17 +39,8 @@ class FusedLARS(FusedSGD):
         set_grad_none: bool = False,
     ) -> None:
         self.more_defaults = dict(trust_coefficient=trust_coefficient, eps=eps, is_skipped=False)
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            wd_after_momentum,
-            materialize_master_grads,
-            set_grad_none,
-        )
+        more = (nesterov, wd_after_momentum, materialize_master_grads, set_grad_none)
+        super().__init__(params, lr, momentum, dampening, weight_decay, *more)
 
     def trust(self, group: dict[str, Any], batch: Batch) -> torch.Tensor | None:
         if group["is_skipped"]:

@@ -11,6 +11,8 @@ from ..errors import CheckpointError
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
 from .scales import Scale, on
 
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "norm_type")
+
 
 class FusedNovoGrad(FusedOptimizer):
     """Adam whose second moment is one number for each tensor: the running norm of its gradient.
@@ -42,19 +44,8 @@ class FusedNovoGrad(FusedOptimizer):
         refuse_amsgrad(self, amsgrad)
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad supports norm_type 2 and 0 (the maximum norm), found {norm_type}.")
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                bias_correction=bias_correction,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                grad_averaging=grad_averaging,
-                norm_type=norm_type,
-                init_zero=init_zero,
-            ),
-        )
+        adam = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, adam | dict(grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero))
         self.moment_mode = 0 if reg_inside_moment else 1
         self.set_grad_none = set_grad_none
 
@@ -67,16 +58,10 @@ class FusedNovoGrad(FusedOptimizer):
             self.moments(batch, "exp_avg"),
             norms,
             batch.lower,
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
             step=step,
-            bias_correction=bool(group["bias_correction"]),
-            weight_decay=group["weight_decay"],
-            grad_averaging=bool(group["grad_averaging"]),
             reg_inside_moment=self.moment_mode == 0,
-            norm_type=group["norm_type"],
             grad_norms=now,
+            **{name: group[name] for name in _SETTINGS},
             **batch.factors,
         )
         if batch.found_inf is not None:

@@ -12,6 +12,8 @@ from .fused import Batch, FusedOptimizer
 from .rounding import Rounding
 from .scales import Scale
 
+_SETTINGS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+
 
 class FusedSGD(FusedOptimizer):
     """``torch.optim.SGD`` with momentum, over lists of tensors; state loads from and into it.
@@ -64,15 +66,11 @@ class FusedSGD(FusedOptimizer):
                 part.targets,
                 self.moments(part, "momentum_buffer") if group["momentum"] else None,
                 part.lower,
-                lr=group["lr"],
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                weight_decay=group["weight_decay"],
-                nesterov=group["nesterov"],
                 first_run=first_run,
                 wd_after_momentum=self.wd_after_momentum,
                 trust=self.trust(group, part),
                 step=step,
+                **{name: group[name] for name in _SETTINGS},
                 **part.factors,
                 **self.numbers(group, part),
             )

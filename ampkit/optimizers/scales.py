@@ -1,4 +1,4 @@
-"""Arithmetic with loss scales, which are numbers (static) or tensors of one element (dynamic) that nobody may read."""
+"""Arithmetic with loss scales, which are numbers (static) or tensors of one element (dynamic) that the host does not read."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from ..sharding import is_sharded
 from .fused import FusedOptimizer
 
-_HOME = FusedOptimizer.__module__.rpartition(".")[0] + "."  # where nobody has replaced what is ours
+_HOME = FusedOptimizer.__module__.rpartition(".")[0] + "."  # of functions that no script has replaced
 
 
 def is_known(optimizer: Any) -> bool:
@@ -24,7 +24,7 @@ def evaluates_once(optimizer: Any) -> bool:
 
 
 def takes_step_inputs(optimizer: Any) -> bool:
-    """Whether it is a fused optimizer of ours, whose ``step`` nobody has replaced."""
+    """Whether it is a fused optimizer of ours whose ``step`` no script has replaced."""
     if not isinstance(optimizer, FusedOptimizer) or "step" in vars(optimizer):
         return False
     step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
@@ -32,7 +32,7 @@ def takes_step_inputs(optimizer: Any) -> bool:
 
 
 def takes_rests(optimizer: Any) -> bool:
-    """Whether its update, which nobody has replaced, writes weights and rests together."""
+    """Whether its ``update``, which no script has replaced, writes weights and rests together."""
     return bool(optimizer.takes_rests) and type(optimizer).update.__module__.startswith(_HOME)
 
 
