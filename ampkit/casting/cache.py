@@ -1,7 +1,7 @@
 """The cast cache: each weight is cast once, and a stale cast is never used.
 
-The O1 engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights
-and of activations. An entry holds as long as the version counters and the storage of the weight are what they were.
+The O1 engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights. An
+entry holds as long as the version counters and the storage of the weight are what they were.
 Writes that torch itself does not count move neither. So the engine forgets a parameter's casts, and those of all
 activations, when a script asks for ``.data``, ``numpy()`` or ``__dlpack__()``. A write through one of these that the script
 has kept from before is unseen until the cache is dropped.
@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .store import CastStore
@@ -27,15 +25,12 @@ _grad_enabled = torch.is_grad_enabled
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler = torch.compiler
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_transform_level = torch._C._functorch.maybe_current_level
 
 
 class CastCache:
-    """Casts of weights, and of the last few activations, to one dtype.
+    """Casts of weights to one dtype.
 
     Keys are weak, yet a cast that autograd recorded leads back to its weight and so keeps it alive until the next drop.
-    Casts of activations are weak on both sides: an activation that feeds several functions (q, k and v) is cast once
-    while one of them keeps the cast for its backward pass, and nothing lives longer than without the cache.
     """
 
     def __init__(self, store: CastStore) -> None:
@@ -47,7 +42,8 @@ class CastCache:
 
     def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """The kept cast of ``weight``, or ``convert(weight)``, which is kept where that is safe."""
-        # `_must_not_be_used`, written out.
+        # A tensor from outside would be frozen into a trace or a CUDA graph, and a mode that counts or saves operations would
+        # miss the cast.
         if _dynamo_compiling() or _compiler._is_compiling_flag:
             return convert(weight)
         store = self.store
@@ -55,34 +51,6 @@ class CastCache:
             return convert(weight)
         cast = self._find(weight)
         return self._cast_anew(weight, convert) if cast is None else cast
-
-    def cast_activation(self, activation: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """``convert(activation)``, or what an earlier call made of it and somebody still uses, in the same memory.
-
-        For functions that only read it. Leaves are always cast anew: scripts edit them through ``.data``.
-        """
-        if self._must_not_be_used() or not _grad_enabled() or activation.grad_fn is None or activation.is_inference():
-            return convert(activation)
-        if forward_ad._current_level >= 0 or _transform_level() is not None:
-            return convert(activation)
-        cast = self.store.find_recent(activation)
-        if cast is not None and cast.requires_grad:
-            cast = _AnotherUse.apply(activation, (cast,))
-        elif cast is None:
-            version = activation._version
-            cast = convert(activation)
-            if cast is not activation and not is_functorch_wrapped_tensor(cast) and type(cast) is Tensor:
-                self.store.keep_recent(activation, cast, version)
-        return cast
-
-    def _must_not_be_used(self) -> bool:
-        """Whether somebody records what is computed now: a tensor from outside would be frozen into a trace or a CUDA
-        graph, and would leave a mode that counts or saves operations without the cast.
-        """
-        if _dynamo_compiling() or _compiler._is_compiling_flag:
-            return True
-        store = self.store
-        return store.bypassed or _dispatch_modes() > 0 or (store.capturing is not None and store.capturing())
 
     def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         store = self.store
@@ -98,22 +66,6 @@ class CastCache:
         return cast
 
 
-class _AnotherUse(torch.autograd.Function):
-    """A cast of an activation for one more function: the same memory, with an edge of its own to the activation.
-
-    So the gradients of all uses are added up in the activation's precision, and not in the cast's.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, activation: Tensor, found: tuple[Tensor]) -> Tensor:
-        ctx.dtype = activation.dtype
-        return found[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
-
-
 class CastCaches:
     """The caches of one engine, one for each dtype, made by ``make_store`` when first asked for."""
 
@@ -121,8 +73,7 @@ class CastCaches:
         self._make_store = make_store
         self._caches: dict[torch.dtype, CastCache] = {}
         self._forwards = 0
-        self._traces = 0
-        self._bypassed_before: dict[CastStore, bool] = {}
+        self._bypasses = 0
         # Reentrant: garbage that is collected under it may come here again.
         self._lock = threading.RLock()
 
@@ -132,12 +83,12 @@ class CastCaches:
         if cache is None:
             with self._lock:
                 cache = self._caches.setdefault(dtype, CastCache(self._make_store()))
-                store = cache.store
-                store.keep_without_grad = self._forwards > 0
-                if self._traces:
-                    self._bypassed_before.setdefault(store, False)
-                    store.bypassed = True
+                self._tell_stores()
         return cache
+
+    def _tell_stores(self) -> None:
+        for store in self._stores():
+            store.keep_without_grad, store.bypassed = self._forwards > 0, self._bypasses > 0
 
     def drop(self, before_backward: bool = False) -> None:
         """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
@@ -158,36 +109,31 @@ class CastCaches:
         with self._lock:
             self._forwards += 1
             if self._forwards == 1:
-                for store in self._stores():
-                    store.keep_without_grad = True
+                self._tell_stores()
 
     def leave_forward(self) -> None:
         """Undo `enter_forward`."""
         with self._lock:
             self._forwards -= 1
             if self._forwards == 0:
+                self._tell_stores()
                 for store in self._stores():
-                    store.keep_without_grad = False
                     store.drop_without_grad()
+
+    def bypass(self, more: int = 1) -> None:
+        """Have weights be cast at every use from now on, or with -1 take that back."""
+        with self._lock:
+            self._bypasses += more
+            self._tell_stores()
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
         """Weights are cast at every use: what is recorded inside has to contain their casts."""
-        with self._lock:
-            self._traces += 1
-            if self._traces == 1:
-                self._bypassed_before = {store: store.bypassed for store in self._stores()}
-                for store in self._bypassed_before:
-                    store.bypassed = True
+        self.bypass()
         try:
             yield
         finally:
-            with self._lock:
-                self._traces -= 1
-                if self._traces == 0:
-                    for store, bypassed in self._bypassed_before.items():
-                        store.bypassed = bypassed
-                    self._bypassed_before = {}
+            self.bypass(-1)
 
     def renew_lock(self) -> None:
         """For a forked child: a thread of the parent may have held the lock."""

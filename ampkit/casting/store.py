@@ -1,8 +1,9 @@
-"""Where casts are kept: of weights until they are dropped, of activations for as long as somebody computes with them.
+"""Where casts of weights are kept until they are dropped.
 
-A store only keeps and looks up, and checks on each look-up that the entry still holds; what is kept, and for how long,
-`CastCache` decides. This class is the specification of ampkit._casting.CastStore, its twin in C++, in which the
-wrappers in C++ find their casts.
+A store only keeps and looks up, and checks on each look-up that the entry still holds; `CastCache` decides which casts are
+kept, and for how long. This class is the specification of ampkit._casting.CastStore, its twin in C++, in which the wrappers in
+C++ find their casts. Two things that change no result, only the twin does: it casts weights ahead (`CastStore.drop`), and it
+remembers the last four casts of activations, weakly on both sides, so that query, key and value share one.
 """
 
 from __future__ import annotations
@@ -32,14 +33,6 @@ class _WeightCast(NamedTuple):
     storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at the stamp's address
 
 
-class _RecentCast(NamedTuple):
-    activation: weakref.ref[Tensor]
-    cast: weakref.ref[Tensor]
-    version: int
-    cast_version: int
-    stream: int
-
-
 class CastStore:
     """Casts of tensors to one dtype.
 
@@ -60,7 +53,6 @@ class CastStore:
         self._with_grad: dict[int, _WeightCast] = {}
         self._without_grad: dict[int, _WeightCast] = {}
         self._in_inference: dict[int, _WeightCast] = {}
-        self._recent: tuple[_RecentCast, ...] = ()
         self._generation = 0
 
     def __len__(self) -> int:
@@ -69,10 +61,7 @@ class CastStore:
 
     def find(self, weight: Tensor) -> Tensor | None:
         """The cast of ``weight``, if there is one, neither side was written to since, and grad mode is the same."""
-        if _grad_enabled():
-            casts = self._with_grad
-        else:
-            casts = self._in_inference if _inference_mode() else self._without_grad
+        casts = self._of_this_mode()
         entry = casts.get(id(weight))
         if entry is not None:
             # A dead weight takes its entry along, before another can have its id.
@@ -97,10 +86,7 @@ class CastStore:
         Unless the weight is not any more what it was ``made_of``: another thread may have written to it, or dropped the
         casts, while this one was being made.
         """
-        if _grad_enabled():
-            casts = self._with_grad
-        else:
-            casts = self._in_inference if _inference_mode() else self._without_grad
+        casts = self._of_this_mode()
         address, discard = id(weight), self._discard
         casts[address] = _WeightCast(
             weakref.ref(weight, lambda dead: discard(address, dead)),
@@ -115,9 +101,8 @@ class CastStore:
             casts.pop(address, None)
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget the casts of one weight, and those of all activations: which of them share its memory, nobody knows."""
+        """Forget the casts of one weight. The twin in C++ forgets those of all activations, which may share the weight's memory."""
         self._generation += 1
-        self._recent = ()
         for casts in self._modes:
             casts.pop(id(tensor), None)
 
@@ -131,7 +116,6 @@ class CastStore:
         """
         self.drop_without_grad()
         self._with_grad.clear()
-        self._recent = ()
 
     def drop_without_grad(self) -> None:
         """Forget the casts that autograd did not record."""
@@ -144,29 +128,16 @@ class CastStore:
         entries = [entry for casts in self._modes for entry in list(casts.values())]
         return [(weight, entry.cast) for entry in entries if (weight := entry.weight()) is not None]
 
-    def find_recent(self, activation: Tensor) -> Tensor | None:
-        """One of the last casts of activations, if it is still alive and neither side was written to since."""
-        for entry in self._recent:
-            if entry.activation() is activation and entry.version == activation._version:
-                if entry.stream != _stream_of(activation):
-                    continue
-                cast = entry.cast()
-                if cast is not None and _version_of(cast) == entry.cast_version:
-                    return cast
-        return None
-
-    def keep_recent(self, activation: Tensor, cast: Tensor, version: int) -> None:
-        """Remember ``cast`` without keeping it, or ``activation``, alive; ``version`` is the one that was cast."""
-        recent = _RecentCast(
-            weakref.ref(activation), weakref.ref(cast), version, _version_of(cast), _stream_of(activation)
-        )
-        self._recent = (*self._recent[-3:], recent)
-
     def _discard(self, address: int, reference: weakref.ref) -> None:
         """Forget a weight that died. Its address may belong to another one by now, with another reference."""
         for casts in self._modes:
             if address in casts and casts[address].weight is reference:
                 del casts[address]
+
+    def _of_this_mode(self) -> dict[int, _WeightCast]:
+        if _grad_enabled():
+            return self._with_grad
+        return self._in_inference if _inference_mode() else self._without_grad
 
     @property
     def _modes(self) -> tuple[dict[int, _WeightCast], ...]:

@@ -1,7 +1,7 @@
 """What stands in torch's place under O1: one factory of wrappers per `CastKind`.
 
-Each wrapper asks on every call whether casting is on, and otherwise calls straight through, so that a reference
-somebody kept is inert after the engine closes. The engine calls `wrap`; nothing here patches anything.
+Each wrapper asks on every call whether casting is on, and calls torch's function where not, so that a wrapper that a script has
+kept casts nothing after the engine closes. The engine calls `wrap`; nothing here patches anything.
 
 Note [the tables win]
     torch.autocast is on beneath the wrappers, with lists of its own, and sees what a function calls in its turn. So torch's
@@ -68,7 +68,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     is_torch = owner is Tensor or (isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch")
     beneath = original if owner is not Tensor or isinstance(original, FunctionType) else _known_to_tables(original)
     as_it_is = past_autocast(beneath, state) if is_torch else beneath
-    plain = _FACTORIES[kind](kind, beneath, as_it_is, state, name, is_torch)
+    plain = _FACTORIES[kind](kind, beneath, as_it_is, state, name)
     if is_torch and kind is CastKind.LOWER_PRECISION_FP and name in RECURRENT:
         plain = in_one_chunk(plain, original, state)
     wrapper = _naming_out(plain, original)
@@ -181,12 +181,9 @@ def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> 
         wrapper.__module__, wrapper.__qualname__ = "torch", f"Tensor.{name}"
 
 
-def caster(
-    kind: CastKind, state: CastingState, name: str, only_reads: bool = False, dtype: torch.dtype | None = None
-) -> Convert:
+def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | None = None) -> Convert:
     """The cast of a single tensor that a rule of this kind asks for (not for kinds that look at all arguments).
 
-    ``only_reads`` tells that the cast goes to a function of torch, which will not write to it: others may share it.
     ``dtype`` is another lower precision than the session's.
     """
     target = dtype or _target(kind, state)
@@ -196,14 +193,11 @@ def caster(
     if dtype is not None and torch.compiler.is_compiling():  # a trace cannot make a cache, and needs none
         return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not target else x
     cached = state.cache(target).cast
-    shared = state.cache(target).cast_activation if only_reads else None
 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
             return x
-        if is_weight(x):
-            return cached(x, convert)
-        return convert(x) if shared is None else shared(x, convert)
+        return cached(x, convert) if is_weight(x) else convert(x)
 
     return lower
 
@@ -221,12 +215,10 @@ def promoter(state: CastingState, name: str, *values: Any) -> Convert | None:
     return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not widest else x
 
 
-def _one_dtype(
-    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
-) -> Callable:
+def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype."""
     target = _target(kind, state)
-    cast = caster(kind, state, name, only_reads=is_torch)
+    cast = caster(kind, state, name)
     agrees = name not in RECURRENT and name not in _WIDENED_BY_AUTOCAST
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
     follows_regions, is_on, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.is_on, state.other_precision
@@ -240,7 +232,7 @@ def _one_dtype(
         if not is_on():
             return original(*args, **kwargs)
         if follows_regions and (dtype := other_precision()) is not None:
-            return any_call(args, kwargs, caster(kind, state, name, only_reads=is_torch, dtype=dtype))
+            return any_call(args, kwargs, caster(kind, state, name, dtype=dtype))
         if kwargs:
             for value in kwargs.values():
                 if type(value) not in _NO_TENSORS and not _is_sizes(value):
@@ -276,9 +268,7 @@ def _one_dtype(
     return wrapper
 
 
-def _promote(
-    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
-) -> Callable:
+def _promote(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """PROMOTE and PROMOTE_SEQUENCE: all to the widest dtype, where torch would refuse the mixture."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -298,12 +288,10 @@ def _promote(
     return wrapper
 
 
-def _contract(
-    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
-) -> Callable:
+def _contract(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """CONTRACTION: einsum is a matrix product, or only multiplies and moves elements."""
-    lower = _one_dtype(CastKind.LOWER_PRECISION_FP, original, as_it_is, state, name, is_torch)
-    promoted = _promote(CastKind.PROMOTE, original, as_it_is, state, name, is_torch)
+    lower = _one_dtype(CastKind.LOWER_PRECISION_FP, original, as_it_is, state, name)
+    promoted = _promote(CastKind.PROMOTE, original, as_it_is, state, name)
 
     def wrapper(*args: Any) -> Any:
         return (lower if _sums_over_an_index(args) else promoted)(*args)
@@ -324,9 +312,7 @@ def _sums_over_an_index(args: tuple) -> bool:
     return any(index not in output for index in indices)
 
 
-def _match_first(
-    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
-) -> Callable:
+def _match_first(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """MATCH_FIRST: in-place functions, whose first argument fixes the dtype."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -345,9 +331,7 @@ def _match_first(
     return wrapper
 
 
-def _fp32_weights(
-    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
-) -> Callable:
+def _fp32_weights(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """FP32_WEIGHTS: batch norm, which takes float32 weights and statistics beside an input in any precision."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -364,9 +348,7 @@ def _fp32_weights(
     return wrapper
 
 
-def _reject(
-    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
-) -> Callable:
+def _reject(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """REJECT: in-place functions whose result need not fit into float16."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -383,9 +365,7 @@ def _reject(
     return wrapper
 
 
-def _ban(
-    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
-) -> Callable:
+def _ban(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """BANNED: functions that lose their meaning in lower precision, or that the user's policy refuses."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -402,9 +382,7 @@ def _ban(
     return wrapper
 
 
-def _leave(
-    kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str, is_torch: bool
-) -> Callable:
+def _leave(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
     """NATIVE, for functions that torch.autocast would cast: see Note [the tables win]."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,14 @@ def casting(request):
         yield engine
 
 
+@pytest.fixture
+def in_cpp():
+    """The engine whose casts of activations are shared: only the store in C++ remembers them."""
+    torch.manual_seed(0)
+    with o1() as engine:
+        yield engine
+
+
 def casts_made(casting):
     return casting.caches.of(torch.bfloat16).store.casts_made
 
@@ -369,7 +377,8 @@ def shares(first, second):
     return operands(first)[0].data_ptr() == operands(second)[0].data_ptr()
 
 
-def test_activation_that_feeds_three_layers_is_cast_once(casting):
+@pytest.mark.compiled("wrappers")
+def test_activation_that_feeds_three_layers_is_cast_once(in_cpp):
     x, weights = activation(), [nn.Parameter(torch.full((2, 2), float(n))) for n in (1, 2, 3)]
     q, k, v = (F.linear(x, w) for w in weights)
     assert shares(q, k) and shares(k, v)
@@ -500,9 +509,10 @@ def test_casts_of_activations_keep_nothing_alive(casting):
     assert source() is None, "the activation outlived its graph"
 
 
+@pytest.mark.compiled("wrappers")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_shares_no_casts_of_activations(casting, mode):
-    x, store = activation(), casting.caches.of(torch.bfloat16).store
+def test_evaluation_shares_no_casts_of_activations(in_cpp, mode):
+    x, store = activation(), in_cpp.caches.of(torch.bfloat16).store
     with mode():
         torch.mm(x, nn.Parameter(torch.eye(2)))
         assert store.find_recent(x) is None
@@ -560,7 +570,8 @@ def test_gradients_of_a_shared_activation_add_up_in_float32(casting):
     torch.testing.assert_close(found, autocasts, rtol=0, atol=1e-5 * exact.abs().max().item())
 
 
-def test_shared_cast_that_is_written_to_is_refused_by_every_use(casting):
+@pytest.mark.compiled("wrappers")
+def test_shared_cast_that_is_written_to_is_refused_by_every_use(in_cpp):
     x, w = activation(), nn.Parameter(torch.eye(2))
     first, second = torch.mm(x, w), torch.mm(x, w)
     assert shares(first, second)

@@ -68,5 +68,6 @@ def init(
     for rule in rules_changed_by_the_script():
         session.casting.register(rule.kind, rule.owner, rule.name)
     session.casting.covers_every_model = True
-    session.casting.caches.of(lower_precision).store.bypassed = not enable_caching
+    if not enable_caching:
+        session.casting.caches.bypass()
     return handle

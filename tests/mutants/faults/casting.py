@@ -213,14 +213,6 @@ FAULTS = [
         tests=("o1/test_assigned_data.py::test_changed_dtype_of_a_model_is_still_refused",),
     ),
     Mutant(
-        "store: .data keeps the casts of activations",
-        "ampkit/casting/store.py",
-        "self._recent = ()\n        for",
-        "for",
-        breaks="a write through .data of an activation counts",
-        tests=("o1/test_cast_cache.py::test_activation_edited_past_torchs_count_is_cast_anew",),
-    ),
-    Mutant(
         "wrappers: einsum: an outer product is cast down",
         "ampkit/casting/wrappers.py",
         "(lower if _sums_over_an_index(args) else promoted)(*args)",
@@ -351,14 +343,6 @@ FAULTS = [
         "_register(CastKind.LOWER_PRECISION_FP, module, name)",
         breaks="register_bfloat16_function means bfloat16",
         tests=("o1/test_decorators.py::test_registered_function_casts_its_arguments",),
-    ),
-    Mutant(
-        "cache: uses of an activation share one edge",
-        "ampkit/casting/cache.py",
-        "cast = _AnotherUse.apply(activation, (cast,))",
-        "pass",
-        breaks="the gradients of an activation's uses add up in float32",
-        tests=("o1/test_cast_cache.py::test_gradients_of_a_shared_activation_add_up_in_float32",),
     ),
     Mutant(
         "policy: namesakes overrule the user",
