@@ -9,7 +9,6 @@ from .api import (
     clip_grad_norm_,
     close,
     disable_casts,
-    from_grad_scaler,
     initialize,
     load_state_dict,
     master_params,
@@ -17,7 +16,6 @@ from .api import (
     session,
     state_dict,
     step_was_skipped,
-    to_grad_scaler,
 )
 from .casting.decorators import (
     bfloat16_function,
@@ -40,7 +38,7 @@ from .errors import (
     NotInitializedError,
     RefusedOperation,
 )
-from .integrations.grad_scaler import GradScaler
+from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scaler
 from .iteration.loss_scale import DynamicLossScale
 from .models.forward import cast_inputs
 from .policy import Policy

@@ -17,8 +17,8 @@ from .casting.engine import switch_off_left_on
 from .casting.tensors import cast_state, params_of, states_to_cast
 from .devices import device_type_of
 from .dtypes import LOWER_PRECISION
-from .errors import CheckpointError, ConfigurationError, NotInitializedError
-from .iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
+from .errors import ConfigurationError, NotInitializedError
+from .iteration.loss_scale import DynamicLossScale, load_scalers, save_scalers
 from .iteration.optimizer_wrapper import wrapper_of
 from .logs import logger
 from .models.incoming import Incoming
@@ -148,7 +148,7 @@ def initialize(
     incoming = Incoming()
     for session in earlier:
         left = session.models_outside(model_list)
-        incoming.take_over(session.incoming, model_list)
+        incoming.inherit(session.incoming, model_list)
         session.close()
         if left:
             logger.warning(
@@ -304,35 +304,6 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     load_scalers(None if disabled else [one.scalers for one in live_sessions], state)
 
 
-def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
-    """The newest session's loss scale as the state of a ``torch.amp.GradScaler``: ``scaler.load_state_dict(to_grad_scaler())``.
-
-    Scale, growth and back-off factors, interval and counter are exact. A GradScaler has neither bounds nor a static scale; a
-    static scale becomes a dynamic one that does not grow.
-
-    Raises `NotInitializedError` before `initialize`, and `LossIdError` for a ``loss_id`` that has no scaler.
-    """
-    return _newest_scaler(loss_id).grad_scaler_state()
-
-
-def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
-    """Go on with the loss scale of a ``torch.amp.GradScaler``: ``from_grad_scaler(scaler.state_dict())`` after `initialize`.
-
-    The newest session's loss scaler takes over scale, factors, interval and counter exactly. The state of a disabled
-    GradScaler is empty and changes nothing.
-
-    Raises `CheckpointError` for an argument that is no GradScaler's state, and changes nothing then; `NotInitializedError` and
-    `LossIdError` as `to_grad_scaler` does.
-    """
-    scaler = _newest_scaler(loss_id)
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"from_grad_scaler expects the dict of GradScaler.state_dict(), found {type(state).__name__}."
-        )
-    if state:
-        scaler.load_grad_scaler_state(state)
-
-
 def disable_casts() -> Any:
     """``with disable_casts():`` switches casts of calls off, in this thread; nests, and survives exceptions. Also a decorator.
 
@@ -381,7 +352,7 @@ def close() -> None:
 
 
 def _session_for(optimizers: Sequence[Any]) -> Session | None:
-    """The session that owns the first of these optimizers; None where the newest session is disabled and they are nobody's."""
+    """The session that owns the first of these optimizers; None where the newest session is disabled and no session owns one."""
     if len(optimizers) == 1 and (owner := session_of(optimizers[0])) is not None:
         return owner  # asked in every iteration
     owners = [session_of(optimizer) for optimizer in optimizers]
@@ -420,15 +391,6 @@ def _lower_precision_of(
         own = own.union(*(session.incoming.dtypes_of(model) for session in earlier)).intersection(LOWER_PRECISION)
         found |= own or {None}
     return found.pop() if len(found) == 1 else None
-
-
-def _newest_scaler(loss_id: int) -> LossScaler:
-    newest = current_session()
-    if newest is None:
-        raise NotInitializedError(
-            "There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first."
-        )
-    return newest.scaler(loss_id)
 
 
 def _stand_in() -> nn.Module:

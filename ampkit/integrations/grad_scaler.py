@@ -1,4 +1,4 @@
-"""A ``torch.amp.GradScaler`` over a session, for frameworks that own the training loop.
+"""A ``torch.amp.GradScaler`` over a session, for frameworks that own the training loop, and the state of one.
 
 Their loop (``scale``, ``backward``, ``unscale_``, ``step``, ``update``) then drives the session's loss scale in the place of
 `ampkit.scale_loss`.
@@ -7,14 +7,14 @@ Their loop (``scale``, ``backward``, ``unscale_``, ``step``, ``update``) then dr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
-from ..errors import ConfigurationError, NotInitializedError
+from ..errors import CheckpointError, ConfigurationError, NotInitializedError
 from ..iteration.found_inf import FoundInf
 from ..iteration.loss_scale import LossScaler
 from ..iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
@@ -157,3 +157,41 @@ class GradScaler(TorchGradScaler):
     @property
     def _scaler(self) -> LossScaler:
         return self._owner().scaler(self._loss_id)
+
+
+def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
+    """The newest session's loss scale as the state of a ``torch.amp.GradScaler``: ``scaler.load_state_dict(to_grad_scaler())``.
+
+    Scale, growth and back-off factors, interval and counter are exact. A GradScaler has neither bounds nor a static scale; a
+    static scale becomes a dynamic one that does not grow.
+
+    Raises `NotInitializedError` before `initialize`, and `LossIdError` for a ``loss_id`` that has no scaler.
+    """
+    return _newest_scaler(loss_id).grad_scaler_state()
+
+
+def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
+    """Go on with the loss scale of a ``torch.amp.GradScaler``: ``from_grad_scaler(scaler.state_dict())`` after `initialize`.
+
+    The newest session's loss scaler takes over scale, factors, interval and counter exactly. The state of a disabled
+    GradScaler is empty and changes nothing.
+
+    Raises `CheckpointError` for an argument that is no GradScaler's state, and changes nothing then; `NotInitializedError` and
+    `LossIdError` as `to_grad_scaler` does.
+    """
+    scaler = _newest_scaler(loss_id)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"from_grad_scaler expects the dict of GradScaler.state_dict(), found {type(state).__name__}."
+        )
+    if state:
+        scaler.load_grad_scaler_state(state)
+
+
+def _newest_scaler(loss_id: int) -> LossScaler:
+    newest = current_session()
+    if newest is None:
+        raise NotInitializedError(
+            "There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first."
+        )
+    return newest.scaler(loss_id)

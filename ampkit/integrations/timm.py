@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ..api import from_grad_scaler, master_params, scale_loss, to_grad_scaler
+from ..api import master_params, scale_loss
 from . import clipping, framework
+from .grad_scaler import from_grad_scaler, to_grad_scaler
 
 
 class NativeScaler:
