@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -154,31 +153,33 @@ class SyncBatchNorm(_BatchNorm):
         self.channel_last = channel_last
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.channel_last and input.dim() >= 2:
+            return self._normalise(input.movedim(-1, 1)).movedim(1, -1)
+        return self._normalise(input)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(
                 f"SyncBatchNorm got a tensor of shape {tuple(input.shape)}; it expects a batch and a channel dimension."
                 " Add the missing one with unsqueeze()."
             )
-        if not self.channel_last:
-            return self._normalise(input)
-        return self._normalise(input.movedim(-1, 1)).movedim(1, -1)
-
-    def _normalise(self, input: torch.Tensor) -> torch.Tensor:
         if input.size(1) != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm got {input.size(1)} channels in a tensor of shape {tuple(input.shape)};"
                 f" it was made for num_features={self.num_features}. Check the layer before it, or channel_last=."
             )
+
+    def _normalise(self, input: torch.Tensor) -> torch.Tensor:
+        """The batch norm of a tensor (N, C, ...)."""
+        has_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+        if not (self.training and has_processes):
+            return super().forward(input)
+        self._check_input_dim(input)
         running_mean, running_var, factor = self.running_mean, self.running_var, self.momentum
-        use_batch = self.training or running_mean is None
-        if self.training and self.num_batches_tracked is not None:
+        if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if factor is None:  # a cumulative average
                 factor = 1.0 / float(self.num_batches_tracked)
-        if not (self.training and self._world_size() > 1):
-            stats = (running_mean, running_var) if not self.training or self.track_running_stats else (None, None)
-            return F.batch_norm(input, *stats, self.weight, self.bias, use_batch, factor or 0.0, self.eps)
-
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         mean, var, count = self._joined_statistics(x)
         if running_mean is not None and running_var is not None and self.track_running_stats:
@@ -218,11 +219,6 @@ class SyncBatchNorm(_BatchNorm):
             )
         mean, mean_of_squares = (sums[:-1] / count).chunk(2)
         return mean, (mean_of_squares - mean.square()).clamp(min=0), count
-
-    def _world_size(self) -> int:
-        if not (dist.is_available() and dist.is_initialized()):
-            return 1
-        return dist.get_world_size(self.process_group)
 
 
 def _synchronised(

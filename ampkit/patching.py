@@ -49,7 +49,7 @@ class PatchSet:
         self._writes.append((owner, name, before, value))
 
     def restore(self) -> None:
-        """Undo every write, newest first. A value that somebody else put over ours since then stays."""
+        """Undo every write, newest first. A value that was put over ours since then stays."""
         while self._writes:
             owner, name, before, ours = self._writes.pop()
             if own_attribute(owner, name) is ours:

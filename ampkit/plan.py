@@ -157,7 +157,7 @@ def resolve(opt_level: str, device_type: str, overrides: Mapping[str, Any]) -> P
         raise ConfigurationError(f"Unknown settings {sorted(unknown)}; known are {list(SETTINGS)}.")
     checked = {name: _checked(name, value, opt_level) for name, value in given.items()}
     plan = replace(plan, **checked)
-    plan = replace(plan, policy=plan.policy.settled(device_type))
+    plan = replace(plan, policy=plan.policy.for_device(device_type))
     if plan.max_loss_scale < plan.min_loss_scale:
         raise ConfigurationError(
             f"min_loss_scale={plan.min_loss_scale:g} is above max_loss_scale={plan.max_loss_scale:g}. Lower the one or raise "

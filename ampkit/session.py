@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import validation
 from .casting.engine import Casting, active_casting
 from .casting.library import dispatch
 from .casting.tensors import params_of
@@ -49,14 +50,7 @@ from .models.preparing import Originals, prepare_models
 from .models.records import lower_entries, walk
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
-from .sharding import fsdp_modules, is_unreduced, refuse_fsdp1
-
-# Levels at which no gradient is saved from underflow by a loss scale, and what to do.
-_UNSCALED_LEVELS = {
-    "O0": "gradients in float32 do not underflow. Leave it out",
-    "O3": "without master weights, gradients go back to lower precision when they are unscaled, and what would have "
-    "underflowed is lost then. Leave it out, or use O2, whose gradients become float32",
-}
+from .sharding import fsdp_modules, is_unreduced
 
 
 class Session:
@@ -139,9 +133,10 @@ class Session:
                 stdout_lines.attach()
                 self._undo.callback(stdout_lines.detach)
                 self._log_banner()
-            self._warn_of_useless_loss_scale()
+            if active_casting() is None:
+                validation.warn_of_useless_loss_scale(self.plan)
             self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
-            self._undo.callback(self._give_back_dtypes)
+            self._undo.callback(lambda: self.incoming.give_back(self.optimizers))
             if self._widens:
                 self._widen(models, optimizers)
             originals: Originals = {}
@@ -151,18 +146,16 @@ class Session:
             self._prepare_optimizers(optimizers, values)
             if self.plan.casts_calls:
                 self._start_casting(values)
-            of_cast_weights = (averages,) if self.plan.casts_weights else ()
-            has_masters = self.plan.casts_weights or self.plan.master_weights
+            has_lower_weights = self.plan.casts_weights or self.plan.master_weights
             for shared in (
                 exports,
                 calls_of_torch,
-                *of_cast_weights,
-                *((collectives, one_pass_steps) if has_masters else ()),
+                *((averages, collectives, one_pass_steps) if has_lower_weights else ()),
             ):
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._forget_traces()
-            for model in models if has_masters else ():
+            for model in models if has_lower_weights else ():
                 note_weights(model)
             casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
             for own, cast in casts:  # all memory is there
@@ -192,38 +185,20 @@ class Session:
         if self.models:
             forget_traces()
 
-    def _tell(self, line: str, *values: Any) -> None:
-        """A line that is part of what `initialize` says: not at verbosity 0, where a logger of the application's may listen."""
-        if self.plan.verbosity >= 1:
-            logger.info(line, *values)
-
     def _widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Make models that come in lower precision float32, and say so."""
-        if self.plan.master_weights and self.plan.casts_weights:
-            deed = "they train in float32"
-        elif self.plan.casts_weights:
-            deed = f"they train in {self.plan.cast_model_type}"
-        else:
-            deed = "they are float32"
+        plan, lines = self.plan, []
+        trains_in = "float32" if plan.master_weights else plan.cast_model_type
+        deed = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
         for model in models:
             if fsdp_modules(model) and (dtype := sharded.widen_sharded(model, optimizers)) is not None:
-                self._tell(
-                    "The sharded %s came in %s: its sharded parameters are float32 now, and stay so after close().",
-                    type(model).__name__,
-                    dtype,
-                )
+                found = f"The sharded {type(model).__name__} came in {dtype}"
+                lines.append(f"{found}: its sharded parameters are float32 now, and stay so after close().")
         for model, dtype, count in self.incoming.widen(models, optimizers):
-            self._tell(
-                "%d tensors of the %s came in %s: %s, until close() gives %s back.",
-                count,
-                type(model).__name__,
-                dtype,
-                deed,
-                dtype,
-            )
-
-    def _give_back_dtypes(self) -> None:
-        self.incoming.give_back(self.optimizers)
+            found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
+            lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
+        for line in lines if plan.verbosity >= 1 else ():
+            logger.info(line)
 
     def _watch(self, models: Sequence[nn.Module]) -> None:
         """Hear of what is called on the models."""
@@ -269,7 +244,7 @@ class Session:
         if casting is not before:
             if before is not None:
                 before.close()
-                casting.take_over(before)
+                casting.keep_stored_weights_of(before)
                 for session in _sessions_of(before):
                     session.casting = casting
             casting.install()
@@ -323,8 +298,7 @@ class Session:
             wrapper.thread = thread
             wrappers.append(wrapper)
         if not self._knows_sharding:
-            self._refuse_sharded_since()
-            self._refuse_steps_in_backward()
+            validation.changed_since(self.models, self._sharded_at_first, self.plan)
             self._knows_sharding = True
         if loss.dtype in LOWER_PRECISION and self.casting is not None and self.casting.leaves_out_this_thread:
             self.scaling.advice.tell("thread", self.plan.opt_level)
@@ -348,30 +322,6 @@ class Session:
     def _is_unreduced(self) -> bool:
         """Whether FSDP2 has kept the gradients of the last backward pass to itself."""
         return bool(self._sharded_at_first) and any(is_unreduced(model) for model in self.models)
-
-    def _refuse_sharded_since(self) -> None:
-        """FSDP puts Parameters of its own in the places of those that the optimizer has."""
-        for model in self.models:
-            refuse_fsdp1(model)
-            since = [module for module in fsdp_modules(model) if module not in self._sharded_at_first]
-            if since:
-                raise ConfigurationError(
-                    f"fully_shard was called on a {type(since[0]).__name__} after initialize(). It puts other Parameters in "
-                    "the model, and the optimizer would go on with those that were there before. The order is: "
-                    "fully_shard, then the optimizer over the sharded parameters, then initialize(model, optimizer, ...)."
-                )
-
-    def _refuse_steps_in_backward(self) -> None:
-        """Optimizers that step while gradients are made take them at the loss scale, and write to weights without their rests."""
-        if self.plan.loss_scale == 1.0 and not self.plan.master_weights:
-            return
-        for model in self.models:
-            if any(hasattr(param, "_in_backward_optimizers") for param in model.parameters()):
-                raise ConfigurationError(
-                    "An optimizer was put into the backward pass of this model (_apply_optimizer_in_backward): it would step with "
-                    f"gradients at the loss scale, or in the lower precision of {self.plan.opt_level}'s weights. Use O4, O1 with "
-                    "loss_scale=1.0, or step after the scale_loss block."
-                )
 
     # What wrappers and models ask of their session
 
@@ -433,14 +383,6 @@ class Session:
             wrapper_of(optimizer).hand_gradients()
             if not wrapper_of(optimizer).gradients.has_fresh:
                 wrapper_of(optimizer).findings.came_through_no_block = False
-
-    def _warn_of_useless_loss_scale(self) -> None:
-        plan = self.plan
-        if plan.loss_scale != 1.0 and plan.opt_level in _UNSCALED_LEVELS and active_casting() is None:
-            scale = "dynamic" if plan.has_dynamic_loss_scale else f"{plan.loss_scale:g}"
-            logger.warning(
-                "loss_scale=%s does nothing useful at %s: %s.", scale, plan.opt_level, _UNSCALED_LEVELS[plan.opt_level]
-            )
 
     def _log_banner(self) -> None:
         """First what the level is, then what it comes to here, then what the caller has changed."""
@@ -509,19 +451,15 @@ def collect_orphans(closing: Sequence[Session]) -> None:
 def not_initialized(optimizer: Any) -> NotInitializedError:
     """The error for an optimizer that no live session owns."""
     if not hasattr(optimizer, "param_groups"):
-        return NotInitializedError(
-            f"scale_loss was given a {type(optimizer).__name__} where it expects the optimizer. The loss comes first: "
-            "with ampkit.scale_loss(loss, optimizer) as scaled_loss."
-        )
-    if not live_sessions:
-        return NotInitializedError(
-            "scale_loss was used before initialize, or after close. Call model, optimizer = ampkit.initialize(model, optimizer, "
-            "opt_level=...) first."
-        )
-    return NotInitializedError(
-        f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "
-        "that scale_loss will see: ampkit.initialize(model, [optimizer, ...])."
-    )
+        found = f"scale_loss was given a {type(optimizer).__name__} where it expects the optimizer. The loss comes first: with "
+        advice = "ampkit.scale_loss(loss, optimizer) as scaled_loss."
+    elif not live_sessions:
+        found = "scale_loss was used before initialize, or after close. Call "
+        advice = "model, optimizer = ampkit.initialize(model, optimizer, opt_level=...) first."
+    else:
+        found = f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "
+        advice = "that scale_loss will see: ampkit.initialize(model, [optimizer, ...])."
+    return NotInitializedError(found + advice)
 
 
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:
@@ -552,7 +490,7 @@ def _sessions_of(casting: Casting | None) -> list[Session]:
 
 def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:
     orphan = session()
-    # At the end of the process there is nobody to give anything back to, and torch is half gone.
+    # When the process ends, parts of torch are gone already, and nothing has to be undone.
     if orphan is not None and orphan.owns_nothing and not sys.is_finalizing():
         orphan.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -234,6 +235,43 @@ def _refuse_tensor_parallel(model: nn.Module, plan: Plan) -> None:
                 f"Parameter {name!r} lies on several processes (a DTensor, as parallelize_module makes it), and {plan.opt_level} "
                 "casts whole weights. Use O1 or O4, which cast calls, or shard with ampkit.parallel.fully_shard."
             )
+
+
+def changed_since(model_list: list[nn.Module], sharded_at_first: Collection[nn.Module], plan: Plan) -> None:
+    """Refuse, at the first block, models that were sharded since `initialize`, and optimizers that step in the backward pass."""
+    for model in model_list:
+        refuse_fsdp1(model)
+        since = [module for module in fsdp_modules(model) if module not in sharded_at_first]
+        if since:
+            raise ConfigurationError(
+                f"fully_shard was called on a {type(since[0]).__name__} after initialize(). It puts other Parameters in "
+                "the model, and the optimizer would go on with those that were there before. The order is: "
+                "fully_shard, then the optimizer over the sharded parameters, then initialize(model, optimizer, ...)."
+            )
+        steps_inside = any(hasattr(param, "_in_backward_optimizers") for param in model.parameters())
+        if steps_inside and (plan.loss_scale != 1.0 or plan.master_weights):
+            raise ConfigurationError(
+                "An optimizer was put into the backward pass of this model (_apply_optimizer_in_backward): it would step with "
+                f"gradients at the loss scale, or in the lower precision of {plan.opt_level}'s weights. Use O4, O1 with "
+                "loss_scale=1.0, or step after the scale_loss block."
+            )
+
+
+# Levels at which no gradient is saved from underflow by a loss scale, and what to do.
+_UNSCALED_LEVELS = {
+    "O0": "gradients in float32 do not underflow. Leave it out",
+    "O3": "without master weights, gradients go back to lower precision when they are unscaled, and what would have "
+    "underflowed is lost then. Leave it out, or use O2, whose gradients become float32",
+}
+
+
+def warn_of_useless_loss_scale(plan: Plan) -> None:
+    """Log a loss scale at a level where it saves no gradient."""
+    if plan.loss_scale != 1.0 and plan.opt_level in _UNSCALED_LEVELS:
+        scale = "dynamic" if plan.has_dynamic_loss_scale else f"{plan.loss_scale:g}"
+        logger.warning(
+            "loss_scale=%s does nothing useful at %s: %s.", scale, plan.opt_level, _UNSCALED_LEVELS[plan.opt_level]
+        )
 
 
 def process_group(group: Any) -> None:

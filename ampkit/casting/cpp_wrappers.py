@@ -59,7 +59,7 @@ class CppWrappers:
         return _written_in_python(place.function, wrapper) if in_python else place.function
 
     def close(self) -> None:
-        """What somebody kept of these wrappers calls straight through from now on."""
+        """These wrappers call torch's functions from now on, wherever a script has kept one."""
         while self._bound:
             place, original = self._bound.pop()
             place.call.unbind()

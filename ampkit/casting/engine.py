@@ -63,7 +63,7 @@ class Casting:
         scope: str = "process",
     ) -> None:
         library = None if in_python else dispatch().library
-        self.policy = Policy.of(policy).settled(min(device_types, default="cpu"))
+        self.policy = Policy.of(policy).for_device(min(device_types, default="cpu"))
         self.scope = scope
         self.caches = CastCaches(CastStore if library is None else library.CastStore)
         control = None if library is None else library.Switch()
@@ -131,7 +131,7 @@ class Casting:
             _logger.debug("This torch has no %s", ", ".join(dropped))
 
     def close(self) -> None:
-        """Give torch back as it was found. Wrappers that somebody kept call straight through from now on."""
+        """Give torch back as it was found. Wrappers that a script has kept call torch's functions from now on."""
         global _active
         self._installed = False
         self._tell_state()
@@ -242,7 +242,7 @@ class Casting:
             return nullcontext()
         return state.region(True, stored_in, narrow=stored_in is not None)
 
-    def take_over(self, earlier: Casting) -> None:
+    def keep_stored_weights_of(self, earlier: Casting) -> None:
         """Before `install`: go on with the stored weights of an engine that was closed."""
         self.state.stored, self._storing = earlier.state.stored, earlier._storing
         self._device_types = earlier._device_types

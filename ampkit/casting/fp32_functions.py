@@ -85,7 +85,7 @@ def _is_cast(x: Any, state: CastingState) -> bool:
 
 
 def _records_plainly(x: Tensor) -> bool:
-    """Whether autograd, and nobody else, follows what is computed now; see Note [when the copy is made after all]."""
+    """Whether autograd alone records what is computed now; see Note [when the copy is made after all]."""
     return (
         not _compiling()
         and _grad_enabled()

@@ -5,8 +5,8 @@ hold an original, bound before (a model, a dataset that goes to a spawned worker
 anywhere: such a function is written as ``copy.copy(torch.nn.functional.softmax)``, by the wrapper's name, which leaves
 functions as they are.
 
-C's pickler asks nobody about functions, but for a subclass with ``reducer_override``. So ``pickle.Pickler`` becomes one
-while torch is patched, and the subclasses that exist get the method.
+The pickler in C writes functions by name, but in a subclass with ``reducer_override``. So ``pickle.Pickler`` becomes one while
+torch is patched, and the subclasses that exist get the method.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ number_of_regions._dynamo_marked_constant = True
 
 
 def mark_regions(device_types: Sequence[str]) -> None:
-    """Have dynamo's guards tell a region that switches casts off from a thread that nobody has switched on yet.
+    """Have dynamo's guards tell a region that switches casts off from a thread that was never switched on.
 
     They know whether torch.autocast is on and has a cache, not how many regions there are. Off, it needs no cache.
     """
@@ -265,7 +265,7 @@ def past_autocast(function: Callable, state: CastingState) -> Callable:
 
 @functools.cache
 def default_precision(device_type: str) -> torch.dtype:
-    """What torch.autocast casts to on this device type where nobody says: the value that every new thread starts with."""
+    """What torch.autocast casts to on this device type by default: the value that every new thread starts with."""
     found: list[torch.dtype] = []
     thread = threading.Thread(target=lambda: found.append(_dtype_of(device_type)))
     thread.start()

@@ -90,7 +90,7 @@ class StandIns:
         slots = self._gradients.mastered
         for slot in slots:
             slot.entry.loans.end(slot.entry)
-            slot.entry.follow(slot.param)
+            slot.entry.move_rest_beside(slot.param)
             self._of[slot].data = torch.empty_like(slot.param, dtype=torch.float32, requires_grad=False)
         params, values = [slot.param for slot in slots], [self._of[slot] for slot in slots]
         kernels.multi_tensor_join(params, [slot.entry.rest for slot in slots], values)

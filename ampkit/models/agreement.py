@@ -36,9 +36,9 @@ def sync_weights(model: nn.Module) -> None:
         for param, entry in record.every_cast:
             if param.dtype is lower_precision:
                 rest = entry.rest
-                # Not entry.follow(param), which every weight would be asked for in every forward.
+                # Not entry.move_rest_beside(param), which every weight would be asked for in every forward.
                 if rest is not None and (rest.numel() != param.numel() or rest.device != param.device):
-                    entry.follow(param)
+                    entry.move_rest_beside(param)
             elif param.dtype is torch.float32 and not whole.was_made_float32:
                 assigned.append((param, entry, lower_precision))
             else:

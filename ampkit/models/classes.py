@@ -83,7 +83,7 @@ def own_class(cls: type) -> type:
 
 
 def is_made_here(cls: type) -> bool:
-    """Whether `put_in_front` made it; not so for what somebody has derived from such a class since."""
+    """Whether `put_in_front` made it; not so for a class that a script has derived from such a class."""
     return _OWN_KEY in vars(cls.__base__ if _is_parametrized(cls) else cls)
 
 

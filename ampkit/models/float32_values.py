@@ -99,7 +99,7 @@ class Loans:
             if held is None:
                 del self._held[one]
             elif not any(loan.lent is held for loan in self._of.get(one, ())):
-                one.follow(lower)
+                one.move_rest_beside(lower)
                 with torch.no_grad():
                     held.data = _joined(lower, one.rest)
                     self._lend_held(one, lower, held)
@@ -199,7 +199,7 @@ class Float32Value:
         kernels.multi_tensor_split([value.detach()], [lower], [self.rest])
         return lower
 
-    def follow(self, lower: Tensor) -> None:
+    def move_rest_beside(self, lower: Tensor) -> None:
         """Have the rest lie where ``lower`` does, as after ``model.to(...)``. What has another shape has no rest yet."""
         rest = self.rest
         if rest is None or (
@@ -213,7 +213,7 @@ class Float32Value:
     def current(self, lower: Tensor) -> Tensor:
         """The value, float32: a copy."""
         self.loans.end(self)
-        self.follow(lower)
+        self.move_rest_beside(lower)
         self.loans.lend_again(self)
         return _joined(lower, self.rest)
 
@@ -224,7 +224,7 @@ class Float32Value:
         if self.rest is None:
             lower.copy_(value)
         else:
-            self.follow(lower)
+            self.move_rest_beside(lower)
             kernels.multi_tensor_split([value.detach().to(lower.device, torch.float32)], [lower.detach()], [self.rest])
         self.loans.lend_again(self)
 
@@ -236,7 +236,7 @@ class Float32Value:
         if self.rest is None:
             lower.copy_(torch.where(which, value.to(lower.dtype), lower))
             return
-        self.follow(lower)
+        self.move_rest_beside(lower)
         weights, rests = kernels.split(value, lower.dtype)
         lower.copy_(torch.where(which, weights, lower))
         self.rest.copy_(torch.where(which, rests, self.rest))

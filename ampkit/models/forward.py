@@ -81,7 +81,7 @@ class _Shell(InFront):
         cast = list(lower_entries(self))
         result = super()._apply(fn, *args, **kwargs)
         for tensor, entry in cast:
-            entry.follow(tensor)
+            entry.move_rest_beside(tensor)
             if tensor.dtype is torch.float32:  # the next forward says so
                 record_of(self).was_made_float32 = True
         return result
@@ -126,11 +126,11 @@ def install(model: nn.Module, casts: ForwardCasts) -> None:
 
 
 def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
-    """torch's TransformerEncoderLayer calls its parts, instead of one kernel in their place, where one of them has a hook."""
+    """A hook that does nothing: torch's TransformerEncoderLayer calls its parts, and not one kernel, where a part has a hook."""
 
 
 def uninstall(model: nn.Module) -> None:
-    """Undo `install`. A class that somebody derived from ours since then stays, and casts nothing any more."""
+    """Undo `install`. A class that a script has derived from ours stays, and casts nothing any more."""
     watchers.pop(model, None)
     compiled_models.forget(model)
     remove_hooks(model)

@@ -28,7 +28,7 @@ class Incoming:
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
         self._with_float32_state: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
 
-    def take_over(self, earlier: Incoming, models: Sequence[nn.Module]) -> None:
+    def inherit(self, earlier: Incoming, models: Sequence[nn.Module]) -> None:
         """What an earlier session has noted of ``models``, before it closes: it then leaves these in float32."""
         self._with_float32_state |= earlier._with_float32_state
         for model in models:

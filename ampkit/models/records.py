@@ -1,4 +1,4 @@
-"""What is known of a cast model, by which any of its modules finds, saves and loads the float32 values behind its weights.
+"""The record of a cast model, by which any of its modules finds, saves and loads the float32 values of its weights.
 
 Every submodule of a cast model has the model's `CastModel` in its ``__dict__``. Because it lies there, ``state_dict``,
 ``load_state_dict``, deepcopy and pickle of any part of the model find it without knowing of a session. Parameters are found by

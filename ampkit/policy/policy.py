@@ -88,8 +88,8 @@ class Policy:
             return cls(value)
         raise _refuse("policy", value, BASES)
 
-    def settled(self, device_type: str) -> Policy:
-        """The same, with ``"autocast"`` settled to the list of a device type."""
+    def for_device(self, device_type: str) -> Policy:
+        """The same, with torch.autocast's list for this device type in the place of ``"autocast"``."""
         if self.base != AUTOCAST:
             return self
         return replace(self, base="autocast-cpu" if device_type == "cpu" else "autocast-cuda")

@@ -419,5 +419,5 @@ TABLES: dict[str, tuple[tuple[RuleGroup, ...], ...]] = {
 
 
 def tables_for(base: str) -> tuple[RuleGroup, ...]:
-    """The groups of a policy's tables, one after the other; ``"autocast"`` has to be settled to a device type before."""
+    """The groups of a policy's tables, one after the other; ``"autocast"`` needs `Policy.for_device` before."""
     return tuple(group for layer in TABLES[base] for group in layer)

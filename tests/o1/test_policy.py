@@ -235,7 +235,7 @@ def test_any_function_can_be_refused():
 )
 def test_autocast_is_settled_to_the_list_of_a_device_type(base, device_type, settled):
     changes = {"torch.exp": "native"}
-    assert Policy(base, changes).settled(device_type) == Policy(settled, changes)
+    assert Policy(base, changes).for_device(device_type) == Policy(settled, changes)
 
 
 # Functions that the lists treat differently: a call on a lower-precision image `x`, and what each policy makes of it.

@@ -182,8 +182,8 @@ FAULTS = [
     Mutant(
         "copies: a write before the copy is missed",
         "ampkit/models/float32_values.py",
-        "self.loans.end(self)\n        self.follow(lower)\n        self.loans.lend_again(self)\n        return",
-        "self.follow(lower)\n        return",
+        "self.loans.end(self)\n        self.move_rest_beside(lower)\n        self.loans.lend_again(self)\n        return",
+        "self.move_rest_beside(lower)\n        return",
         breaks="a copy has what was written to the float32 values before",
         tests=("models/test_copies.py::test_copy_made_after_a_write_to_state_dict_has_it",),
     ),

@@ -83,9 +83,9 @@ FAULTS = [
     ),
     Mutant(
         "an optimizer in the backward pass steps with scaled gradients",
-        "ampkit/session.py",
-        'if any(hasattr(param, "_in_backward_optimizers") for param in model.parameters()):',
-        "if False:",
+        "ampkit/validation.py",
+        'any(hasattr(param, "_in_backward_optimizers") for param in model.parameters())',
+        "False",
         breaks="an optimizer in the backward pass is refused where it would step wrongly",
         tests=(
             "scaling/test_scale_loss.py::test_an_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongly",
