@@ -11,8 +11,7 @@ it stands in the parameter group.
 from __future__ import annotations
 
 import numbers
-import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,10 +21,10 @@ import torch
 from .. import kernels
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from .capturing import refuse_to_begin
-from .rounding import Rounding
+from .moments import Storage, are_same
 from .scales import Scale, on
 
-_SETTINGS = (bool, int, float, str, torch.dtype, Rounding)
+_SETTINGS = (bool, int, float, str, torch.dtype, Storage)
 # Arguments of the optimizer that torch would take for settings of one group, where no step reads them.
 _OF_ALL_GROUPS = ("state_dtype", "rounding")
 # How many parameters share a step count, noted on the tensor that holds it.
@@ -143,7 +142,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     takes_rests = False  # its update writes weights and rests together; others step over float32 parameters
     counts_steps = True
     takes_complex = False  # torch.optim squares real and imaginary parts apart
-    rounding = Rounding()
+    storage = Storage()
     inputs: StepInputs | None = None  # of the step that runs
     more_defaults: dict[str, Any] = {}  # noqa: RUF012  (settings of groups that a derived optimizer has besides)
 
@@ -161,7 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def keeps_narrow_state(self) -> bool:
         """Whether its moments are in lower precision because ``state_dtype`` says so; the session does not make them float32."""
-        return self.rounding.is_narrow
+        return self.storage.is_narrow
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; complex parameters are refused where real and imaginary parts would have to be squared apart.
@@ -268,7 +267,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         found = cache.get(id(params[0]))
         if found is not None:
             before, states, keys, values = found
-            if _are_same(before, params) and _are_same(keys, self.state) and _are_same(values, self.state.values()):
+            if are_same(before, params) and are_same(keys, self.state) and are_same(values, self.state.values()):
                 return states
         states = [self.state[param] for param in params]
         cache[id(params[0])] = (list(params), states, list(self.state), list(self.state.values()))
@@ -314,25 +313,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             moment = state.get(name)
             if moment is None:
                 refuse_to_begin("the optimizer's state", param.device)
-                moment = state[name] = self.rounding.zeros(param)
+                moment = state[name] = self.storage.zeros(param)
             found.append(moment)
         return found
 
     def numbers(self, group: dict[str, Any], batch: Batch) -> dict[str, Any]:
-        """The keywords of the kernels that say by which random numbers a batch is rounded; none, where everything is to nearest."""
-        if not self.rounding.draws:
-            return {}
-        cache = self.__dict__.setdefault("_positions", {})
-        found = cache.get(id(batch.params[0]))
-        if found is None or not _are_same(found[0], batch.params) or not _are_same(found[1], self._all_params()):
-            places = {id(param): place for place, param in enumerate(self._all_params())}
-            values = [float(places[id(param)]) for param in batch.params]
-            positions = torch.tensor(values, dtype=torch.float32, device=batch.device)
-            found = cache[id(batch.params[0])] = (list(batch.params), self._all_params(), positions)
-        return dict(positions=found[2], seed=group["seed"], round_params=self.rounding.rounds_params(batch.targets))
-
-    def _all_params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+        """The keywords of the kernels that say by which random numbers a batch is rounded."""
+        return self.storage.numbers(self, group, batch.params, batch.targets)
 
     def global_norm(self) -> torch.Tensor | None:
         """The norm of all gradients, as they will be used; None where there are none."""
@@ -351,10 +338,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: every parameter has a step count of its own there, on the host."""
         saved = super().state_dict()
-        if self.rounding.is_narrow:
+        if self.storage.is_narrow:
             for key, param in self._by_key(saved).items():
                 if key in saved["state"]:
-                    saved["state"][key] = self.rounding.widened(saved["state"][key], param)
+                    saved["state"][key] = self.storage.load(saved["state"][key], param)
         steps: dict[int, torch.Tensor] = {}
         for key, state in saved["state"].items():
             step = state.get("step")
@@ -379,8 +366,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in state_dict["state"].get(key, {}).items():
                     if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
-            if self.rounding.is_narrow and param in self.state:
-                self.rounding.narrow(self.state[param], param)
+            if param in self.state:
+                self.storage.store(self.state[param], param)
         self._share_equal_steps()
         for group in self.param_groups:
             self._place_settings(group)
@@ -437,11 +424,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 _NOTHING = StepInputs()
-
-
-def _are_same(these: Collection[Any], those: Collection[Any]) -> bool:
-    """Whether these are the very objects, in the same order."""
-    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def refuse_amsgrad(optimizer: FusedOptimizer, amsgrad: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from .. import kernels
 from ..dtypes import LOWER_PRECISION
 from .fused import Batch, FusedOptimizer, refuse_amsgrad
-from .rounding import Rounding
+from .moments import Storage
 from .scales import Scale
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
@@ -61,9 +61,9 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2."
             )
         self.capturable = capturable
-        self.rounding = Rounding.of(self, state_dtype, rounding, seed)
+        self.storage = Storage.of(self, state_dtype, rounding, seed)
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, {**defaults, **self.rounding.defaults(seed)})
+        super().__init__(params, {**defaults, **self.storage.defaults(seed)})
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights

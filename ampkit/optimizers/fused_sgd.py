@@ -9,7 +9,7 @@ from torch.optim.optimizer import required
 
 from .. import kernels
 from .fused import Batch, FusedOptimizer
-from .rounding import Rounding
+from .moments import Storage
 from .scales import Scale
 
 _SETTINGS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
@@ -50,9 +50,9 @@ class FusedSGD(FusedOptimizer):
                 f"Nesterov momentum requires a momentum and zero dampening; found momentum={momentum}, dampening={dampening}."
             )
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
-        self.rounding = Rounding.of(self, state_dtype, rounding, seed)
-        self.counts_steps = self.rounding.draws  # random numbers hang on it
-        super().__init__(params, {**defaults, **self.rounding.defaults(seed)})
+        self.storage = Storage.of(self, state_dtype, rounding, seed)
+        self.counts_steps = self.storage.draws  # random numbers hang on it
+        super().__init__(params, {**defaults, **self.storage.defaults(seed)})
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none

@@ -133,7 +133,7 @@ def test_a_copy_goes_on_alike(how):
     optimizer = FusedAdam(model.parameters(), **ADAM, state_dtype="int8", rounding="stochastic", seed=3)
     train(model, optimizer, 2)
     other, twin = how((model, optimizer))
-    assert twin.rounding == optimizer.rounding and twin.rounding.state_dtype is torch.uint8
+    assert twin.storage == optimizer.storage and twin.storage.state_dtype is torch.uint8
     train(model, optimizer, 2, first=2)
     train(other, twin, 2, first=2)
     assert_same_bits(values_of(twin), values_of(optimizer))
@@ -238,7 +238,7 @@ def test_what_is_asked_for_and_does_not_exist_is_refused():
         for setting in ({"state_dtype": "int8"}, {"rounding": "stochastic"}):
             with pytest.raises(ValueError, match=r"a parameter group says (state_dtype|rounding)=.*one for all groups"):
                 make([{"params": params, **setting}])
-    assert FusedAdam(params, state_dtype=torch.int8).rounding == FusedAdam(params, state_dtype="int8").rounding
+    assert FusedAdam(params, state_dtype=torch.int8).storage == FusedAdam(params, state_dtype="int8").storage
     param = nn.Parameter(torch.ones(3, dtype=torch.float16))
     param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match=r"rounding='stochastic' is for parameters in bfloat16.*\(3,\) is float16"):

@@ -55,7 +55,7 @@ FAULTS = [
     ),
     fault(
         "parameters are rounded to nearest",
-        "ampkit/optimizers/rounding.py",
+        "ampkit/optimizers/moments.py",
         'return cls(STATE_DTYPES[name], rounding == "stochastic")',
         "return cls(STATE_DTYPES[name])",
         "rounding='stochastic' rounds parameters by numbers drawn",
@@ -64,7 +64,7 @@ FAULTS = [
     fault(
         "checkpoints hold codes",
         "ampkit/optimizers/fused.py",
-        'saved["state"][key] = self.rounding.widened(saved["state"][key], param)',
+        'saved["state"][key] = self.storage.load(saved["state"][key], param)',
         "pass",
         "checkpoints hold moments in float32",
         OPTIMIZERS + "test_checkpoints_are_in_float32_and_give_the_same_bits_when_they_are_loaded",
@@ -72,16 +72,16 @@ FAULTS = [
     fault(
         "state that is loaded stays wide",
         "ampkit/optimizers/fused.py",
-        "self.rounding.narrow(self.state[param], param)",
+        "self.storage.store(self.state[param], param)",
         "pass",
         "state that is loaded is stored as all other state",
         OPTIMIZERS + "test_state_in_float32_loads_into_8_bits",
     ),
     fault(
         "positions are those in the list",
-        "ampkit/optimizers/fused.py",
-        "values = [float(places[id(param)]) for param in batch.params]",
-        "values = [float(i) for i in range(len(batch.params))]",
+        "ampkit/optimizers/moments.py",
+        "values = [float(places[id(param)]) for param in params]",
+        "values = [float(i) for i in range(len(params))]",
         "a parameter's numbers do not hang on who else has a gradient",
         OPTIMIZERS + "test_a_parameter_that_is_left_out_of_some_steps_keeps_its_numbers",
     ),

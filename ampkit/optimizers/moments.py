@@ -1,4 +1,6 @@
-"""What a fused optimizer keeps its moments in, and how it rounds what it writes: `Rounding`, made of three arguments.
+"""What a fused optimizer stores its moments in, and how it rounds what it writes: `Storage`, made of three arguments.
+
+An optimizer asks its storage for zeros, to ``load`` a parameter's state as float32 and to ``store`` it, and nothing else.
 
 Moments in lower precision are always rounded by random numbers: they move by less a step than nearest would notice
 (kernels/moments.py). Checkpoints hold them in float32, and loading one gives the same bits again.
@@ -6,7 +8,8 @@ Moments in lower precision are always rounded by random numbers: they move by le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +30,14 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
 
 
 @dataclass(frozen=True)
-class Rounding:
+class Storage:
     """How moments are stored, and whether parameters in bfloat16 are rounded by random numbers."""
 
     state_dtype: torch.dtype = torch.float32
     is_stochastic: bool = False
 
     @classmethod
-    def of(cls, optimizer: Any, state_dtype: str | torch.dtype, rounding: str, seed: int) -> Rounding:
+    def of(cls, optimizer: Any, state_dtype: str | torch.dtype, rounding: str, seed: int) -> Storage:
         """What the arguments of an optimizer's constructor ask for; ValueError where that does not exist."""
         name = str(state_dtype).removeprefix("torch.")
         kind = type(optimizer).__name__
@@ -79,8 +82,8 @@ class Rounding:
         dtype = self.state_dtype if param.dtype in CASTABLE else torch.promote_types(torch.float32, param.dtype)
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
-    def widened(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """A parameter's state with moments in float32."""
+    def load(self, state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """A parameter's state with moments in float32, for a checkpoint."""
         found = dict(state)
         for name in _MOMENTS.keys() & state.keys():
             moment = state[name]
@@ -94,9 +97,9 @@ class Rounding:
                 found[name] = moment.float()
         return found
 
-    def narrow(self, state: dict[str, Any], param: torch.Tensor) -> None:
-        """A parameter's state, loaded in float32, with moments as they are stored; to nearest, which finds the same codes again."""
-        if param.dtype not in CASTABLE:
+    def store(self, state: dict[str, Any], param: torch.Tensor) -> None:
+        """Have moments of ``state`` that are float32 be as they are stored; to nearest, which finds the same codes again."""
+        if not self.is_narrow or param.dtype not in CASTABLE:
             return
         for name in _MOMENTS.keys() & state.keys():
             moment = state[name]
@@ -106,3 +109,28 @@ class Rounding:
                 state[name] = moments.pack(local(moment.to(param.device)), _MOMENTS[name])
             else:
                 state[name] = moment.to(param.device, torch.bfloat16)
+
+    def numbers(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> dict[str, Any]:
+        """The keywords of the kernels that say by which random numbers ``params`` are rounded; none where all is to nearest."""
+        if not self.draws:
+            return {}
+        all_params = [param for one in optimizer.param_groups for param in one["params"]]
+        cache = optimizer.__dict__.setdefault("_positions", {})
+        found = cache.get(id(params[0]))
+        if found is None or not are_same(found[0], params) or not are_same(found[1], all_params):
+            places = {id(param): place for place, param in enumerate(all_params)}
+            values = [float(places[id(param)]) for param in params]
+            positions = torch.tensor(values, dtype=torch.float32, device=params[0].device)
+            found = cache[id(params[0])] = (list(params), all_params, positions)
+        return dict(positions=found[2], seed=group["seed"], round_params=self.rounds_params(targets))
+
+
+def are_same(these: Collection[Any], those: Collection[Any]) -> bool:
+    """Whether these are the very objects, in the same order."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
