@@ -17,9 +17,12 @@ from torch.nn.parameter import is_lazy
 
 from . import plan
 from .errors import ConfigurationError
+from .models.forward import watchers
 from .models.keep_fp32 import Kept
+from .models.records import record_of
 from .optimizers import LARC
 from .sharding import gathered, is_fsdp
+from .validation import sharded_after_initialize
 
 __all__ = ["LARC", "SyncBatchNorm", "convert_syncbn_model", "fully_shard"]
 
@@ -54,6 +57,8 @@ def fully_shard(
             "fully_shard: mp_policy= is chosen by opt_level, cast_model_type and reduce_dtype. Leave it out, or call "
             "torch.distributed.fsdp.fully_shard with it."
         )
+    if any(inner in watchers or record_of(inner) is not None for inner in module.modules()):
+        raise sharded_after_initialize(module)
     first = next(module.parameters(), None)
     device_type = mesh.device_type if mesh is not None else "cpu" if first is None else first.device.type
     settings = dict(

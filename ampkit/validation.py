@@ -237,17 +237,22 @@ def _refuse_tensor_parallel(model: nn.Module, plan: Plan) -> None:
             )
 
 
+def sharded_after_initialize(module: nn.Module) -> ConfigurationError:
+    """The error for a module of an initialized model that is sharded."""
+    return ConfigurationError(
+        f"fully_shard was called on a {type(module).__name__} after initialize(). It puts other Parameters in the model, and the "
+        "optimizer would go on with those that were there before. The order is: fully_shard, then the optimizer over the "
+        "sharded parameters, then initialize(model, optimizer, ...)."
+    )
+
+
 def changed_since(model_list: list[nn.Module], sharded_at_first: Collection[nn.Module], plan: Plan) -> None:
     """Refuse, at the first block, models that were sharded since `initialize`, and optimizers that step in the backward pass."""
     for model in model_list:
         refuse_fsdp1(model)
         since = [module for module in fsdp_modules(model) if module not in sharded_at_first]
         if since:
-            raise ConfigurationError(
-                f"fully_shard was called on a {type(since[0]).__name__} after initialize(). It puts other Parameters in "
-                "the model, and the optimizer would go on with those that were there before. The order is: "
-                "fully_shard, then the optimizer over the sharded parameters, then initialize(model, optimizer, ...)."
-            )
+            raise sharded_after_initialize(since[0])
         steps_inside = any(hasattr(param, "_in_backward_optimizers") for param in model.parameters())
         if steps_inside and (plan.loss_scale != 1.0 or plan.master_weights):
             raise ConfigurationError(

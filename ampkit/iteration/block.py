@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigurationError, LossIdError, LossScaleError, NotInitializedError
 from ..optimizers.scales import Scale, on
-from ..sharding import highest
+from ..sharding import fsdp_modules, highest, unsharded_params
 from .advice import Advice, watched
 from .found_inf import FoundInf, constant, is_known_clean
 from .gradients import Gradients
@@ -261,6 +261,8 @@ class LossScaling:
         if number != self._number_owned:
             self._number_owned = number
             owned = {slot.param for wrapper in watched for slot in wrapper.gradients.slots}
+            # FSDP2 has put what it gathered in the places of the optimizer's parameters, and reduces their gradients itself.
+            owned.update(param for model in models for one in fsdp_modules(model) for param in unsharded_params(one))
             self.unowned.forget_slots()
             params = (param for model in models for param in model.parameters())
             self.unowned.add(Slots().of([param for param in params if param not in owned], {}))

@@ -519,7 +519,6 @@ def test_inf_in_one_shard_skips_on_every_rank(cases, case):
     check_inf(cases, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ACCUMULATIONS)
 def test_accumulation_equals_one_process_whether_reduced_each_time_or_at_last(accumulations, case):
     ranks = [rank[str(case)] for rank in accumulations]
