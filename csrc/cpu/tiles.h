@@ -32,15 +32,6 @@ static inline uint32_t bits_from_float(float value) {
   return bits;
 }
 
-static inline float float_from_bfloat16(uint16_t x) { return float_from_bits(static_cast<uint32_t>(x) << 16); }
-
-// Round to nearest, ties to even; a NaN stays one.
-static inline uint16_t bfloat16_from_float(float x) {
-  const uint32_t bits = bits_from_float(x);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<uint16_t>(rounded);
-}
-
 struct Half {
   uint16_t bits;
 };
@@ -50,7 +41,7 @@ struct BFloat16 {
 };
 
 static inline float widen(float x) { return x; }
-static inline float widen(BFloat16 x) { return float_from_bfloat16(x.bits); }
+static inline float widen(BFloat16 x) { return float_from_bits(static_cast<uint32_t>(x.bits) << 16); }
 
 // Vector: as many floats as a register holds, or one. Words are its bits; a comparison gives all ones where it holds.
 #define AMPKIT_VECTOR_INLINE static inline __attribute__((always_inline))
@@ -145,7 +136,7 @@ AMPKIT_VECTOR_INLINE Vector load_vector(const BFloat16* x) { return vector_of(lo
 
 AMPKIT_VECTOR_INLINE void store_vector(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
 AMPKIT_VECTOR_INLINE void store_vector(Half* to, Vector x) { store_halves(&to->bits, x); }
-// As bfloat16_from_float.
+// Round to nearest, ties to even; a NaN stays one.
 AMPKIT_VECTOR_INLINE Words bfloat16_bits(Vector x) {
   const Words bits = words_of(x);
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

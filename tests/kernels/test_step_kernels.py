@@ -341,6 +341,19 @@ def test_float64_parameters_join_the_list(ops, device, name):
     assert lists.params[1].dtype is F64
 
 
+@pytest.mark.parametrize("odd", ["gradient", "parameter"])
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_one_tensor_of_another_dtype_than_those_before_it(ops, device, name, odd):
+    """Kernels are compiled for the dtypes that most lists have throughout: every tensor has to be looked at."""
+    lists = make_lists([(5,), (300,), (17,)], MIXES["float32"], STEPS[name][2], device)
+    column = lists.grads if odd == "gradient" else lists.params
+    column[2] = column[2].to(BF16)
+    lists.__post_init__()
+    run_step(ops, name, lists)
+    run_wide(name, lists)
+    assert_agrees(lists)
+
+
 def test_a_large_model_is_streamed_past_the_caches(ops, device):
     # More than 8 M elements; the second tensor starts in the midst of a cache line.
     sizes = (8_400_001, 100_003)
