@@ -19,9 +19,9 @@ DRAWN = ["autocast", "O1, fused", "O2, fused", "O5, fused"]
 
 INTRODUCTION = """# How fast
 
-This page tells how long whole training steps take, and how much memory, in float32, with torch.autocast and GradScaler, and
-at O1, O2 and O5, each with torch's fused optimizer and with ampkit's ("fused"). Ratios depend on the processor more than
-on anything else. So measure on yours before you choose: `make bench` takes 25 minutes on a CPU and writes this page.
+This page has the time and the memory of whole training steps: in float32, with torch.autocast and GradScaler, and at O1, O2
+and O5. "fused" means ampkit's optimizer; the other columns have torch's fused one. Ratios depend on the processor more than on
+anything else. So measure on yours before you choose: `make bench` takes 25 minutes on a CPU and writes this page.
 """
 SHORT = """!!! warning "Not a measurement"
 

@@ -85,8 +85,10 @@ def test_the_script_of_the_readme_is_short_and_prints_what_follows_it():
     assert blocks[1][1].startswith("prints")
 
 
-def test_the_readme_is_read_in_one_go():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+def test_pages_are_read_in_one_go():
+    for name, most in {"README.md": 120, "CHANGELOG.md": 60}.items():
+        assert len((ROOT / name).read_text().splitlines()) <= most, name
+    assert (ROOT / "docs" / "limits.md").read_text().count("\n### ") <= 20
 
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
