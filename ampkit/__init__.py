@@ -46,6 +46,8 @@ from .session import current_session
 
 if _TYPE_CHECKING:
     from .insight.diagnose import diagnose
+    from .insight.steps import loss_scale, on_step
+    from .insight.updates import check_updates
 
 __version__ = "0.1.0"
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "RefusedOperation",
     "bfloat16_function",
     "cast_inputs",
+    "check_updates",
     "clip_grad_norm_",
     "close",
     "current_session",
@@ -73,7 +76,9 @@ __all__ = [
     "half_function",
     "initialize",
     "load_state_dict",
+    "loss_scale",
     "master_params",
+    "on_step",
     "optimizers",
     "parallel",
     "promote_function",
@@ -90,7 +95,7 @@ __all__ = [
 
 
 # What looks at a script from outside, and where it lives: imported when it is first asked for.
-_INSIGHT = {"diagnose": "diagnose"}
+_INSIGHT = {"check_updates": "updates", "diagnose": "diagnose", "loss_scale": "steps", "on_step": "steps"}
 
 
 def __getattr__(name: str) -> _Any:

@@ -1,0 +1,86 @@
+"""`AroundStep`: a look at an optimizer before and after each step, by what stands on top of its ``step``.
+
+That is also on top of what `ampkit.initialize` has put there, so that gradients and weights are seen as a script sees them, and
+steps that are skipped too.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import validation
+from ..errors import ConfigurationError
+from ..iteration.optimizer_wrapper import wrapper_of
+from ..optimizers.scales import on
+from ..patching import PatchSet
+from ..session import session_of
+
+
+class AroundStep:
+    """Calls `before` and `after` around every ``optimizer.step()``, skipped ones included, until `remove`.
+
+    ``function`` is the public function that is named in errors.
+    """
+
+    def __init__(self, optimizer: Any, function: str) -> None:
+        self.optimizer = validation.optimizer(optimizer, function)
+        self._function, self._wrapper = function, wrapper_of(self.optimizer)
+        self._patches, self._is_active = PatchSet(), True
+        self._put_around(self.optimizer.step)
+
+    def before(self) -> None:
+        """A step begins."""
+
+    def after(self) -> None:
+        """It was taken, or skipped."""
+
+    def remove(self) -> None:
+        """Look at no further step."""
+        self._is_active = False
+        self._patches.restore()
+
+    def _put_around(self, original: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_active or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            if self._wrapper is not wrapper_of(self.optimizer) and wrapper_of(self.optimizer) is not None:
+                raise ConfigurationError(
+                    f"{self._function}() was called before initialize(), whose steps it cannot see. Call {self._function}() "
+                    "after initialize()."
+                )
+            self.before()
+            result = original(*args, **kwargs)
+            self.after()
+            return result
+
+        self._patches.set(self.optimizer, "step", types.MethodType(step, self.optimizer))
+
+
+def names_of(optimizer: Any) -> list[str]:
+    """The names of an optimizer's parameters, in their order: those in its models, if they are known, else their places."""
+    session = session_of(optimizer)
+    of_models = [] if session is None else [list(model.named_parameters()) for model in session.models]
+    known = {
+        param: name if len(of_models) == 1 else f"{index}.{name}"
+        for index, named in enumerate(of_models)
+        for name, param in named
+    }
+    names = []
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [
+            f"param_groups[{number}]['params'][{i}]" for i in range(len(group["params"]))
+        ]
+        names += [known.get(param, name) for param, name in zip(group["params"], given, strict=True)]
+    return names
+
+
+def to_host(shares: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Scalars as numbers, by one read from the device."""
+    values = list(shares.values())
+    return dict(zip(shares, torch.stack([on(value, values[0].device) for value in values]).tolist())) if values else {}

@@ -1,0 +1,197 @@
+"""`on_step`: what each step of an optimizer did, in plain numbers; `loss_scale`: the loss scale of now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import validation
+from ..api import step_was_skipped
+from ..casting.tensors import params_of
+from ..iteration.optimizer_wrapper import wrapper_of
+from ..iteration.slots import values_of
+from ..optimizers.scales import on
+from ..session import session_of
+from ..sharding import is_sharded, local, norm_over_processes
+from .around_step import AroundStep, names_of, to_host
+from .updates import Weights
+
+
+class _Number:
+    """A value of a `StepReport`: computed when it is first read, which must be inside of ``f``."""
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __get__(self, report: Any, owner: Any = None) -> Any:
+        if report is None:
+            return self
+        name = self._compute.__name__
+        if name not in report.known:
+            if report.is_over:
+                raise RuntimeError(
+                    f"report.{name} was not read inside of f, and the gradients may be others by now. Read it there."
+                )
+            report.known[name] = self._compute(report)
+        return report.known[name]
+
+
+class StepReport:
+    """One step of an optimizer, for the function that `on_step` was given. A value waits for the device when it is first read.
+
+    ``step`` counts steps from 1, skipped ones included.
+    """
+
+    def __init__(self, optimizer: Any, step: int, weights: Weights | None) -> None:
+        self.step = step
+        self.is_over = False
+        self.known: dict[str, Any] = {}
+        self._optimizer, self._weights = optimizer, weights
+
+    @_Number
+    def loss_scale(self) -> float:
+        """The loss scale of the next iteration."""
+        return loss_scale(self._optimizer)
+
+    @_Number
+    def skipped(self) -> bool:
+        """Whether the step was skipped for gradients that are not finite."""
+        return step_was_skipped(self._optimizer)
+
+    @_Number
+    def grad_norm(self) -> float:
+        """The Euclidean norm of all gradients as the step used them: unscaled, and clipped. NaN where it was skipped."""
+        if self.skipped:
+            return math.nan
+        norms = self._norms()
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    @_Number
+    def norms(self) -> dict[str, float]:
+        """The same for each parameter that has a gradient, by its name; empty where the step was skipped, as the following."""
+        names, norms = list(self._gradients()), self._norms()
+        return dict(zip(names, torch.stack(norms).tolist(), strict=True)) if norms else {}
+
+    @_Number
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients themselves, float32 copies on their devices, for histograms."""
+        return {
+            name: gradient.float() if factor is None else gradient.float() * on(factor, gradient.device)
+            for name, (gradient, factor) in self._gradients().items()
+        }
+
+    @_Number
+    def underflow(self) -> dict[str, float]:
+        """By name, the share of a gradient's elements that are not 0 and were denormal in the lower precision, at the scale of now.
+
+        They have lost digits, and elements below them have become 0: a share that grows asks for a higher loss scale.
+        """
+        session = session_of(self._optimizer)
+        dtype = session.plan.lower_precision if session is not None and session.plan.enabled else None
+        scale = self.loss_scale
+        shares = {}
+        for name, (gradient, _) in self._gradients().items():
+            scaled = local(values_of(gradient)).float().abs() * scale
+            is_denormal = (scaled > 0) & (scaled < torch.finfo(dtype or gradient.dtype).tiny)
+            shares[name] = is_denormal.float().mean()
+        return to_host(shares)
+
+    @_Number
+    def lost_updates(self) -> dict[str, float] | None:
+        """By name, the share of updates that rounding lost in this step; None in steps that were not measured."""
+        if self._weights is None:
+            return None
+        return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in self._weights.lost().items()})
+
+    def _gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+        """By name, with the factor of a clipping that the step applied by itself."""
+        if self.skipped:  # its gradients are dropped
+            return {}
+        wrapper, found = wrapper_of(self._optimizer), {}
+        clip = None if wrapper is None else wrapper.gradients.clipping.pending
+        mastered = set() if clip is None else {slot.param for slot in wrapper.gradients.mastered}
+        for name, param in zip(names_of(self._optimizer), params_of(self._optimizer), strict=True):
+            if param.grad is not None:
+                found[name] = param.grad, clip if param in mastered else None
+        return found
+
+    def _norms(self) -> list[torch.Tensor]:
+        if "_norms" not in self.known:
+            found = list(self._gradients().values())
+            values = [values_of(gradient) for gradient, _ in found]
+            if any(map(is_sharded, values)):
+                norms = [norm_over_processes([value], 2.0).float() for value in values]
+            else:
+                norms = list(torch._foreach_norm(values, 2.0, torch.float32)) if values else []
+            norms = [
+                norm if factor is None else norm * on(factor, norm.device).reshape(())
+                for norm, (_, factor) in zip(norms, found)
+            ]
+            self.known["_norms"] = [on(norm, norms[0].device) for norm in norms]
+        return self.known["_norms"]
+
+
+class _OnStep(AroundStep):
+    def __init__(self, optimizer: Any, f: Callable[[StepReport], Any], every: int, updates_every: int) -> None:
+        self._f, self._every, self._updates_every, self._steps = f, every, updates_every, 0
+        super().__init__(optimizer, "on_step")
+
+    def before(self) -> None:
+        self._steps += 1
+        is_measured = self._is_reported and self._updates_every and self._steps % self._updates_every == 0
+        self._weights = Weights(self.optimizer) if is_measured else None
+
+    @property
+    def _is_reported(self) -> bool:
+        return self._steps % self._every == 0
+
+    def after(self) -> None:
+        if not self._is_reported:
+            return
+        report = StepReport(self.optimizer, self._steps, self._weights)
+        try:
+            with torch.no_grad():
+                self._f(report)
+        finally:
+            report.is_over = True
+
+
+def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, updates_every: int = 0) -> AroundStep:
+    """Call ``f(report)`` after each ``optimizer.step()``, skipped ones included; ``remove()`` of what is returned ends it.
+
+    A `StepReport` has plain numbers: ``step``, ``loss_scale``, ``skipped``, ``grad_norm`` and ``norms`` of unscaled gradients,
+    ``underflow``, and ``gradients`` for histograms. Nothing is computed that ``f`` does not read.
+
+    >>> ampkit.on_step(optimizer, lambda report: print(report.step, report.loss_scale, report.skipped, report.grad_norm))
+    1 32768.0 True nan
+    2 32768.0 False 1.7320508
+
+    ``f`` is called at every ``every``-th step. At every ``updates_every``-th step ``report.lost_updates`` has the share of updates
+    that rounding lost, which takes a copy of the weights; at other steps it is None. Make it a multiple of ``every``.
+
+    It works with any optimizer, at every level and without `initialize`. Call it after `initialize`; a step raises
+    `ConfigurationError` where it was called before. Raises TypeError for what is no optimizer or no function, and ValueError for
+    an ``every`` below 1.
+    """
+    if not callable(f):
+        raise TypeError(f"on_step expects a function that takes the report of a step, found {type(f).__name__}.")
+    if every < 1 or updates_every < 0:
+        raise ValueError(f"on_step: every={every}, updates_every={updates_every}; expected at least 1, and at least 0.")
+    return _OnStep(optimizer, f, every, updates_every)
+
+
+def loss_scale(optimizer: Any, loss_id: int = 0) -> float:
+    """The loss scale that the next loss of this optimizer is multiplied by; 1.0 for one that was not initialized.
+
+    Waits for the device. Raises TypeError for what is no optimizer, and `LossIdError` for a ``loss_id`` that has no scaler.
+
+    >>> ampkit.loss_scale(optimizer)
+    65536.0
+    """
+    session = session_of(validation.optimizer(optimizer, "loss_scale"))
+    if session is None or not session.plan.enabled:
+        return 1.0
+    return session.scaler(loss_id).loss_scale

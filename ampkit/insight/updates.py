@@ -1,0 +1,181 @@
+"""`check_updates`: which weights do not move, because their precision rounds the updates away.
+
+An update is lost where a weight is the same after a step although its gradient and the learning rate are not 0. A weight with a
+float32 value (O2, O5) is the same only if its rest is too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..dtypes import LOWER_PRECISION
+from ..iteration.optimizer_wrapper import wrapper_of
+from ..iteration.slots import is_sparse
+from ..logs import logger
+from ..optimizers.fused import FusedOptimizer
+from ..sharding import local
+from .around_step import AroundStep, names_of, to_host
+
+#: Steps that are all measured, so that the first finding comes soon.
+_FIRST = 5
+
+
+@dataclass
+class _Weight:
+    """A parameter before a step; ``rest`` is that of its float32 value."""
+
+    name: str
+    param: torch.Tensor
+    lr: float
+    entry: Any
+    before: torch.Tensor
+    rest: torch.Tensor | None
+
+
+class Weights:
+    """The weights of an optimizer before a step, to be compared with those after it.
+
+    Costs a copy of the weights, and a pass over weights and gradients. Left out are sparse gradients, groups whose learning rate is
+    0, and parameters that are rounded by random numbers, which lose nothing on average.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        wrapper = wrapper_of(optimizer)
+        entries = {} if wrapper is None else {slot.param: slot.entry for slot in wrapper.gradients.mastered}
+        is_random = isinstance(optimizer, FusedOptimizer) and optimizer.storage.is_stochastic
+        self.list: list[_Weight] = []
+        for name, param, group in _named(optimizer):
+            lr, entry = float(group.get("lr", 1.0)), entries.get(param)
+            if lr != 0.0 and not (is_random and param.dtype in LOWER_PRECISION):
+                rest = None if entry is None else local(entry.rest).clone()
+                self.list.append(_Weight(name, param, lr, entry, local(param.detach()).clone(), rest))
+
+    def lost(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """How many updates of each parameter were lost, and of how many (int64, on its device), by its name.
+
+        Empty where a gradient is not finite, since such a step is skipped. Waits for the device, to know that.
+        """
+        trained = [
+            (weight, local(weight.param.grad))
+            for weight in self.list
+            if weight.param.grad is not None and not is_sparse(weight.param.grad)
+        ]
+        if not all(to_host({weight.name: gradient.isfinite().all() for weight, gradient in trained}).values()):
+            return {}
+        found = {}
+        for weight, gradient in trained:
+            stays = local(weight.param.detach()) == weight.before
+            if weight.entry is not None:
+                stays &= local(weight.entry.rest) == weight.rest
+            is_updated = gradient != 0
+            found[weight.name] = (stays & is_updated).sum(), is_updated.sum()
+        return found
+
+
+class UpdateCheck(AroundStep):
+    """What `check_updates` returns: figures so far, and `remove`.
+
+    ``steps`` counts the steps that were measured, and ``shares`` has by name the share of updates lost in them. ``print`` it.
+    """
+
+    def __init__(self, optimizer: Any, every: int, share: float) -> None:
+        self._every, self._share = every, share
+        self.steps = self._seen = 0
+        self._lost: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._weights: Weights | None = None
+        self._has_told = False
+        super().__init__(optimizer, "check_updates")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Waits for the device."""
+        return to_host({name: lost / total.clamp(min=1) for name, (lost, total) in self._lost.items()})
+
+    def before(self) -> None:
+        self._seen += 1
+        is_measured = self._seen <= _FIRST or self._seen % self._every == 0
+        self._weights = Weights(self.optimizer) if is_measured else None
+
+    @torch.no_grad()
+    def after(self) -> None:
+        found = self._weights.lost() if self._weights is not None else None
+        if found:
+            self.steps += 1
+            for name, (lost, total) in found.items():
+                lost_before, total_before = self._lost.get(name, (0, 0))
+                self._lost[name] = lost + lost_before, total + total_before
+            if self.steps >= _FIRST and not self._has_told:
+                self._tell()
+        self._weights = None
+
+    def _tell(self) -> None:
+        shares = {name: share for name, share in self.shares.items() if share > self._share}
+        if not shares:
+            return
+        self._has_told = True
+        worst = max(shares, key=lambda name: shares[name])
+        others = f" ({len(shares) - 1} more tensors lose over {self._share:.0%}: print what check_updates returned)"
+        weight = next(weight for weight in self._weights.list if weight.name == worst)
+        logger.warning(
+            "%.0f%% of the updates of %r (%s, lr %g) were lost in %d steps%s: %s",
+            100 * shares[worst],
+            worst,
+            str(weight.param.dtype).removeprefix("torch."),
+            weight.lr,
+            self.steps,
+            others if len(shares) > 1 else "",
+            _cure(weight),
+        )
+
+    def __str__(self) -> str:
+        lines = [f"updates lost in {self.steps} steps"]
+        return "\n".join(
+            lines
+            + [f"  {share:7.2%}  {name}" for name, share in sorted(self.shares.items(), key=lambda item: -item[1])]
+        )
+
+
+def _cure(weight: _Weight) -> str:
+    dtype = weight.param.dtype
+    if weight.entry is not None or dtype not in LOWER_PRECISION:
+        return "weights in float32 lose them where updates are below 6e-8 of a weight: look at the learning rate."
+    level = "O5" if dtype is torch.bfloat16 else "O2"
+    cure = f'initialize(model, optimizer, opt_level="{level}") keeps float32 masters (+2 bytes per parameter)'
+    if dtype is torch.bfloat16:
+        cure += '; rounding="stochastic" of ampkit.optimizers keeps them on average'
+    return f"weights in {str(dtype).removeprefix('torch.')} without masters. {cure}."
+
+
+def check_updates(optimizer: Any, every: int = 100, *, share: float = 0.5) -> UpdateCheck:
+    """Measure at the following steps how many updates rounding loses, and warn of tensors that lose more than a ``share``.
+
+    >>> check = ampkit.check_updates(optimizer)  # and after five steps a warning:
+    100% of the updates of 'norm.weight' (bfloat16, lr 1e-05) were lost in 5 steps: weights in bfloat16 without masters.
+    initialize(model, optimizer, opt_level="O5") keeps float32 masters (+2 bytes per parameter); rounding="stochastic" of
+    ampkit.optimizers keeps them on average.
+    >>> print(check)
+    updates lost in 5 steps
+      100.00%  norm.weight
+       97.31%  proj.weight
+
+    It takes any optimizer and model, initialized or not; call it after `initialize`. Measured are the first five steps and then
+    every ``every``-th one, on the device; these take a copy of the weights and a pass over them. Other steps take nothing. An
+    update is lost where the weight, with its float32 value if it has one, is the same after a step with a gradient that is not 0.
+    The warning comes once. What is returned has ``shares``, by name, ``steps``, and ``remove()``.
+
+    Raises TypeError for what is no optimizer, and ValueError for an ``every`` below 1 or a ``share`` outside of 0 to 1.
+    """
+    if every < 1 or not 0 <= share <= 1:
+        raise ValueError(f"check_updates: every={every}, share={share}; expected at least 1, and from 0 to 1.")
+    return UpdateCheck(optimizer, every, share)
+
+
+def _named(optimizer: Any) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    """Each parameter with its name and group."""
+    names = iter(names_of(optimizer))
+    for group in optimizer.param_groups:
+        yield from ((next(names), param, group) for param in group["params"])

@@ -1,0 +1,169 @@
+"""`check_updates` against float64 arithmetic, and on a small Llama that was born in bfloat16."""
+
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers import initialize_quietly
+from torch import nn
+
+import ampkit
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    ampkit.close()
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm, self.up, self.gate, self.down = RMSNorm(size), *(nn.Linear(size, size, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    def __init__(self, tokens=16, size=16):
+        super().__init__()
+        self.embed, self.block, self.norm = nn.Embedding(tokens, size), Block(size), RMSNorm(size)
+        self.head = nn.Linear(size, tokens, bias=False)
+
+    def forward(self, x):
+        return self.head(self.norm(self.block(self.embed(x))))
+
+
+def llama():
+    torch.manual_seed(0)
+    return Llama().to(torch.bfloat16)
+
+
+def train(model, optimizer, steps, after=lambda: None):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        tokens = torch.randint(16, (4, 8))
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        with ampkit.scale_loss(loss, optimizer) if ampkit.current_session() else nullcontext(loss) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        after()
+
+
+def lost_in_float64(weights, gradients, lr, betas=(0.9, 0.999), eps=1e-8):
+    """The share of Adam's updates, computed in float64, that are not 0 and vanish when they are added to a weight in bfloat16."""
+    m = v = 0.0
+    lost = total = 0
+    for step, (weight, gradient) in enumerate(zip(weights, gradients), 1):
+        g = gradient.double()
+        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+        update = -lr * (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+        stays = (weight.double() + update).to(torch.bfloat16) == weight
+        lost += int((stays & (g != 0)).sum())
+        total += int((g != 0).sum())
+    return lost / total
+
+
+def test_shares_agree_with_float64_and_norm_weights_stay_one(caplog):
+    model = llama()
+    optimizer = torch.optim.Adam(model.named_parameters(), lr=1e-5)
+    check = ampkit.check_updates(optimizer)
+    weights = {name: [param.detach().clone()] for name, param in model.named_parameters()}
+    gradients = {name: [] for name in weights}
+
+    def note():
+        for name, param in model.named_parameters():
+            weights[name].append(param.detach().clone())
+            gradients[name].append(param.grad.clone())
+
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        train(model, optimizer, 5, note)
+    assert check.steps == 5
+    for name, share in check.shares.items():
+        assert share == pytest.approx(lost_in_float64(weights[name], gradients[name], 1e-5), abs=0.01), name
+    assert check.shares["norm.weight"] == check.shares["block.norm.weight"] == 1.0
+    assert model.norm.weight.unique().tolist() == [1.0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "100% of the updates of 'block.norm.weight' (bfloat16, lr 1e-05) were lost in 5 steps (6 more tensors lose over 50%: "
+        "print what check_updates returned): weights in bfloat16 without masters. "
+        'initialize(model, optimizer, opt_level="O5") keeps float32 masters (+2 bytes per parameter); rounding="stochastic" of '
+        "ampkit.optimizers keeps them on average."
+    ]
+    assert str(check).splitlines()[:2] == ["updates lost in 5 steps", "  100.00%  block.norm.weight"]
+
+
+@pytest.mark.parametrize("maker", [torch.optim.Adam, torch.optim.RMSprop, ampkit.optimizers.FusedAdam])
+def test_at_o5_nothing_is_lost(maker, caplog):
+    model, optimizer = initialize_quietly(llama(), lambda params: maker(params, lr=1e-5), "O5")
+    check = ampkit.check_updates(optimizer)
+    train(model, optimizer, 5)
+    assert check.steps == 5
+    # float32 loses an update of 1e-5 at a weight of 100 only. Gradients near 0 make smaller ones.
+    assert max(check.shares.values()) < 0.02
+    assert not (model.norm.weight == 1.0).any()
+    assert not [record for record in caplog.records if "updates" in record.getMessage()]
+
+
+def test_stochastic_rounding_counts_as_no_loss():
+    optimizer = ampkit.optimizers.FusedAdam((model := llama()).parameters(), lr=1e-5, rounding="stochastic")
+    check = ampkit.check_updates(optimizer)
+    train(model, optimizer, 5)
+    assert (check.steps, check.shares) == (0, {})
+
+
+def test_steps_that_change_nothing_by_intent_are_not_measured():
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    check = ampkit.check_updates(optimizer)
+    for lr, factor in ((0.0, 1.0), (0.1, torch.inf), (0.1, 1.0)):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        (model(torch.ones(1, 2)) * factor).sum().backward()
+        if factor != torch.inf:  # as a loss scale would do
+            optimizer.step()
+    assert (check.steps, check.shares) == (1, {"param_groups[0]['params'][0]": 0.0})
+
+
+def test_after_five_steps_every_tenth_one_is_measured_until_it_is_removed():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    check = ampkit.check_updates(optimizer, every=10)
+    model(torch.ones(1, 2)).sum().backward()
+    for _ in range(25):
+        optimizer.step()
+    assert check.steps == 7
+    check.remove()
+    for _ in range(25):
+        optimizer.step()
+    assert check.steps == 7 and "step" not in vars(optimizer)
+
+
+def test_float32_weights_that_are_too_large_are_told_of_the_learning_rate(caplog):
+    weight = nn.Parameter(torch.full((4,), 1e6))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    ampkit.check_updates(optimizer)
+    weight.grad = torch.ones(4)
+    for _ in range(5):
+        optimizer.step()
+    assert "(float32, lr 0.001) were lost in 5 steps: weights in float32 lose them" in caplog.text
+
+
+def test_bad_arguments_are_refused():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+    with pytest.raises(ValueError, match="every=0"):
+        ampkit.check_updates(optimizer, every=0)
+    with pytest.raises(TypeError, match="check_updates expects the optimizer"):
+        ampkit.check_updates(nn.Linear(1, 1))
