@@ -22,6 +22,11 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("info", "which kernels are loaded, and why", "ampkit.insight.info"),
+    Command(
+        "diagnose",
+        "run a script until its first inf or NaN, and say why",
+        "ampkit.insight.diagnose_script",
+    ),
     Command("run", "run a script that says 'from apex import amp'", "ampkit.apex.running"),
 )
 

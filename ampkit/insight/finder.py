@@ -144,6 +144,11 @@ class Finder(Watch):
             order=next(self._numbers),
         )
 
+    def forget(self) -> None:
+        """An iteration is over: its graph and its tensors are gone."""
+        self._origins.clear()
+        self._forward.clear()
+
     # At the end
 
     def _judge(self, tensors: list[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "ampkit"
 
 # From the top down; within a line, from left to right.
 LAYERS = [
-    ["__main__", "apex", "parallel", "integrations", "insight"],
+    ["__main__", "integrations", "insight", "apex", "parallel"],
     ["api"],
     ["session"],
     [
