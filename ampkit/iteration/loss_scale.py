@@ -28,6 +28,9 @@ DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
 SKIPS_BEFORE_DIAGNOSIS = 25
 SKIPS_AT_FLOOR_BEFORE_GIVING_UP = 50
+DIAGNOSE = (
+    "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on this batch, names line and cure."
+)
 
 _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -341,10 +344,11 @@ class LossScaler:
                 cause = f"the loss itself is {loss}, which no loss scale cures: look at the data and the weights."
             logger.log(
                 logging.WARNING if diagnoses else logging.DEBUG,
-                "Loss scaler %d: %d steps in a row were skipped; %s",
+                "Loss scaler %d: %d steps in a row were skipped; %s %s",
                 self.loss_id,
                 row,
                 cause,
+                DIAGNOSE,
             )
         if gives_up:
             where = "loss scale at its floor of" if self.dynamic else "static loss scale"
@@ -356,7 +360,7 @@ class LossScaler:
             message = (
                 f"Loss scaler {self.loss_id}: {at_floor} steps in a row were skipped with the {where} {self.floor:g}, so the "
                 f"gradients are not finite at any scale. Look for inf or NaN in the data or the loss, or {cures}; on_floor='warn' "
-                "goes on regardless."
+                f"goes on regardless. {DIAGNOSE}"
             )
             if self.on_floor == "raise":
                 self._error = LossScaleError(message)

@@ -601,3 +601,20 @@ def test_what_cannot_be_called_is_refused():
         TypeError, match="expects a function without arguments that runs forward and backward, found float"
     ):
         diagnose(1.0)
+
+
+def test_the_warning_after_25_skips_and_the_error_after_50_at_the_floor_end_with_the_line_to_call(caplog):
+    layer, optimizer = trained(nn.Linear(1, 1), "O1", min_loss_scale=2.0**16)
+    line = "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on this batch, names line and cure."
+
+    def skip(times):
+        for _ in range(times):
+            scaled_backward(layer(torch.ones(1, 1)).float().sum() * torch.nan, optimizer)
+            optimizer.step()
+
+    skip(26)
+    warning = next(record.getMessage() for record in caplog.records if "25 steps in a row" in record.getMessage())
+    assert warning.endswith(line)
+    with pytest.raises(ampkit.LossScaleError) as raised:
+        skip(26)
+    assert str(raised.value).endswith(line)
