@@ -22,6 +22,7 @@ from .cures import Cure
 from .diagnose import Diagnosis
 from .evidence import HINTS, OVERFLOW
 from .finder import Culprit, Finder
+from .repeating import unwatched
 from .watching import tensors_in
 
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
@@ -89,14 +90,14 @@ class ScriptFinder(Finder):
     def _judging(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             earlier, self.culprit = self.culprit, None
-            self._judge(tensors_in(tensors))
+            with unwatched():
+                self._judge(tensors_in(tensors))
             if self.culprit is not None:
                 # Gradients that were not finite have ruined the weights: what made them is the cause.
                 self._stop(earlier or self.culprit)
             original(tensors, *args, **kwargs)
-            self._judge_gradients(
-                [param for module in list(self.modules) for param in module.parameters(recurse=False)]
-            )
+            with unwatched():
+                self._judge_gradients([param for one in list(self.modules) for param in one.parameters(recurse=False)])
             self._in_a_row = self._in_a_row + 1 if self.culprit is not None else 0
             if self.culprit is not None and self._in_a_row == self._after:
                 self._stop(self.culprit)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
 from ..casting.tensors import params_of
 from ..iteration.optimizer_wrapper import drop_casts, wrapper_of
@@ -68,7 +69,8 @@ class Repetition:
             with contextlib.suppress(_Ended), journal, self._watch:
                 result = iteration()
                 if not self._has_run_backward:
-                    self._on_loss(tensors_in(result))
+                    with unwatched():
+                        self._on_loss(tensors_in(result))
 
     def keep(self, param: torch.Tensor) -> None:
         """Take a leaf's gradient away until the end."""
@@ -123,11 +125,13 @@ class Repetition:
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             self._has_run_backward, losses = True, tensors_in(tensors)
-            self._on_loss(losses)
+            with unwatched():
+                self._on_loss(losses)
             if grad_tensors is None and self.seed != 1.0:
                 grad_tensors = [torch.full_like(loss, self.seed) for loss in losses]
             original(tensors, grad_tensors, *args, **kwargs)
-            self._on_gradients([param for param in self._gradients if param.grad is not None])
+            with unwatched():
+                self._on_gradients([param for param in self._gradients if param.grad is not None])
 
         return backward
 

@@ -1,0 +1,175 @@
+"""`diagnose(iteration, against="fp32")`: each operator of an iteration in its precision and in float32, side by side.
+
+A tensor that lower precision has touched has a shadow, what float32 would have made of the same inputs. An operator whose result
+is further from its shadow than its inputs and one rounding explain has made the error: a cancellation, not what follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..dtypes import LOWER_PRECISION
+from ..sharding import local
+from .repeating import Repetition
+from .sites import Site
+from .watching import Call, Watch, address, tensors_in
+
+#: An error that is this many times what inputs and rounding explain makes a row.
+_EXCESS = 4.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A line whose results differ from float32's by more than its inputs explain; errors are relative norms."""
+
+    site: Site | None
+    function: str
+    op: str
+    module: str
+    dtype: torch.dtype
+    backward: bool
+    error: float
+    error_of_inputs: float
+    excess: float
+
+    @property
+    def source(self) -> str:
+        return self.site.source if self.site else ""
+
+    def __str__(self) -> str:
+        where = "in the backward pass of " if self.backward else ""
+        return (
+            f"  {self.error:8.2%}  {self.error_of_inputs:8.2%}  {self.site or 'unknown'}  {self.source}\n"
+            f"  {'':18}  {where}{self.function} ({self.op}), {str(self.dtype).removeprefix('torch.')}"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative errors of ``loss`` and ``gradient`` against float32; ``rows`` are the lines that made them, the worst first.
+
+    ``print`` it. ``gradients`` has the same for each parameter, in order of first use.
+    """
+
+    operations: int
+    loss: float
+    gradient: float
+    gradients: tuple[float, ...]
+    rows: tuple[Difference, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def __str__(self) -> str:
+        lines = [
+            f"against float32, in {self.operations} operations: loss {self.loss:.2%}, gradients {self.gradient:.2%} off"
+        ]
+        if self.rows:
+            lines += ["  error     inputs'   line", *map(str, self.rows)]
+        return "\n".join(lines)
+
+
+def compare(iteration: Callable[[], Any]) -> Comparison:
+    """Run the iteration once, and each operator that lower precision has touched twice."""
+    shadows = _Shadows()
+    losses: list[float] = []
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(params: list[torch.Tensor]) -> None:
+        gradients[:] = [
+            (param.grad.float(), shadows.of(param.grad).float()) for param in params if param.grad is not None
+        ]
+
+    Repetition(
+        shadows,
+        on_loss=lambda tensors: losses.extend(distance(loss, shadows.of(loss)) for loss in tensors),
+        on_gradients=keep,
+    ).run(iteration)
+    off = sum(float((grad - exact).square().sum()) for grad, exact in gradients) ** 0.5
+    size = sum(float(exact.square().sum()) for _, exact in gradients) ** 0.5
+    rows = sorted(shadows.rows.values(), key=lambda row: -row.excess)
+    return Comparison(
+        shadows.operations,
+        max(losses, default=0.0),
+        off / size if size else 0.0,
+        tuple(distance(grad, exact) for grad, exact in gradients),
+        tuple(rows),
+    )
+
+
+class _Shadows(Watch):
+    """Runs operators on tensors and on their shadows, and notes where the two part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.rows: dict[Any, Difference] = {}
+        self._shadows: dict[Any, torch.Tensor] = {}  # by place in memory, of those that differ from their tensors
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the tensor would be in float32."""
+        return self._shadows.get(_place(tensor), tensor)
+
+    def around(self, call: Call) -> Any:
+        self.operations += 1
+        written = {id(tensor) for tensor in call.written()}
+
+        def widen(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return torch.float32 if value in LOWER_PRECISION else value
+            shadow = self.of(value)
+            shadow = shadow.float() if shadow.dtype in LOWER_PRECISION else shadow
+            return shadow.clone() if id(value) in written and address(shadow) == address(value) else shadow
+
+        before = call.inputs()
+        errors = [distance(tensor, self.of(tensor)) for tensor in before if id(tensor) not in written]
+        args, kwargs = tree_map(widen, (call.args, call.kwargs))
+        is_shared = all(one is other for one, other in zip(tensors_in((args, kwargs)), before, strict=True))
+        is_random = torch.Tag.nondeterministic_seeded in call.op.tags
+        casts = any(
+            value in LOWER_PRECISION for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.dtype)
+        )
+        exact = None
+        if not is_random and not (is_shared and not casts):
+            exact = call.op(*args, **kwargs)
+        out = call()
+        if exact is None:
+            for tensor in (*tensors_in(out), *call.written()):
+                self._shadows.pop(_place(tensor), None)
+            return out
+        pairs = [*zip(tensors_in(out), tensors_in(exact), strict=True)]
+        pairs += [
+            (tensor, shadow) for tensor, shadow in zip(before, tensors_in((args, kwargs))) if id(tensor) in written
+        ]
+        for tensor, shadow in pairs:
+            self._shadows[_place(tensor)] = shadow
+            if not call.op.is_view:
+                self._note(call, tensor, distance(tensor, shadow), max(errors, default=0.0), before)
+        return out
+
+    def _note(self, call: Call, out: torch.Tensor, error: float, of_inputs: float, inputs: list[torch.Tensor]) -> None:
+        eps = max((torch.finfo(one.dtype).eps for one in (out, *inputs) if one.is_floating_point()), default=0.0)
+        excess = error / (of_inputs + eps) if eps else 0.0
+        key = call.site, call.function, call.backward
+        if excess >= _EXCESS and (key not in self.rows or excess > self.rows[key].excess):
+            self.rows[key] = Difference(
+                call.site, call.function, str(call.op), call.module, out.dtype, call.backward, error, of_inputs, excess
+            )
+
+
+def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of the difference over the norm of ``exact``; 0 for what is no floating-point number."""
+    if tensor is exact or not tensor.is_floating_point():
+        return 0.0
+    tensor, exact = local(tensor.detach()).double(), local(exact.detach()).double()
+    off, size = float(torch.linalg.vector_norm(tensor - exact)), float(torch.linalg.vector_norm(exact))
+    return off / size if size else float(off > 0)
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    return address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

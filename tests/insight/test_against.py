@@ -1,0 +1,102 @@
+"""`ampkit.diagnose(iteration, against="fp32")`: errors agree with two runs of the iteration, and the worst line made them."""
+
+import inspect
+
+import pytest
+import torch
+from helpers import initialize_quietly
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    ampkit.close()
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return next(first + i for i, line in enumerate(lines) if text in line)
+
+
+def a_divergence(x, y):
+    """The KL divergence between distributions that are nearly equal."""
+    log_p, log_q = F.log_softmax(x, -1), F.log_softmax(y, -1)
+    difference = log_p - log_q
+    return (log_p.exp() * difference).float().sum(-1).mean()
+
+
+@pytest.fixture
+def logits():
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    return x, x + torch.randn(8, 16) / 8
+
+
+def run(x, y, dtype):
+    """Loss and gradient of the divergence; ``x`` is born in bfloat16, ``y`` is cast to it where that is the dtype."""
+    leaf = x.bfloat16().to(dtype).requires_grad_()
+    loss = a_divergence(leaf, y.to(dtype))
+    loss.backward()
+    return loss.item(), leaf.grad.double()
+
+
+def test_a_cancellation_is_the_worst_line_and_the_errors_are_those_of_two_runs(logits):
+    x, y = logits
+    leaf = x.bfloat16().requires_grad_()
+    found = ampkit.diagnose(lambda: a_divergence(leaf, y.bfloat16()).backward(), against="fp32")
+
+    (narrow_loss, narrow), (loss, exact) = run(x, y, torch.bfloat16), run(x, y, torch.float64)
+    assert found.loss == pytest.approx(abs(narrow_loss / loss - 1), rel=0.05)
+    # Autograd rounds the gradient of a leaf in bfloat16 once more: by less than 2**-8.
+    assert found.gradient == pytest.approx(float((narrow - exact).norm() / exact.norm()), abs=2.0**-8)
+    assert found.gradient > 0.03
+
+    forward = [row for row in found.rows if not row.backward]
+    assert {row.function for row in forward} >= {"torch.Tensor.__sub__"}
+    row = next(row for row in forward if row.function == "torch.Tensor.__sub__")
+    assert (row.site.file, row.site.line) == (__file__, line_of(a_divergence, "difference = "))
+    assert row.error > 10 * row.error_of_inputs and row.dtype is torch.bfloat16
+    assert "difference = log_p - log_q" in str(found)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+def test_a_classifier_has_errors_of_rounding_and_no_line_that_made_more(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    model, optimizer = initialize_quietly(model, lambda params: torch.optim.Adam(params), level)
+    x, target = torch.randn(8, 16), torch.arange(8) % 4
+
+    def iteration():
+        with ampkit.scale_loss(F.cross_entropy(model(x), target), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    found = ampkit.diagnose(iteration, against="fp32")
+    assert not found and 0 < found.loss < 0.01 and 0 < found.gradient < 0.03
+    assert str(found).startswith(f"against float32, in {found.operations} operations: loss 0.")
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_in_float32_nothing_differs():
+    x = torch.randn(3, requires_grad=True)
+    found = ampkit.diagnose(lambda: (x.exp() - x.exp().clone()).sum().backward(), against="fp32")
+    assert (found.loss, found.gradient, found.rows) == (0.0, 0.0, ())
+
+
+def test_running_statistics_are_put_back_and_random_numbers_are_shared():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).bfloat16()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = ampkit.diagnose(
+        lambda: model(torch.randn(8, 4).bfloat16()).float().square().sum().backward(), against="fp32"
+    )
+    assert found.loss < 0.02
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_another_precision_is_refused():
+    with pytest.raises(ValueError, match="against='fp64' is not accepted: expected 'fp32'"):
+        ampkit.diagnose(lambda: None, against="fp64")
