@@ -84,7 +84,8 @@ def diagnose(iteration: Callable[[], Any], against: str | None = None) -> Diagno
 
     The iteration runs some ten times, and slowly; code that was compiled runs uncompiled. It may be of any script: with a session,
     with a ``torch.amp.GradScaler``, or with neither. Its part after the last backward pass (clipping, ``step``) does not run.
-    Weights, buffers, gradients, optimizers, loss scales and random numbers are as before afterwards, also after an exception.
+    Weights, buffers, gradients, optimizers, loss scales and random numbers are as before afterwards, also after an exception. Other
+    objects that the iteration changes, such as counters and data loaders, are not: give it one batch.
     Raises TypeError for what cannot be called, ValueError for another ``against``, and what the iteration itself raises.
     """
     if not callable(iteration):

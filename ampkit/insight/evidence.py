@@ -21,6 +21,7 @@ LOG = "log of zero"
 DIFFERENCE = "inf - inf"
 PRODUCT = "0 * inf"
 SCALE = "the loss scale itself"
+MASK = "inf that the script writes"
 GIVEN = "not finite before the iteration"
 DOMAIN = "outside of the function's domain"
 

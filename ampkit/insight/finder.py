@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..session import live_sessions
 from ..sharding import local
-from .evidence import DOMAIN, GIVEN, explain
+from .evidence import DOMAIN, GIVEN, MASK, explain
 from .repeating import Repetition
 from .sites import Site
 from .watching import Call, Watch, address, arguments_written, tensors_in
@@ -60,6 +60,7 @@ class Finder(Watch):
         self.culprit: Culprit | None = None
         self.given: list[str] = []
         self._origins: dict[int, Culprit | None] = {}
+        self._mask: Culprit | None = None  # the first, for a loss that is -inf by nothing else
         self._numbers = itertools.count()
 
     def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
@@ -116,6 +117,8 @@ class Finder(Watch):
         ]
         is_nan_new = _has_nan(bad) and not any(map(math.isnan, constants))
         if (bad_inputs or constants) and not is_nan_new:
+            text = "a constant that is not finite, which this line writes or uses, reaches the loss"
+            self._mask = self._mask or self._new(call, MASK, text, bad[0].dtype)
             return None
         inputs = tree_map(
             lambda leaf: before.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf,
@@ -147,6 +150,7 @@ class Finder(Watch):
     def forget(self) -> None:
         """An iteration is over: its graph and its tensors are gone."""
         self._origins.clear()
+        self._mask = None
         self._forward.clear()
 
     # At the end
@@ -157,8 +161,7 @@ class Finder(Watch):
         if not bad or self.culprit is not None:
             return
         origins = [origin for tensor in bad if (origin := self._origins.get(address(tensor))) is not None]
-        origins = origins or [origin for origin in self._origins.values() if origin is not None]
-        self.culprit = min(origins, key=lambda origin: origin.order, default=None) or Culprit(
+        self.culprit = min(origins, key=lambda origin: origin.order, default=self._mask) or Culprit(
             DOMAIN, "no operator that can be watched made it", None, "unknown", "unknown", "", bad[0].dtype, False
         )
 

@@ -136,7 +136,9 @@ class Watch(TorchDispatchMode):
         thread = threading.get_ident()
         running = self._running.get(thread)
         module = self.modules[running[-1]] if running else ""
-        call = replace(call, site=site, function=function or call.name, module=module)
+        # Code of the script that autograd runs without a graph: the backward of an autograd.Function, or a hook.
+        name = node.name() if node is not None and not torch.is_grad_enabled() else None
+        call = replace(call, site=site, function=function or call.name, module=module, node=name)
         number = _newest_node() - 1
         if self._newest.get(thread) != number:
             self._newest[thread] = number

@@ -187,7 +187,48 @@ def a_mask_that_multiplies():
     return iteration
 
 
+def a_row_that_is_masked_for_logsumexp():
+    scores = leaf(1.0, 2.0)
+
+    def iteration():
+        masked = scores.masked_fill(torch.ones(2, dtype=torch.bool), -torch.inf)  # here
+        masked.logsumexp(-1).backward()
+
+    return iteration
+
+
 # Backward
+
+
+def a_length_at_zero():
+    x = leaf(0.0, 0.0)
+
+    def iteration():
+        length = (x * x).sum().sqrt()  # here
+        (length + x.sum()).backward()
+
+    return iteration
+
+
+def a_reciprocal_behind_where():
+    x = leaf(0.0, 1.0)
+
+    def iteration():
+        y = torch.where(x == 0, 0.0, torch.rsqrt(x))  # here
+        y.sum().backward()
+
+    return iteration
+
+
+def an_early_epsilon_that_float16_rounds_to_zero():
+    layer, optimizer = trained(filled(nn.Linear(1, 1), 1.0), "O1")
+
+    def iteration():
+        y = layer(torch.zeros(1, 1))
+        y = y / (y.abs() + 1e-9)  # here
+        scaled_backward(y.float().sum(), optimizer)
+
+    return iteration
 
 
 def log_of_zero_behind_where():
@@ -401,7 +442,7 @@ CASES = [
      IN_FLOAT32_TOO),
     (in_a_checkpoint, DIVISION, True, "torch.Tensor.sqrt", "1 of 2",
      IN_FLOAT32_TOO),
-    (in_a_function_of_the_script, DIVISION, False, "torch.Tensor.__truediv__", "1 of 2",
+    (in_a_function_of_the_script, DIVISION, True, "torch.Tensor.__truediv__", "1 of 2",
      IN_FLOAT32_TOO),
     (a_harmless_overflow, SCALE, True, "torch.Tensor.float", "the cast",
      "harmless: finite at 32768; the scale is found within 1 step"),
@@ -415,6 +456,15 @@ CASES = [
      "harmless: finite at 32768"),
     (an_overflow_at_any_scale, OVERFLOW, True, "torch.Tensor.__mul__", "2.197e+05",
      "bfloat16"),
+    (a_row_that_is_masked_for_logsumexp, "inf that the script writes", False, "torch.Tensor.masked_fill",
+     "reaches the loss",
+     IN_FLOAT32_TOO),
+    (a_length_at_zero, DIVISION, True, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 1",
+     IN_FLOAT32_TOO),
+    (a_reciprocal_behind_where, DIVISION, False, "torch.rsqrt", "the divisor is 0 in 1 of 2",
+     IN_FLOAT32_TOO),
+    (an_early_epsilon_that_float16_rounds_to_zero, DIVISION, False, "torch.Tensor.__truediv__", "the divisor is 0 in 1 of 1",
+     "bfloat16 (O4 or O5)"),
 ]  # fmt: skip
 
 
