@@ -45,11 +45,13 @@ class StepReport:
     ``step`` counts steps from 1, skipped ones included.
     """
 
-    def __init__(self, optimizer: Any, step: int, weights: Weights | None) -> None:
+    def __init__(
+        self, optimizer: Any, step: int, weights: Weights | None = None, found_inf: torch.Tensor | None = None
+    ) -> None:
         self.step = step
         self.is_over = False
         self.known: dict[str, Any] = {}
-        self._optimizer, self._weights = optimizer, weights
+        self._optimizer, self._weights, self._found_inf = optimizer, weights, found_inf
 
     @_Number
     def loss_scale(self) -> float:
@@ -59,7 +61,7 @@ class StepReport:
     @_Number
     def skipped(self) -> bool:
         """Whether the step was skipped for gradients that are not finite."""
-        return step_was_skipped(self._optimizer)
+        return step_was_skipped(self._optimizer) or (self._found_inf is not None and bool(self._found_inf))
 
     @_Number
     def grad_norm(self) -> float:
@@ -143,6 +145,8 @@ class _OnStep(AroundStep):
         self._steps += 1
         is_measured = self._is_reported and self._updates_every and self._steps % self._updates_every == 0
         self._weights = Weights(self.optimizer) if is_measured else None
+        # By which torch.amp.GradScaler has a fused optimizer of torch skip on the device.
+        self._found_inf = getattr(self.optimizer, "found_inf", None)
 
     @property
     def _is_reported(self) -> bool:
@@ -151,7 +155,7 @@ class _OnStep(AroundStep):
     def after(self) -> None:
         if not self._is_reported:
             return
-        report = StepReport(self.optimizer, self._steps, self._weights)
+        report = StepReport(self.optimizer, self._steps, self._weights, self._found_inf)
         try:
             with torch.no_grad():
                 self._f(report)
@@ -172,7 +176,8 @@ def on_step(optimizer: Any, f: Callable[[StepReport], Any], *, every: int = 1, u
     ``f`` is called at every ``every``-th step. At every ``updates_every``-th step ``report.lost_updates`` has the share of updates
     that rounding lost, which takes a copy of the weights; at other steps it is None. Make it a multiple of ``every``.
 
-    It works with any optimizer, at every level and without `initialize`. Call it after `initialize`; a step raises
+    It works with any optimizer, at every level and without `initialize`. (Where a ``torch.amp.GradScaler`` skips, it does not call
+    the ``step`` of most optimizers, and there is no report.) Call it after `initialize`; a step raises
     `ConfigurationError` where it was called before. Raises TypeError for what is no optimizer or no function, and ValueError for
     an ``every`` below 1.
     """

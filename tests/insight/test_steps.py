@@ -85,6 +85,24 @@ def test_an_optimizer_without_a_session_is_read_too():
     assert len(reports) == 1 and "step" not in vars(optimizer)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_beside_torchs_grad_scaler_norms_are_unscaled_too(fused):
+    model = Line()
+    optimizer = torch.optim.Adam(model.named_parameters(), 0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    reports = []
+    ampkit.on_step(optimizer, lambda report: reports.append(read(report)))
+    for factor in (1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(X) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    # torch calls the step of a fused optimizer in any case, and skips on the device.
+    assert [report["skipped"] for report in reports] == ([False, True, False] if fused else [False, False])
+    for report in reports[0], reports[-1]:
+        assert report["norms"] == pytest.approx(NORMS, rel=1e-6)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_norms_are_those_after_clipping(level):
     model, optimizer = initialize_quietly(Line(), MAKERS["Adam"], level)
