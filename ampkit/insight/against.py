@@ -17,7 +17,7 @@ from ..dtypes import LOWER_PRECISION
 from ..sharding import local
 from .repeating import Repetition
 from .sites import Site
-from .watching import Call, Watch, address, tensors_in
+from .watching import Call, Watch, address, place, tensors_in
 
 #: An error that is this many times what inputs and rounding explain makes a row.
 _EXCESS = 4.0
@@ -113,7 +113,7 @@ class _Shadows(Watch):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the tensor would be in float32."""
-        return self._shadows.get(_place(tensor), tensor)
+        return self._shadows.get(_key(tensor), tensor)
 
     def around(self, call: Call) -> Any:
         self.operations += 1
@@ -140,14 +140,14 @@ class _Shadows(Watch):
         out = call()
         if exact is None:
             for tensor in (*tensors_in(out), *call.written()):
-                self._shadows.pop(_place(tensor), None)
+                self._shadows.pop(_key(tensor), None)
             return out
         pairs = [*zip(tensors_in(out), tensors_in(exact), strict=True)]
         pairs += [
             (tensor, shadow) for tensor, shadow in zip(before, tensors_in((args, kwargs))) if id(tensor) in written
         ]
         for tensor, shadow in pairs:
-            self._shadows[_place(tensor)] = shadow
+            self._shadows[_key(tensor)] = shadow
             if not call.op.is_view:
                 self._note(call, tensor, distance(tensor, shadow), max(errors, default=0.0), before)
         return out
@@ -171,5 +171,5 @@ def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
     return off / size if size else float(off > 0)
 
 
-def _place(tensor: torch.Tensor) -> Any:
-    return address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+def _key(tensor: torch.Tensor) -> Any:
+    return *place(tensor), tensor.dtype

@@ -41,8 +41,8 @@ _PRODUCTS = {"mul", "matmul", "linear", "conv", "dot", "mv", "baddbmm", "addcmul
 
 def explain(call: Call, inputs: Any, out: Any) -> tuple[str, str]:
     """The kind and the numbers. ``inputs`` are the arguments as they were before the call, ``out`` holds inf or NaN."""
-    values = [value for value in tensors_in(inputs) if value.is_floating_point()]
-    result = next(one for one in tensors_in(out) if one.is_floating_point() and not one.isfinite().all())
+    values = [value for value in tensors_in(inputs) if value.is_floating_point() or value.is_complex()]
+    result = next(one for one in tensors_in(out) if not one.isfinite().all())
     exact = _in_float64(call, inputs)
     exact = next((one for one in tensors_in(exact) if one.shape == result.shape), None)
     wrong = ~result.isfinite()
@@ -75,7 +75,12 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
     first = values[0] if values else None
     if call.name.startswith("log") and first is not None and (first == 0).any():
         yield LOG, f"its input is 0 in {_share(first == 0)} elements, and log(0) is -inf"
-    if first is not None and (first < 0).any() and call.name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow"):
+    if (
+        first is not None
+        and not first.is_complex()
+        and (first < 0).any()
+        and call.name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow")
+    ):
         yield DOMAIN, f"{_subject(call)} of negative numbers, the lowest is {first.min().item():.4g}"
     if first is not None and not first.numel():
         yield DIVISION, f"{_subject(call)} of no elements"
@@ -87,6 +92,8 @@ def _in_float64(call: Call, inputs: Any) -> Any:
     def widen(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.double()
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            return value.to(torch.complex128)
         return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     args, kwargs = tree_map(widen, inputs)
@@ -102,7 +109,7 @@ def _subject(call: Call) -> str:
 
 
 def _largest(values: list[torch.Tensor]) -> str:
-    found = [value.double()[value.isfinite()].abs().max().item() for value in values if value.isfinite().any()]
+    found = [value[value.isfinite()].abs().double().max().item() for value in values if value.isfinite().any()]
     return f"{max(found):.4g}" if found else "inf"
 
 

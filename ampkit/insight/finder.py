@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..iteration.slots import values_of
 from ..session import live_sessions
 from ..sharding import local
 from .evidence import DOMAIN, GIVEN, MASK, explain
@@ -171,7 +172,7 @@ class Finder(Watch):
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """True too where the question makes no sense."""
-    values = local(tensor)
+    values = values_of(local(tensor))
     if not (values.is_floating_point() or values.is_complex()) or values.element_size() < 2 or values.is_meta:
         return True
     return bool(values.isfinite().all())

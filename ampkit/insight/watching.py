@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..iteration.slots import values_of
 from .sites import Site, look
 
 _current_node = torch._C._current_autograd_node
@@ -157,7 +158,13 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def address(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory."""
-    return tensor.untyped_storage()._cdata
+    return values_of(tensor).untyped_storage()._cdata
+
+
+def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same part of the same memory."""
+    values = values_of(tensor)
+    return address(values), values.storage_offset(), tuple(values.shape), values.stride()
 
 
 def arguments_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -198,9 +205,9 @@ class Journal(TorchDispatchMode):
             if tensor.requires_grad and tensor.is_leaf:
                 self._on_leaf(tensor)
         for _, tensor in arguments_written(op, args, kwargs):
-            place = address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-            if place[0] not in self._made and place not in self._seen:
-                self._seen.add(place)
+            where = place(tensor)
+            if where[0] not in self._made and where not in self._seen:
+                self._seen.add(where)
                 self._writes.append((tensor.detach(), tensor.detach().clone()))
         out = op(*args, **kwargs)
         if not op._schema.is_mutable and not op.is_view:

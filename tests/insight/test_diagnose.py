@@ -567,6 +567,19 @@ def test_weights_statistics_and_moments_that_are_not_finite_are_told_first():
     ]
 
 
+def test_complex_numbers_and_sparse_gradients_are_looked_at():
+    x = leaf(100.0 + 0.0j, 1.0, dtype=torch.complex64)
+    found = diagnose(lambda: torch.exp(x).abs().sum().backward())
+    assert found.culprit.evidence == "max |input| = 100, exp needs 2.688e+43, complex64 ends at 3.4e+38"
+
+    table = nn.Embedding(2, 1, sparse=True)
+    with torch.no_grad():
+        table.weight.fill_(0.0)
+    found = diagnose(lambda: table(torch.tensor([1, 1])).sqrt().sum().backward())
+    assert (found.culprit.kind, found.culprit.function) == (DIVISION, "torch.Tensor.sqrt")
+    assert table.weight.grad is None
+
+
 # All is as before
 
 
