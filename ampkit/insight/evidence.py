@@ -73,13 +73,13 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
             kind = LOG if call.backward and "log" in call.function.rpartition(".")[2] else DIVISION
             yield kind, f"the divisor is 0 in {_share(divisor == 0)} elements, where {_subject(call)} gives inf or NaN"
     first = values[0] if values else None
-    if call.name.startswith("log") and first is not None and (first == 0).any():
+    if call.name in ("log", "log2", "log10") and first is not None and (first == 0).any():
         yield LOG, f"its input is 0 in {_share(first == 0)} elements, and log(0) is -inf"
     if (
-        first is not None
+        call.name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow")
+        and first is not None
         and not first.is_complex()
         and (first < 0).any()
-        and call.name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow")
     ):
         yield DOMAIN, f"{_subject(call)} of negative numbers, the lowest is {first.min().item():.4g}"
     if first is not None and not first.numel():
