@@ -3,7 +3,8 @@
 #   make test         what to run after each change, with the compiled kernels, without, and with the CUDA kernels on the host: minutes
 #   make simulated    the tests for CUDA on two GPUs that are simulated on the host, kernels included; make test runs some of them
 #   make test-all     every test, all three ways, the last under AddressSanitizer
-#   make mutants      plants faults in copies, and tells which of them the tests notice; MUTANTS='*lamb*' for some of them
+#   make mutants      plants faults in copies, and tells which of them the tests notice, within about MINUTES=20; SEED=1 for another sample,
+#                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make bench        whole training steps beside torch.amp on the CPU, within 25 minutes, into docs/benchmarks.md; BENCH=--short shows that it runs
 #   make wheel        builds the source distribution and the pure wheel, and tries them outside of the checkout; needs the network
@@ -105,10 +106,15 @@ simulated: venv $(VENV)/.simulated
 test-all: venv $(VENV)/.emulation-asan $(VENV)/.simulated
 	$(call each-way,,,-m "not slow",$(UNDER_ASAN),-o pythonpath="tests build/emulation-asan")
 
-MUTANTS ?=
+MINUTES ?= 20
+SEED ?= 0
+PROMISES ?=
+SAMPLE ?=
 
+# With one of PROMISES and SAMPLE, only these.
 mutants: venv
-	PYTHONPATH=tests $(BIN)/python -m mutants.run $(if $(MUTANTS),'$(MUTANTS)')
+	PYTHONPATH=tests $(BIN)/python -m mutants.run --minutes $(MINUTES) --seed $(SEED) \
+	  --promises '$(or $(PROMISES),$(if $(SAMPLE),,*))' --sample '$(or $(SAMPLE),$(if $(PROMISES),,*))'
 
 # Asks nvcc itself where its toolkit lies: the one on PATH may be a script or a link to it.
 CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p')

@@ -1,21 +1,14 @@
-"""Plants the faults of table.py, one at a time and in copies of the project, and tells which of them the tests notice.
-
-    make mutants                       all of them
-    make mutants MUTANTS='*lamb*'      those whose names match
-
-A fault that no test notices has *survived*: a test is missing. A row whose text does not stand in its file exactly once is
-*stale*. Either makes the exit status 1.
-
-A fault in Python is written into a copy, and taken out again. Faults in C++ go into one build together, each behind a
-question for the environment variable AMPKIT_MUTANT, which chooses at run time. The tests of a fault run in a fork of this
-process, which has imported torch and pytest but nothing of ampkit: that saves three seconds of work each time.
-"""
+"""Plants named faults, and a sample of all others, each in a copy of the project: see the package's docstring."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import fnmatch
+import hashlib
 import importlib.util
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -23,20 +16,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hypothesis  # noqa: F401  (what tests import, and takes long)
-import pytest
-import torch._dynamo
+from . import reach
+from .fault import Fault, StaleRow, named, rows
+from .forks import ROOT, WORKERS, Job, Result, run_all
+from .operators import faults_of
 
-from .table import MUTANTS, Mutant, StaleRow, planted
-
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("ampkit", "csrc", "docs", "examples", "tests", "pyproject.toml", "setup.py", "README.md")
-WORKERS = min(2, os.cpu_count() or 1)
+RECORD = ROOT / "build" / "reach.tsv"
+NOT_SAMPLED = {
+    "project",
+    "docs",
+    "emulation",
+    "simulated",
+    "gpu",
+    "mutants",
+}  # tests of other things than ampkit's functions
+SECONDS_OF_TESTS = 45.0  # for a sampled fault, as the tests took without one
+MOST_SURVIVORS = 0.10
 
 SWITCH = """
 #pragma once
@@ -45,32 +45,6 @@ SWITCH = """
 static const int ampkit_chosen_mutant = getenv("AMPKIT_MUTANT") ? atoi(getenv("AMPKIT_MUTANT")) : 0;
 #define AMPKIT_MUTANT(number) (ampkit_chosen_mutant == (number))
 """
-
-
-@dataclass
-class Job:
-    """One run of pytest in ``folder``; ``before`` plants a fault there, and ``after`` takes it out."""
-
-    tests: list[str]
-    folder: Path
-    extension: str
-    number: int = 0
-    before: Callable[[], None] = lambda: None
-    after: Callable[[], None] = lambda: None
-    time_limit: float = 240.0
-
-
-@dataclass
-class Result:
-    """What came of a job: pytest's exit status, the first test that failed, and all that was printed."""
-
-    status: int
-    failed: str
-    log: str
-    seconds: float
-
-
-# Copies and builds
 
 
 def copy_of_project(to: Path) -> Path:
@@ -89,16 +63,126 @@ def write_source(path: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def start_build(folder: Path, mutants: list[Mutant]) -> subprocess.Popen:
-    """Build the libraries of the copy in ``folder`` with all of these faults, numbered from 1, behind the switch."""
-    for number, mutant in enumerate(mutants, start=1):
-        (folder / mutant.file).write_text(planted(mutant, folder, number))
+def job_in_python(fault: Fault, tests: list[str], folder: Path) -> Job:
+    path = folder / fault.file
+    sound, faulty = path.read_text(), fault.planted(folder)
+    return Job(
+        tests,
+        folder,
+        fault.extension,
+        before=lambda: write_source(path, faulty),
+        after=lambda: write_source(path, sound),
+    )
+
+
+class Tally:
+    """Prints a line for each fault, and counts those that were killed by room."""
+
+    def __init__(self) -> None:
+        self.planted: Counter[str] = Counter()
+        self.survived: list[Fault] = []
+        self.stale = 0
+
+    def add_stale(self, what: object, why: str) -> None:
+        self.stale += 1
+        print(f"STALE     {what}: {why}", flush=True)
+
+    def add(self, fault: Fault, result: Result) -> None:
+        self.planted[fault.room] += 1
+        if result.status == 0:
+            self.survived.append(fault)
+        by = f" | {result.failed.removeprefix('tests/') or 'an import'}" if result.status else ""
+        print(f"{'killed' if by else 'SURVIVED':<8}  {fault}{by}, {result.seconds:.1f} s", flush=True)
+
+    def print_rooms(self) -> None:
+        survived = Counter(fault.room for fault in self.survived)
+        for room, planted in sorted(self.planted.items()):
+            print(f"{room:<22} {survived[room]:>4} of {planted:>4} survived, {survived[room] / planted:.0%}")
+        print(f"{'in all':<22} {len(self.survived):>4} of {sum(self.planted.values()):>4} survived")
+        for fault in self.survived:
+            print(f"  {fault}")
+
+
+# Named faults
+
+
+def plant_named(faults: list[Fault], scratch: Path) -> Tally:
+    tally = Tally()
+    in_cpp = [fault for fault in faults if fault.is_cpp]
+    in_python = [fault for fault in faults if not fault.is_cpp]
+    build, built = None, scratch / "cpp"
+    try:
+        if in_cpp:
+            build = start_build(copy_of_project(built), in_cpp)  # goes on while the faults in Python have their turns
+        if in_python:
+            copies = [copy_of_project(scratch / f"named{worker}") for worker in range(WORKERS)]
+            check_baseline(in_python, copies[0], scratch)
+            make = (
+                lambda worker, fault=fault: job_in_python(fault, names(fault), copies[worker]) for fault in in_python
+            )
+            run_all(make, scratch, lambda index, result: judge(tally, in_python[index], result))
+        if build is not None:
+            if build.wait():
+                raise SystemExit(f"{(built / 'build.log').read_text()}\nThe build with the faults in C++ failed.")
+            check_baseline(in_cpp, built, scratch)
+            runs = [(n, fault, one) for n, fault in enumerate(in_cpp, start=1) for one in fault.extensions]
+            make = (
+                lambda _, n=n, fault=fault, one=one: Job(names(fault), built, one, {"AMPKIT_MUTANT": str(n)})
+                for n, fault, one in runs
+            )
+            run_all(make, scratch, lambda index, result: judge(tally, runs[index][1], result))
+    finally:
+        if build is not None and build.poll() is None:
+            os.killpg(build.pid, signal.SIGTERM)
+            build.wait()
+    return tally
+
+
+def names(fault: Fault) -> list[str]:
+    return [f"tests/{name}" for name in fault.tests]
+
+
+def judge(tally: Tally, fault: Fault, result: Result) -> None:
+    if result.status in (0, 1):
+        tally.add(fault, result)
+    else:  # no such test, or nothing that can be imported
+        tally.add_stale(fault, f"pytest ended with status {result.status}:\n{result.log[-3000:]}")
+
+
+def check_baseline(faults: list[Fault], folder: Path, logs: Path) -> None:
+    """Without a fault every test passes; else nothing that follows would mean anything."""
+    tests = defaultdict(set)
+    for fault in faults:
+        for extension in fault.extensions:
+            tests[extension].update(names(fault))
+
+    def report(_: int, result: Result) -> None:
+        if result.status != 0:
+            raise SystemExit(f"{result.log}\nThe tests fail without any fault: {result.failed}")
+
+    jobs = [Job(sorted(some), folder, extension, time_limit=1200.0) for extension, some in sorted(tests.items())]
+    run_all((lambda _, job=job: job for job in jobs), logs, report)
+
+
+def start_build(folder: Path, faults: list[Fault]) -> subprocess.Popen:
+    """Build the libraries of the copy in ``folder`` with all of these faults, each behind a switch with its number from 1.
+
+    So ``old`` and ``new`` are expressions of one type, or statements that end with a semicolon and declare nothing.
+    """
+    by_place = sorted(enumerate(faults, start=1), key=lambda pair: -pair[1].start)
+    for number, fault in by_place:  # from the end of a file, so that places stay
+        if fault.old.endswith(";"):
+            new = f"if (AMPKIT_MUTANT({number})) {{ {fault.new} }} else {{ {fault.old} }}"
+        else:
+            new = f"(AMPKIT_MUTANT({number}) ? ({fault.new}) : ({fault.old}))"
+        source = (folder / fault.file).read_bytes()
+        (folder / fault.file).write_bytes(source[: fault.start] + new.encode() + source[fault.end :])
     commands, python = [], shlex.quote(sys.executable)
-    if any(mutant.extensions != ("emulated",) for mutant in mutants):  # else the libraries are sound as they are
+    if any(fault.extensions != ("emulated",) for fault in faults):  # else the libraries are sound as they are
         for library in (folder / "ampkit").glob("*.so"):
             library.unlink()
         commands.append(f"{python} setup.py --quiet build_ext --inplace")
-    if any("emulated" in mutant.extensions for mutant in mutants):
+    if any("emulated" in fault.extensions for fault in faults):
         commands.append(f"{python} tests/emulation/build.py build/emulation")
     (folder / "switch.h").write_text(SWITCH)
     environment = {
@@ -121,204 +205,122 @@ def start_build(folder: Path, mutants: list[Mutant]) -> subprocess.Popen:
         )
 
 
-def job_in_python(mutant: Mutant, folder: Path) -> Job:
-    path = folder / mutant.file
-    sound, faulty = path.read_text(), planted(mutant, folder)
-    return Job(
-        list(mutant.tests),
-        folder,
-        mutant.extension,
-        before=lambda: write_source(path, faulty),
-        after=lambda: write_source(path, sound),
-    )
+# Sampled faults
 
 
-# Running
+def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
+    """Plant faults in an order that ``seed`` gives, until the clock shows ``until``."""
+    tally, copies = Tally(), [copy_of_project(scratch / f"sample{worker}") for worker in range(WORKERS)]
+    tests_of, seconds_of = record_of_reach(copies, scratch)
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ampkit").rglob("*.py"))
+    faults = [pair for file in files if fnmatch.fnmatch(file, only) for pair in faults_of(ROOT, file)]
+    random.Random(seed).shuffle(faults)
+    unreached = [fault for fault, first in faults if not tests_of[f"{fault.file}:{first}"]]
+    print(f"{len(faults)} faults can be planted; {len(unreached)} are in functions that no test reaches")
+    planted: list[Fault] = []
+
+    def jobs() -> Iterator[Callable[[int], Job]]:
+        for fault, first in faults:
+            tests = chosen(tests_of[f"{fault.file}:{first}"], seconds_of)
+            if time.monotonic() > until:
+                return
+            try:
+                ast.parse(fault.planted(copies[0]))
+            except SyntaxError:  # such as a condition that binds a name
+                continue
+            if tests:
+                planted.append(fault)
+                yield lambda worker, fault=fault, tests=tests: job_in_python(fault, tests, copies[worker])
+
+    run_all(jobs(), scratch, lambda index, result: tally.add(planted[index], result))
+    return tally
 
 
-def start(job: Job, log: Path) -> int:
-    """Fork, and run pytest in the child; returns its process id."""
-    job.before()
-    process = os.fork()
-    if process:
-        return process
-    status = 3
-    try:
-        os.setpgid(0, 0)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        status = run_pytest(job)
-        sys.stdout.flush()
-    finally:
-        os._exit(status)
+def chosen(tests: set[str], seconds_of: dict[str, float]) -> list[str]:
+    """The fastest case of each test function, then the second one of each, and so on, as the time allows."""
+    cases = defaultdict(list)
+    for test in sorted(tests, key=lambda test: (seconds_of[test], test)):
+        cases[test.partition("[")[0]].append(test)
+    turns = [(turn, seconds_of[test], test) for some in cases.values() for turn, test in enumerate(some)]
+    picked, total = [], 0.0
+    for _, seconds, test in sorted(turns):
+        total += seconds + 0.01
+        if picked and total > SECONDS_OF_TESTS:
+            break
+        picked.append(test)
+    return picked
 
 
-def run_pytest(job: Job) -> int:
-    os.chdir(job.folder)
-    os.environ |= {"AMPKIT_EXTENSION": job.extension, "AMPKIT_MUTANT": str(job.number), "OMP_NUM_THREADS": "1"}
-    os.environ["PYTHONPATH"] = str(job.folder)
-    torch.set_num_threads(1)
-    ours = (ROOT, ROOT / "tests")
-    sys.path[:] = [str(job.folder), *(path for path in sys.path if Path(path).resolve() not in ours)]
-    if not Path(importlib.util.find_spec("ampkit").origin).is_relative_to(job.folder):
-        print(f"ampkit is not imported from the copy in {job.folder}")
-        return 3
-    part = "switch and not slow" if job.extension == "off" else "not slow"  # of make test
-    names = [f"tests/{name}" for name in job.tests]
-    return int(pytest.main(["-x", "-q", "-rf", "--tb=short", "-m", part, "-p", "no:cacheprovider", *names]))
+def record_of_reach(copies: list[Path], scratch: Path) -> tuple[dict[str, set[str]], dict[str, float]]:
+    """The tests that reach each function, and the seconds of each test that passes; kept in build/ until a source changes."""
+    digest = hashlib.sha256()
+    for path in sorted(path for part in ("ampkit", "tests") for path in (ROOT / part).rglob("*.py")):
+        digest.update(path.read_bytes())
+    if not RECORD.exists() or RECORD.read_text().partition("\n")[0] != digest.hexdigest():
+        record_reach(copies, scratch, digest.hexdigest())
+    tests_of, seconds_of = defaultdict(set), {}
+    lines = [line.split("\t") for line in RECORD.read_text().splitlines()[1:]]
+    seconds_of = {test: float(what[8:]) for test, what in lines if what.startswith("seconds:")}
+    for test, what in lines:
+        if test in seconds_of:
+            tests_of[what].add(test)
+    return tests_of, seconds_of
 
 
-def result_of(process: int, job: Job, log: Path, started: float) -> Result | None:
-    """What came of a job; None while it runs."""
-    finished, status = os.waitpid(process, os.WNOHANG)
-    seconds = time.monotonic() - started
-    if not finished:
-        if seconds < job.time_limit:
-            return None
-        end(process)
-    text = log.read_text(errors="replace")
-    if not finished:
-        return Result(1, "a test that does not end", text, seconds)
-    if os.WIFSIGNALED(status):
-        return Result(1, f"a crash (signal {os.WTERMSIG(status)})", text, seconds)
-    failed = [line[7:].partition(" - ")[0] for line in text.splitlines() if line.startswith("FAILED ")]
-    return Result(os.WEXITSTATUS(status), failed[0] if failed else "", text, seconds)
+def record_reach(copies: list[Path], scratch: Path, digest: str) -> None:
+    """Run each test file once, without a fault."""
+    began, files = time.monotonic(), sorted((ROOT / "tests").rglob("test_*.py"))
+    files = [str(path.relative_to(ROOT)) for path in files if path.relative_to(ROOT).parts[1] not in NOT_SAMPLED]
+    record = scratch / "reach.tsv"
 
-
-def end(process: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)
-    os.waitpid(process, 0)
-
-
-def run_all(jobs: list[Callable[[int], Job]], logs: Path, report: Callable[[int, Result], None]) -> None:
-    """`WORKERS` at a time. A job is made when its turn comes, by a function of the worker's number."""
-    waiting = list(enumerate(jobs))[::-1]
-    running: dict[int, tuple[int, Job, int, Path, float]] = {}
-    try:
-        while waiting or running:
-            for worker in range(WORKERS):
-                if waiting and worker not in running:
-                    index, make = waiting.pop()
-                    job, log = make(worker), logs / f"{worker}.log"
-                    running[worker] = (index, job, start(job, log), log, time.monotonic())
-            for worker, (index, job, process, log, started) in list(running.items()):
-                result = result_of(process, job, log, started)
-                if result is not None:
-                    del running[worker]
-                    job.after()
-                    report(index, result)
-            time.sleep(0.02)
-    finally:
-        for _, _, process, _, _ in running.values():
-            end(process)
-
-
-def check_baseline(mutants: list[Mutant], folder: Path, logs: Path) -> None:
-    """Without a fault every test passes; else nothing that follows would mean anything."""
-    jobs = []
-    for extension in sorted({extension for mutant in mutants for extension in mutant.extensions}):
-        tests = sorted({test for mutant in mutants if extension in mutant.extensions for test in mutant.tests})
-        jobs.append(Job(tests, folder, extension, time_limit=1200.0))
-
-    def report(_: int, result: Result) -> None:
-        if result.status != 0:
-            print(result.log)
-            raise SystemExit(f"The tests fail without any fault: {result.failed}")
-
-    run_all([lambda _, job=job: job for job in jobs], logs, report)
-
-
-# The whole
-
-
-class Tally:
-    """Prints a line for each fault, and counts."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.killed = 0
-        self.survived: list[Mutant] = []
-        self.stale: list[Mutant] = []
-
-    def add_stale(self, mutant: Mutant, why: str) -> None:
-        self.stale.append(mutant)
-        self._print("STALE", mutant, why)
-
-    def add(self, mutant: Mutant, result: Result) -> None:
-        if result.status == 1:
-            self.killed += 1
-            self._print("killed", mutant, f"by {result.failed.removeprefix('tests/')} in {result.seconds:.1f} s")
-        elif result.status == 0:
-            self.survived.append(mutant)
-            self._print("SURVIVED", mutant, f"though {mutant.breaks!r} holds no more")
-        else:  # no such test, or nothing that can be imported
-            self.add_stale(mutant, f"pytest ended with status {result.status}:\n{result.log[-3000:]}")
-
-    def close(self) -> int:
-        stale = f", {len(self.stale)} stale" if self.stale else ""
-        seconds = time.monotonic() - self.began
-        print(f"{self.killed} killed, {len(self.survived)} survived{stale}, in {seconds:.0f} s")
-        for mutant in (*self.survived, *self.stale):
-            print(f"  {mutant.name}")
-        return 1 if self.survived or self.stale else 0
-
-    def _print(self, what: str, mutant: Mutant, how: str) -> None:
-        print(f"{what:<8}  {mutant.name}: {how}", flush=True)
-
-
-def run_in_python(mutants: list[Mutant], scratch: Path, tally: Tally) -> None:
-    copies = [copy_of_project(scratch / f"python{worker}") for worker in range(WORKERS)]
-    check_baseline(mutants, copies[0], scratch)
-    jobs = [lambda worker, mutant=mutant: job_in_python(mutant, copies[worker]) for mutant in mutants]
-    run_all(jobs, scratch, lambda index, result: tally.add(mutants[index], result))
-
-
-def run_in_cpp(mutants: list[Mutant], folder: Path, scratch: Path, tally: Tally) -> None:
-    check_baseline(mutants, folder, scratch)
-    runs = [(number, mutant, one) for number, mutant in enumerate(mutants, start=1) for one in mutant.extensions]
-    jobs = [
-        lambda _, number=number, mutant=mutant, extension=extension: Job(list(mutant.tests), folder, extension, number)
-        for number, mutant, extension in runs
-    ]
+    def make(file: str, folder: Path) -> Job:
+        shutil.copy(reach.__file__, folder / "sitecustomize.py")
+        environment = {reach.RECORD: str(record), reach.FOLDER: str(folder)}
+        return Job([file], folder, "require", environment, (), lambda: [reach.Plugin()], time_limit=900.0)
 
     def report(index: int, result: Result) -> None:
-        _, mutant, extension = runs[index]
-        tally.add(mutant if extension == mutant.extension else replace(mutant, name=f"{mutant.name}, emulated"), result)
+        if result.status not in (0, 5):
+            print(f"{files[index]}: status {result.status}, {result.failed}: failing tests are left out", flush=True)
 
-    run_all(jobs, scratch, report)
+    run_all((lambda worker, file=file: make(file, copies[worker]) for file in files), scratch, report)
+    for folder in copies:
+        (folder / "sitecustomize.py").unlink(missing_ok=True)
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(f"{digest}\n{record.read_text()}")
+    print(f"every test file has run once, in {time.monotonic() - began:.0f} s", flush=True)
 
 
-def main(patterns: list[str]) -> int:
-    tally, usable = Tally(), []
-    for mutant in MUTANTS:
-        if not patterns or any(fnmatch.fnmatchcase(mutant.name, pattern) for pattern in patterns):
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--promises", default="*", help="which named faults: a pattern for the promise or the place")
+    parser.add_argument("--sample", default="*", help="a pattern for the files of sampled faults; '' for none")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for everything; the sample takes what is left")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    until, pattern, faults = time.monotonic() + 60 * arguments.minutes, arguments.promises, []
+    stale = 0
+    for row in rows():
+        if any(fnmatch.fnmatchcase(text, pattern) for text in (row["promise"], row["where"])):
             try:
-                planted(mutant, ROOT)
-                usable.append(mutant)
+                faults.append(named(row, ROOT))
             except StaleRow as error:
-                tally.add_stale(mutant, str(error))
-    in_cpp = [mutant for mutant in usable if mutant.is_cpp]
-    in_python = [mutant for mutant in usable if not mutant.is_cpp]
+                stale += 1
+                print(f"STALE     {error}")
+    failed = bool(stale)
     with tempfile.TemporaryDirectory(prefix="ampkit-mutants-") as name:
-        scratch, build = Path(name).resolve(), None
-        try:
-            if in_cpp:
-                built = copy_of_project(scratch / "cpp")
-                build = start_build(built, in_cpp)  # goes on while the faults in Python have their turns
-            if in_python:
-                run_in_python(in_python, scratch, tally)
-            if build is not None:
-                if build.wait():
-                    raise SystemExit(f"{(built / 'build.log').read_text()}\nThe build with the faults in C++ failed.")
-                run_in_cpp(in_cpp, built, scratch, tally)
-        finally:
-            if build is not None and build.poll() is None:
-                os.killpg(build.pid, signal.SIGTERM)
-                build.wait()
-    return tally.close()
+        scratch = Path(name).resolve()
+        if faults:
+            tally = plant_named(faults, scratch)
+            print("\nNamed faults")
+            tally.print_rooms()
+            failed |= bool(tally.survived or tally.stale)
+        if arguments.sample:
+            tally = plant_sample(arguments.seed, until, arguments.sample, scratch)
+            print(f"\nSampled faults, seed {arguments.seed}")
+            tally.print_rooms()
+            failed |= len(tally.survived) > MOST_SURVIVORS * sum(tally.planted.values())
+    return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

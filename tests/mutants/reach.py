@@ -1,0 +1,54 @@
+"""Records which functions of ampkit a test reaches: each in a line, the test and the file and first line of the function.
+
+A copy of the project has this file as sitecustomize.py, which Python imports first: so the processes that a test starts record too.
+"""
+
+import os
+import sys
+import threading
+
+RECORD, FOLDER = "AMPKIT_REACH", "AMPKIT_REACH_OF"
+
+
+def start():
+    """Look at every call in this process from now on; returns a function that begins a test's record anew."""
+    record = os.open(os.environ[RECORD], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    prefix = os.environ[FOLDER] + "/"
+    kept = {}  # by id, for as long as the code lives: a hash of code is slow
+    seen = set()
+
+    def look(frame, event, _):
+        code = frame.f_code
+        if event == "call" and id(code) not in seen:
+            seen.add(id(code))
+            kept[id(code)] = code
+            test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+            if test and code.co_filename.startswith(prefix + "ampkit/"):
+                os.write(record, f"{test}\t{code.co_filename.removeprefix(prefix)}:{code.co_firstlineno}\n".encode())
+
+    sys.setprofile(look)
+    threading.setprofile(look)
+    return seen.clear
+
+
+if RECORD in os.environ:
+    begin_anew = start()
+
+
+class Plugin:
+    """For pytest: each test's record begins anew, and its seconds stand in a line of their own."""
+
+    def __init__(self):
+        self.begin_anew = start()
+        self.seconds = {}
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.begin_anew()
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.seconds[report.nodeid] = -1e9
+        if report.when == "teardown" and self.seconds[report.nodeid] >= 0:
+            with open(os.environ[RECORD], "a") as record:
+                record.write(f"{report.nodeid}\tseconds:{self.seconds[report.nodeid]:.3f}\n")
