@@ -48,16 +48,6 @@ FAULTS = [
         tests=("parallel/test_process_group.py::test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one",),
     ),
     Mutant(
-        "fsdp2: each rank checks its own shard",
-        "ampkit/iteration/loss_scaling.py",
-        "highest(found.flag, dict.fromkeys(groups))",
-        "pass",
-        breaks="an inf in one shard skips on every rank",
-        tests=(
-            "parallel/test_fsdp2.py::test_sharded_training_equals_one_process_and_an_inf_in_one_shard_skips_on_every_rank",
-        ),
-    ),
-    Mutant(
         "tensor parallelism: a tensor in stripes is taken for one that each rank holds whole",
         "ampkit/sharding.py",
         "if not placement.is_replicate()] if key else []",
