@@ -305,11 +305,13 @@ class Session:
         self._statistics.enter_block(wrappers)
         unnamed, unowned = [], []
         for session in live_sessions:
-            others = [wrapper for ref in session._optimizers if (wrapper := wrapper_of(ref())) is not None]
-            beside = [wrapper for wrapper in others if wrapper.trains_beside(thread)]
-            unnamed += [wrapper for wrapper in others if wrapper not in wrappers and wrapper not in beside]
-            if not beside:
-                session.scaling.find_unowned(session.models)
+            others = [
+                one for ref in session._optimizers if (one := wrapper_of(ref())) is not None and one not in wrappers
+            ]
+            here = [one for one in others if not one.trains_beside(thread)]
+            unnamed += here
+            if len(here) == len(others):
+                session.scaling.find_unowned(session)
                 if session.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
                     tell_of_unowned(session)
                 elif session.scaling.unowned.slots:

@@ -1,8 +1,8 @@
 """What a session tells a script once: mistakes that ruin a run, each with what to do about it.
 
-`Advice.tell` logs a row of `ROWS` the first time that it is asked to. The functions below look for what the rows say: at a
-`scale_loss` block, and where a script calls ``backward``, ``clip_grad_norm_`` or a GradScaler of its own, which `calls_of_torch`
-patches while sessions are alive.
+`Advice.tell` logs a row of `ROWS` the first time that its condition holds. `Advice.before_backward` and `after_backward` look at a
+session's first blocks only. What a script does outside of blocks is seen where it calls ``backward``, ``clip_grad_norm_`` or a
+GradScaler of its own, which `calls_of_torch` patches while sessions are alive.
 """
 
 from __future__ import annotations
@@ -27,29 +27,55 @@ _running_backward = torch._C._current_graph_task_id  # -1 outside of a backward 
 
 _THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
 
+#: By the name of a condition: what was found, and what to do.
 ROWS = {
-    "hook": "Parameter %s has a hook on its gradient, which runs in the backward pass and sees the gradient multiplied by the loss "
-    "scale. Multiplying by a mask is right there, a clamp, a threshold or a statistic is not: do these to p.grad after the "
-    "scale_loss block, where it is unscaled, or train in bfloat16 at loss_scale=1.",
-    "another loss": "The backward pass inside this scale_loss block did not go through the scaled loss, so that its gradients are "
-    f"divided by a loss scale that they were never multiplied by. Call backward() on what the block yields: {_THE_BLOCK}.",
-    "no backward": "A second scale_loss block ended without a backward pass through the scaled loss. Gradients are unscaled where "
-    f"the block ends, and not after it. Call backward() inside of the block: {_THE_BLOCK}.",
-    "outside": "%s.step() uses gradients of a backward pass that ran outside of every scale_loss block. Those of an unscaled loss "
-    f"may have underflowed, those of a scaled loss are still multiplied by the loss scale. Write {_THE_BLOCK}; a loop with a "
-    "GradScaler takes ampkit.GradScaler() in the place of torch's.",
-    "beside delayed": "A backward pass of an unscaled loss added to gradients that wait at a loss scale: its gradients will be "
-    "divided by a scale that they were never multiplied by. Take every loss through scale_loss(..., delay_unscale=True), or "
-    "through ampkit.GradScaler().scale, until the gradients are unscaled.",
-    "scaled": "%s inside the scale_loss block, where gradients are still multiplied by the loss scale: clipping there does not "
-    "clip what the step uses. Do it after the block, on the level of `with`.",
-    "GradScaler": "A torch.amp.GradScaler unscales the gradients of this %s, which initialize() has given a loss scale already. "
-    "Leave the GradScaler out, or put ampkit.GradScaler() in its place.",
-    "unowned": "Parameter %s has a gradient, but no optimizer given to initialize() updates it: with Apex's policy the gradient "
-    "stays multiplied by the loss scale. Divide it, freeze the parameter, or clip the parameters of the optimizer only.",
-    "thread": "scale_loss was given a loss in lower precision, in another thread than initialize(): there %s casts what the "
-    "models' forward calls, and nothing else. Compute the loss in a torch.autocast region, call initialize() in the thread "
-    "that trains, or use scope='forward', with which models return float32.",
+    "hook": (
+        "Parameter %s has a hook on its gradient, which runs in the backward pass and sees the gradient multiplied by the loss "
+        "scale.",
+        "Multiplying by a mask is right there, a clamp, a threshold or a statistic is not: do these to p.grad after the scale_loss "
+        "block, where it is unscaled, or train in bfloat16 at loss_scale=1.",
+    ),
+    "another loss": (
+        "The backward pass inside this scale_loss block did not go through the scaled loss, so that its gradients are divided by a "
+        "loss scale that they were never multiplied by.",
+        f"Call backward() on what the block yields: {_THE_BLOCK}.",
+    ),
+    "no backward": (
+        "A second scale_loss block ended without a backward pass through the scaled loss. Gradients are unscaled where the block "
+        "ends, and not after it.",
+        f"Call backward() inside of the block: {_THE_BLOCK}.",
+    ),
+    "outside": (
+        "%s.step() uses gradients of a backward pass that ran outside of every scale_loss block. Those of an unscaled loss may "
+        "have underflowed, those of a scaled loss are still multiplied by the loss scale.",
+        f"Write {_THE_BLOCK}; a loop with a GradScaler takes ampkit.GradScaler() in the place of torch's.",
+    ),
+    "beside delayed": (
+        "A backward pass of an unscaled loss added to gradients that wait at a loss scale: its gradients will be divided by a "
+        "scale that they were never multiplied by.",
+        "Take every loss through scale_loss(..., delay_unscale=True), or through ampkit.GradScaler().scale, until the gradients "
+        "are unscaled.",
+    ),
+    "scaled": (
+        "%s inside the scale_loss block, where gradients are still multiplied by the loss scale: clipping there does not clip what "
+        "the step uses.",
+        "Do it after the block, on the level of `with`.",
+    ),
+    "GradScaler": (
+        "A torch.amp.GradScaler unscales the gradients of this %s, which initialize() has given a loss scale already.",
+        "Leave the GradScaler out, or put ampkit.GradScaler() in its place.",
+    ),
+    "unowned": (
+        "Parameter %s has a gradient, but no optimizer given to initialize() updates it: with Apex's policy the gradient stays "
+        "multiplied by the loss scale.",
+        "Divide it, freeze the parameter, or clip the parameters of the optimizer only.",
+    ),
+    "thread": (
+        "scale_loss was given a loss in lower precision, in another thread than initialize(): there %s casts what the models' "
+        "forward calls, and nothing else.",
+        "Compute the loss in a torch.autocast region, call initialize() in the thread that trains, or use scope='forward', with "
+        "which models return float32.",
+    ),
 }
 
 
@@ -72,7 +98,7 @@ class Advice:
 
     def tell(self, row: str, *values: object) -> None:
         if self.is_first(row):
-            logger.warning(ROWS[row], *values)
+            logger.warning(" ".join(ROWS[row]), *values)
 
     # At a block
 
@@ -126,8 +152,21 @@ def _has_hook_of_script(param: torch.Tensor) -> bool:
 
 # Where a script calls torch
 
-#: The optimizer wrappers of live sessions.
-watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: list[weakref.ref[Any]] = []
+
+
+def watch(wrapper: Any) -> None:
+    """Look at the gradients of this optimizer wrapper too, while it is alive."""
+    _watched.append(weakref.ref(wrapper, _watched.remove))
+
+
+def unwatch(wrapper: Any) -> None:
+    _watched[:] = [ref for ref in _watched if ref() is not wrapper]
+
+
+def watched() -> list[Any]:
+    """The optimizer wrappers of live sessions."""
+    return [wrapper for ref in _watched if (wrapper := ref()) is not None]
 
 
 def _backward(original: Callable[..., None]) -> Callable[..., None]:
@@ -136,36 +175,32 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     Those that are added to gradients which wait at a loss scale, of a loss without a scale, are told of at once.
     """
 
-    def look_around(*args: Any, **kwargs: Any) -> None:
+    def backward(*args: Any, **kwargs: Any) -> None:
         if _running_backward() != -1:  # reentrant, as torch.utils.checkpoint is: a part of the pass around it
             return original(*args, **kwargs)
         blocks, outside = set(), []
-        thread = threading.get_ident()
-        for wrapper in list(watched):
+        for wrapper in watched():
             if wrapper.block is not None:
                 blocks.add(wrapper.block)
-            elif wrapper.is_outside_of_blocks(thread):
+            elif wrapper.is_outside_of_blocks(threading.get_ident()):
                 outside.append((wrapper, _some_gradients(wrapper.gradients.slots), wrapper.advice.passes))
         original(*args, **kwargs)
-        for block in blocks if kwargs.get("inputs") is None else ():
-            block.whole_passes += 1
+        for block in blocks:
+            block.whole_passes += kwargs.get("inputs") is None
         for wrapper, gradients, passes in outside:
             if all(map(is_still, gradients)):
                 continue
             if wrapper.gradients.delayed_scale is None:
                 wrapper.findings.came_through_no_block = True
-            elif (
-                wrapper.advice.passes == passes and wrapper.owner.plan.policy.base != "apex"
-            ):  # whose scripts scale by hand
+            elif wrapper.advice.passes == passes and wrapper.owner.plan.policy.base != "apex":  # which scales by hand
                 wrapper.advice.tell("beside delayed")
         return None
 
     @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        run = torch._dynamo.disable(look_around) if _compiling() else look_around  # dynamo would guard every gradient
-        run(*args, **kwargs)
+    def uncompiled(*args: Any, **kwargs: Any) -> None:  # dynamo would guard every gradient
+        return torch._dynamo.disable(backward)(*args, **kwargs) if _compiling() else backward(*args, **kwargs)
 
-    return backward
+    return uncompiled
 
 
 def _some_gradients(slots: list[Any]) -> list[Seen]:
@@ -179,7 +214,7 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for wrapper in list(watched):
+        for wrapper in watched():
             if not wrapper.has_scaled(params):
                 continue
             if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
@@ -199,7 +234,7 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def unscale(grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for wrapper in list(watched):
+        for wrapper in watched():
             if wrapper.optimizer is optimizer and wrapper.has_scale:
                 wrapper.advice.tell("GradScaler", type(optimizer).__name__)
                 wrapper.findings.came_through_no_block = False

@@ -240,7 +240,7 @@ class LossScaling:
         self._runs_without_sync = False
         self.held_scale: Scale | None = None
         self.unowned = Gradients()
-        self._number_owned = -1
+        self._number_owned = -1  # when ``unowned`` was found
         self.advice = Advice()
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -252,19 +252,21 @@ class LossScaling:
             )
         return self.scalers[loss_id]
 
-    def find_unowned(self, models: Sequence[torch.nn.Module]) -> None:
-        """Find the parameters of the models that no optimizer updates: their gradients are unscaled and checked too.
+    def find_unowned(self, session: Any) -> None:
+        """Find the parameters of the session's models that no optimizer updates: their gradients are unscaled and checked too.
 
         Scripts clip them together with the others, or step over them with an optimizer that `initialize` has not seen.
         """
-        number = sum([len(wrapper.gradients.slots) for wrapper in watched])
+        number = sum([len(wrapper.gradients.slots) for wrapper in watched()])
         if number != self._number_owned:
             self._number_owned = number
-            owned = {slot.param for wrapper in watched for slot in wrapper.gradients.slots}
+            owned = {slot.param for wrapper in watched() for slot in wrapper.gradients.slots}
             # FSDP2 has put what it gathered in the places of the optimizer's parameters, and reduces their gradients itself.
-            owned.update(param for model in models for one in fsdp_modules(model) for param in unsharded_params(one))
+            owned.update(
+                param for model in session.models for one in fsdp_modules(model) for param in unsharded_params(one)
+            )
             self.unowned.forget_slots()
-            params = (param for model in models for param in model.parameters())
+            params = (param for model in session.models for param in model.parameters())
             self.unowned.add(Slots().of([param for param in params if param not in owned], {}))
 
     @property

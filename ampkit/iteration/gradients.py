@@ -272,7 +272,7 @@ class Gradients:
     def clear(self, set_to_none: bool, own: bool) -> None:
         """What ``zero_grad`` of torch does not see: stashed gradients, and the model's where the optimizer steps over others.
 
-        ``own`` says that nobody else will clear those of the parameters without rests.
+        With ``own`` it clears parameters without rests too, else the optimizer's own ``zero_grad`` does.
         """
         self.delayed_scale, self.local = None, False
         self.clipping.forget()

@@ -1,7 +1,7 @@
 """The loss scale: the number that the loss is multiplied by, the rule by which it moves, and what is said of skipped steps.
 
-The device counts. The state of a scale, with its skips, lives on the device of the gradients: `LossScaler.update` moves it there,
-by what a `FoundInf` says, and nothing waits. A copy of it arrives on the host later; "skips went from 3 to 5" is what is logged.
+The device counts. The words of a `ScaleState` lie on the device of the gradients: `LossScaler.update` has a kernel move them
+by the flag of a block, and nothing waits. A `HostCopy` of them arrives later; "skips went from 3 to 5" is what is logged.
 """
 
 from __future__ import annotations
@@ -37,16 +37,22 @@ _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interva
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """The rule of a dynamic loss scale, for ``initialize(..., loss_scale=DynamicLossScale(...))``.
+    """The rule of a dynamic loss scale, for ``initialize(..., loss_scale=DynamicLossScale(...))``::
 
-    The scale starts at ``init_scale``. After ``growth_interval`` iterations in a row without overflow it is multiplied
-    by ``growth_factor``; an overflow multiplies it by ``backoff_factor``, but only the ``hysteresis``-th one since the
-    last clean iteration. It stays between ``min_loss_scale`` and ``max_loss_scale`` of ``initialize``.
+        scale, unskipped, chances = init_scale, 0, hysteresis
+        for each iteration:                            # the end of a scale_loss block, see update_scale
+            if a gradient is not finite:               # found_inf; the step is skipped
+                unskipped, chances = 0, chances - 1
+                if chances <= 0:
+                    scale = max(scale * backoff_factor, min_loss_scale)
+            else:
+                unskipped, chances = unskipped + 1, hysteresis
+                if unskipped == growth_interval:
+                    scale, unskipped = min(scale * growth_factor, max_loss_scale), 0
 
     Scales and factors are plain numbers, best powers of two, which change no digit of a gradient; ``growth_interval`` and
-    ``hysteresis`` count iterations. Raises `ConfigurationError` for a value outside of its range.
-
-    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
+    ``hysteresis`` count iterations; the bounds are settings of ``initialize``. Raises `ConfigurationError` for a value outside of
+    its range. Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
     """
 
     init_scale: float = 2.0**16
@@ -57,17 +63,13 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name, accepted, holds in (
-            ("init_scale", "a positive, finite number", _is_positive(self.init_scale)),
-            ("growth_factor", "a finite number above 1", _is_positive(self.growth_factor) and self.growth_factor > 1),
-            (
-                "backoff_factor",
-                "a number between 0 and 1",
-                _is_positive(self.backoff_factor) and self.backoff_factor < 1,
-            ),
-            ("growth_interval", "an integer of at least 1", _is_count(self.growth_interval)),
-            ("hysteresis", "an integer of at least 1", _is_count(self.hysteresis)),
+            ("init_scale", "a positive, finite number", _is_positive),
+            ("growth_factor", "a finite number above 1", lambda value: _is_positive(value) and value > 1),
+            ("backoff_factor", "a number between 0 and 1", lambda value: _is_positive(value) and value < 1),
+            ("growth_interval", "an integer of at least 1", _is_count),
+            ("hysteresis", "an integer of at least 1", _is_count),
         ):
-            if not holds:
+            if not holds(getattr(self, name)):
                 raise ConfigurationError(f"DynamicLossScale: {name} must be {accepted}, found {getattr(self, name)!r}.")
 
 
@@ -100,33 +102,34 @@ class ScaleState(NamedTuple):
 
 
 class HostCopy:
-    """The words of a tensor on the host: at once on the CPU, on CUDA some time after `send`, elsewhere when somebody waits."""
+    """The words of one scaler on the host: at once on the CPU, in pinned memory some time after `send` on CUDA.
+
+    On other devices they are there only for a `read` that waits.
+    """
 
     def __init__(self, words: torch.Tensor) -> None:
         self._words = words
         self._pinned = torch.empty_like(words, device="cpu", pin_memory=True) if words.is_cuda else words
         self._event = torch.cuda.Event() if words.is_cuda else None
-        self._is_on_host = words.device.type == "cpu"
-        self._is_on_its_way = False
+        self._is_sent = False
 
     def send(self) -> None:
         """Have the words as they are now copied, unless an earlier copy is on its way."""
-        if self._event is None or is_capturing(self._words):
+        if self._event is None or is_capturing(self._words) or (self._is_sent and not self._event.query()):
             return
-        if not self._is_on_its_way or self._event.query():
-            self._pinned.copy_(self._words, non_blocking=True)
-            self._event.record(torch.cuda.current_stream(self._words.device))
-            self._is_on_its_way = True
+        self._pinned.copy_(self._words, non_blocking=True)
+        self._event.record(torch.cuda.current_stream(self._words.device))
+        self._is_sent = True
 
     def ready(self) -> bool:
         """Whether a copy has arrived that was not read. CUDA allows no question about an event while a graph is captured."""
         if self._event is None:
-            return self._is_on_host
-        return self._is_on_its_way and not is_capturing(self._words) and self._event.query()
+            return self._words.device.type == "cpu"
+        return self._is_sent and not is_capturing(self._words) and self._event.query()
 
     def read(self, wait: bool = False) -> ScaleState:
         """What has arrived; with ``wait`` the words as they are now."""
-        self._is_on_its_way = False
+        self._is_sent = False
         return ScaleState.of((self._words if wait else self._pinned).tolist())
 
 
@@ -165,8 +168,9 @@ class LossScaler:
         self._error: LossScaleError | None = None  # found where raising would have been out of place
         self._state: torch.Tensor | None = None
         self._recent: deque[FoundInf] = deque(maxlen=8)  # among which the newest skip is, for its parameter's name
-        self._snapshot: torch.Tensor | None = None
-        self._snapshot_captured = False
+        self._snapshot: tuple[torch.Tensor, bool] | None = (
+            None  # a copy of the scale, and whether a CUDA graph captured it
+        )
 
     @property
     def loss_scale(self) -> float:
@@ -204,12 +208,9 @@ class LossScaler:
     @property
     def is_power_of_two(self) -> bool:
         """Whether the scale, wherever it moves, is one: bfloat16 can then be divided by it without rounding."""
-        if not self.dynamic:
-            return _are_powers_of_two(self._known.scale)
-        rule = self.rule
-        return _are_powers_of_two(
-            self._known.scale, self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor
-        )
+        rule, scale = self.rule, self._known.scale
+        factors = (self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor) if self.dynamic else ()
+        return _are_powers_of_two(scale, *factors)
 
     # The iteration
 
@@ -221,11 +222,11 @@ class LossScaler:
         if not self.dynamic:
             return self._known.scale
         self._live_on(device)
-        captured = is_capturing(self._state)
+        is_captured = is_capturing(self._state)
         # What a CUDA graph replays must come from the state, not from a copy that was made before it.
-        if self._snapshot is None or captured != self._snapshot_captured:
-            self._snapshot, self._snapshot_captured = self._scale.clone(), captured
-        return self._snapshot
+        if self._snapshot is None or is_captured != self._snapshot[1]:
+            self._snapshot = self._scale.clone(), is_captured
+        return self._snapshot[0]
 
     def update(self, found: FoundInf | torch.Tensor, *, moves_scale: bool = True) -> FoundInf:
         """End an iteration: the scale moves, on its device, by what was ``found``, or by a flag of shape [1].
@@ -239,7 +240,7 @@ class LossScaler:
         if self.delayed_check is found:
             self.delayed_check = None
         self._live_on(found.flag.device)
-        is_dynamic, rule, scale = self.dynamic, self.rule, self._known.scale
+        rule, is_dynamic = self.rule, self.dynamic
         kernels.update_scale(
             self._state,
             found.flag if moves_scale else torch.zeros_like(found.flag),
@@ -248,7 +249,7 @@ class LossScaler:
             growth_interval=rule.growth_interval if is_dynamic else 2**31 - 1,
             hysteresis=rule.hysteresis,
             min_scale=self.floor,
-            max_scale=self.max_loss_scale if is_dynamic else scale,
+            max_scale=self.max_loss_scale if is_dynamic else self._known.scale,
         )
         self._snapshot = None
         self._recent.append(found)
@@ -318,7 +319,8 @@ class LossScaler:
             )
         skips = self._known.skips - told.skips
         if skips:
-            self._tell(skips, unnamed)
+            self._log_skips(skips, is_new=self._known.skips_in_a_row <= skips or self._as_apex)
+            self._diagnose(skips, unnamed)
         if wait:
             self._recent.clear()
         if raises and self._error is not None:
@@ -326,55 +328,44 @@ class LossScaler:
             raise error
         return bool(skips)
 
-    def _tell(self, skips: int, unnamed: Callable[[], str | None]) -> None:
+    def _diagnose(self, skips: int, unnamed: Callable[[], str | None]) -> None:
+        """After 25 skips in a row say which gradient is not finite; after 50 at the floor, end the training."""
         row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
         diagnoses = _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS)
         gives_up = _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP)
-        self._tell_skips(self.overflow_line(), skips, is_new=row <= skips or self._as_apex)
         if not (diagnoses or gives_up or logger.isEnabledFor(logging.DEBUG)):
             return
         newest = next((found for found in reversed(self._recent) if found.overflowed), None)
         loss = 0.0 if newest is None or newest.loss is None else newest.loss.sum().item()
-        if diagnoses or logger.isEnabledFor(logging.DEBUG):
-            if math.isfinite(loss):
-                name = newest.first_nonfinite() if newest else None
-                name = name or unnamed() or "not found (the gradients were cleared or changed since)"
-                cause = f"the first parameter whose gradient is not finite is {name}."
-            else:
-                cause = f"the loss itself is {loss}, which no loss scale cures: look at the data and the weights."
-            logger.log(
-                logging.WARNING if diagnoses else logging.DEBUG,
-                "Loss scaler %d: %d steps in a row were skipped; %s %s",
-                self.loss_id,
-                row,
-                cause,
-                DIAGNOSE,
-            )
+        cause = f"the loss itself is {loss}, which no loss scale cures: look at the data and the weights."
+        if math.isfinite(loss):
+            name = (newest and newest.first_nonfinite()) or unnamed()
+            name = name or "not found (the gradients were cleared or changed since)"
+            cause = f"the first parameter whose gradient is not finite is {name}."
+        level = logging.WARNING if diagnoses else logging.DEBUG
+        logger.log(level, "Loss scaler %d: %d steps in a row were skipped; %s %s", self.loss_id, row, cause, DIAGNOSE)
         if gives_up:
             where = "loss scale at its floor of" if self.dynamic else "static loss scale"
             lower = "min_loss_scale= lower" if self.dynamic else "a lower loss_scale="
-            if math.isfinite(loss) and not self.is_one:
-                cures = f"try a lower learning rate or bfloat16 (O4, O5), or set {lower}"
-            else:
-                cures = "try a lower learning rate"
-            message = (
+            is_of_scale = math.isfinite(loss) and not self.is_one
+            more = f" or bfloat16 (O4, O5), or set {lower}" if is_of_scale else ""
+            self._error = LossScaleError(
                 f"Loss scaler {self.loss_id}: {at_floor} steps in a row were skipped with the {where} {self.floor:g}, so the "
-                f"gradients are not finite at any scale. Look for inf or NaN in the data or the loss, or {cures}; on_floor='warn' "
-                f"goes on regardless. {DIAGNOSE}"
+                "gradients are not finite at any scale. Look for inf or NaN in the data or the loss, or try a lower learning rate"
+                f"{more}; on_floor='warn' goes on regardless. {DIAGNOSE}"
             )
-            if self.on_floor == "raise":
-                self._error = LossScaleError(message)
-            else:
-                logger.warning(message)
+            if self.on_floor != "raise":
+                logger.warning(str(self._error))
+                self._error = None
 
-    def _tell_skips(self, line: str, skips: int, is_new: bool) -> None:
-        """A line for skips. Equal ones of a row of them are counted, and told after some."""
-        is_equal, repeats = line == self._line and not is_new, self._repeats
+    def _log_skips(self, skips: int, is_new: bool) -> None:
+        """Log a line for skips. Equal ones in a row are counted, and logged with their number after some."""
+        line, repeats = self.overflow_line(), self._repeats
+        is_equal = line == self._line and not is_new
         if is_equal and repeats + skips < SKIPS_BEFORE_DIAGNOSIS:
             self._repeats += skips
             return
-        told = [(line, repeats + skips)] if is_equal else [(self._line, repeats), (line, skips)]
-        for said, number in told:
+        for said, number in [(line, repeats + skips)] if is_equal else [(self._line, repeats), (line, skips)]:
             if number:
                 logger.info(said + (f" ({number} steps)" if number > 1 else ""))
         self._line, self._repeats = line, 0
@@ -490,8 +481,7 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
     saved: dict[Any, list[dict[str, Any]]] = {}
     for entry in state.values():
         saved.setdefault(entry.get("session"), []).append(entry)
-    in_use = sum(len(group) for group in groups)
-    if len(saved) == 1 and len(state) == in_use:  # entries that do not say of which session they are
+    if len(saved) == 1 and len(state) == sum(map(len, groups)):  # entries that do not say of which session they are
         groups, saved = [[scaler for group in groups for scaler in group]], {None: list(state.values())}
     if not groups and saved:
         logger.warning(
@@ -500,17 +490,13 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
     elif len(saved) != len(groups):
         logger.warning(
             "The state dict holds the loss scalers of %d initialize calls and %d are alive: those of the newest %d are loaded.",
-            len(saved),
-            len(groups),
-            min(len(saved), len(groups)),
+            *(len(saved), len(groups), min(len(saved), len(groups))),
         )
     for group, entries in zip(reversed(groups), reversed(saved.values())):
         if len(entries) != len(group):
             logger.warning(
                 "The state dict holds %d loss scalers and %d are in use: the first %d are loaded. Was num_losses changed?",
-                len(entries),
-                len(group),
-                min(len(entries), len(group)),
+                *(len(entries), len(group), min(len(entries), len(group))),
             )
         for scaler, entry in zip(group, entries):
             scaler.load_state_dict(entry)

@@ -31,7 +31,7 @@ from ..optimizers.fused import StepInputs
 from ..optimizers.scales import is_one
 from ..optimizers.traits import clears_as_torch, evaluates_once, takes_found_inf, takes_rests, takes_step_inputs
 from ..patching import PatchSet
-from .advice import Advice, watched
+from .advice import Advice, unwatch, watch
 from .found_inf import Findings, is_known_clean
 from .gradients import Gradients
 from .loss_scale import LossScaler
@@ -70,10 +70,10 @@ class OptimizerWrapper:
             self._one_pass = OnePassStep(optimizer, self.gradients)
         self._told_of: set[str] = set()  # why steps were taken over stand-ins
         self._slots = slots
-        self._lists: list[list[Tensor]] = []  # what the groups held when they were last looked at
+        self._params: list[Tensor] = []  # of the groups, when they were last looked at
         self._has_lent = False  # master_params was asked for
         try:
-            self._know_groups()
+            self._know_params(params_of(optimizer))
             self.stand_ins = StandIns(optimizer, self.gradients)
             self._patches.set(optimizer, WRAPPER_KEY, self)
             self._replace(optimizer, "step", self._step)
@@ -86,7 +86,7 @@ class OptimizerWrapper:
                     self._replace(optimizer, name, method)
             for inner in inner_optimizers(optimizer) if self.gradients.mastered else ():
                 self._replace(inner, "step", self._step_of_inner)
-            watched.add(self)
+            watch(self)
         except BaseException:
             self.detach()
             raise
@@ -102,11 +102,11 @@ class OptimizerWrapper:
     def detach(self) -> None:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
         if not self.gradients.is_open:
-            self._settle(refuses=False)
+            self.synchronize_gradients(refuses=False)
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
         self.active = False
-        watched.discard(self)
+        unwatch(self)
         self._patches.restore()
         for own, cast in self.state_cast(torch.float32):
             own.update(cast)
@@ -374,12 +374,10 @@ class OptimizerWrapper:
             self.gradients.mastered[0].entry.loans.lend_again()
         drop_casts()
 
-    def synchronize_gradients(self) -> None:
+    def synchronize_gradients(self, refuses: bool = True) -> None:
         """Bring every gradient, unscaled, to ``param.grad``; take over what was written to loans."""
-        self.gradients.clipping.check_writes()
-        self._settle()
-
-    def _settle(self, refuses: bool = True) -> None:
+        if refuses:
+            self.gradients.clipping.check_writes()
         self.gradients.bring_back()
         self.end_loans(refuses)
         self.findings.drop_cleared()
@@ -418,43 +416,32 @@ class OptimizerWrapper:
                     "of the new group."
                 )
         result = original(group, *args, **kwargs)
-        self._know_groups()
+        self._know_params(params_of(self.optimizer))
         return result
 
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """torch makes state of the dtype of its parameter, which for moments of weights with rests is float32."""
+        """torch gives state the dtype of its parameter. For weights with rests that is the float32 of a stand-in."""
         if self._one_pass is not None:
             self._one_pass.known_counts.clear()
         with nullcontext() if self._takes_rests else self.stand_ins.in_groups():
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:
-        """Know what a script has put into ``param_groups[i]["params"]`` since.
+        """Give slots to parameters that a script has put into ``param_groups[i]["params"]`` since.
 
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
-        if not (
-            self.gradients.is_open or self.stand_ins.are_in_place or self._holds_the_same(self.optimizer.param_groups)
-        ):
-            self._know_groups()
+        if not (self.gradients.is_open or self.stand_ins.are_in_place):
+            for group in self.optimizer.param_groups:
+                if not isinstance(group["params"], list):  # a generator, which would be empty after this
+                    group["params"] = list(group["params"])
+            params = params_of(self.optimizer)
+            if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+                self._know_params(params)
 
-    def _know_groups(self) -> None:
-        groups, values = self.optimizer.param_groups, self.owner.float32_values()
-        for group in groups:
-            if not isinstance(group["params"], list):
-                group["params"] = list(group["params"])
-        self.gradients.add(self._slots.of(params_of(self.optimizer), values))
-        self._lists = [list(group["params"]) for group in groups]
-
-    def _holds_the_same(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the groups hold the same parameters as before. Asked in every iteration, and never compares values."""
-        if len(groups) != len(self._lists):
-            return False
-        for group, held in zip(groups, self._lists):
-            params = group["params"]
-            if not isinstance(params, list) or len(params) != len(held) or not all(map(is_, params, held)):
-                return False
-        return True
+    def _know_params(self, params: list[Tensor]) -> None:
+        self.gradients.add(self._slots.of(params, self.owner.float32_values()))
+        self._params = params
 
 
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:

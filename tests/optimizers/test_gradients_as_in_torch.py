@@ -454,6 +454,35 @@ def test_a_block_without_a_backward_pass_leaves_what_earlier_blocks_made(level, 
     assert model.weight.grad.item() == 0.25
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
+def test_a_clipping_holds_for_every_step_over_the_same_gradients_and_for_what_is_added(make_optimizer, level):
+    """As torch's, which writes to ``p.grad``: a gradient of 2 is clipped to 0.5, used twice, and 0.25 is added to it."""
+    model, optimizer = one_weight(8.0, make_optimizer=make_optimizer, opt_level=level)
+    backward_of_one_weight(model, optimizer, 2.0)
+    assert ampkit.clip_grad_norm_(optimizer, 0.5).item() == 2.0
+    values = []
+    for _ in range(2):
+        optimizer.step()
+        values.append(next(ampkit.master_params(optimizer)).item())
+    backward_of_one_weight(model, optimizer, 0.25)
+    assert next(ampkit.master_params(optimizer)).grad.item() == pytest.approx(0.75, rel=1e-5)
+    optimizer.step()
+    values.append(next(ampkit.master_params(optimizer)).item())
+    assert values == pytest.approx([7.5, 7.0, 6.25], rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_put_in_place_after_a_clipped_step_are_not_clipped(level):
+    model, optimizer = one_weight(8.0, make_optimizer=FusedSGD, opt_level=level)
+    backward_of_one_weight(model, optimizer, 2.0)
+    ampkit.clip_grad_norm_(optimizer, 0.5)
+    optimizer.step()
+    model.weight.grad = torch.full_like(model.weight, 2.0)
+    optimizer.step()
+    assert next(ampkit.master_params(optimizer)).item() == pytest.approx(5.5, rel=1e-5)
+
+
 @pytest.mark.parametrize("base", [torch.optim.SGD, FusedSGD])
 def test_a_zero_grad_that_the_script_has_written_is_called(base):
     class Counting(base):
