@@ -1,22 +1,17 @@
 """Train a torchvision model on a folder of images, in mixed precision with ampkit.
 
-DIR holds train/ and val/, each with one folder of images per class; without DIR it is the current folder.
+DIR holds train/ and val/, each with one folder of images per class; without DIR it is the current folder. README.md has a command
+line for each level, for several processes and for resuming. It prints a bar of progress, and after each epoch
 
-One process, at each kind of level (the scripts beside this one must stay beside it, so link it or give its path):
-$ python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O1 DIR
-$ python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 --loss-scale 128.0 DIR
-$ python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O3 --keep-batchnorm-fp32 True DIR
+    epoch 0 val loss 1.3631, top-1 59.89, top-5 96.15, best top-1 59.89
 
-Two processes, on two GPUs, or on the CPU where there are fewer:
+$ python make_digits.py digits                   # a first try on a laptop
+$ python main_amp.py --b 64 --image-size 64 --augment none --opt-level O2 --max-iters 22 digits
+$ python main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 DIR
 $ torchrun --nproc_per_node=2 main_amp.py -a resnet50 --b 224 --workers 4 --opt-level O2 --sync_bn DIR
 
-The same with FSDP2 in the place of DDP, begun anew or continued, whichever there is to do:
-$ torchrun --nproc_per_node=2 main_amp.py -a resnet50 --b 224 --opt-level O2 --fsdp --resume auto --save-freq 500 DIR
-
-A first try on a laptop, then the same run a little longer, continued where it stopped:
-$ python make_digits.py digits
-$ python main_amp.py --b 64 --image-size 64 --augment none --max-iters 10 digits
-$ python main_amp.py --b 64 --image-size 64 --augment none --max-iters 20 --resume checkpoint.pth.tar digits
+The scripts beside this one must stay beside it, so link it or give its path. `main` tells the story, and what it calls follows
+in the order of time: prepare, resume, train, validate, save.
 """
 
 import argparse
@@ -43,6 +38,8 @@ from tqdm import tqdm
 
 import ampkit
 from ampkit.parallel import convert_syncbn_model, fully_shard
+
+AUTO = Path("auto")  # --resume auto
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -148,24 +145,163 @@ class Run:
             print(line, flush=True)
 
 
-def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step on one batch, in ``--accumulate`` parts; (logits, loss) of the batch."""
-    parts = list(zip(images.chunk(run.args.accumulate), target.chunk(run.args.accumulate)))
-    logits, losses = [], []
-    run.optimizer.zero_grad()
-    for number, (part, its_target) in enumerate(parts, 1):
-        # Gradients travel from process to process once, in the backward pass of the last part.
-        with without_reduction(run) if number < len(parts) else nullcontext():
-            output, loss = forward(run.parallel_model, part, its_target)
-            loss = loss * (len(part) / len(images))
-            with ampkit.scale_loss(loss, run.optimizer) as scaled_loss:
-                scaled_loss.backward()
-        logits.append(output.detach())
-        losses.append(loss.detach())
-    if run.args.clip is not None:
-        ampkit.clip_grad_norm_(run.optimizer, run.args.clip)
-    run.optimizer.step()
-    return torch.cat(logits), torch.stack(losses).sum()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    device, rank, world_size = choose_device(args)
+
+    # Whatever the user may have to correct is looked at before anything slow or shared begins.
+    train_set, val_set = data.open_folder(args.data, args.augment, args.image_size, args.seed)
+    order = data.TrainOrder(len(train_set), args.batch_size, rank, world_size, args.seed)
+    settings = {
+        "arch": args.arch,
+        "classes": len(train_set.classes),
+        "images": len(train_set),
+        "global_batch": order.global_batch,
+        "seed": args.seed,
+    }
+    saved = load_saved(args, settings)
+    if world_size > 1 or args.fsdp:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        checkpoint.check_same_on_all_ranks(saved)
+
+    model, parallel_model, optimizer = prepare(args, len(train_set.classes), device, rank, world_size)
+    rows = open_rows(args, rank, saved)
+    run = Run(args, device, rank, world_size, memory_format_of(args), order, model, parallel_model, optimizer, rows)
+    run.settings = settings
+    run.iteration = args.start_epoch * order.batches_per_epoch
+    if saved:
+        resume(run, saved)
+
+    pin_memory = device.type == "cuda"
+    batches = data.val_order(len(val_set), args.batch_size, rank, world_size)
+    val_loader = data.make_loader(val_set, batches, args.workers, pin_memory)
+    train_loader = data.make_loader(train_set, order, args.workers, pin_memory)
+    if args.evaluate:
+        run.report(f"val {describe(validate(run, val_loader))}")
+    else:
+        train(run, train_loader, val_loader)
+
+    rows.close()
+    if dist.is_initialized():
+        dist.barrier()  # gloo may abort when a process leaves while another still talks
+        dist.destroy_process_group()
+
+
+def choose_device(args: argparse.Namespace) -> tuple[torch.device, int, int]:
+    """(device, rank, number of processes), with torch set up for them.
+
+    A process per GPU; where the GPUs of this machine do not suffice, all its processes work on the CPU, because float16
+    gradients of one cannot be averaged with bfloat16 gradients of the other.
+    """
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    on_cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device = torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)  # names an operation that has no such algorithm
+    torch.backends.cudnn.benchmark = not args.deterministic
+    return device, rank, world_size
+
+
+def load_saved(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The checkpoint that --resume names, if it is one of such a run."""
+    path = checkpoint.latest(args.checkpoint_dir) if args.resume == AUTO else args.resume
+    if path is None:
+        return None
+    saved = checkpoint.load(path)
+    same = ["arch", "classes"] if args.evaluate else settings
+    checkpoint.check_same_run(saved["run"], {name: settings[name] for name in same}, path)
+    return saved
+
+
+def prepare(
+    args: argparse.Namespace, classes: int, device: torch.device, rank: int, world_size: int
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """(model, the model in DDP where there is DDP, optimizer), all at the opt level.
+
+    The order matters: layers are replaced and weights sharded before the optimizer sees them, and DDP wraps what ampkit has
+    prepared.
+    """
+    torch.manual_seed(args.seed)
+    model = build_model(args.arch, classes, args.pretrained).to(device).to(memory_format=memory_format_of(args))
+    if args.sync_bn:
+        model = convert_syncbn_model(model)
+    if args.fsdp:
+        shard(model, args, device, world_size)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    model, optimizer = ampkit.initialize(
+        model,
+        optimizer,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
+        verbosity=int(rank == 0),
+    )
+    parallel_model = model
+    if world_size > 1 and not args.fsdp:
+        parallel_model = DistributedDataParallel(model, device_ids=[args.local_rank] if device.type == "cuda" else None)
+    torch.manual_seed(args.seed + rank)  # dropout differs from rank to rank
+    return model, parallel_model, optimizer
+
+
+def build_model(arch: str, classes: int, pretrained: bool) -> nn.Module:
+    model = torchvision.models.get_model(arch, weights=None, num_classes=classes)
+    if pretrained:
+        weights = torchvision.models.get_model_weights(arch).DEFAULT.get_state_dict(progress=True)
+        own = model.state_dict()  # the classifier stays new where the number of classes differs
+        fitting = {name: value for name, value in weights.items() if name in own and value.shape == own[name].shape}
+        model.load_state_dict(fitting, strict=False)
+    return model
+
+
+def shard(model: nn.Module, args: argparse.Namespace, device: torch.device, world_size: int) -> None:
+    """FSDP2 at the opt level, a group for each part of the model: one is gathered while the one before computes."""
+    settings = dict(opt_level=args.opt_level, keep_batchnorm_fp32=args.keep_batchnorm_fp32)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world_size,))
+    for part in model.children():
+        if any(True for _ in part.parameters()) and not isinstance(part, nn.ModuleList | nn.ModuleDict):
+            fully_shard(part, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+
+
+def memory_format_of(args: argparse.Namespace) -> torch.memory_format:
+    return torch.channels_last if args.channels_last else torch.contiguous_format
+
+
+def open_rows(args: argparse.Namespace, rank: int, saved: dict[str, Any] | None) -> metrics.MetricsFile:
+    """The metrics file, rank 0's. --resume appends; 'auto' also drops rows that a killed run wrote after its last checkpoint."""
+    done = saved["iteration"] if saved else 0
+    drop_after = done if args.resume == AUTO else None
+    return metrics.MetricsFile(args.metrics if rank == 0 else None, append=saved is not None, drop_after=drop_after)
+
+
+def resume(run: Run, saved: dict[str, Any]) -> None:
+    """Go on where the checkpoint was written; --evaluate needs no more than its weights."""
+    checkpoint.load_model(run.model, saved["model"])
+    if not run.args.evaluate:
+        checkpoint.load_optimizer(run.optimizer, saved["optimizer"])
+        ampkit.load_state_dict(saved["amp"])
+        checkpoint.restore_rng_state(saved["rng"], run.rank, run.device)
+    run.iteration, run.skipped, run.best_top1 = (saved[name] for name in ("iteration", "skipped", "best_top1"))
+
+
+def train(run: Run, loader: torch.utils.data.DataLoader, val_loader: torch.utils.data.DataLoader) -> None:
+    """Epochs, each followed by a validation and a checkpoint, as far as --epochs and --max-iters ask."""
+    args = run.args
+    last = min(args.epochs * run.order.batches_per_epoch, args.max_iters or math.inf)
+    if run.iteration >= last:
+        run.report(f"nothing to train: {run.iteration} iterations are done, --epochs or --max-iters ask for {last}")
+    traced = args.prof if run.rank == 0 else 0
+    with metrics.trace_iterations(traced, args.checkpoint_dir / "trace.json") as mark_iteration:
+        while run.iteration < last:
+            epoch = train_one_epoch(run, loader, last, mark_iteration)
+            found = validate(run, val_loader)
+            is_best = found.top1 > run.best_top1
+            run.best_top1 = max(run.best_top1, found.top1)
+            run.report(f"epoch {epoch} val {describe(found)}, best top-1 {run.best_top1:.2f}")
+            save(run, is_best)
 
 
 def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, mark_iteration: Callable) -> int:
@@ -199,6 +335,60 @@ def train_one_epoch(run: Run, loader: torch.utils.data.DataLoader, last: int, ma
             save(run, is_best=False)
     bar.close()
     return epoch
+
+
+def learning_rate(args: argparse.Namespace, global_batch: int, epoch: float) -> float:
+    """The rate at a moment, ``epoch`` counting parts of epochs too. A function of time, so nothing has to be saved."""
+    peak = args.lr * global_batch / 256
+    if epoch < args.warmup_epochs:
+        return peak * (epoch + 0.01) / (args.warmup_epochs + 0.01)  # not 0 in the first iteration
+    if args.schedule == "step":
+        return peak * 0.1 ** sum(epoch >= drop for drop in (30, 60, 80))
+    progress = (epoch - args.warmup_epochs) / max(args.epochs - args.warmup_epochs, 1e-9)
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def train_step(run: Run, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step on one batch, in ``--accumulate`` parts; (logits, loss) of the batch."""
+    parts = list(zip(images.chunk(run.args.accumulate), target.chunk(run.args.accumulate)))
+    logits, losses = [], []
+    run.optimizer.zero_grad()
+    for number, (part, its_target) in enumerate(parts, 1):
+        # Gradients travel from process to process once, in the backward pass of the last part.
+        with without_reduction(run) if number < len(parts) else nullcontext():
+            output, loss = forward(run.parallel_model, part, its_target)
+            loss = loss * (len(part) / len(images))
+            with ampkit.scale_loss(loss, run.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        logits.append(output.detach())
+        losses.append(loss.detach())
+    if run.args.clip is not None:
+        ampkit.clip_grad_norm_(run.optimizer, run.args.clip)
+    run.optimizer.step()
+    return torch.cat(logits), torch.stack(losses).sum()
+
+
+@contextmanager
+def without_reduction(run: Run) -> Iterator[None]:
+    """Gradients of the backward pass inside stay on their process."""
+    if run.world_size == 1:
+        yield
+    elif run.args.fsdp:
+        run.model.set_requires_gradient_sync(False)
+        yield
+        run.model.set_requires_gradient_sync(True)
+    else:
+        with run.parallel_model.no_sync():
+            yield
+
+
+def forward(model: nn.Module, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits, loss). Inception and GoogLeNet return extra classifiers while training, which join at a lower weight."""
+    output = model(images)
+    if isinstance(output, torch.Tensor):
+        return output, F.cross_entropy(output, target)
+    logits, *extra = (value for value in output if value is not None)
+    return logits, F.cross_entropy(logits, target) + 0.3 * sum(F.cross_entropy(other, target) for other in extra)
 
 
 @torch.no_grad()
@@ -242,176 +432,11 @@ def save(run: Run, is_best: bool) -> None:
         checkpoint.save(state, run.args.checkpoint_dir, is_best)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(argv)
-    device, rank, world_size = choose_device(args)
-
-    # Whatever the user may have to correct is looked at before anything slow or shared begins.
-    train_set, val_set = data.open_folder(args.data, args.augment, args.image_size, args.seed)
-    order = data.TrainOrder(len(train_set), args.batch_size, rank, world_size, args.seed)
-    described = {
-        "arch": args.arch,
-        "classes": len(train_set.classes),
-        "images": len(train_set),
-        "global_batch": order.global_batch,
-        "seed": args.seed,
-    }
-    resume, is_auto = args.resume, args.resume == Path("auto")
-    if is_auto:
-        resume = checkpoint.latest(args.checkpoint_dir)
-    saved = checkpoint.load(resume) if resume else None
-    if saved:
-        same = ["arch", "classes"] if args.evaluate else described
-        checkpoint.check_same_run(saved["run"], {name: described[name] for name in same}, resume)
-    if world_size > 1 or args.fsdp:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        checkpoint.check_same_on_all_ranks(saved)
-
-    # The order matters: layers are replaced and weights sharded before the optimizer sees them, and DDP wraps what ampkit has
-    # prepared.
-    torch.manual_seed(args.seed)
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    model = build_model(args.arch, len(train_set.classes), args.pretrained).to(device).to(memory_format=memory_format)
-    if args.sync_bn:
-        model = convert_syncbn_model(model)
-    if args.fsdp:
-        shard(model, args, device, world_size)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    model, optimizer = ampkit.initialize(
-        model,
-        optimizer,
-        opt_level=args.opt_level,
-        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-        loss_scale=args.loss_scale,
-        verbosity=int(rank == 0),
-    )
-    parallel_model = model
-    if world_size > 1 and not args.fsdp:
-        devices = [args.local_rank] if device.type == "cuda" else None
-        parallel_model = DistributedDataParallel(model, device_ids=devices)
-
-    torch.manual_seed(args.seed + rank)  # dropout differs from rank to rank
-    done = saved["iteration"] if saved else 0
-    rows = metrics.MetricsFile(
-        args.metrics if rank == 0 else None, append=saved is not None, drop_after=done if is_auto else None
-    )
-    run = Run(args, device, rank, world_size, memory_format, order, model, parallel_model, optimizer, rows)
-    run.settings = described
-    steps = order.batches_per_epoch
-    run.iteration = args.start_epoch * steps
-    if saved:
-        checkpoint.load_model(model, saved["model"])
-        if not args.evaluate:
-            checkpoint.load_optimizer(optimizer, saved["optimizer"])
-            ampkit.load_state_dict(saved["amp"])
-            checkpoint.restore_rng_state(saved["rng"], rank, device)
-        run.iteration, run.skipped, run.best_top1 = (saved[name] for name in ("iteration", "skipped", "best_top1"))
-
-    pin_memory = device.type == "cuda"
-    batches = data.val_order(len(val_set), args.batch_size, rank, world_size)
-    val_loader = data.make_loader(val_set, batches, args.workers, pin_memory)
-    train_loader = data.make_loader(train_set, order, args.workers, pin_memory)
-
-    if args.evaluate:
-        run.report(f"val {describe(validate(run, val_loader))}")
-        last = run.iteration
-    else:
-        last = min(args.epochs * steps, args.max_iters or math.inf)
-        if run.iteration >= last:
-            run.report(f"nothing to train: {run.iteration} iterations are done, --epochs or --max-iters ask for {last}")
-
-    with metrics.trace_iterations(args.prof if rank == 0 else 0, args.checkpoint_dir / "trace.json") as mark_iteration:
-        while run.iteration < last:
-            epoch = train_one_epoch(run, train_loader, last, mark_iteration)
-            found = validate(run, val_loader)
-            is_best = found.top1 > run.best_top1
-            run.best_top1 = max(run.best_top1, found.top1)
-            run.report(f"epoch {epoch} val {describe(found)}, best top-1 {run.best_top1:.2f}")
-            save(run, is_best)
-
-    rows.close()
-    if dist.is_initialized():
-        dist.barrier()  # gloo may abort when a process leaves while another still talks
-        dist.destroy_process_group()
-
-
-def choose_device(args: argparse.Namespace) -> tuple[torch.device, int, int]:
-    """(device, rank, number of processes), with torch set up for them.
-
-    A process per GPU; where the GPUs of this machine do not suffice, all its processes work on the CPU, because float16
-    gradients of one cannot be averaged with bfloat16 gradients of the other.
-    """
-    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    on_cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device = torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        torch.cuda.set_device(device)
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)  # names an operation that has no such algorithm
-    torch.backends.cudnn.benchmark = not args.deterministic
-    return device, rank, world_size
-
-
-def build_model(arch: str, classes: int, pretrained: bool) -> nn.Module:
-    model = torchvision.models.get_model(arch, weights=None, num_classes=classes)
-    if pretrained:
-        weights = torchvision.models.get_model_weights(arch).DEFAULT.get_state_dict(progress=True)
-        own = model.state_dict()  # the classifier stays new where the number of classes differs
-        fitting = {name: value for name, value in weights.items() if name in own and value.shape == own[name].shape}
-        model.load_state_dict(fitting, strict=False)
-    return model
-
-
-def shard(model: nn.Module, args: argparse.Namespace, device: torch.device, world_size: int) -> None:
-    """FSDP2 at the opt level, a group for each part of the model: one is gathered while the one before computes."""
-    settings = dict(opt_level=args.opt_level, keep_batchnorm_fp32=args.keep_batchnorm_fp32)
-    mesh = dist.device_mesh.init_device_mesh(device.type, (world_size,))
-    for part in model.children():
-        if any(True for _ in part.parameters()) and not isinstance(part, nn.ModuleList | nn.ModuleDict):
-            fully_shard(part, mesh=mesh, **settings)
-    fully_shard(model, mesh=mesh, **settings)
-
-
-@contextmanager
-def without_reduction(run: Run) -> Iterator[None]:
-    """Gradients of the backward pass inside stay on their process."""
-    if run.world_size == 1:
-        yield
-    elif run.args.fsdp:
-        run.model.set_requires_gradient_sync(False)
-        yield
-        run.model.set_requires_gradient_sync(True)
-    else:
-        with run.parallel_model.no_sync():
-            yield
-
-
 def share_buffers(run: Run) -> None:
     """Rank 0's running statistics on all ranks: each has its own while training, and FSDP2 never makes them equal."""
     if run.world_size > 1:
         for buffer in run.model.buffers():
             dist.broadcast(buffer, src=0)
-
-
-def learning_rate(args: argparse.Namespace, global_batch: int, epoch: float) -> float:
-    """The rate at a moment, ``epoch`` counting parts of epochs too. A function of time, so nothing has to be saved."""
-    peak = args.lr * global_batch / 256
-    if epoch < args.warmup_epochs:
-        return peak * (epoch + 0.01) / (args.warmup_epochs + 0.01)  # not 0 in the first iteration
-    if args.schedule == "step":
-        return peak * 0.1 ** sum(epoch >= drop for drop in (30, 60, 80))
-    progress = (epoch - args.warmup_epochs) / max(args.epochs - args.warmup_epochs, 1e-9)
-    return peak * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def forward(model: nn.Module, images: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits, loss). Inception and GoogLeNet return extra classifiers while training, which join at a lower weight."""
-    output = model(images)
-    if isinstance(output, torch.Tensor):
-        return output, F.cross_entropy(output, target)
-    logits, *extra = (value for value in output if value is not None)
-    return logits, F.cross_entropy(logits, target) + 0.3 * sum(F.cross_entropy(other, target) for other in extra)
 
 
 def describe(found: metrics.Averages) -> str:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -125,6 +126,13 @@ def test_make_digits_splits_every_class_alike_and_may_be_repeated(example, digit
     for label in range(10):
         val = len(list((tmp_path / "val" / str(label)).iterdir()))
         assert val == pytest.approx((val + len(list((tmp_path / "train" / str(label)).iterdir()))) / 5, abs=1)
+
+
+def test_the_lines_of_the_page_are_understood_and_name_every_level(example):
+    lines = re.findall(r"^\| .* \| `[^`]*main_amp\.py ([^`]*)` \|$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)
+    found = [example["main_amp"].parse_args(shlex.split(line)) for line in lines]
+    assert {args.opt_level for args in found} == {"O0", "O1", "O2", "O3", "O4", "O5"}
+    assert len(found) >= 10 and any(args.evaluate for args in found) and any(args.prof for args in found)
 
 
 @pytest.mark.parametrize("line", COMMAND_LINES)

@@ -41,13 +41,34 @@ def test_an_operator_has_its_own_time_without_that_of_those_it_calls(example):
 def test_where_there_are_kernels_theirs_is_the_time(example):
     kernel = {"cat": "kernel", "name": "gemm", "ts": 50, "dur": 3_000, "tid": 7, "args": {"External id": 4}}
     events = [operator("mm", 0, 10, "c10::Half", number=4), operator("view", 20, 10, number=5), kernel, kernel]
-    assert example["summarise"](events) == {("mm", "float16"): (1, 6.0)}
+    assert example["summarise"](events) == {("mm: gemm", "float16"): (2, 6.0)}
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("aten::copy_", "copy_"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)",
+            "vectorized_elementwise_kernel",
+        ),
+        ("sm80_xmma_fprop_implicit_gemm_bf16bf16", "sm80_xmma_fprop_implicit_gemm_bf16bf16"),
+    ],
+)
+def test_kernels_go_by_their_short_names(example, name, expected):
+    assert example["short"](name) == expected
+
+
+def test_each_row_is_the_median_of_its_steps(example):
+    steps = [{("mm", "float16"): (2, ms)} for ms in (1.0, 50.0, 3.0)]
+    steps[0]["add", "float32"] = (1, 9.0)  # in one of three
+    assert example["medians"](steps) == {("mm", "float16"): (2, 3.0), ("add", "float32"): (0, 0.0)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="names of the CPU's operators")
 def test_convolutions_run_in_the_precision_of_the_level(example, tmp_path, capsys):
-    results = example["main"](["--batch", "2", "--only", "O0", "O1 bfloat16", "O2", "--out", str(tmp_path)])
-    for name, dtype in (("O0", "float32"), ("O1 bfloat16", "bfloat16"), ("O2", "bfloat16")):
+    results = example["main"](["--batch", "2", "--steps", "1", "--only", "O0", "O1", "O2", "--out", str(tmp_path)])
+    for name, dtype in (("O0", "float32"), ("O1", "bfloat16"), ("O2", "bfloat16")):
         found = {found for operator, found in results[name] if "conv" in operator and "backward" not in operator}
         assert found == {dtype}
         assert (
@@ -56,4 +77,4 @@ def test_convolutions_run_in_the_precision_of_the_level(example, tmp_path, capsy
         )
     assert ("native_batch_norm", "float32") in results["O0"]
     assert f"traces and chart: {tmp_path}" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"O0.json", "O1_bfloat16.json", "O2.json", "levels.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"O0.json", "O1.json", "O2.json", "levels.png"}
