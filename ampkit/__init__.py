@@ -42,10 +42,12 @@ from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scal
 from .iteration.loss_scale import DynamicLossScale
 from .models.forward import cast_inputs
 from .policy import Policy
+from .session import Session as _Session
 from .session import current_session
 
 if _TYPE_CHECKING:
     from .insight.diagnose import diagnose
+    from .insight.explain import explain
     from .insight.steps import loss_scale, on_step
     from .insight.updates import check_updates
 
@@ -71,6 +73,7 @@ __all__ = [
     "current_session",
     "diagnose",
     "disable_casts",
+    "explain",
     "float_function",
     "from_grad_scaler",
     "half_function",
@@ -95,13 +98,27 @@ __all__ = [
 
 
 # What looks at a script from outside, and where it lives: imported when it is first asked for.
-_INSIGHT = {"check_updates": "updates", "diagnose": "diagnose", "loss_scale": "steps", "on_step": "steps"}
+_INSIGHT = {
+    "check_updates": "updates",
+    "diagnose": "diagnose",
+    "explain": "explain",
+    "loss_scale": "steps",
+    "on_step": "steps",
+}
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _INSIGHT:
         raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
     return getattr(_import_module(f"ampkit.insight.{_INSIGHT[name]}"), name)
+
+
+def _explained(session: _Session) -> str:
+    """What ``print(session)`` shows. The core knows nothing of insight/, so the table is put on the class here."""
+    return str(__getattr__("explain")(session))
+
+
+_Session.__str__ = _explained  # type: ignore[method-assign, assignment]
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ from .policy import Policy
 LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What a session will do."""
 
@@ -71,6 +71,10 @@ class Plan:
     @property
     def has_dynamic_loss_scale(self) -> bool:
         return isinstance(self.loss_scale, DynamicLossScale)
+
+    def __repr__(self) -> str:
+        changes = self.changes_of(Plan(opt_level=self.opt_level))
+        return f"Plan(opt_level={self.opt_level!r}{', ' if changes else ''}{changes})"
 
     def in_words(self) -> str:
         """What is computed and kept in which precision, in a line."""

@@ -78,6 +78,12 @@ class Session:
         self._optimizers: list[weakref.ref[Any]] = []
         self._left_as: weakref.WeakKeyDictionary[nn.Module, Dtypes] = weakref.WeakKeyDictionary()
 
+    def __repr__(self) -> str:
+        if not self.is_live:
+            return f"<Session {self.plan.opt_level}: closed>"
+        owned = ((len(self.models), "model"), (len(self.optimizers), "optimizer"))
+        return f"<Session {self.plan.opt_level}: {', '.join(f'{n} {what}' + 's' * (n != 1) for n, what in owned)}>"
+
     @property
     def scalers(self) -> list[LossScaler]:
         return self.scaling.scalers

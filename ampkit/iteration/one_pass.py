@@ -20,6 +20,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from .. import kernels
 from ..dtypes import LOWER_PRECISION
+from ..optimizers.fused import FusedOptimizer
+from ..optimizers.traits import takes_rests, takes_step_inputs
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
 from .gradients import Gradients
@@ -115,6 +117,18 @@ class OnePassStep:
         for i, moment in enumerate(moments):
             if moment.dtype in LOWER_PRECISION:
                 moments[i] = self.state[params[i]][name] = moment.float()
+
+
+def why_over_stand_ins(optimizer: Any, gradients: Gradients, one_pass_step: bool = True) -> str | None:
+    """Why a step runs over float32 copies of weights in lower precision; None where one pass updates weights and rests."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, FusedOptimizer):
+        if not takes_rests(optimizer):
+            return f"the update of {name} needs float32 parameters"
+        return None if takes_step_inputs(optimizer) else "its step() was replaced before initialize()"
+    if not OnePassStep.is_for(optimizer):
+        return f"ampkit has no one-pass update of {name}"
+    return OnePassStep(optimizer, gradients).reason_against(optimizer) if one_pass_step else "one_pass_step=False"
 
 
 class _Running(threading.local):

@@ -35,7 +35,7 @@ from .advice import Advice, unwatch, watch
 from .found_inf import Findings, is_known_clean
 from .gradients import Gradients
 from .loss_scale import LossScaler
-from .one_pass import OnePassStep
+from .one_pass import OnePassStep, why_over_stand_ins
 from .running_statistics import Snapshot, after_step
 from .slots import WRAPPER_KEY, Slots
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
@@ -266,6 +266,15 @@ class OptimizerWrapper:
         else:
             with self.stand_ins.in_step():
                 yield
+
+    @property
+    def why_over_stand_ins(self) -> str | None:
+        """Why a step of weights in lower precision runs over float32 copies of them; None where one pass updates them."""
+        return (
+            None
+            if self._takes_rests
+            else why_over_stand_ins(self.optimizer, self.gradients, self.owner.plan.one_pass_step)
+        )
 
     @property
     def can_skip(self) -> bool:

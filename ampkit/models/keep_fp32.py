@@ -51,17 +51,24 @@ class Kept:
             if not self._keep(item):
                 self.unmatched.append(item)
         self._name_attentions()
+        self._of_norms = {param for module in self.modules for param in module.parameters()}
         self.modules.update(self.named)
         self.parameters.update(param for module in self.modules for param in module.parameters())
 
     def keeps(self, module: nn.Module, param: nn.Parameter) -> bool:
         """Whether a float32 parameter of the module stays as it is."""
+        return self.why_kept(module, param) is not None
+
+    def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
+        """Why a float32 parameter of the module stays as it is; None where it is stored in lower precision."""
         if param in self.parameters:
-            return True
+            return "a norm" if param in self._of_norms else "keep_fp32= names it"
         if self.lowers_all or is_norm(module) or _is_matrix(param):
-            return False
+            return None
         own = [one for one in module._parameters.values() if one is not None]
-        return not (isinstance(module, _LAYERS) and any(map(_is_matrix, own)))
+        if isinstance(module, _LAYERS) and any(map(_is_matrix, own)):
+            return None
+        return "no matrix"
 
     def in_float32(self) -> list[nn.Module]:
         """The modules that ``keep_fp32=`` names and all inside them: each may be called by itself, containers never are."""

@@ -1,0 +1,444 @@
+"""`explain`: what each module is stored and computed in, what stays float32 and why, and how each optimizer steps.
+
+`explain` reads a live session, or says beforehand what a level would do. The rules are the core's own: `Kept` in models/, the
+tables in policy/, `why_over_stand_ins` in iteration/. ``print(session)`` and ``ampkit check`` call it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ..casting.tensors import params_of
+from ..devices import device_type_of
+from ..dtypes import CASTABLE, LOWER_PRECISION
+from ..errors import ConfigurationError
+from ..iteration.loss_scale import DynamicLossScale
+from ..iteration.one_pass import why_over_stand_ins
+from ..iteration.optimizer_wrapper import wrapper_of
+from ..models.keep_fp32 import Kept, frozen_twins
+from ..plan import Plan, resolve
+from ..policy import CastKind
+from ..session import Session, live_sessions
+from ..sharding import fsdp_modules
+
+_F, _VF = torch.nn.functional, torch._VF
+#: What a layer of torch's calls: the first row that it is an instance of.
+_CALLS: tuple[tuple[type, Any, str], ...] = (
+    (nn.Linear, _F, "linear"),
+    (nn.Bilinear, _F, "bilinear"),
+    (nn.Conv1d, _F, "conv1d"),
+    (nn.Conv2d, _F, "conv2d"),
+    (nn.Conv3d, _F, "conv3d"),
+    (nn.ConvTranspose1d, _F, "conv_transpose1d"),
+    (nn.ConvTranspose2d, _F, "conv_transpose2d"),
+    (nn.ConvTranspose3d, _F, "conv_transpose3d"),
+    (nn.LSTM, _VF, "lstm"),
+    (nn.GRU, _VF, "gru"),
+    (nn.RNNBase, _VF, "rnn_tanh"),
+    (nn.LSTMCell, _VF, "lstm_cell"),
+    (nn.GRUCell, _VF, "gru_cell"),
+    (nn.RNNCellBase, _VF, "rnn_tanh_cell"),
+    (nn.MultiheadAttention, _F, "linear"),
+    (nn.LayerNorm, _F, "layer_norm"),
+    (nn.GroupNorm, _F, "group_norm"),
+    (nn.RMSNorm, _F, "rms_norm"),
+    (_BatchNorm, _F, "batch_norm"),
+    (_InstanceNorm, _F, "instance_norm"),
+    (nn.PReLU, _F, "prelu"),
+)
+#: Float32 moments of a parameter, by the class of its optimizer: until its first step there is no state to measure.
+_MOMENTS = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "FusedAdam": 2,
+    "FusedLAMB": 2,
+    "Adagrad": 1,
+    "FusedAdagrad": 1,
+}
+_MOST_ROWS = 40
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """Modules, or parameters of a module, that are treated alike.
+
+    ``name`` has ranges where equal ones are collapsed (``layers.0-11.attention.q``), ``kind`` is the class, ``modules`` their
+    number and ``parameters`` the number of elements. ``storage`` and ``compute`` are dtypes; ``compute`` is None where the module's
+    own forward decides, by the functions that it calls. ``has_rest`` says that 16 bits beside each weight complete its float32
+    value. ``kept`` is why the module is float32 where others are stored in lower precision, or compute in it; else None.
+    """
+
+    name: str
+    kind: str
+    modules: int
+    parameters: int
+    storage: torch.dtype
+    compute: torch.dtype | None
+    has_rest: bool
+    kept: str | None
+
+
+@dataclass(frozen=True)
+class OptimizerRow:
+    """How one optimizer steps.
+
+    ``masters`` says where float32 values of weights are, ``step`` is ``"one pass"``, ``"over float32 copies"`` or ``"its own"``,
+    and ``reason`` says why. ``bytes_per_parameter`` has what weights, rests, gradients and state take, in bytes for each element;
+    state that there is not yet and that is not known beforehand is NaN.
+    """
+
+    kind: str
+    parameters: int
+    masters: str
+    step: str
+    reason: str
+    bytes_per_parameter: dict[str, float]
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.bytes_per_parameter.values())
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns: ``modules`` and ``optimizers`` as rows, and all of it as a table by ``str``."""
+
+    title: str
+    modules: tuple[ModuleRow, ...]
+    optimizers: tuple[OptimizerRow, ...]
+
+    def __str__(self) -> str:
+        shown = self.modules[:_MOST_ROWS]
+        rows = [("module", "number", "parameters", "stored in", "computes in", "why float32")]
+        rows += [
+            (
+                one.name or "(the model)",
+                f"{one.modules} {one.kind}",
+                f"{one.parameters:,}",
+                short(one.storage) + " + rest" * one.has_rest,
+                short(one.compute) if one.compute else "by its calls",
+                one.kept or "",
+            )
+            for one in shown
+        ]
+        lines = [self.title, *(["", *columns(rows, right=(2,))] if shown else ())]
+        if len(shown) < len(self.modules):
+            lines.append(f"... and {len(self.modules) - len(shown)} more rows in .modules")
+        if self.optimizers:
+            rows = [("optimizer", "parameters", "float32 values", "step", "bytes per parameter")]
+            for optimizer in self.optimizers:
+                step = f"{optimizer.step} ({optimizer.reason})" if optimizer.reason else optimizer.step
+                rows.append((optimizer.kind, f"{optimizer.parameters:,}", optimizer.masters, step, in_bytes(optimizer)))
+            lines += ["", *columns(rows, right=(1,))]
+        return "\n".join(lines)
+
+
+def explain(models: Any, optimizers: Any = None, opt_level: str | None = None, **settings: Any) -> Explanation:
+    """What a session has made of models and optimizers; or, with ``opt_level``, what `initialize` would make of them.
+
+    ``models`` is an initialized model (or a list of them), or a `Session`. With ``opt_level`` and settings of `initialize`,
+    ``models`` and ``optimizers`` are those that `initialize` would be given; nothing is touched. Without ``opt_level``, a model
+    that was not initialized is shown as it is.
+
+    >>> print(ampkit.explain(model, optimizer, opt_level="O2"))
+
+    Raises `ConfigurationError` for settings that `initialize` refuses, and TypeError for what is no model.
+    """
+    if isinstance(models, Session):
+        return _of_session(models)
+    models = list(models) if isinstance(models, (list, tuple)) else [models]
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"explain() was given a {type(model).__name__}; it expects a model, or a session.")
+    given = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if opt_level is not None:
+        plan = resolve(opt_level, device_type_of(models), settings)
+        return _explanation(f"{opt_level}, before initialize: {plan.in_words()}", plan, models, given, is_live=False)
+    if settings:
+        raise ConfigurationError(f"explain({', '.join(settings)}=) needs opt_level=, for which the settings are.")
+    for session in reversed(live_sessions):
+        if session.plan.enabled and not _parts(session.models).isdisjoint(models):
+            return _explanation(_title(session), session.plan, models, session.optimizers, is_live=True)
+    return _explanation("No session: as the model is.", Plan(enabled=False), models, given, is_live=True)
+
+
+def _of_session(session: Session) -> Explanation:
+    return _explanation(_title(session), session.plan, session.models, session.optimizers, is_live=True)
+
+
+def _title(session: Session) -> str:
+    if not session.is_live:
+        return f"{session.plan.opt_level}: closed."
+    if not session.plan.enabled:
+        return "enabled=False: nothing is changed."
+    scales = ", ".join(f"{scaler.loss_scale:g}" for scaler in session.scalers)
+    return f"{session.plan.opt_level}: {session.plan.in_words()} (now {scales})"
+
+
+def _parts(models: Iterable[nn.Module]) -> set[nn.Module]:
+    return {module for model in models for module in model.modules()}
+
+
+def _explanation(
+    title: str, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool
+) -> Explanation:
+    treatment = Treatment(plan, models, optimizers, is_live)
+    prefixes = [f"model {i}: " for i in range(len(models))] if len(models) > 1 else [""]
+    modules = [row for prefix, model in zip(prefixes, models) for row in _module_rows(model, treatment, prefix)]
+    rows = tuple(_optimizer_row(optimizer, treatment) for optimizer in optimizers)
+    return Explanation(title, tuple(_collapsed(modules)), rows)
+
+
+class Treatment:
+    """What a plan does to each parameter: as it is now where the session ``is_live``, else as it would be."""
+
+    def __init__(self, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool) -> None:
+        self.plan, self.is_live = plan, is_live
+        trained = {param for one in optimizers for param in params_of(one) if param.requires_grad}
+        self.twins = frozen_twins(models, trained) if plan.casts_weights and plan.master_weights else {}
+        self._of_twins = {param: twin for module, twin in self.twins.items() for param in module.parameters()}
+        keep, all_lower = (*plan.keep_fp32, *self.twins), plan.lowers_all
+        self._kept = {}
+        self.in_float32: set[nn.Module] = set()
+        for model in models if plan.enabled else ():
+            kept = Kept(model, bool(plan.keep_batchnorm_fp32), keep, all_lower)
+            self._kept.update(dict.fromkeys(model.modules(), kept))
+            self.in_float32.update(kept.in_float32())
+        self._sharded = {module for model in models if fsdp_modules(model) for module in model.modules()}
+        rules = plan.policy.rules()[0] if plan.enabled and plan.casts_calls else ()
+        self._rules = {(id(rule.owner), rule.name): rule.kind for rule in rules}
+        self.stored: dict[Tensor, torch.dtype] = {
+            param: self.storage(module, param)
+            for model in models
+            for module in model.modules()
+            for param in module._parameters.values()
+            if param is not None
+        }
+
+    def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
+        """Why a parameter is not stored in lower precision, at a level that stores weights in it."""
+        if not self.plan.enabled or not self.plan.casts_weights:
+            return "keep_fp32= names it" if module in self.in_float32 else None
+        if param in self._of_twins:
+            return f"an average of {self._of_twins[param][1]}, which no optimizer trains"
+        if param.dtype not in CASTABLE:
+            return f"{short(param.dtype)} is never cast"
+        if module in self._sharded:
+            return "FSDP2 shards it in float32 and gathers it in lower precision"
+        return self._kept[module].why_kept(module, param)
+
+    def storage(self, module: nn.Module, param: nn.Parameter) -> torch.dtype:
+        if self.is_live or not self.plan.enabled or param.dtype not in CASTABLE:
+            return param.dtype
+        if self.plan.casts_weights and self.why_kept(module, param) is None:
+            return self.plan.cast_model_type or torch.float32
+        return torch.float32  # parameters that come in lower precision are made float32
+
+    def has_rest(self, dtype: torch.dtype) -> bool:
+        return self.plan.enabled and self.plan.master_weights and dtype in LOWER_PRECISION
+
+    def compute(self, module: nn.Module, stored: torch.dtype) -> torch.dtype | None:
+        """What a layer of torch's computes in; None for other modules at levels that cast calls."""
+        if not self.plan.enabled or not self.plan.casts_calls:
+            return stored
+        if module in self.in_float32:
+            return torch.float32
+        call = next(((owner, name) for kind, owner, name in _CALLS if isinstance(module, kind)), None)
+        kind = None if call is None else self._rules.get((id(call[0]), call[1]))
+        if kind is CastKind.LOWER_PRECISION_FP:
+            return self.plan.lower_precision
+        if kind is CastKind.BFLOAT16:
+            return torch.bfloat16
+        if kind in (CastKind.FP32, CastKind.FP32_WEIGHTS):
+            return torch.float32
+        return stored if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
+
+
+def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Iterator[ModuleRow]:
+    """A row for each module with parameters of its own, or one for each kind of treatment of them."""
+    for prefix, module in model.named_modules():
+        own = [(name, param) for name, param in module._parameters.items() if param is not None]
+        treated: dict[tuple[torch.dtype, str | None], list[tuple[str, Tensor]]] = {}
+        for name, param in own:
+            dtype = treatment.stored[param]
+            why = treatment.why_kept(module, param) if dtype not in LOWER_PRECISION else None
+            treated.setdefault((dtype, why), []).append((name, param))
+        for (dtype, why), params in treated.items():
+            name = prefix
+            if len(treated) > 1:
+                name = f"{prefix}.{', '.join(one for one, _ in params)}".lstrip(".")
+            yield ModuleRow(
+                name=of_model + name,
+                kind=_class_name(module),
+                modules=1,
+                parameters=sum(param.numel() for _, param in params),
+                storage=dtype,
+                compute=treatment.compute(module, dtype),
+                has_rest=treatment.has_rest(dtype),
+                kept=why,
+            )
+
+
+def _class_name(module: nn.Module) -> str:
+    """The class of the script: a model of a session has a subclass of it."""
+    kind = type(module)
+    return (kind.__mro__[1] if kind.__module__.startswith("ampkit.") and len(kind.__mro__) > 2 else kind).__name__
+
+
+def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
+    plan, params = treatment.plan, list(dict.fromkeys(params_of(optimizer)))
+    stored = {param: treatment.stored.get(param, param.dtype) for param in params}
+    mastered = [param for param in params if treatment.has_rest(stored[param])]
+    lowered = [param for param in params if stored[param] in LOWER_PRECISION]
+    step, reason = "its own", "weights are float32"
+    if lowered and not mastered:
+        reason = "weights are in lower precision, without float32 values"
+    elif mastered:
+        wrapper = wrapper_of(optimizer) if treatment.is_live else None
+        if wrapper is not None:
+            why = wrapper.why_over_stand_ins
+        else:
+            gradients: Any = SimpleNamespace(slots=[SimpleNamespace(param=param) for param in params])
+            why = why_over_stand_ins(optimizer, gradients, plan.one_pass_step)
+        step, reason = ("one pass", "") if why is None else ("over float32 copies", why)
+    if not lowered:
+        masters = "the weights"
+    else:
+        masters = f"{short(stored[lowered[0]])} weight + 16-bit rest" if mastered else "none"
+    return OptimizerRow(
+        kind=type(optimizer).__name__,
+        parameters=sum(param.numel() for param in params),
+        masters=masters,
+        step=step,
+        reason=reason,
+        bytes_per_parameter=_bytes(optimizer, stored, set(mastered), treatment),
+    )
+
+
+def _bytes(
+    optimizer: Any, stored: dict[Tensor, torch.dtype], mastered: set[Tensor], treatment: Treatment
+) -> dict[str, float]:
+    """What weights, rests, gradients and state take for each element, measured where they are."""
+    total = max(1, sum(param.numel() for param in stored))
+    scale = treatment.plan.loss_scale
+    first = scale.init_scale if isinstance(scale, DynamicLossScale) else scale
+    # Gradients are unscaled in place where that is exact: in bfloat16, by a power of two.
+    in_place = {torch.bfloat16: math.frexp(first)[0] == 0.5, torch.float16: scale == 1.0}
+    weights = rests = gradients = state = 0
+    for param, dtype in stored.items():
+        weights += param.numel() * dtype.itemsize
+        rests += param.numel() * 2 * (param in mastered)
+        gradient_dtype = torch.float32 if param in mastered and not in_place[dtype] else dtype
+        if treatment.is_live and param.grad is not None:
+            gradient_dtype = param.grad.dtype
+        gradients += param.numel() * gradient_dtype.itemsize * param.requires_grad
+        state += _bytes_of_state(optimizer, param)
+    return {
+        name: sum_ / total
+        for name, sum_ in zip(("weights", "rests", "gradients", "state"), (weights, rests, gradients, state))
+    }
+
+
+def _bytes_of_state(optimizer: Any, param: Tensor) -> float:
+    state = optimizer.state.get(param) if hasattr(optimizer, "state") else None
+    if state:
+        large = [one for one in _tensors(state.values()) if one.numel() > 1 or param.numel() == 1]
+        return sum(one.numel() * one.element_size() for one in large)
+    group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), {})
+    kind = type(optimizer).__name__
+    if kind in ("SGD", "FusedSGD"):
+        return 4.0 * param.numel() * bool(group.get("momentum"))
+    if kind not in _MOMENTS or getattr(optimizer, "state_dtype", None) not in (None, "float32", torch.float32):
+        return float("nan")
+    return 4.0 * param.numel() * (_MOMENTS[kind] + bool(group.get("amsgrad")))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+# Equal rows as one
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _collapsed(rows: Iterable[ModuleRow]) -> Iterator[ModuleRow]:
+    """Rows that differ in the numbers of their names only become one, named by ranges: ``layers.0-11.attention.q``."""
+    alike: dict[Any, list[ModuleRow]] = {}
+    for row in rows:
+        key = replace(row, name=_NUMBER.sub("#", row.name), parameters=0, modules=0)
+        alike.setdefault(key, []).append(row)
+    for key, members in alike.items():
+        numbers = {tuple(map(int, _NUMBER.findall(row.name))): row for row in members}
+        # Each place of a name holds a set of numbers; names that agree in all places but one become one name.
+        merged = {tuple(frozenset({number}) for number in places): [row] for places, row in numbers.items()}
+        for place in reversed(range(key.name.count("#"))):
+            groups: dict[Any, dict[frozenset[int], list[ModuleRow]]] = {}
+            for places, own in merged.items():
+                groups.setdefault((places[:place], places[place + 1 :]), {})[places[place]] = own
+            merged = {
+                (*before, frozenset().union(*own), *after): [row for rows in own.values() for row in rows]
+                for (before, after), own in groups.items()
+            }
+        for places, own in merged.items():
+            ranges = iter(map(_ranges, places))
+            yield replace(
+                key,
+                name=re.sub("#", lambda _, ranges=ranges: next(ranges), key.name),
+                modules=len(own),
+                parameters=sum(row.parameters for row in own),
+            )
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """``0-3`` of 0, 1, 2 and 3; ``0,2`` of 0 and 2."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+# Words
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def in_bytes(row: OptimizerRow) -> str:
+    """``14.0 = 2.0 weights + 2.0 rests + 2.0 gradients + 8.0 state``"""
+    parts = [(name, number) for name, number in row.bytes_per_parameter.items() if number]
+    words = [f"{name} after the first step" if number != number else f"{number:.1f} {name}" for name, number in parts]
+    total = row.total_bytes
+    return " + ".join(words) if total != total else f"{total:.1f} = {' + '.join(words)}"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Lines in which the cells of each column stand below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,159 @@
+"""`ampkit.explain`: what it says beforehand is what initialize does, and what it says of a session is what is there."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, backward
+from torch import nn
+
+import ampkit
+from ampkit.optimizers import FusedAdam, FusedLARS
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.gate = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x + self.gate * self.mlp(self.q(self.norm(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 10, bias=False)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+OPTIMIZERS = {
+    "torch's": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "fused": lambda p: FusedAdam(p, lr=1e-3),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "unknown": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "in lists of norms": lambda p: FusedLARS(p, lr=1e-3),
+}
+
+
+def rows_by_name(explanation):
+    return {row.name: row for row in explanation.modules}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_it_says_beforehand_is_what_initialize_does(level):
+    for make in OPTIMIZERS.values():
+        model = Model()
+        optimizer = make(model.parameters())
+        before = ampkit.explain(model, optimizer, opt_level=level, keep_fp32="layers.0.q")
+        assert all(param.dtype is torch.float32 for param in model.parameters())
+        with ampkit.session(model, optimizer, level, keep_fp32="layers.0.q", verbosity=0):
+            after = ampkit.explain(model)
+            assert before.modules == after.modules
+            assert before.optimizers[0].step == after.optimizers[0].step
+            assert before.optimizers[0].reason == after.optimizers[0].reason
+            lower = sum(param.numel() for param in model.parameters() if param.dtype is torch.bfloat16)
+        assert sum(row.parameters for row in after.modules if row.storage is torch.bfloat16) == lower
+
+
+def test_rows_say_what_is_stored_computed_and_kept():
+    rows = rows_by_name(ampkit.explain(Model(), opt_level="O2", keep_fp32="head"))
+    # Of the three blocks: 16 * 16 + 16; 16 + 16; 16 * 32 + 32 and 32 * 16 + 16; a vector of 16.
+    assert {name: (row.modules, row.parameters) for name, row in rows.items()} == {
+        "embedding": (1, 160),
+        "layers.0-2": (3, 48),
+        "layers.0-2.q": (3, 3 * 272),
+        "layers.0-2.norm": (3, 3 * 32),
+        "layers.0-2.mlp.0,2": (6, 3 * (544 + 528)),
+        "head": (1, 160),
+    }
+    bfloat16, float32 = torch.bfloat16, torch.float32
+    expected = {
+        "embedding": (bfloat16, bfloat16, True, None),
+        "layers.0-2": (float32, None, False, "no matrix"),
+        "layers.0-2.q": (bfloat16, bfloat16, True, None),
+        "layers.0-2.norm": (float32, float32, False, "a norm"),
+        "head": (float32, float32, False, "keep_fp32= names it"),
+    }
+    for name, (storage, compute, has_rest, kept) in expected.items():
+        row = rows[name]
+        assert (row.storage, row.compute, row.has_rest, row.kept) == (storage, compute, has_rest, kept), name
+
+
+@pytest.mark.parametrize(
+    "name, level, step, reason",
+    [
+        ("torch's", "O5", "one pass", ""),
+        ("fused", "O2", "one pass", ""),
+        ("amsgrad", "O5", "over float32 copies", "amsgrad=True"),
+        ("unknown", "O5", "over float32 copies", "ampkit has no one-pass update of RMSprop"),
+        ("in lists of norms", "O2", "over float32 copies", "the update of FusedLARS needs float32 parameters"),
+        ("torch's", "O4", "its own", "weights are float32"),
+        ("torch's", "O3", "its own", "weights are in lower precision, without float32 values"),
+    ],
+)
+def test_the_step_of_an_optimizer_has_its_reason(name, level, step, reason):
+    model = Model()
+    (row,) = ampkit.explain(model, OPTIMIZERS[name](model.parameters()), opt_level=level).optimizers
+    assert (row.step, row.reason) == (step, reason)
+
+
+@pytest.mark.parametrize("level, expected", [("O1", 4 + 4 + 8), ("O2", 2 + 2 + 2 + 8), ("O5", 2 + 2 + 2 + 8)])
+def test_bytes_per_parameter_before_and_after_a_step(level, expected):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert ampkit.explain(model, optimizer, opt_level=level).optimizers[0].total_bytes == expected
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model(torch.ones(2, 16)).sum(), optimizer)
+        optimizer.step()
+    (row,) = ampkit.explain(model).optimizers
+    assert row.total_bytes == expected
+    assert f"{expected}.0 = " in str(ampkit.current_session())
+
+
+def test_gradients_that_float16_cannot_hold_are_float32():
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = dict(opt_level="O2", cast_model_type=torch.float16)
+    for loss_scale, expected in ((1.0, 2 + 2 + 2), (128.0, 2 + 2 + 4)):
+        (row,) = ampkit.explain(model, optimizer, loss_scale=loss_scale, **settings).optimizers
+        assert row.total_bytes == expected
+
+
+def test_models_sessions_and_plans_print_on_one_screen():
+    model = nn.Sequential(*(Model() for _ in range(40)))
+    with ampkit.session(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", verbosity=0):
+        session = ampkit.current_session()
+        printed = str(session).splitlines()
+        assert len(printed) < 20 and any(line.startswith("0-39.layers.0-2.q ") for line in printed)
+        assert repr(session) == "<Session O2: 1 model, 1 optimizer>"
+        assert repr(session.plan).startswith("Plan(opt_level='O2', cast_model_type=torch.bfloat16, ")
+    assert str(session) == "O2: closed." and repr(session) == "<Session O2: closed>"
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="explain\\(\\) was given a str"):
+        ampkit.explain("model")
+    with pytest.raises(ampkit.ConfigurationError, match="needs opt_level="):
+        ampkit.explain(Model(), keep_fp32="head")
+
+
+def test_import_of_ampkit_does_not_import_it():
+    code = "import sys, ampkit; assert not [name for name in sys.modules if name.startswith('ampkit.insight')]; ampkit.explain"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
