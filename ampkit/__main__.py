@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("info", "which kernels are loaded, and why", "ampkit.insight.info"),
+    Command("check", "say what each level would change in a script", "ampkit.insight.check"),
     Command(
         "diagnose",
         "run a script until its first inf or NaN, and say why",

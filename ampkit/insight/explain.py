@@ -336,7 +336,8 @@ def _bytes(
     first = scale.init_scale if isinstance(scale, DynamicLossScale) else scale
     # Gradients are unscaled in place where that is exact: in bfloat16, by a power of two.
     in_place = {torch.bfloat16: math.frexp(first)[0] == 0.5, torch.float16: scale == 1.0}
-    weights = rests = gradients = state = 0
+    weights = rests = gradients = 0
+    state = 0.0
     for param, dtype in stored.items():
         weights += param.numel() * dtype.itemsize
         rests += param.numel() * 2 * (param in mastered)
@@ -344,7 +345,10 @@ def _bytes(
         if treatment.is_live and param.grad is not None:
             gradient_dtype = param.grad.dtype
         gradients += param.numel() * gradient_dtype.itemsize * param.requires_grad
-        state += _bytes_of_state(optimizer, param)
+        # Beside weights without float32 values, state is in their precision too.
+        narrows = not treatment.is_live and dtype in LOWER_PRECISION and param not in mastered
+        keeps = getattr(optimizer, "keeps_float32_state", False)
+        state += _bytes_of_state(optimizer, param) / (2 if narrows and not keeps else 1)
     return {
         name: sum_ / total
         for name, sum_ in zip(("weights", "rests", "gradients", "state"), (weights, rests, gradients, state))

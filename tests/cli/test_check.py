@@ -1,0 +1,206 @@
+"""`ampkit check`: what it says of scripts that use float32, torch.autocast and ampkit, how it ends, and that torch is as it was."""
+
+import sys
+
+import pytest
+import torch
+
+from ampkit.__main__ import main
+
+MODEL = """
+import sys, torch
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 130), nn.Linear(130, 64)
+        self.gate = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return x + self.gate * self.down(F.gelu(self.up(self.norm(x))))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(257, 64)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(64, 257)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+model = Model()
+tokens = torch.arange(81).view(9, 9)
+def loss_of(): return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+"""
+
+FLOAT32 = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+prototypes = torch.zeros(257, 4)
+print("arguments", sys.argv[1:])
+for i in range(1000):
+    optimizer.zero_grad()
+    loss = loss_of() + (model(tokens) @ prototypes).mean()
+    loss.backward()
+    optimizer.step()
+    print("iteration", i)
+"""
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    """Check a script, which follows the model above; the exit code and the lines printed."""
+
+    def run(script, *options, arguments=()):
+        path = tmp_path / "script.py"
+        path.write_text(MODEL + script)
+        code = main(["check", *options, str(path), *arguments])
+        return code, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def row(lines, title):
+    (found,) = [line for line in lines if line.startswith(f"{title}  ")]
+    return found.removeprefix(title).strip()
+
+
+def test_a_float32_script_is_told_what_each_level_would_change(check):
+    before = torch.autograd.backward, torch.autocast.__enter__, list(sys.path)
+    code, lines = check(FLOAT32, arguments=["--lr", "3"])
+    assert code == 0
+    assert (torch.autograd.backward, torch.autocast.__enter__, list(sys.path)) == before
+    assert lines[0] == "arguments ['--lr', '3']" and [line for line in lines if line.startswith("iteration")] == [
+        f"iteration {i}" for i in range(3)
+    ]
+    # 257 * 64 + 3 * (64 + 64 + 64 * 130 + 130 + 130 * 64 + 64 + 64) + 64 * 257 + 257
+    assert any("3 steps of AdamW; Model (84,231 parameters); the script uses float32." in line for line in lines)
+    assert "float32" in row(lines, "O1") and "16.0" in row(lines, "O1") and "dynamic" in row(lines, "O1")
+    # All but 576 of the parameters have 2 + 2 + 2 + 8 bytes, and those 4 + 4 + 8.
+    for level in ("O2", "O5"):
+        assert "bfloat16 + 16-bit rest" in row(lines, level) and "AdamW: one pass" in row(lines, level)
+        assert "14.0" in row(lines, level)
+    # Seven layers, in two forwards of three iterations.
+    assert row(lines, "cast").startswith("to lower precision linear 42x, matmul 3x; to float32 layer_norm 18x")
+    assert row(lines, "kept float32") == "at O2 and O5 3x no matrix (layers.0-2); 3x a norm (layers.0-2.norm)"
+    assert row(lines, "not cast") == "at O2, O3 and O5 matmul outside of every module's forward (3x)"
+    shapes = row(lines, "shapes")
+    assert "Linear(64, 130): pad 130 to 136 (3 layers)" in shapes and "Linear(64, 257): pad 257 to 264" in shapes
+    assert "81 rows enter Linear(64, 130): pad 81 to 88" in shapes
+    assert row(lines, "mistake") == "none seen"
+    assert len(lines) - 4 <= 16
+
+
+AUTOCAST = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", enabled={scales})
+while True:
+    with torch.autocast("cpu", torch.{dtype}, enabled={enabled}):
+        loss = loss_of()
+    scaler.scale(loss).backward()
+    {unscale}
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    "settings, uses, mistake",
+    [
+        (dict(dtype="bfloat16", scales=False), "torch.autocast in bfloat16", "none seen"),
+        (
+            dict(dtype="float16", scales=False),
+            "torch.autocast in float16",
+            "torch.autocast in float16 without a GradScaler",
+        ),
+        (
+            dict(dtype="bfloat16", scales=True),
+            "torch.autocast in bfloat16",
+            "clip_grad_norm_ before GradScaler.unscale_",
+        ),
+        (
+            dict(dtype="bfloat16", scales=True, unscale="scaler.unscale_(optimizer)"),
+            "torch.autocast in bfloat16",
+            "none seen",
+        ),
+    ],
+    ids=["bfloat16", "no scaler", "clips scaled", "unscales first"],
+)
+def test_a_script_with_autocast(check, settings, uses, mistake):
+    code, lines = check(AUTOCAST.format(**{"enabled": True, "unscale": "pass", **settings}), "--iterations", "2")
+    assert any(f"2 steps of SGD; Model (84,231 parameters); the script uses {uses}." in line for line in lines)
+    assert row(lines, "mistake").startswith(mistake) and code == (mistake != "none seen")
+
+
+def test_regions_that_switch_casts_off_are_named(check):
+    script = AUTOCAST.format(dtype="bfloat16", scales=False, enabled=False, unscale="pass")
+    _, lines = check(script, "--iterations", "1")
+    assert row(lines, "not cast") == "linear inside torch.autocast(enabled=False) (7x)"
+
+
+AMPKIT = """
+import ampkit
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, amsgrad=True)
+model, optimizer = ampkit.initialize(model, optimizer, opt_level="{level}", verbosity=0)
+while True:
+    optimizer.zero_grad()
+    {backward}
+    optimizer.step()
+"""
+BLOCK = "with ampkit.scale_loss(loss_of(), optimizer) as scaled: scaled.backward()"
+
+
+def test_a_script_with_ampkit_is_told_of_its_mistakes_and_its_model_is_given_back(check):
+    code, lines = check(AMPKIT.format(level="O2", backward=BLOCK))
+    assert code == 0 and any("the script uses ampkit at O2." in line for line in lines)
+    assert "Adam: over float32 copies (amsgrad=True)" in row(lines, "O2")
+    assert "Adam: its own" in row(lines, "O1")
+    code, lines = check(AMPKIT.format(level="O2", backward="loss_of().backward()"))
+    assert code == 1
+    assert row(lines, "mistake").startswith("Adam.step() uses gradients of a backward pass that ran outside of every")
+    import ampkit
+
+    assert ampkit.current_session() is None
+
+
+def test_weights_that_train_in_lower_precision_are_a_mistake(check):
+    script = "model.bfloat16()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    script += "while True:\n    loss_of().backward(); optimizer.step()\n"
+    code, lines = check(script, "--iterations", "1")
+    assert code == 1 and row(lines, "mistake").startswith("SGD updates weights in bfloat16")
+
+
+def test_a_gan_ends_when_both_optimizers_have_stepped(check):
+    script = """
+critic = nn.Linear(64, 1)
+first, second = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (critic, model))
+while True:
+    critic(torch.ones(1, 64)).sum().backward(); first.step()
+    loss_of().backward(); second.step()
+"""
+    code, lines = check(script)
+    assert code == 0 and any("3 steps of SGD, 3 steps of SGD; " in line for line in lines)
+
+
+def test_a_script_whose_optimizer_never_steps_ends_too(check):
+    code, lines = check("while True:\n    loss_of()\n", "--iterations", "1")
+    assert code == 0 and any("no optimizer stepped; Model" in line for line in lines)
+
+
+def test_exceptions_and_exit_codes_are_the_scripts(check, capsys):
+    with pytest.raises(ZeroDivisionError):
+        check("loss_of()\n1 / 0\n")
+    assert "O1" not in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exited:
+        check("sys.exit(7)\n")
+    assert exited.value.code == 7
+    code, lines = check("loss_of()\nsys.exit()\n")
+    assert code == 0 and row(lines, "mistake") == "none seen"
+    assert main(["check", "nowhere.py"]) == 2 and "nowhere.py" in capsys.readouterr().err
+    assert main(["check", "--iterations", "0", "nowhere.py"]) == 2 and "at least 1" in capsys.readouterr().err
