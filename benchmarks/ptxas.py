@@ -102,7 +102,9 @@ def main() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         rows = [row for found in pool.map(lambda one: rows_of(one, arguments.arch), sources) for row in found]
     print(
-        "| kernel | registers | spill stores, loads | instructions | longest loop | memory in it |\n|---|---|---|---|---|---|"
+        "| kernel | its table | registers | spill stores, loads | instructions | longest loop | memory in it |\n"
+        + "|---" * 7
+        + "|"
     )
     for name, registers, stores, loads, count, loop, memory in sorted(rows):
         if not arguments.kernels or any(word in name for word in arguments.kernels):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -160,6 +161,16 @@ def check_state_dtypes():
     assert "float32 8.00, bfloat16 4.00, int8 2.0" in printed
 
 
+def check_ptxas():
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    header, _, row = run("ptxas.py", "update_scale").strip().splitlines()[-3:]
+    assert row.startswith("| update_scale_kernel |") and row.count("|") == header.count("|")
+    registers, stores, loads, instructions, loop = map(int, re.findall(r"\d+", row)[:5])
+    # One thread moves seven words: no loop, and nothing to spill.
+    assert 0 < registers <= 64 and stores == loads == loop == 0 and instructions > 7
+
+
 RUNS = {
     "accumulation_error.py": check_accumulation_error,
     "beside.py": check_beside,
@@ -171,6 +182,7 @@ RUNS = {
     "bench_running_statistics.py": check_bench_running_statistics,
     "convergence.py": check_convergence,
     "state_dtypes.py": check_state_dtypes,
+    "ptxas.py": check_ptxas,
 }
 
 
