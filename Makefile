@@ -7,7 +7,8 @@
 #                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make bench        whole training steps beside torch.amp on the CPU, within 25 minutes, into docs/benchmarks.md; BENCH=--short shows that it runs
-#   make wheel        builds the source distribution and the pure wheel, and tries them outside of the checkout; needs the network
+#   make wheel        builds the source distribution, the pure wheel and one with kernels for the CPU, and tries them outside of the checkout;
+#                     needs the network
 #   make clients      adds the libraries and frameworks that tests/clients run unmodified; without them those tests are skipped
 #   make docs         builds the site of docs/ into site/; a broken link is an error
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
@@ -44,8 +45,9 @@ $(VENV)/.packages: constraints.txt
 	touch $@
 
 # An editable install: changes to Python files need no second one, changes to csrc/ do.
+# What the README's install has built is not built again.
 $(VENV)/.extension: $(VENV)/.packages $(SOURCES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_BUILD_EXT=1 AMPKIT_CUDA=0 \
+	$(BIN)/python tests/project/is_installed.py $(SOURCES) || PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_BUILD_EXT=1 AMPKIT_CUDA=0 \
 	  $(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	$(BIN)/python -m ampkit info
 	touch $@

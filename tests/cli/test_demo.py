@@ -159,7 +159,9 @@ def test_demo_is_shorter_where_torch_has_no_kernels_for_lower_precision(conclude
 def test_short_demo_trains_both_levels_for_a_few_iterations_and_judges_neither(conclude, capsys):
     asked = conclude({level: rows(LOSSES, top1=10.0) for level in ("O0", "O1")}, "--short")
     assert asked == dict.fromkeys(("O0", "O1"), "--image-size 32 --max-iters 8")
-    assert len(re.findall(r"^O[01] .* -$", capsys.readouterr().out, re.MULTILINE)) == 2
+    printed = capsys.readouterr().out
+    assert "Both levels ran 8 iterations: --short only shows that the demo runs." in printed
+    assert not re.search(r"speed-up|^O[01] .*x|within", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -185,7 +187,5 @@ def test_short_demo_runs(tmp_path):
     command = [sys.executable, str(EXAMPLE / "demo.py"), "--short"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    for level in ("O0", "O1"):
-        assert re.search(rf"^{level} +[\d.]+ +[\d.]+x +[\d,]+ MiB +-$", done.stdout, re.MULTILINE)
-    assert re.search(r"O1's losses were within [\d.]+% of O0's", done.stdout)
+    assert "--short only shows that the demo runs" in done.stdout and "speed-up" not in done.stdout
     assert {path.name for path in (tmp_path / "demo").iterdir()} >= {"digits", "O0.jsonl", "O1.jsonl", "losses.png"}
