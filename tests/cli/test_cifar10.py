@@ -28,7 +28,7 @@ def nondeterministic_again():
 @pytest.mark.parametrize("level", others_slow("O2", of=["O0", "O1", "O2", "O3"]))
 def test_resuming_changes_no_bit(example, level, tmp_path, capsys):
     file = tmp_path / "cifar10.pt"
-    example["main"](["--check-resume", "--iters", "2", "--batch-size", "8", "--opt-level", level, "--save", str(file)])
+    example["main"](["--check-resume", "--iters", "2", "--batch-size", "2", "--opt-level", level, "--save", str(file)])
     assert f"{level}: 1 iterations after resuming" in capsys.readouterr().out
     assert torch.load(file)["model"]["classifier.1.weight"].dtype is torch.float32
 
@@ -40,7 +40,7 @@ def test_a_difference_after_resuming_is_noticed(example, tmp_path, monkeypatch):
             self.optimizer.state.clear()  # the momentum
 
     monkeypatch.setitem(example["check_resume"].__globals__, "Run", Forgetful)
-    arguments = ["--check-resume", "--iters", "3", "--batch-size", "8", "--save", str(tmp_path / "cifar10.pt")]
+    arguments = ["--check-resume", "--iters", "2", "--batch-size", "2", "--save", str(tmp_path / "cifar10.pt")]
     with pytest.raises(AssertionError):
         example["main"](arguments)
 
@@ -62,11 +62,15 @@ def test_the_files_of_cifar10_are_read(example, tmp_path, monkeypatch):
     assert torch.equal(judged.flatten(1), torch.tensor(pixels).float() / 128 - 1)
 
 
-def test_a_batch_that_is_no_multiple_of_8_is_noted(example, capsys, tmp_path):
+def test_a_batch_that_is_no_multiple_of_8_is_noted(example, capsys, tmp_path, monkeypatch):
+    few = tuple(part[:8] for part in example["load_images"](example["parse_args"]([])))
+    monkeypatch.setitem(example["main"].__globals__, "load_images", lambda args: few)
     example["main"](["--iters", "0", "--batch-size", "12", "--save", str(tmp_path / "cifar10.pt")])
-    assert "12 is no multiple of 8" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "12 is no multiple of 8" in said.err and "0 iterations" in said.out and "of 8 right" in said.out
 
 
+@pytest.mark.slow
 def test_sizes_are_compared_with_64_channels():
     rows = runpy.run_path(str(FOLDER / "multiples_of_8.py"))["rows"](1)
     assert [size for size, _, _ in rows] == [60, 63, 64, 65, 68, 72]

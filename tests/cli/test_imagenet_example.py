@@ -276,10 +276,10 @@ def test_step_in_parts_is_the_step_of_the_batch(example, parts, clip):
 
 
 def test_evaluate_repeats_the_validation_of_the_checkpoint(train, tmp_path):
-    trained = train("-a resnet18 --opt-level O2 --max-iters 2 --augment none", "trained")
+    trained = train("-a shufflenet_v2_x0_5 --opt-level O2 --max-iters 2 --augment none", "trained")
     saved = (tmp_path / "trained" / "checkpoint.pth.tar").read_bytes()
     resume = f"--resume {tmp_path / 'trained' / 'model_best.pth.tar'}"
-    evaluated = train(f"-a resnet18 --opt-level O2 --augment none --evaluate {resume}", "evaluated")
+    evaluated = train(f"-a shufflenet_v2_x0_5 --opt-level O2 --augment none --evaluate {resume}", "evaluated")
     compared = "phase epoch iteration loss top1 top5 loss_scale skipped".split()
     assert [{key: row[key] for key in compared} for row in evaluated] == [{key: trained[-1][key] for key in compared}]
     assert (tmp_path / "trained" / "checkpoint.pth.tar").read_bytes() == saved
@@ -317,9 +317,9 @@ def test_checkpoint_that_cannot_be_continued_says_why(example, train, tmp_path):
     torch.save({"model": {}}, tmp_path / "bare")
     with pytest.raises(error, match="found a file without amp, best_top1, iteration, optimizer"):
         train(f"--resume {tmp_path / 'bare'}")
-    train("-a resnet18 --max-iters 1", "small")
+    train("-a shufflenet_v2_x0_5 --max-iters 1", "small")
     with pytest.raises(error, match=r"global_batch 16 \(this run: 8\).* Give the same settings"):
-        train(f"-a resnet18 --b 8 --resume {tmp_path / 'small' / 'checkpoint.pth.tar'}", "other")
+        train(f"-a shufflenet_v2_x0_5 --b 8 --resume {tmp_path / 'small' / 'checkpoint.pth.tar'}", "other")
     assert not (tmp_path / "other").exists() and not (tmp_path / "out").exists()
 
 

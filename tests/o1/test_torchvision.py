@@ -1,10 +1,11 @@
 """torchvision's operators and detection models, at every level: boxes are compared and moved in float32."""
 
+import itertools
 import sys
 
 import pytest
 import torch
-from helpers import o1
+from helpers import o1, others_slow
 from torch import nn
 from torch._ops import OpOverloadPacket
 
@@ -279,19 +280,23 @@ def check_training(model, level):
         ampkit.close()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("cls", [detection.FasterRCNN, detection.MaskRCNN])
+TWO_STAGE = itertools.product([detection.FasterRCNN, detection.MaskRCNN], ["O1", "O2", "O4", "O5"])
+ONE_STAGE = itertools.product([detection.RetinaNet, detection.FCOS], ["O1", "O2"])
+
+
+@pytest.mark.parametrize(
+    "cls, level", others_slow((detection.MaskRCNN, "O1"), (detection.FasterRCNN, "O2"), of=TWO_STAGE)
+)
 def test_detector_trains_and_evaluates(cls, level):
     check_training(detector(cls), level)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("cls", [detection.RetinaNet, detection.FCOS])
+@pytest.mark.parametrize("cls, level", others_slow((detection.RetinaNet, "O2"), (detection.FCOS, "O1"), of=ONE_STAGE))
 def test_one_stage_detector_trains_and_evaluates(cls, level):
     check_training(detector(cls), level)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", others_slow("O2", of=["O2", "O5"]))
 def test_detector_inside_another_model_trains(level):
     model = Wrapped(detector(detection.FasterRCNN))
     check_training(model, level)
