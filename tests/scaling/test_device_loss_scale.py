@@ -86,7 +86,7 @@ def no_host_reads(device, monkeypatch, may_wait=False):
 
         patch.setattr(HostCopy, "read", read)
         # What plain torch does on every device but the CPU, where it looks at the values to save time.
-        patch.setattr(reference, "_norms", lambda pieces, wide: torch.stack(torch._foreach_norm(pieces, 2, dtype=wide)))
+        patch.setattr(reference, "_norm_in_pieces", lambda flat: torch.linalg.vector_norm(flat, dtype=torch.float64))
         if device.type == "cuda" and not may_wait:
             torch.cuda.set_sync_debug_mode("error")
         try:
