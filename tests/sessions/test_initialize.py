@@ -354,10 +354,10 @@ def ways_out_taken(level, **settings):
 
 @pytest.mark.parametrize(
     "level, share, settings",
-    [(level, "all", {}) for level in LEVELS if level not in ("O1", "O4")]
-    + [("O1", "some", {})]  # all of them take half a minute
-    + [pytest.param(level, "all", {}, marks=pytest.mark.slow) for level in ("O1", "O4")]
-    + [("O1", "first", {"keep_fp32": nn.Linear}), ("O3", "all", {"keep_fp32": "2"})],
+    [("O0", "all", {})]
+    + [(level, "some", {}) for level in ("O1", "O2", "O3", "O5")]  # all of them take a quarter to half a minute
+    + [pytest.param(level, "all", {}, marks=pytest.mark.slow) for level in LEVELS if level != "O0"]
+    + [("O1", "first", {"keep_fp32": nn.Linear}), ("O3", "some", {"keep_fp32": "2"})],
 )
 def test_failure_halfway_undoes_everything(level, share, settings):
     times = ways_out_taken(level, **settings)
