@@ -37,9 +37,6 @@
 #undef AMPKIT_CAPABILITY
 #undef AMPKIT_LANES
 
-// x86-64-v2: every processor since 2009.
-#pragma GCC push_options
-#pragma GCC target("sse4.2")
 #endif
 
 #define AMPKIT_CAPABILITY baseline
@@ -48,7 +45,3 @@
 #include AMPKIT_SOURCE
 #undef AMPKIT_CAPABILITY
 #undef AMPKIT_LANES
-
-#if AMPKIT_X86_VARIANTS
-#pragma GCC pop_options
-#endif

@@ -19,9 +19,8 @@ static int32_t axpby_tile(const X* x, const float* y, float* out, int64_t n, Axp
 }
 
 // Returns whether the checked inputs of the block are finite.
-static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_x, bool check_y, bool streams) {
+static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_x, bool check_y) {
   const FlatTensor<3>& tensor = *block.tensor;
-  streams = streams && tensor.data[2] != tensor.data[0] && tensor.data[2] != tensor.data[1];
   TileBuffer x_buffer, y_buffer, out_buffer;
   const int32_t x_mask = check_x ? -1 : 0, y_mask = check_y ? -1 : 0;
   int32_t highest = 0;
@@ -29,14 +28,13 @@ static bool axpby_block(const Block<3>& block, AxpbyFunctor functor, bool check_
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kTile ? block.size - start : kTile;
     const float* y = load(tensor.data[1], tensor.dtype[1], offset, n, y_buffer);
-    float* out = target(tensor.data[2], tensor.dtype[2], offset, out_buffer, streams);
+    float* out = target(tensor.data[2], tensor.dtype[2], offset, out_buffer);
     const int32_t magnitude = visit_tile(tensor.data[0], tensor.dtype[0], offset, n, x_buffer, [&](const auto* x) {
       return axpby_tile(x, y, out, n, functor, x_mask, y_mask);
     });
     highest = magnitude > highest ? magnitude : highest;
-    store(out, tensor.data[2], tensor.dtype[2], offset, n, streams);
+    store(out, tensor.data[2], tensor.dtype[2], offset, n);
   }
-  finish_streams(streams);
   return highest < kInfinityBits;
 }
 
@@ -65,11 +63,10 @@ void multi_tensor_axpby_cpu(const TensorList& xs, const TensorList& ys, const Te
   const Findings findings(op, found_inf, first_bad, xs[0]);
   const AxpbyFunctor functor(number(op, a, a_tensor, xs[0]), number(op, b, b_tensor, xs[0]));
   const auto blocks = blocks_of(lists.flat());
-  const bool streams = exceeds_caches(blocks);
   const auto axpby_block = AMPKIT_VARIANT(axpby_block);
   SharedFindings found;
   for_each_block(blocks, [&](int64_t i) {
-    if (!axpby_block(blocks[i], functor, arg_to_check != 1, arg_to_check != 0, streams))
+    if (!axpby_block(blocks[i], functor, arg_to_check != 1, arg_to_check != 0))
       found.report(blocks[i].tensor - lists.flat().data());
   });
   found.write(findings);

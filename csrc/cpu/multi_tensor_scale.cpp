@@ -4,20 +4,6 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-template <bool kStreams, class In, class Out>
-AMPKIT_VECTOR_INLINE void put_product(const In*, Out* to, Vector x, int64_t count) {
-  put<kStreams>(to, x, count);
-}
-
-// Loss scales are powers of two: but for subnormals, nothing is rounded.
-template <bool kStreams>
-AMPKIT_VECTOR_INLINE void put_product(const BFloat16*, BFloat16* to, Vector x, int64_t count) {
-  if (count == kLanes && are_bfloat16(x))
-    store_words(&to->bits, words_of(x) >> 16);
-  else
-    put<kStreams>(to, x, count);
-}
-
 // A copy multiplies by nothing, as torch's: a product would flush denormals where torch.set_flush_denormal(True) asks for it.
 struct Same {
   template <class Floats>
@@ -27,33 +13,29 @@ struct Same {
 };
 
 // Returns whether all inputs are finite, if asked to look. out may be x itself, element for element.
-template <bool kChecks, bool kStreams, class In, class Out, class Functor>
+template <bool kChecks, class In, class Out, class Functor>
 static bool scale_run(const In* x, Out* out, int64_t n, Functor functor) {
   Words distances = {};
   for_each_vector(x, n, [&](int64_t i, Vector v, int64_t count) {
     if (kChecks) distances |= distance_to_itself(v);
-    put_product<kStreams>(x, out + i, functor(v), count);
+    put(out + i, functor(v), count);
   });
   return are_zero(distances);
 }
 
 template <class Functor>
-static bool map_block(const Block<2>& block, Functor functor, bool checks, bool streams) {
+static bool map_block(const Block<2>& block, Functor functor, bool checks) {
   const FlatTensor<2>& tensor = *block.tensor;
   const int64_t n = block.size;
-  streams = streams && can_stream(tensor.data[1], tensor.dtype[1], tensor.data[0]);
-  const bool finite = visit(tensor.data[0], tensor.dtype[0], block.offset, [&](const auto* x) {
+  return visit(tensor.data[0], tensor.dtype[0], block.offset, [&](const auto* x) {
     return visit(tensor.data[1], tensor.dtype[1], block.offset, [&](auto* out) {
-      if (streams) return checks ? scale_run<true, true>(x, out, n, functor) : scale_run<false, true>(x, out, n, functor);
-      return checks ? scale_run<true, false>(x, out, n, functor) : scale_run<false, false>(x, out, n, functor);
+      return checks ? scale_run<true>(x, out, n, functor) : scale_run<false>(x, out, n, functor);
     });
   });
-  finish_streams(streams);
-  return finite;
 }
 
-static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool copies, bool checks, bool streams) {
-  return copies ? map_block(block, Same(), checks, streams) : map_block(block, functor, checks, streams);
+static bool scale_block(const Block<2>& block, ScaleFunctor functor, bool copies, bool checks) {
+  return copies ? map_block(block, Same(), checks) : map_block(block, functor, checks);
 }
 
 }  // namespace AMPKIT_CAPABILITY
@@ -79,12 +61,12 @@ void multi_tensor_scale_cpu(const TensorList& inputs, const TensorList& outputs,
   const Findings findings(op, found_inf, first_bad, sources[0]);
   const ScaleFunctor functor(number(op, scale, scale_tensor, sources[0]));
   const auto blocks = blocks_of(lists.flat());
-  const bool checks = findings.found_inf != nullptr || findings.first_bad != nullptr, streams = exceeds_caches(blocks);
+  const bool checks = findings.found_inf != nullptr || findings.first_bad != nullptr;
   const bool copies = !scale_tensor.has_value() && scale == 1.0;
   const auto scale_block = AMPKIT_VARIANT(scale_block);
   SharedFindings found;
   for_each_block(blocks, [&](int64_t i) {
-    if (!scale_block(blocks[i], functor, copies, checks, streams)) found.report(blocks[i].tensor - lists.flat().data());
+    if (!scale_block(blocks[i], functor, copies, checks)) found.report(blocks[i].tensor - lists.flat().data());
   });
   found.write(findings);
 }

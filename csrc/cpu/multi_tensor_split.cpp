@@ -4,20 +4,19 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-// Tile by tile, since values that are not float32, or are streamed, go through a buffer.
-static void join_block(const Block<3>& block, bool streams) {
+// Tile by tile, since values that are not float32, go through a buffer.
+static void join_block(const Block<3>& block) {
   const auto& [data, dtype, numel] = *block.tensor;
   TileBuffer buffer;
   for (int64_t start = 0; start < block.size; start += kTile) {
     const int64_t offset = block.offset + start, n = block.size - start < kTile ? block.size - start : kTile;
-    float* to = target(data[2], dtype[2], offset, buffer, streams);
+    float* to = target(data[2], dtype[2], offset, buffer);
     visit_rests(data[0], data[1], dtype[0], offset, [&](auto from) { from.copy_to(to, n); });
-    store(to, data[2], dtype[2], offset, n, streams);
+    store(to, data[2], dtype[2], offset, n);
   }
-  finish_streams(streams);
 }
 
-static void split_block(const Block<3>& block, bool) {
+static void split_block(const Block<3>& block) {
   const auto& [data, dtype, numel] = *block.tensor;
   TileBuffer buffer;
   for (int64_t start = 0; start < block.size; start += kTile) {
@@ -44,8 +43,7 @@ namespace {
 template <class Kernel>
 void run(TensorLists<3> lists, const Kernel& kernel) {
   const auto blocks = blocks_of(lists.flat());
-  const bool streams = exceeds_caches(blocks);
-  for_each_block(blocks, [&](int64_t i) { kernel(blocks[i], streams); });
+  for_each_block(blocks, [&](int64_t i) { kernel(blocks[i]); });
 }
 
 }  // namespace

@@ -14,7 +14,6 @@ void run_blocks(const Step& step, const std::vector<Block<Step::kDepth>>& blocks
   static_assert(kBlockSize % kMomentBlock == 0, "blocks of tensors hold whole blocks of moments");
   const Functor functor(step.settings);
   const auto* tensors = step.lists.flat().data();
-  const bool streams = exceeds_caches(blocks);
   const bool rounds = step.rounding.draws() || step.lists.has_packed();
   const auto plain = AMPKIT_VARIANT(step_block<Functor>);
   const auto rounded = [] {
@@ -25,8 +24,8 @@ void run_blocks(const Step& step, const std::vector<Block<Step::kDepth>>& blocks
     const int64_t index = blocks[i].tensor - tensors;
     const float of_tensor = each == nullptr ? 1.0f : each[index];
     if constexpr (Functor::kTakesRests)
-      if (rounds) return rounded(blocks[i], functor, of_tensor, step.rounding, index, step.writes_lower, streams);
-    plain(blocks[i], functor, of_tensor, step.writes_lower, streams, sums + 2 * i);
+      if (rounds) return rounded(blocks[i], functor, of_tensor, step.rounding, index, step.writes_lower);
+    plain(blocks[i], functor, of_tensor, step.writes_lower, sums + 2 * i);
   });
 }
 

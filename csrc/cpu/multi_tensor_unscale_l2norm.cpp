@@ -6,32 +6,28 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-template <bool kStreams, class In, class Out>
+template <class In, class Out>
 static SumOfSquares unscale_run(const In* x, Out* out, int64_t n, ScaleFunctor functor) {
-  const auto write = [&](int64_t i, Vector v, int64_t count) { put<kStreams>(out + i, functor(v), count); };
+  const auto write = [&](int64_t i, Vector v, int64_t count) { put(out + i, functor(v), count); };
   if (static_cast<const void*>(x) != out) return sum_of_squares(x, n, write);
   const SumOfSquares squares = sum_of_squares(x, n);  // may look twice: before anything is overwritten
   for_each_vector(x, n, write);
   return squares;
 }
 
-static SumOfSquares unscale_block(const Block<2>& block, ScaleFunctor functor, bool writes, bool streams) {
+static SumOfSquares unscale_block(const Block<2>& block, ScaleFunctor functor, bool writes) {
   const FlatTensor<2>& tensor = *block.tensor;
-  streams = writes && streams && can_stream(tensor.data[1], tensor.dtype[1], tensor.data[0]);
   SumOfSquares all = {0, true};
   for (int64_t start = 0; start < block.size; start += kSquares) {
     const int64_t offset = block.offset + start;
     const int64_t n = block.size - start < kSquares ? block.size - start : kSquares;
     const SumOfSquares squares = visit(tensor.data[0], tensor.dtype[0], offset, [&](const auto* x) {
       if (!writes) return sum_of_squares(x, n);
-      return visit(tensor.data[1], tensor.dtype[1], offset, [&](auto* out) {
-        return streams ? unscale_run<true>(x, out, n, functor) : unscale_run<false>(x, out, n, functor);
-      });
+      return visit(tensor.data[1], tensor.dtype[1], offset, [&](auto* out) { return unscale_run(x, out, n, functor); });
     });
     all.sum += squares.sum;
     all.finite = all.finite && squares.finite;
   }
-  finish_streams(streams);
   return all;
 }
 
@@ -60,12 +56,11 @@ TwoTensors multi_tensor_unscale_l2norm_cpu(const TensorList& inputs, const Tenso
   const bool writes = !outputs.empty();
   TensorLists<2> lists(op, {{{inputs, Role::kRead}, {writes ? outputs : inputs, writes ? Role::kWrite : Role::kRead}}});
   const auto blocks = blocks_of(lists.flat());
-  const bool streams = exceeds_caches(blocks);
   const auto unscale_block = AMPKIT_VARIANT(unscale_block);
   SharedFindings found;
   std::vector<double> sums(blocks.size());
   for_each_block(blocks, [&](int64_t i) {
-    const auto squares = unscale_block(blocks[i], functor, writes, streams);
+    const auto squares = unscale_block(blocks[i], functor, writes);
     sums[i] = squares.sum;
     if (!squares.finite) found.report(blocks[i].tensor - lists.flat().data());
   });

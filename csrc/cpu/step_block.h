@@ -1,7 +1,7 @@
 // step_block: the kernel of every optimizer's step, over any functor of functors/multi_tensor_step.h. Included once per
 // instruction set, by cpu/each_capability.h.
 //
-// Memory traffic: gradients read once, parameters and states read and written once, lower written once (streamed), or, where it
+// Memory traffic: gradients read once, parameters and states read and written once, lower written once, or, where it
 // holds rests (Note [weights and rests]), read and written once.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
@@ -66,8 +66,7 @@ static void directions_tile(const Grad* g, const float* p, float* a, float* b, i
 
 // sums: two of the block, for rules with kSumsSquares.
 template <class Functor>
-static void step_block(const Block<Functor::kStates + 3>& block, Functor functor, float each, bool writes_lower, bool streams,
-                       double* sums) {
+static void step_block(const Block<Functor::kStates + 3>& block, Functor functor, float each, bool writes_lower, double* sums) {
   constexpr int kStates = Functor::kStates, kLower = kStates + 2;
   const FlatTensor<kStates + 3>& tensor = *block.tensor;
   const auto data = tensor.data;
@@ -90,13 +89,12 @@ static void step_block(const Block<Functor::kStates + 3>& block, Functor functor
         [&](const float* p) {
           if (Functor::kSumsSquares) return;
           store(p, data[1], dtype[1], offset, n);
-          if (writes_lower) store(p, data[kLower], dtype[kLower], offset, n, streams);
+          if (writes_lower) store(p, data[kLower], dtype[kLower], offset, n);
         });
     if (Functor::kKeepsStates) continue;
     if (kStates > 0) store(a, data[2], dtype[2], offset, n);
     if (kStates > 1) store(b, data[3], dtype[3], offset, n);
   }
-  finish_streams(writes_lower && streams);
 }
 
 }  // namespace AMPKIT_CAPABILITY

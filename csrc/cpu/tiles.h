@@ -8,8 +8,6 @@
 // first-level cache instead. load() gives a tile as float32: the memory itself where it is float32 already, a converted copy
 // otherwise. The arithmetic is a plain loop over float32. target() and store() do the same on the way out, edit() and store()
 // where a tile is updated in place. visit_tile() leaves bfloat16, which is a shift, alone, for loops that are templates over it.
-//
-// Outputs too long for the caches may be streamed: written past them, which saves reading their lines first.
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
@@ -57,14 +55,14 @@ AMPKIT_VECTOR_INLINE Words is_above(Words x, int32_t limit) {
   return reinterpret_cast<const Words&>(static_cast<const Integers&>(reinterpret_cast<const Integers&>(x) > limit));
 }
 // One instruction each; what the compiler makes of __builtin_convertvector takes five.
-#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
+#if AMPKIT_LANES == 16
 AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
   return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
 }
 AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
 }
-#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
+#elif AMPKIT_LANES == 8
 AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
   return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
 }
@@ -72,14 +70,6 @@ AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
   const __m256i words = reinterpret_cast<__m256i>(x);
   const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
-}
-#elif AMPKIT_X86_VARIANTS
-AMPKIT_VECTOR_INLINE Words load_words(const uint16_t* x) {
-  return reinterpret_cast<Words>(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
-}
-AMPKIT_VECTOR_INLINE void store_words(uint16_t* to, Words x) {
-  const __m128i words = reinterpret_cast<__m128i>(x);
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(words, words));
 }
 #else
 typedef uint16_t HalfWords __attribute__((vector_size(2 * AMPKIT_LANES), aligned(2), may_alias));
@@ -144,19 +134,6 @@ AMPKIT_VECTOR_INLINE Words bfloat16_bits(Vector x) {
 }
 AMPKIT_VECTOR_INLINE void store_vector(BFloat16* to, Vector x) { store_words(&to->bits, bfloat16_bits(x)); }
 
-// Whether bfloat16 holds these as they are: rounding takes longer than to ask.
-AMPKIT_VECTOR_INLINE bool are_bfloat16(Vector x) {
-#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
-  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(x), _mm512_set1_epi32(0xffff)) == 0;
-#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
-  return _mm256_testz_si256(reinterpret_cast<__m256i>(x), _mm256_set1_epi32(0xffff)) != 0;
-#elif AMPKIT_X86_VARIANTS
-  return _mm_testz_si128(reinterpret_cast<__m128i>(x), _mm_set1_epi32(0xffff)) != 0;
-#else
-  return false;
-#endif
-}
-
 // The first n of a vector; the rest is 0, and not written.
 template <class T>
 AMPKIT_VECTOR_INLINE Vector load_part(const T* x, int64_t n) {
@@ -183,28 +160,6 @@ static inline bool are_zero(const Words& words) {
   return any == 0;
 }
 
-// Past the caches; the address is a multiple of a vector's size.
-AMPKIT_VECTOR_INLINE void stream_vector(float* to, Vector x) {
-#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
-  _mm512_stream_ps(to, x);
-#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
-  _mm256_stream_ps(to, x);
-#elif AMPKIT_X86_VARIANTS
-  _mm_stream_ps(to, x);
-#else
-  store_vector(to, x);
-#endif
-}
-template <class T>
-AMPKIT_VECTOR_INLINE void stream_vector(T* to, Vector x) {
-  store_vector(to, x);
-}
-
-// Whether to stream to a tensor: only float32 is worth it, and what is read from the same lines is in the cache already.
-static inline bool can_stream(const void* to, DType dtype, const void* from) {
-  return dtype == DType::kFloat && to != from && reinterpret_cast<uintptr_t>(to) % 64 == 0;
-}
-
 // Calls body with the memory of elements [offset, ...), as a pointer to their type.
 template <class Body>
 AMPKIT_VECTOR_INLINE auto visit(void* data, DType dtype, int64_t offset, const Body& body) {
@@ -222,17 +177,14 @@ AMPKIT_VECTOR_INLINE void for_each_vector(const T* x, int64_t n, const Body& bod
   if (i < n) body(i, load_part(x + i, n - i), n - i);
 }
 
-template <bool kStreams, class T>
+template <class T>
 AMPKIT_VECTOR_INLINE void put(T* to, Vector x, int64_t count) {
-  if (count < kLanes)
-    store_part(to, x, count);
-  else
-    kStreams ? stream_vector(to, x) : store_vector(to, x);
+  count < kLanes ? store_part(to, x, count) : store_vector(to, x);
 }
 
 template <class In, class Out>
 static inline void convert(const In* from, Out* to, int64_t n) {
-  for_each_vector(from, n, [&](int64_t i, Vector v, int64_t count) { put<false>(to + i, v, count); });
+  for_each_vector(from, n, [&](int64_t i, Vector v, int64_t count) { put(to + i, v, count); });
 }
 
 // Elements [offset, offset + n) as float32.
@@ -251,55 +203,19 @@ static inline float* edit(void* data, DType dtype, int64_t offset, int64_t n, Ti
 }
 
 // Where to put float32 results that store() will bring to their place.
-static inline float* target(void* data, DType dtype, int64_t offset, TileBuffer& buffer, bool streams = false) {
-  return dtype == DType::kFloat && !streams ? static_cast<float*>(data) + offset : buffer.values;
+static inline float* target(void* data, DType dtype, int64_t offset, TileBuffer& buffer) {
+  return dtype == DType::kFloat ? static_cast<float*>(data) + offset : buffer.values;
 }
 
-// Copies past the caches. Lines that are not written whole are written the ordinary way.
-static inline void stream(void* to, const void* from, int64_t bytes) {
-  int64_t i = 0;
-#if AMPKIT_X86_VARIANTS
-  char* target = static_cast<char*>(to);
-  const char* source = static_cast<const char*>(from);
-  if (reinterpret_cast<uintptr_t>(target) % 64 == 0)
-    for (; i + 64 <= bytes; i += 64) {
-#if AMPKIT_LANES == 16
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), _mm512_loadu_si512(source + i));
-#elif AMPKIT_LANES == 8
-      for (int64_t k = i; k < i + 64; k += 32)
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(target + k), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + k)));
-#else
-      for (int64_t k = i; k < i + 64; k += 16)
-        _mm_stream_si128(reinterpret_cast<__m128i*>(target + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + k)));
-#endif
-    }
-#endif
-  if (i < bytes) __builtin_memcpy(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, static_cast<size_t>(bytes - i));
-}
-
-// Streamed writes become visible to other threads after this.
-static inline void finish_streams(bool streams) {
-#if AMPKIT_X86_VARIANTS
-  if (streams) _mm_sfence();
-#else
-  (void)streams;
-#endif
-}
-
-static inline void store(const float* values, void* data, DType dtype, int64_t offset, int64_t n, bool streams = false) {
+static inline void store(const float* values, void* data, DType dtype, int64_t offset, int64_t n) {
   if (dtype == DType::kFloat) {
     float* to = static_cast<float*>(data) + offset;
-    if (to != values) streams ? stream(to, values, n * 4) : static_cast<void>(__builtin_memcpy(to, values, static_cast<size_t>(n) * 4));
-    return;
+    if (to != values) __builtin_memcpy(to, values, static_cast<size_t>(n) * 4);
+  } else if (dtype == DType::kHalf) {
+    convert(values, static_cast<Half*>(data) + offset, n);
+  } else {
+    convert(values, static_cast<BFloat16*>(data) + offset, n);
   }
-  uint16_t* to = static_cast<uint16_t*>(data) + offset;
-  alignas(64) uint16_t narrow[kTile];
-  uint16_t* narrowed = streams ? narrow : to;
-  if (dtype == DType::kHalf)
-    convert(values, reinterpret_cast<Half*>(narrowed), n);
-  else
-    convert(values, reinterpret_cast<BFloat16*>(narrowed), n);
-  if (streams) stream(to, narrowed, n * 2);
 }
 
 // Calls body with elements [offset, offset + n) as a loop reads them: float, or BFloat16.

@@ -3,30 +3,24 @@
 namespace ampkit {
 namespace AMPKIT_CAPABILITY {
 
-// One intrinsic of the instruction set at hand: the three differ by width alone. Bits are combined by operators of the language.
-#if AMPKIT_X86_VARIANTS && AMPKIT_LANES == 16
+// One intrinsic of the instruction set at hand: the two differ by width alone. Bits are combined by operators of the language.
+#if AMPKIT_LANES == 16
 #undef AMPKIT_INTRINSIC
 #define AMPKIT_INTRINSIC(name) _mm512_##name
 typedef __m512i Register;
-#elif AMPKIT_X86_VARIANTS && AMPKIT_LANES == 8
+#elif AMPKIT_LANES == 8
 #undef AMPKIT_INTRINSIC
 #define AMPKIT_INTRINSIC(name) _mm256_##name
 typedef __m256i Register;
-#elif AMPKIT_X86_VARIANTS
-#undef AMPKIT_INTRINSIC
-#define AMPKIT_INTRINSIC(name) _mm_##name
-typedef __m128i Register;
 #endif
 
 // Calls of Philox at once, each in the lower half of a lane of 64 bits: what is in the upper halves does not count.
-#if AMPKIT_X86_VARIANTS
+#if AMPKIT_LANES > 4
 typedef Register Calls;
 AMPKIT_VECTOR_INLINE Calls product_of_calls(Calls x, Calls y) { return AMPKIT_INTRINSIC(mul_epu32)(x, y); }
 AMPKIT_VECTOR_INLINE Calls upper_half(Calls x) { return AMPKIT_INTRINSIC(srli_epi64)(x, 32); }
 AMPKIT_VECTOR_INLINE Calls to_upper_half(Calls x) { return AMPKIT_INTRINSIC(slli_epi64)(x, 32); }
-#if AMPKIT_LANES == 4
-AMPKIT_VECTOR_INLINE Calls all_calls(uint64_t x) { return _mm_set1_epi64x(static_cast<long long>(x)); }
-#elif AMPKIT_LANES == 8
+#if AMPKIT_LANES == 8
 AMPKIT_VECTOR_INLINE Calls all_calls(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
 #else
 AMPKIT_VECTOR_INLINE Calls all_calls(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
@@ -86,13 +80,9 @@ static void draw(const Philox philox, uint32_t stream, int64_t offset, int64_t n
 // The numbers of elements [i, i + kLanes), which begin at a multiple of that.
 AMPKIT_VECTOR_INLINE Words numbers(const Drawn& drawn, int64_t i) {
   const uint32_t* words = drawn.words + i / 4;
-#if AMPKIT_X86_VARIANTS
+#if AMPKIT_LANES > 4
   const __m128i turns = _mm_setr_epi8(0, 1, 2, 3, 3, 0, 1, 2, 2, 3, 0, 1, 1, 2, 3, 0);
-#if AMPKIT_LANES == 4
-  uint32_t word;
-  __builtin_memcpy(&word, words, sizeof(word));
-  return reinterpret_cast<Words>(_mm_shuffle_epi8(_mm_cvtsi32_si128(static_cast<int>(word)), turns));
-#elif AMPKIT_LANES == 8
+#if AMPKIT_LANES == 8
   uint64_t pair;
   __builtin_memcpy(&pair, words, sizeof(pair));
   const __m256i each = _mm256_set_m128i(_mm_or_si128(turns, _mm_set1_epi8(4)), turns);

@@ -42,7 +42,7 @@ static void pack(const float* x, const PackedMoment& to, int64_t n, const Drawn*
   }
 }
 
-#if AMPKIT_X86_VARIANTS
+#if AMPKIT_LANES > 4
 // Two registers of words become one of places, 16 bits each, in an order of their own, and two of these one of codes.
 constexpr int kPlaces = 2 * kLanes, kPairs = kMomentBlock / kPlaces;
 typedef Register Pair[2];
@@ -54,19 +54,7 @@ AMPKIT_VECTOR_INLINE Register smaller(Register x, Register y) { return AMPKIT_IN
 // Negative words become 0.
 AMPKIT_VECTOR_INLINE Register narrowed(Register x, Register y) { return AMPKIT_INTRINSIC(packus_epi32)(x, y); }
 
-#if AMPKIT_LANES == 4
-template <class Code>
-AMPKIT_VECTOR_INLINE Register load_codes(const uint8_t* x) {
-  int codes;
-  __builtin_memcpy(&codes, x, sizeof(codes));
-  return Code::kSigned ? _mm_cvtepi8_epi32(_mm_cvtsi32_si128(codes)) : _mm_cvtepu8_epi32(_mm_cvtsi32_si128(codes));
-}
-AMPKIT_VECTOR_INLINE Register in_order(Register codes) { return codes; }
-AMPKIT_VECTOR_INLINE bool any_exceeds(Register places, uint32_t limit) {
-  return _mm_movemask_epi8(_mm_cmpgt_epi16(places, all_places(limit))) != 0;
-}
-AMPKIT_VECTOR_INLINE __m128i eighth(Register places) { return places; }
-#elif AMPKIT_LANES == 8
+#if AMPKIT_LANES == 8
 template <class Code>
 AMPKIT_VECTOR_INLINE Register load_codes(const uint8_t* x) {
   const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));

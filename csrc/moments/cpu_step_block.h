@@ -39,7 +39,7 @@ static void store_moment(const float* x, void* data, DType dtype, int64_t numel,
 
 template <class Functor>
 static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor functor, float each, const Rounding& rounding,
-                               int64_t index, bool writes_lower, bool streams) {
+                               int64_t index, bool writes_lower) {
   constexpr int kStates = Functor::kStates, kLower = kStates + 2;
   const FlatTensor<kStates + 3>& tensor = *block.tensor;
   const auto data = tensor.data;
@@ -51,7 +51,7 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
   };
   const bool draws_moments = (kStates > 0 && is_drawn(2)) || (kStates > 1 && is_drawn(3));
   const bool draws_param = !is_rest(dtype[kLower]) && rounding.params && is_drawn(1);
-  const bool packs = AMPKIT_X86_VARIANTS && kStates > 0 && dtype[2] == DType::kPacked &&
+  const bool packs = kLanes > 4 && kStates > 0 && dtype[2] == DType::kPacked &&
                      (kStates == 1 || dtype[kStates + 1] == DType::kPacked);
   TileBuffer g_buffer, p_buffer, a_buffer, b_buffer;
   Drawn for_moments, for_param;
@@ -60,12 +60,12 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
     const int64_t offset = block.offset + start;
     n = block.size - start < kTile ? block.size - start : kTile;
     if (packs && n > kMomentBlock) n -= n % kMomentBlock;
-    const bool whole = packs && n % kMomentBlock == 0;
+    [[maybe_unused]] const bool whole = packs && n % kMomentBlock == 0;
     if (draws_moments) draw(philox, kMoments, offset, n, for_moments);
     if (draws_param) draw(philox, kParam, offset, n, for_param);
     const Drawn* drawn = draws_moments ? &for_moments : nullptr;
     const auto update = [&](const auto* g, auto params) {
-#if AMPKIT_X86_VARIANTS
+#if AMPKIT_LANES > 4
       if constexpr (kStates > 0)
         if (whole) {
           const PackedMoment a = packed_moment(data[2], tensor.numel, offset);
@@ -83,10 +83,9 @@ static void rounded_step_block(const Block<Functor::kStates + 3>& block, Functor
     };
     visit_step<Functor>(tensor, offset, n, g_buffer, p_buffer, update, [&](const float* p) {
       store_drawn(p, data[1], dtype[1], offset, n, draws_param ? &for_param : nullptr);
-      if (writes_lower) store(p, data[kLower], dtype[kLower], offset, n, streams);
+      if (writes_lower) store(p, data[kLower], dtype[kLower], offset, n);
     });
   }
-  finish_streams(writes_lower && streams);
 }
 
 }  // namespace AMPKIT_CAPABILITY

@@ -354,7 +354,7 @@ def test_one_tensor_of_another_dtype_than_those_before_it(ops, device, name, odd
     assert_agrees(lists)
 
 
-def test_a_large_model_is_streamed_past_the_caches(ops, device):
+def test_a_large_model_whose_tensors_begin_anywhere(ops, device):
     # More than 8 M elements; the second tensor starts in the midst of a cache line.
     sizes = (8_400_001, 100_003)
     grads = [torch.randn(size, device=device).to(BF16) for size in sizes]
