@@ -3,11 +3,17 @@
 $ python cifar10.py                              # scikit-learn's digits as 32 x 32 images: nothing is downloaded
 $ python cifar10.py --data DIR [--download]      # CIFAR-10, as torchvision keeps it in DIR
 $ python cifar10.py --iters 200 --resume cifar10.pt
+$ python cifar10.py --compare --iters 20         # float32 beside O1, O2 and O5: time and memory of an iteration, and the loss
 $ python cifar10.py --check-resume --iters 6     # trains, saves half-way, resumes, and compares every bit
 """
 
 import argparse
+import multiprocessing
+import re
+import resource
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +39,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--save", type=Path, default=Path("cifar10.pt"), metavar="FILE")
     add("--resume", type=Path, metavar="FILE")
+    add("--compare", nargs="*", metavar="LEVEL", help="train at O0 and at these (default: O1 O2 O5), and compare")
     add("--check-resume", action="store_true", help="compare a run that was saved and resumed with one that was not")
     return parser.parse_args(argv)
 
@@ -131,6 +138,43 @@ def check_resume(args: argparse.Namespace, images: torch.Tensor, labels: torch.T
     )
 
 
+def compare(args: argparse.Namespace, levels: Sequence[str]) -> None:
+    """A table of O0 and these levels: milliseconds and memory of an iteration with their ratio to O0's, and the last loss."""
+    print("level   ms/iteration   to O0    peak MiB   to O0    last losses")
+    base: tuple[float, float] | None = None
+    for level in ("O0", *levels):
+        # A process each: what it holds at most is a number of the process.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            seconds, peak, last = pool.apply(measured, (argparse.Namespace(**{**vars(args), "opt_level": level}),))
+        base = base or (seconds, peak)
+        print(
+            f"{level:5} {seconds * 1e3:14.0f} {seconds / base[0]:7.2f} {peak / 2**20:11.0f} {peak / base[1]:7.2f} {last:14.4f}",
+            flush=True,
+        )
+
+
+def measured(args: argparse.Namespace) -> tuple[float, float, float]:
+    """(seconds of an iteration, the median after the first two; bytes held at most; mean of the last ten losses)."""
+    images, labels, _, _ = load_images(args)
+    before = held_at_most()
+    run, seconds, losses = Run(args), [], []
+    for iteration in range(args.iters):
+        start = time.perf_counter()
+        losses += run.train(images, labels, iteration + 1)  # reads the loss, and so waits for the device
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:] or seconds), held_at_most() - before, statistics.mean(losses[-10:])
+
+
+def held_at_most() -> int:
+    """Bytes: of tensors on a GPU, of the whole process elsewhere."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(re.findall(r"VmHWM:\s*(\d+) kB", status.read_text())[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
 def flat(state: Any, name: str = "") -> dict[str, Any]:
     """Nested dicts and lists as one dict."""
     if isinstance(state, dict):
@@ -144,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> float | None:
     args = parse_args(argv)
     if args.batch_size % 8:
         print(f"note: a batch of {args.batch_size} is no multiple of 8; see README.md", file=sys.stderr)
+    if args.compare is not None:
+        return compare(args, args.compare or ["O1", "O2", "O5"])
     images, labels, judged, truth = load_images(args)
     if args.check_resume:
         return check_resume(args, images, labels)

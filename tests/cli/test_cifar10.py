@@ -2,6 +2,8 @@
 
 import pickle
 import runpy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -68,6 +70,20 @@ def test_a_batch_that_is_no_multiple_of_8_is_noted(example, capsys, tmp_path, mo
     example["main"](["--iters", "0", "--batch-size", "12", "--save", str(tmp_path / "cifar10.pt")])
     said = capsys.readouterr()
     assert "12 is no multiple of 8" in said.err and "0 iterations" in said.out and "of 8 right" in said.out
+
+
+def test_levels_are_compared_with_float32_in_time_and_memory():
+    command = [sys.executable, str(FOLDER / "cifar10.py"), "--compare", "O2", "--iters", "1", "--batch-size", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    rows = {row[0]: [float(figure) for figure in row[1:]] for row in map(str.split, done.stdout.splitlines()[1:])}
+    assert list(rows) == ["O0", "O2"]
+    (time, to_time, peak, to_peak, loss), (time_of_o2, to_time_of_o2, peak_of_o2, to_peak_of_o2, loss_of_o2) = (
+        rows.values()
+    )
+    assert to_time == to_peak == 1.0
+    assert to_time_of_o2 == pytest.approx(time_of_o2 / time, rel=0.02, abs=0.02)  # the table rounds
+    assert to_peak_of_o2 == pytest.approx(peak_of_o2 / peak, rel=0.02, abs=0.02)
+    assert loss_of_o2 == pytest.approx(loss, rel=0.05)  # one iteration from the same weights
 
 
 @pytest.mark.slow
