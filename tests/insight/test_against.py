@@ -1,6 +1,7 @@
 """`ampkit.diagnose(iteration, against="fp32")`: errors agree with two runs of the iteration, and the worst line made them."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -78,6 +79,23 @@ def test_a_classifier_has_errors_of_rounding_and_no_line_that_made_more(level):
     assert not found and 0 < found.loss < 0.01 and 0 < found.gradient < 0.03
     assert str(found).startswith(f"against float32, in {found.operations} operations: loss 0.")
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("make, shape", [(nn.Linear, (64, 8)), (partial(nn.Conv1d, kernel_size=1), (64, 8, 4))])
+def test_the_culprit_is_the_norm_that_takes_away_the_mean_and_not_a_bias_whose_gradient_is_0(make, shape):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+    model, optimizer = initialize_quietly(model, lambda params: torch.optim.Adam(params), "O5")
+    x = torch.randn(shape) + 100
+
+    def iteration():
+        loss = model(x).float().square().sum(1).mean()
+        with ampkit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    rows = ampkit.diagnose(iteration, against="fp32").rows
+    assert [row.function for row in rows if not row.backward] == ["torch.nn.functional.batch_norm"]
+    assert max(row.error for row in rows) < 1.5  # the bias' is off by 40 times what it is
 
 
 def test_in_float32_nothing_differs():
