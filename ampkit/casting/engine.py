@@ -371,11 +371,17 @@ class _ForwardScope:
 
     def __enter__(self) -> None:
         self._caches.enter_forward()
-        self._region.__enter__()
+        try:
+            self._region.__enter__()
+        except BaseException:
+            self._caches.leave_forward()
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        self._region.__exit__(*error)
-        self._caches.leave_forward()
+        try:
+            self._region.__exit__(*error)
+        finally:
+            self._caches.leave_forward()
 
 
 def active_casting() -> Casting | None:

@@ -171,15 +171,22 @@ class Region:
         self._narrow = narrow
 
     def __enter__(self) -> Region:
-        self._before = save(self._state.device_types)
-        torch.autocast_increment_nesting()
-        switch(self._state.device_types, self._enabled, self._dtype, self._narrow)
-        return self
+        self._before, regions = save(self._state.device_types), number_of_regions()
+        try:
+            torch.autocast_increment_nesting()
+            switch(self._state.device_types, self._enabled, self._dtype, self._narrow)
+            return self
+        except BaseException:  # KeyboardInterrupt comes between any two lines
+            if number_of_regions() > regions:
+                self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        self._state.restore(self._before)
+        try:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+        finally:
+            self._state.restore(self._before)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -201,8 +208,8 @@ def _traced_regions(device_types: Sequence[str], enabled: bool, dtype: torch.dty
 
 def number_of_regions() -> int:
     """How many regions of torch.autocast this thread is in; in a trace, a constant."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    # One expression, which nothing interrupts: the first number is never 0.
+    return torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
 
 
 # What torch.compiler.assume_constant_result does, without importing dynamo for it.
@@ -251,9 +258,9 @@ def past_autocast(function: Callable, state: CastingState) -> Callable:
             with state.region(False):
                 return function(*args, **kwargs)
         on = [one for one in state.device_types if _is_enabled(one)]
-        for one in on:
-            torch.set_autocast_enabled(one, False)
         try:
+            for one in on:
+                torch.set_autocast_enabled(one, False)
             return function(*args, **kwargs)
         finally:
             if not state.closed:

@@ -64,9 +64,9 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
         if not state.installed:
             return run_backward(*args, **kwargs)
         on = [one for one in state.device_types if torch.is_autocast_enabled(one)]
-        for one in on:
-            torch.set_autocast_enabled(one, False)
         try:
+            for one in on:
+                torch.set_autocast_enabled(one, False)
             return run_backward(*args, **kwargs)
         finally:
             state.switch_back_on(on)

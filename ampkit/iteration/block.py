@@ -61,7 +61,7 @@ class Block:
         )
 
     def __enter__(self) -> torch.Tensor:
-        self._wrappers = wrappers = [*self.named, *self.unnamed]
+        self._wrappers = [*self.named, *self.unnamed]
         self._refuse()
         self.scaling.report_skips()
         if not self.delay_unscale:
@@ -76,15 +76,17 @@ class Block:
             self._stash_gradients()
             if not self.scaler.is_one:
                 self.scaling.advice.before_backward(self.named, scaled, self.delay_unscale)
-        for wrapper in wrappers:
-            wrapper.block = self
         for wrapper in self.named:
             wrapper.findings.scaler = self.scaler
-        return scaled
+        try:
+            self._tell_wrappers(self)
+            return scaled
+        except BaseException:
+            self._tell_wrappers(None)
+            raise
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        for wrapper in self._wrappers:
-            wrapper.block = None
+        self._tell_wrappers(None)
         if not self._is_plain:
             if error_type is None:
                 self._end()
@@ -92,6 +94,10 @@ class Block:
                 self._put_back(BackwardPass(self.scale, done=set()))
         if error_type is not None or not self.delay_unscale:
             drop_casts()
+
+    def _tell_wrappers(self, block: Block | None) -> None:
+        for wrapper in self._wrappers:
+            wrapper.block = block
 
     def _refuse(self) -> None:
         """Raise for an optimizer that was closed since scale_loss was called, and for a block inside of another."""

@@ -25,7 +25,7 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
-from ..errors import ConfigurationError
+from ..errors import AmpkitError, ConfigurationError
 from ..logs import logger
 from ..optimizers.fused import StepInputs
 from ..optimizers.scales import is_one
@@ -45,6 +45,11 @@ _compiling = torch.compiler.is_dynamo_compiling
 # Those of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
 _pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
 _post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+
+_AMID_UPDATE = (
+    "ampkit: this was raised while optimizer.step() updated weights: some may be updated and others not. To train on, load a "
+    "checkpoint."
+)
 
 
 class OptimizerWrapper:
@@ -245,13 +250,17 @@ class OptimizerWrapper:
             with _casting_disabled(), self._over_stand_ins(one_pass, found_inf):
                 result = original(*args, **kwargs)
                 after_step(self.snapshots, found_inf)
+            self.end_step()
+            return result
+        except BaseException as error:
+            if not isinstance(error, AmpkitError):
+                error.add_note(_AMID_UPDATE)
+            raise
         finally:
             if self._takes_step_inputs:
                 optimizer.inputs = None
             elif self._takes_found_inf:
                 del optimizer.grad_scale, optimizer.found_inf
-        self.end_step()
-        return result
 
     @contextmanager
     def _updating(self) -> Iterator[None]:

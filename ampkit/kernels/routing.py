@@ -50,8 +50,8 @@ def serve(
     """
     # What torch.no_grad() does, without a context object for every call.
     enabled = torch.is_grad_enabled()
-    _set_grad_enabled(False)
     try:
+        _set_grad_enabled(False)
         kernel = backend.direct.get(op)
         if kernel is not None and backend.kernel_devices and not is_compiling():
             # An error is one of the work itself, as of a launch: the work may be done, and is not tried again.

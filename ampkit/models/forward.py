@@ -176,8 +176,8 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
         _note_trace(model)
     else:
         _before_forward(model)
-    _running.casts = casts
     try:
+        _running.casts = casts
         with _casts_of_calls(casts):
             if casts.inputs is not None:
                 args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
