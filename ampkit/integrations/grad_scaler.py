@@ -16,9 +16,11 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ..errors import CheckpointError, ConfigurationError, NotInitializedError
 from ..iteration.found_inf import FoundInf
-from ..iteration.loss_scale import LossScaler
+from ..iteration.loss_scale import LossScaler, validate_scaler_state
 from ..iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from ..session import Session, current_session, not_initialized, session_of
+
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class GradScaler(TorchGradScaler):
@@ -113,11 +115,11 @@ class GradScaler(TorchGradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: scale, factors, interval and counter."""
-        return self._scaler.grad_scaler_state()
+        return _state_of(self._scaler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what this or torch's ``state_dict`` returned."""
-        self._scaler.load_grad_scaler_state(state_dict)
+        _load(self._scaler, state_dict)
 
     def get_growth_factor(self) -> float:
         return float(self.state_dict()["growth_factor"])
@@ -167,7 +169,7 @@ def to_grad_scaler(loss_id: int = 0) -> dict[str, float | int]:
 
     Raises `NotInitializedError` before `initialize`, and `LossIdError` for a ``loss_id`` that has no scaler.
     """
-    return _newest_scaler(loss_id).grad_scaler_state()
+    return _state_of(_newest_scaler(loss_id))
 
 
 def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
@@ -185,7 +187,41 @@ def from_grad_scaler(state: Mapping[str, Any], loss_id: int = 0) -> None:
             f"from_grad_scaler expects the dict of GradScaler.state_dict(), found {type(state).__name__}."
         )
     if state:
-        scaler.load_grad_scaler_state(state)
+        _load(scaler, state)
+
+
+def _state_of(scaler: LossScaler) -> dict[str, float | int]:
+    """A loss scale as ``torch.amp.GradScaler.load_state_dict`` takes it."""
+    return {
+        "scale": scaler.loss_scale,
+        "growth_factor": scaler.rule.growth_factor,
+        "backoff_factor": scaler.rule.backoff_factor,
+        # It knows no static scale.
+        "growth_interval": scaler.rule.growth_interval if scaler.dynamic else 2**31 - 1,
+        "_growth_tracker": scaler.unskipped,
+    }
+
+
+def _load(scaler: LossScaler, state: Mapping[str, Any]) -> None:
+    """Take over what ``torch.amp.GradScaler.state_dict`` returned: scale, counter, and the rule by which it moves."""
+    missing = [name for name in _KEYS if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"A GradScaler's state must have {', '.join(map(repr, _KEYS))}; found {', '.join(map(repr, state))}. Pass what "
+            "torch.amp.GradScaler.state_dict() returned."
+        )
+    entry = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
+    validate_scaler_state(entry)
+    if scaler.dynamic:
+        scaler.rule = replace(
+            scaler.rule,
+            growth_factor=float(state["growth_factor"]),
+            backoff_factor=float(state["backoff_factor"]),
+            growth_interval=int(state["growth_interval"]),
+        )
+        # A GradScaler has no floor: its scale is taken over exactly, and is the floor then.
+        scaler.min_loss_scale = min(scaler.min_loss_scale, float(state["scale"]))
+    scaler.load_state_dict(entry)
 
 
 def _newest_scaler(loss_id: int) -> LossScaler:

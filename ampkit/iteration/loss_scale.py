@@ -11,7 +11,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,8 +31,6 @@ SKIPS_AT_FLOOR_BEFORE_GIVING_UP = 50
 DIAGNOSE = (
     "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on this batch, names line and cure."
 )
-
-_GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 @dataclass(frozen=True)
@@ -401,38 +399,6 @@ class LossScaler:
                 "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.", saved, scale
             )
         self._write(scale=scale, unskipped=int(state["unskipped"]), skips_in_a_row=0, skips_at_floor=0)
-
-    def grad_scaler_state(self) -> dict[str, float | int]:
-        """This loss scale as ``torch.amp.GradScaler.load_state_dict`` takes it."""
-        return {
-            "scale": self.loss_scale,
-            "growth_factor": self.rule.growth_factor,
-            "backoff_factor": self.rule.backoff_factor,
-            # It knows no static scale.
-            "growth_interval": self.rule.growth_interval if self.dynamic else 2**31 - 1,
-            "_growth_tracker": self.unskipped,
-        }
-
-    def load_grad_scaler_state(self, state: Mapping[str, float | int]) -> None:
-        """Take over what ``torch.amp.GradScaler.state_dict`` returned: scale, counter, and the rule by which it moves."""
-        missing = [name for name in _GRAD_SCALER_KEYS if name not in state]
-        if missing:
-            raise CheckpointError(
-                f"A GradScaler's state must have {', '.join(map(repr, _GRAD_SCALER_KEYS))}; found "
-                f"{', '.join(map(repr, state))}. Pass what torch.amp.GradScaler.state_dict() returned."
-            )
-        entry = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
-        validate_scaler_state(entry)
-        if self.dynamic:
-            self.rule = replace(
-                self.rule,
-                growth_factor=float(state["growth_factor"]),
-                backoff_factor=float(state["backoff_factor"]),
-                growth_interval=int(state["growth_interval"]),
-            )
-            # A GradScaler has no floor: its scale is taken over exactly, and is the floor then.
-            self.min_loss_scale = min(self.min_loss_scale, float(state["scale"]))
-        self.load_state_dict(entry)
 
 
 def _passes(count: int, newest: int, interval: int) -> bool:
