@@ -20,11 +20,10 @@ from .errors import ConfigurationError
 from .models.forward import watchers
 from .models.keep_fp32 import Kept
 from .models.records import record_of
-from .optimizers import LARC
 from .sharding import gathered, is_fsdp
 from .validation import sharded_after_initialize
 
-__all__ = ["LARC", "SyncBatchNorm", "convert_syncbn_model", "fully_shard"]
+__all__ = ["SyncBatchNorm", "convert_syncbn_model", "fully_shard"]
 
 
 def fully_shard(

@@ -17,11 +17,9 @@ from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .logs import logger
 from .models.keep_fp32 import Kept
-from .optimizers import LARC, FusedLAMB, FusedLARS, FusedNovoGrad
 from .plan import Plan
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 
-_WITH_NORMS_OF_TENSORS = (FusedLAMB, FusedLARS, FusedNovoGrad, LARC)
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
 
 
@@ -219,7 +217,7 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
                 )
     for optimizer in optimizer_list:
         in_parts = any(map(is_sharded, params_of(optimizer)))
-        if in_parts and isinstance(optimizer, _WITH_NORMS_OF_TENSORS):
+        if in_parts and getattr(optimizer, "needs_whole_tensors", False):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
                 "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD, FusedAdagrad."

@@ -1,6 +1,7 @@
 // What multi_tensor_step was given, as the driver of a rule takes it: Step<Functor>, the same on both devices.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -49,7 +50,7 @@ struct Step {
     settings.clip = element_data<float>(op, given.clip, beside);
     settings.found_inf = element_data<float>(op, given.found_inf, beside);
     std::copy_n(values + kCommon, Settings::kCount, settings.own);
-    for (int k = 0; k < 2; ++k) settings.log_betas[k] = std::log(settings.own[k]);
+    for (int k = 0; k < std::min(2, Settings::kCount); ++k) settings.log_betas[k] = std::log(settings.own[k]);
     each = vector_data(op, given.each, given.grads);
     const uint64_t seed = static_cast<uint64_t>(values[3]) | static_cast<uint64_t>(values[4]) << 32;
     rounding = {vector_data(op, given.positions, given.grads), settings.step, seed, values[5] != 0};

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 import itertools
 import os
@@ -157,6 +158,12 @@ FUSED_SETTINGS = {
     "FusedMixedPrecisionLamb": {},
     "FusedLARS": dict(lr=0.1, momentum=0.9),
 }
+
+
+def fused_class(name: str) -> type:
+    """The fused optimizer of this name: ampkit's, or one that only the drop-in has."""
+    return getattr(ampkit.optimizers, name, None) or getattr(importlib.import_module("ampkit.apex.optimizers"), name)
+
 
 Params = list[nn.Parameter]
 

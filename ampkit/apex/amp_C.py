@@ -347,6 +347,15 @@ def multi_tensor_lamb_stage1_cuda(
         )
 
 
+@torch.no_grad()
+def lars_trust(
+    grad_norms: torch.Tensor, param_norms: torch.Tensor, *, trust_coefficient: float, eps: float, weight_decay: float
+) -> torch.Tensor:
+    """The local rates of LARS (You et al. 2017): ``tc * |w| / (|g| + wd * |w| + eps)``, 1 where a norm is 0."""
+    local = trust_coefficient * param_norms / (grad_norms + weight_decay * param_norms + eps)
+    return torch.where((grad_norms > 0) & (param_norms > 0), local, torch.ones_like(local))
+
+
 def multi_tensor_lamb_stage2_cuda(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -361,7 +370,7 @@ def multi_tensor_lamb_stage2_cuda(
     params, directions = checked_lists("multi_tensor_lamb_stage2_cuda", tensor_lists, 2, noop_flag)
     trust = None
     if use_nvlamb or weight_decay != 0:
-        trust = kernels.lars_trust(
+        trust = lars_trust(
             per_tensor_update_norm, per_tensor_param_norm, trust_coefficient=1.0, eps=0.0, weight_decay=0.0
         )
     kernels.multi_tensor_sgd(directions, params, None, lr=lr, trust=trust)
@@ -389,7 +398,7 @@ def multi_tensor_lars(
     grads, params, momenta, *lower = checked_lists("multi_tensor_lars", tensor_lists, (3, 4), noop_flag)
     trust = None
     if not is_skipped:
-        trust = kernels.lars_trust(
+        trust = lars_trust(
             grad_norms, param_norms, trust_coefficient=trust_coefficient, eps=eps, weight_decay=weight_decay
         )
     kernels.multi_tensor_sgd(

@@ -13,7 +13,6 @@ from ampkit.kernels.reference import update_scale as update_scale
 from ampkit.kernels.reference_optimizers import clip_coefficient as clip_coefficient
 from ampkit.kernels.reference_optimizers import clip_factor as clip_factor
 from ampkit.kernels.reference_optimizers import gradient_norms as gradient_norms
-from ampkit.kernels.reference_optimizers import lars_trust as lars_trust
 from ampkit.kernels.reference_optimizers import multi_tensor_adagrad as multi_tensor_adagrad
 from ampkit.kernels.reference_optimizers import multi_tensor_adam as multi_tensor_adam
 from ampkit.kernels.reference_optimizers import multi_tensor_lamb as multi_tensor_lamb

@@ -403,15 +403,6 @@ def _arguments(
 
 
 @torch.no_grad()
-def lars_trust(
-    grad_norms: Tensor, param_norms: Tensor, *, trust_coefficient: float, eps: float, weight_decay: float
-) -> Tensor:
-    """The local rates of LARS (You et al. 2017): ``tc * |w| / (|g| + wd * |w| + eps)``, 1 where a norm is 0."""
-    local = trust_coefficient * param_norms / (grad_norms + weight_decay * param_norms + eps)
-    return torch.where((grad_norms > 0) & (param_norms > 0), local, torch.ones_like(local))
-
-
-@torch.no_grad()
 def gradient_norms(tensors: Tensors, norm_type: int = 2) -> Tensor:
     """The norm of each tensor, at least float32, on the first one's device; ``norm_type`` 2, or 0 for the maximum."""
     if not tensors:

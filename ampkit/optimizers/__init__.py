@@ -1,10 +1,6 @@
-"""The fused optimizers, and LARC around any."""
+"""The fused optimizers. Apex's rarer ones are in the drop-in: ``ampkit.apex.optimizers``."""
 
 from .fused_adagrad import FusedAdagrad as FusedAdagrad
 from .fused_adam import FusedAdam as FusedAdam
 from .fused_lamb import FusedLAMB as FusedLAMB
-from .fused_lamb import FusedMixedPrecisionLamb as FusedMixedPrecisionLamb
-from .fused_lars import FusedLARS as FusedLARS
-from .fused_novograd import FusedNovoGrad as FusedNovoGrad
 from .fused_sgd import FusedSGD as FusedSGD
-from .larc import LARC as LARC

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..dtypes import CASTABLE, LOWER_PRECISION
+from ..dtypes import LOWER_PRECISION
 from .capturing import refuse_to_begin
 from .moments import Storage, are_same
 from .scales import Scale, on
@@ -53,8 +53,7 @@ class StepInputs:
 class Batch:
     """Parameters of one group and device that one multi-tensor call updates: all have rests, or a weight to write, or none has.
 
-    ``params`` are the keys of their state, ``targets`` what is updated: the same, but for optimizers with masters of their
-    own, which are rounded into ``lower``. Else that holds the rests. ``states`` are the states of all.
+    ``lower`` holds the rests, or weights that new values are rounded into. ``states`` are the states of all.
     """
 
     params: list[torch.Tensor]
@@ -63,11 +62,7 @@ class Batch:
     inv_scale: Scale | None = None
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-    targets: list[torch.Tensor] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.targets = self.targets or self.params
 
     @property
     def device(self) -> torch.device:
@@ -82,38 +77,14 @@ class Batch:
         """Some of it."""
         if len(indices) == len(self.params):
             return self
-        names = ("params", "grads", "lower", "targets", "states")
+        names = ("params", "grads", "lower", "states")
         lists = {name: values for name in names if (values := getattr(self, name))}
         parts: dict[str, Any] = {name: [values[i] for i in indices] for name, values in lists.items()}
         return replace(self, **parts)
 
-    def apart(self, masters: list[torch.Tensor | None]) -> list[Batch]:
-        """Parameters without a master of the optimizer's own, and those with one, which is updated and rounded into them."""
-        own = [i for i, master in enumerate(masters) if master is None]
-        mastered = {i: master for i, master in enumerate(masters) if master is not None}
-        parts = [self.part(own)] if own else []
-        if mastered:
-            part = self.part(list(mastered))
-            parts.append(replace(part, targets=list(mastered.values()), lower=part.params))
-        return parts
-
     def one_more(self) -> Scale:
         """What a step count goes up by: 1, or 0 where the step is skipped."""
         return 1.0 if self.found_inf is None else on(self.found_inf, self.device).reshape(()).logical_not()
-
-    def gradient_norms(self, norm_type: int = 2) -> torch.Tensor:
-        """The norm of each gradient, as it will be used."""
-        if norm_type == 2 and all(gradient.dtype in CASTABLE for gradient in self.grads):
-            norms: torch.Tensor = kernels.multi_tensor_unscale_l2norm(
-                self.grads, None, self.inv_scale, per_tensor=True
-            )[1]
-            is_unscaled = True
-        else:
-            norms, is_unscaled = kernels.gradient_norms(self.grads, norm_type), False
-        for factor in (None if is_unscaled else self.inv_scale, self.clip):
-            if factor is not None:
-                norms = norms * on(factor, norms.device)
-        return norms
 
 
 def _check_settings(optimizer: str, group: dict[str, Any]) -> None:
@@ -141,6 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     takes_step_inputs = True  # a session need not read a finding for it
     takes_rests = False  # its update writes weights and rests together; others step over float32 parameters
     counts_steps = True
+    needs_whole_tensors = False  # their norms: parameters that are sharded over processes are refused
     takes_complex = False  # torch.optim squares real and imaginary parts apart
     storage = Storage()
     inputs: StepInputs | None = None  # of the step that runs
@@ -319,7 +291,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def numbers(self, group: dict[str, Any], batch: Batch) -> dict[str, Any]:
         """The keywords of the kernels that say by which random numbers a batch is rounded."""
-        return self.storage.numbers(self, group, batch.params, batch.targets)
+        return self.storage.numbers(self, group, batch.params)
 
     def global_norm(self) -> torch.Tensor | None:
         """The norm of all gradients, as they will be used; None where there are none."""

@@ -38,7 +38,7 @@ class FusedAdagrad(FusedOptimizer):
             lr = lr / (1.0 + (step - 1.0) * group["lr_decay"])
         kernels.multi_tensor_adagrad(
             batch.grads,
-            batch.targets,
+            batch.params,
             self.moments(batch, "sum"),
             batch.lower,
             lr=lr,

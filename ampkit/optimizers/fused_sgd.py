@@ -19,8 +19,7 @@ class FusedSGD(FusedOptimizer):
     """``torch.optim.SGD`` with momentum, over lists of tensors; state loads from and into it.
 
     ``wd_after_momentum`` adds the weight decay to the update instead of the gradient, so that it stays out of the
-    momentum. ``materialize_master_grads`` is accepted for compatibility with Apex, without an effect. ``state_dtype``, ``rounding``
-    and ``seed`` are as in `FusedAdam`.
+    momentum. ``state_dtype``, ``rounding`` and ``seed`` are as in `FusedAdam`.
 
     Raises ValueError for a rate, momentum or decay that is no number of at least 0, and for ``nesterov`` without momentum or with
     dampening; for the last three settings as `FusedAdam` does.
@@ -39,7 +38,6 @@ class FusedSGD(FusedOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
         set_grad_none: bool = False,
         state_dtype: str | torch.dtype = "float32",
         rounding: str = "nearest",
@@ -54,16 +52,13 @@ class FusedSGD(FusedOptimizer):
         self.counts_steps = self.storage.draws  # random numbers hang on it
         super().__init__(params, {**defaults, **self.storage.defaults(seed)})
         self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
 
     def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         for first_run, part in self._split_by_buffer(group, batch):
             kernels.multi_tensor_sgd(
                 part.grads,
-                part.targets,
+                part.params,
                 self.moments(part, "momentum_buffer") if group["momentum"] else None,
                 part.lower,
                 first_run=first_run,

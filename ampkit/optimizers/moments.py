@@ -111,11 +111,7 @@ class Storage:
                 state[name] = moment.to(param.device, torch.bfloat16)
 
     def numbers(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        targets: Sequence[torch.Tensor],
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[torch.Tensor]
     ) -> dict[str, Any]:
         """The keywords of the kernels that say by which random numbers ``params`` are rounded; none where all is to nearest."""
         if not self.draws:
@@ -128,7 +124,7 @@ class Storage:
             values = [float(places[id(param)]) for param in params]
             positions = torch.tensor(values, dtype=torch.float32, device=params[0].device)
             found = cache[id(params[0])] = (list(params), all_params, positions)
-        return dict(positions=found[2], seed=group["seed"], round_params=self.rounds_params(targets))
+        return dict(positions=found[2], seed=group["seed"], round_params=self.rounds_params(params))
 
 
 def are_same(these: Collection[Any], those: Collection[Any]) -> bool:

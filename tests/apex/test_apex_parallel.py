@@ -415,11 +415,5 @@ def test_multiproc_starts_one_process_for_each_rank(tmp_path, monkeypatch):
     assert (tmp_path / "GPU_1.log").exists()
 
 
-def test_larc_is_the_cores():
-    from ampkit.apex.parallel.LARC import LARC
-
-    assert LARC is ampkit.parallel.LARC
-
-
 if __name__ == "__main__":
     as_one_of_two_ranks(work)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import ampkit
+from ampkit.apex.parallel.LARC import LARC
 from ampkit.optimizers import FusedAdam, FusedLAMB
-from ampkit.parallel import LARC
 
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

@@ -8,6 +8,7 @@ from helpers import (
     FUSED_SETTINGS,
     assert_all_close,
     drawn_gradients,
+    fused_class,
     net_with_norm,
     params_after_handing_on,
     several_params,
@@ -17,6 +18,7 @@ from torch import nn
 
 import ampkit
 from ampkit import optimizers
+from ampkit.apex import optimizers as apex_optimizers
 
 pytestmark = pytest.mark.switch
 
@@ -51,7 +53,7 @@ def test_fused_optimizer_agrees_with_float64_torch_optim(case, dtype, device):
         [nn.Parameter(p.detach().double().cpu()) for p in several_params(dtype)],
     )
     # Lower-precision gradients are the same numbers on both sides.
-    optimizer, reference = getattr(optimizers, name)(ours, **settings), twin(theirs, **twin_settings)
+    optimizer, reference = fused_class(name)(ours, **settings), twin(theirs, **twin_settings)
     for step in range(STEPS):
         for mine, other, gradient in zip(ours, theirs, drawn_gradients(step, ours)):
             mine.grad, other.grad = gradient, gradient.double().cpu()
@@ -63,7 +65,7 @@ def test_fused_optimizer_agrees_with_float64_torch_optim(case, dtype, device):
 @pytest.mark.parametrize("case", [case for case in TWINS if case != "adam_capturable"])
 def test_state_goes_from_the_torch_twin_and_back(case):
     name, settings, twin, twin_settings = TWINS[case]
-    fused = lambda params: getattr(optimizers, name)(params, **settings)  # noqa: E731
+    fused = lambda params: fused_class(name)(params, **settings)  # noqa: E731
     torchs = lambda params: twin(params, **twin_settings)  # noqa: E731
     assert_all_close(*params_after_handing_on(torch.float64, torchs, fused), 1e-6)
     assert_all_close(*params_after_handing_on(torch.float64, fused, torchs), 1e-6)
@@ -72,7 +74,7 @@ def test_state_goes_from_the_torch_twin_and_back(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_resume_from_own_state_is_bit_for_bit(name, dtype):
-    make = lambda params: getattr(optimizers, name)(params, **FUSED_SETTINGS[name])  # noqa: E731
+    make = lambda params: fused_class(name)(params, **FUSED_SETTINGS[name])  # noqa: E731
     params, again = params_after_handing_on(dtype, make, make)
     assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
 
@@ -82,7 +84,7 @@ def test_resume_from_own_state_is_bit_for_bit(name, dtype):
 def test_state_of_a_scalar_is_loaded_in_float32(name, dtype):
     """A learned temperature, say; torch rounds what it loads to the dtype of the parameter."""
     param = nn.Parameter(torch.tensor(1.3, dtype=dtype))
-    optimizer = getattr(optimizers, name)([param], **FUSED_SETTINGS[name])
+    optimizer = fused_class(name)([param], **FUSED_SETTINGS[name])
     for step in range(3):
         param.grad = torch.tensor(0.3 + step / 7, dtype=dtype)
         optimizer.step()
@@ -152,7 +154,7 @@ def test_lamb_is_the_published_update(name, extra, dtype):
         averaging=settings.get("grad_averaging", True),
         nvlamb=settings.get("use_nvlamb", False),
     )
-    take_steps(getattr(optimizers, name)(params, **settings), params, range(STEPS))
+    take_steps(fused_class(name)(params, **settings), params, range(STEPS))
     assert_all_close(params, expected, TOLERANCES[dtype])
 
 
@@ -213,7 +215,7 @@ def test_novograd_is_the_published_update(extra, dtype):
         norm_type=extra.get("norm_type", 2),
         init_zero=extra.get("init_zero", False),
     )
-    take_steps(optimizers.FusedNovoGrad(params, **settings, **extra), params, range(STEPS))
+    take_steps(apex_optimizers.FusedNovoGrad(params, **settings, **extra), params, range(STEPS))
     assert_all_close(params, expected, TOLERANCES[dtype])
 
 
@@ -236,7 +238,7 @@ def lars(params, steps, lr, momentum, wd, tc, eps, nesterov=False, skipped=False
 def test_lars_is_the_published_update(nesterov, skipped):
     params = several_params(torch.float32)
     expected = lars(params, range(STEPS), 0.5, 0.9, 0.1, 0.02, 1e-9, nesterov, skipped)
-    optimizer = optimizers.FusedLARS(
+    optimizer = apex_optimizers.FusedLARS(
         [dict(params=params, is_skipped=skipped)],
         lr=0.5,
         momentum=0.9,
@@ -290,7 +292,7 @@ def test_adagrad_decouples_weight_decay_on_request(adagrad_w_mode, expected):
 def test_gradients_of_zero_move_nothing_without_weight_decay(name):
     params = several_params(torch.float32)
     before = [p.detach().clone() for p in params]
-    optimizer = getattr(optimizers, name)(params, **FUSED_SETTINGS[name] | dict(weight_decay=0.0))
+    optimizer = fused_class(name)(params, **FUSED_SETTINGS[name] | dict(weight_decay=0.0))
     for _ in range(2):
         for p in params:
             p.grad = torch.zeros_like(p)
@@ -311,7 +313,7 @@ def test_fused_sgd_refuses_what_torchs_refuses(settings):
     "wrong", [dict(lr=-0.1), dict(lr="0.1"), dict(lr=None), dict(lr=float("nan")), dict(weight_decay=-1)], ids=str
 )
 def test_a_setting_out_of_its_range_is_refused_by_name_and_value(name, wrong):
-    (setting, value), cls = *wrong.items(), getattr(optimizers, name)
+    (setting, value), cls = *wrong.items(), fused_class(name)
     with pytest.raises(
         ValueError, match=f"{name}: {setting}={value!r} is not accepted: expected a number of at least 0"
     ):
@@ -332,7 +334,7 @@ def test_betas_that_are_no_two_numbers_below_1_are_refused(betas):
 @pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_sparse_gradients_are_refused_by_name(name):
     embedding = nn.Embedding(4, 2, sparse=True)
-    optimizer = getattr(optimizers, name)(embedding.parameters(), **FUSED_SETTINGS[name])
+    optimizer = fused_class(name)(embedding.parameters(), **FUSED_SETTINGS[name])
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match=f"{name} does not support sparse"):
         optimizer.step()
@@ -341,7 +343,7 @@ def test_sparse_gradients_are_refused_by_name(name):
 @pytest.mark.parametrize("name", FUSED_SETTINGS)
 def test_zero_grad_takes_set_to_none_and_closures_return_their_loss(name):
     params = several_params(torch.float32)
-    optimizer = getattr(optimizers, name)(params, **FUSED_SETTINGS[name])
+    optimizer = fused_class(name)(params, **FUSED_SETTINGS[name])
 
     def closure():
         optimizer.zero_grad()
@@ -373,7 +375,7 @@ def test_new_groups_are_trained():
     "make, names",
     [
         (lambda groups: optimizers.FusedAdam(groups, capturable=True), ["lr"]),
-        (lambda groups: optimizers.FusedMixedPrecisionLamb(groups), ["lr", "step"]),
+        (lambda groups: apex_optimizers.FusedMixedPrecisionLamb(groups), ["lr", "step"]),
     ],
     ids=["capturable", "mixed_lamb"],
 )
@@ -403,8 +405,8 @@ def test_settings_that_are_tensors_stand_beside_the_parameters(make, names):
     "make",
     [
         lambda params: optimizers.FusedAdam(params, lr=0.1, capturable=True),
-        lambda params: optimizers.FusedAdam(params, lr=0.1, capturable=True, master_weights=True),
-        lambda params: optimizers.FusedMixedPrecisionLamb(params, lr=0.1),
+        lambda params: apex_optimizers.FusedAdam(params, lr=0.1, capturable=True, master_weights=True),
+        lambda params: apex_optimizers.FusedMixedPrecisionLamb(params, lr=0.1),
     ],
     ids=["capturable", "masters", "mixed_lamb"],
 )
@@ -434,7 +436,7 @@ def test_optimizers_that_unscale_work_inside_grad_scaler(make, unscale_first):
 
 def test_fused_adam_with_masters_trains_what_float16_alone_would_lose():
     p = nn.Parameter(torch.ones(4).bfloat16())
-    optimizer = optimizers.FusedAdam([p], lr=1e-3, capturable=True, master_weights=True)
+    optimizer = apex_optimizers.FusedAdam([p], lr=1e-3, capturable=True, master_weights=True)
     for _ in range(10):
         p.grad = torch.ones_like(p)
         optimizer.step()
@@ -460,16 +462,12 @@ RATES = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     "name, settings",
-    [(name, RATES[name]) for name in FUSED_SETTINGS]
-    + [
-        ("FusedSGD", dict(lr=0.1, momentum=0.9, materialize_master_grads=False)),
-        ("FusedLARS", dict(lr=10.0, materialize_master_grads=False)),
-    ],
+    [*((name, RATES[name]) for name in FUSED_SETTINGS), ("FusedLARS", dict(lr=10.0, materialize_master_grads=False))],
 )
 def test_fused_optimizers_move_parameters_as_in_float32_at_every_level(name, settings, level):
     model, twin = net_with_norm(6, 16, 2, seed=5), net_with_norm(6, 16, 2, seed=5)
     start = [p.detach().clone() for p in twin.parameters()]
-    optimizer, reference = (getattr(optimizers, name)(m.parameters(), **settings) for m in (model, twin))
+    optimizer, reference = (fused_class(name)(m.parameters(), **settings) for m in (model, twin))
     x, y = torch.randn(8, 6), torch.randn(8, 2)
     for _ in range(4):  # before O1 patches torch: its casts reach every model of the process
         reference.zero_grad()

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex import optimizers as apex_optimizers
-from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad, FusedSGD
-from ampkit.parallel import LARC
+from ampkit.apex.optimizers import FusedLARS, FusedNovoGrad
+from ampkit.apex.parallel.LARC import LARC
+from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
 
 pytestmark = pytest.mark.switch
 
@@ -33,7 +34,7 @@ TWINS = {
     "FusedAdagrad": (lambda p: FusedAdagrad(p, **ADAGRAD), lambda p: torch.optim.Adagrad(p, **ADAGRAD)),
     "apex FusedAdam": (lambda p: apex_optimizers.FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
     "FusedSGD without gradients of masters": (
-        lambda p: FusedSGD(p, **SGD, materialize_master_grads=False),
+        lambda p: FusedSGD(p, **SGD),
         lambda p: torch.optim.SGD(p, **SGD),
     ),
 }

@@ -116,12 +116,12 @@ def test_a_name_that_does_not_exist_is_noticed():
         found("ampkit.integrations.lightning.Nothing")
 
 
-# README, Fused optimizers; docs/migrating.md, Apex's neighbours.
+# docs/training.md, Fused optimizers; docs/migrating.md, Apex's neighbours.
 @pytest.mark.parametrize(
     "module, names",
     [
-        ("ampkit.optimizers", "FusedAdam FusedSGD FusedLAMB FusedNovoGrad FusedAdagrad"),
-        ("ampkit.parallel", "LARC SyncBatchNorm convert_syncbn_model"),
+        ("ampkit.optimizers", "FusedAdam FusedSGD FusedLAMB FusedAdagrad"),
+        ("ampkit.parallel", "SyncBatchNorm convert_syncbn_model fully_shard"),
         ("ampkit.apex", "install uninstall is_installed"),
     ],
 )

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit import optimizers
+from ampkit.apex import optimizers as apex_optimizers
 from ampkit.iteration.optimizer_wrapper import wrapper_of
 
 OURS = {
@@ -18,9 +19,9 @@ OURS = {
     "FusedAdam, int8": lambda p: optimizers.FusedAdam(p, lr=1e-2, state_dtype="int8"),
     "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
     "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2),
-    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=1e-2),
+    "FusedNovoGrad": lambda p: apex_optimizers.FusedNovoGrad(p, lr=1e-2),
     "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=1e-2),
-    "FusedLARS": lambda p: optimizers.FusedLARS(p, lr=0.05, momentum=0.9),
+    "FusedLARS": lambda p: apex_optimizers.FusedLARS(p, lr=0.05, momentum=0.9),
 }
 TORCHS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

@@ -9,7 +9,8 @@ from helpers import ROOT, backward
 from torch import nn
 
 import ampkit
-from ampkit.optimizers import FusedAdam, FusedLARS
+from ampkit.apex.optimizers import FusedLARS
+from ampkit.optimizers import FusedAdam
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit import kernels
-from ampkit.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampkit.apex.optimizers import FusedNovoGrad
+from ampkit.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 TWO = pytest.mark.cuda(count=2)
 LEVELS = others_slow("O1", "O2", of=("O0", "O1", "O2", "O3", "O4", "O5"))

@@ -5,17 +5,25 @@ It also takes the arguments of Apex's first FusedAdam, which scripts of before a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ... import optimizers as _core
+from ...dtypes import LOWER_PRECISION
 from ...logs import logger
 from .. import amp_C
 from .layout import StepsInGroups
+from .own_masters import OwnMasters
 from .subclassing import ForSubclasses
 
+_REMOVED = ("grads", "output_params", "scale", "grad_norms")
 
-class FusedAdam(ForSubclasses, StepsInGroups, _core.FusedAdam):
+
+class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
     __doc__ = f"""{_core.FusedAdam.__doc__}
+    ``master_weights=True`` updates float32 copies of lower-precision parameters; RuntimeError without ``capturable``.
     ``max_grad_norm`` is what `FP16_Optimizer` clips each parameter group to; without that wrapper nothing is clipped, which the
     first step tells. ``use_mt`` and ``amp_scale_adjustment`` chose kernels, and are accepted.
     """
@@ -29,7 +37,17 @@ class FusedAdam(ForSubclasses, StepsInGroups, _core.FusedAdam):
     def __init__(
         self,
         params: Any,
-        *args: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
         max_grad_norm: float = 0.0,
         eps_inside_sqrt: bool = False,
         use_mt: bool = False,
@@ -40,12 +58,50 @@ class FusedAdam(ForSubclasses, StepsInGroups, _core.FusedAdam):
             raise RuntimeError(
                 "FusedAdam: eps_inside_sqrt=True is not provided. Leave it out; eps is then added to the root, as in torch.optim."
             )
-        super().__init__(params, *args, **settings)
+        if master_weights and not capturable:
+            raise RuntimeError(
+                "FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2."
+            )
+        first = (lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad, set_grad_none, capturable)
+        super().__init__(params, *first, **settings)
+        self.master_weights = master_weights
+        if master_weights:
+            self.takes_step_inputs = False  # it writes the parameters itself
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.dtype in LOWER_PRECISION:
+                        self.make_master(param)
         if max_grad_norm:
             self.defaults["max_grad_norm"] = max_grad_norm
             for group in self.param_groups:
                 group.setdefault("max_grad_norm", max_grad_norm)
             self.register_step_pre_hook(_warn_of_unclipped)
+
+    @property
+    def param_groups_master(self) -> list[dict[str, Any]]:
+        """The float32 copies of lower-precision parameters, group by group."""
+        return [
+            {**group, "params": [self.state.get(p, {}).get("master_param", p) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        """One update. Of the arguments only ``closure`` and, if capturable, ``grad_scaler`` still mean anything."""
+        given = [name for name, value in zip(_REMOVED, (grads, output_params, scale, grad_norms)) if value is not None]
+        if given:
+            raise RuntimeError(
+                f"FusedAdam has been updated. Simply initialize it like torch.optim.AdamW and call step(); {', '.join(given)} "
+                "can no longer be passed to it. For mixed precision call initialize(model, optimizer, opt_level='O2')."
+            )
+        return super().step(closure, grad_scaler)
 
 
 def _warn_of_unclipped(optimizer: FusedAdam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

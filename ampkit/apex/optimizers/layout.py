@@ -1,4 +1,4 @@
-"""Apex's layout of an optimizer's state, where it is not torch's."""
+"""Apex's layout of an optimizer's state, where it is not torch's; and norms of gradients, which its rarer optimizers go by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from ... import kernels
+from ...dtypes import CASTABLE
 from ...optimizers.fused import Batch
+from ...optimizers.scales import on
 
 
 class StepsInGroups:
@@ -38,3 +41,18 @@ class StepsInGroups:
             if steps:
                 group["step"] = max(int(step) for step in steps)
         return state_dict
+
+
+def gradient_norms(batch: Batch, norm_type: int = 2) -> torch.Tensor:
+    """The norm of each gradient, as it will be used: of order 2, or 0 for the maximum."""
+    if norm_type == 2 and all(gradient.dtype in CASTABLE for gradient in batch.grads):
+        norms: torch.Tensor = kernels.multi_tensor_unscale_l2norm(batch.grads, None, batch.inv_scale, per_tensor=True)[
+            1
+        ]
+        is_unscaled = True
+    else:
+        norms, is_unscaled = kernels.gradient_norms(batch.grads, norm_type), False
+    for factor in (None if is_unscaled else batch.inv_scale, batch.clip):
+        if factor is not None:
+            norms = norms * on(factor, norms.device)
+    return norms

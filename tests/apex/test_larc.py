@@ -9,8 +9,8 @@ from helpers import saved_and_loaded
 from torch import nn
 
 import ampkit
+from ampkit.apex.parallel.LARC import LARC
 from ampkit.optimizers import FusedAdam
-from ampkit.parallel import LARC
 
 
 def larc(params, grads, lr, decay, tc, clip, eps):

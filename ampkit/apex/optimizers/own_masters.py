@@ -1,0 +1,36 @@
+"""Optimizers of Apex's that keep float32 copies of lower-precision parameters, which `initialize` does for every optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...optimizers.fused import Batch
+from ...optimizers.scales import Scale
+
+
+class OwnMasters:
+    """Mixed in before a fused optimizer: what has a copy in its state, ``master_param``, is updated there and rounded."""
+
+    state: dict[torch.Tensor, dict[str, Any]]
+    master_weights = True
+
+    def master_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The float32 copy of a parameter, where it has one."""
+        return self.state[param].get("master_param")
+
+    def make_master(self, param: torch.Tensor) -> None:
+        self.state[param]["master_param"] = param.detach().clone().float()
+
+    def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
+        if not self.master_weights:
+            return super().update(group, batch, step)  # type: ignore[misc]
+        masters = {i: master for i, param in enumerate(batch.params) if (master := self.master_of(param)) is not None}
+        own = [i for i in range(len(batch.params)) if i not in masters]
+        if own:
+            super().update(group, batch.part(own), step)  # type: ignore[misc]
+        if masters:
+            part = batch.part(list(masters))
+            super().update(group, replace(part, params=list(masters.values()), lower=part.params), step)  # type: ignore[misc]
