@@ -30,7 +30,7 @@ class ClosureError(AmpkitError, RuntimeError):
 
 
 class RefusedOperation(AmpkitError, NotImplementedError):
-    """A torch function that is unsafe in lower precision was called with a lower-precision tensor under O1."""
+    """A torch function that is unsafe in lower precision was called with a lower-precision tensor where calls are cast."""
 
 
 class LossScaleError(AmpkitError, FloatingPointError):

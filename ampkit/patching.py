@@ -1,7 +1,7 @@
 """Writing attributes on objects that are not ours, with the undo of every write beside it.
 
 A `PatchSet` owns a list of writes and takes them back in reverse order. Everything that ampkit changes outside of
-itself (functions of torch, methods of an optimizer) goes through one; sessions and the O1 engine hold them.
+itself (functions of torch, methods of an optimizer) goes through one; sessions and the engine of casts hold them.
 """
 
 from __future__ import annotations

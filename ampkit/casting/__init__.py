@@ -1,1 +1,1 @@
-"""The O1 engine: torch functions patched to cast their arguments."""
+"""The engine of casts: functions of torch, patched to cast their arguments."""

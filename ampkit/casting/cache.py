@@ -1,6 +1,6 @@
 """The cast cache: each weight is cast once, and a stale cast is never used.
 
-The O1 engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights. An
+The engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights. An
 entry holds as long as the version counters and the storage of the weight are what they were.
 Writes that torch itself does not count move neither. So the engine forgets a parameter's casts, and those of all
 activations, when a script asks for ``.data``, ``numpy()`` or ``__dlpack__()``. A write through one of these that the script

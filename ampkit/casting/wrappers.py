@@ -1,4 +1,4 @@
-"""What stands in torch's place under O1: one factory of wrappers per `CastKind`.
+"""What stands in torch's place where calls are cast: one factory of wrappers per `CastKind`.
 
 Each wrapper asks on every call whether casting is on, and calls torch's function where not, so that a wrapper that a script has
 kept casts nothing after the engine closes. The engine calls `wrap`; nothing here patches anything.

@@ -1,4 +1,4 @@
-"""Which torch function runs in which precision under O1, as data."""
+"""Which torch function runs in which precision where calls are cast, as data."""
 
 from .cast_rules import CastKind as CastKind
 from .cast_rules import CastRule as CastRule

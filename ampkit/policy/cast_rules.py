@@ -1,6 +1,6 @@
 """The vocabulary of the cast policy: kinds of rules, groups of rules, and how groups become rules.
 
-Nothing here touches torch beyond looking names up. The tables (`tables.py`) are written in `RuleGroup`s, the O1 engine
+Nothing here touches torch beyond looking names up. The tables (`tables.py`) are written in `RuleGroup`s, the engine
 works on `CastRule`s, and `expand` is the pure step between them. What a user registers is a `CastRule` like any other.
 """
 

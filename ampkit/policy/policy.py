@@ -1,6 +1,6 @@
 """`Policy`: which tables O1 follows, and what the caller has changed in them.
 
-What ``initialize(policy=)`` takes is made a `Policy` by `Policy.of`, which holds every check on it. The O1 engine asks
+What ``initialize(policy=)`` takes is made a `Policy` by `Policy.of`, which holds every check on it. The engine asks
 for the rules that come of it.
 """
 
