@@ -233,16 +233,16 @@ class OptimizerWrapper:
         checks = self.checks_now()
         if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
             self.gradients.widen()  # scripts look at gradients there
-        if self._takes_step_inputs:
-            found_inf = self.findings.flag(checks)
-            optimizer.inputs = StepInputs(
-                found_inf=found_inf, total_norm=self.gradients.total_norm, around=self._updating
-            )
-        elif self._takes_found_inf or (one_pass is not None and one_pass.counts_on_device(optimizer)):
+        heeds_flag = self._takes_step_inputs or self._takes_found_inf
+        if heeds_flag or (one_pass is not None and one_pass.counts_on_device(optimizer)):
             found_inf = self.findings.flag(checks)
             if found_inf is not None and is_known_clean(found_inf):
                 found_inf = None  # with a flag it takes longer, on the CPU by a third
-            if self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
+            if self._takes_step_inputs:
+                optimizer.inputs = StepInputs(
+                    found_inf=found_inf, total_norm=self.gradients.total_norm, around=self._updating
+                )
+            elif self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
                 optimizer.grad_scale, optimizer.found_inf = None, found_inf
         elif self.findings.forbid_step(checks):
             return self.skip()
