@@ -319,19 +319,13 @@ def disable_casts() -> Any:
 def session(models: Any, optimizers: Any = None, opt_level: str = "O1", **settings: Any) -> Iterator[Any]:
     """``with session(model, optimizer, "O1") as (model, optimizer):`` initializes, and closes at the end of the block.
 
-    Takes the settings of `initialize` as keywords and yields what it returns. ``session([])`` is for a part of a script that has
-    no model: O1 and O4 cast its calls of torch, on the accelerator where there is one, else on the CPU. Raises what `initialize`
-    raises, and `ConfigurationError` for ``session([])`` at a level, or with a scope, that needs a model.
+    Takes the settings of `initialize` as keywords, yields what it returns, and raises what it raises.
     """
     before = set(live_sessions)
-    without_model = isinstance(models, (list, tuple)) and not models
-    if without_model and settings.get("enabled", True):
-        _refuse_without_model(opt_level, settings.get("scope"))
-    owners = [_stand_in()] if without_model else models
-    initialize(owners, optimizers, opt_level=opt_level, **settings)
+    initialized = initialize(models, optimizers, opt_level=opt_level, **settings)
     opened = [one for one in live_sessions if one not in before]
     try:
-        yield models if optimizers is None else (models, optimizers)
+        yield initialized
     finally:
         for one in opened:
             one.close()
@@ -391,27 +385,6 @@ def _lower_precision_of(
         own = own.union(*(session.incoming.dtypes_of(model) for session in earlier)).intersection(LOWER_PRECISION)
         found |= own or {None}
     return found.pop() if len(found) == 1 else None
-
-
-def _stand_in() -> nn.Module:
-    """What a session without a model owns: it says by its device where calls are cast, and does nothing."""
-    stand_in = nn.Identity()
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    stand_in.register_buffer("empty", torch.empty(0, device=device))
-    return stand_in
-
-
-def _refuse_without_model(opt_level: str, scope: str | None) -> None:
-    if opt_level in ("O2", "O3", "O5"):
-        setting, deed = f"opt_level={opt_level!r}", "casts the weights of models"
-    elif scope == "forward":
-        setting, deed = "scope='forward'", "casts inside the forward passes of models"
-    else:
-        return
-    raise ConfigurationError(
-        f"session([]) was given no model, but {setting} {deed}. Pass the model, or use opt_level='O1' or 'O4' with "
-        "scope='process', which cast calls of torch."
-    )
 
 
 def _unique(sessions: Iterable[Session | None]) -> list[Session]:

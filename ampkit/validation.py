@@ -68,7 +68,7 @@ def models(value: Any) -> list[nn.Module]:
     if not found:
         raise TypeError(
             "initialize() expects a model or a list or tuple of models, found none. For a part of a script that has no model use "
-            "'with ampkit.session([], opt_level=\"O1\"):'."
+            "torch.autocast."
         )
     for model in found:
         if not isinstance(model, nn.Module):

@@ -344,42 +344,6 @@ def test_session_closes_at_the_end_of_its_block():
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_session_without_a_model_casts_the_calls_of_its_block(level, device):
-    x = torch.randn(3, 3, device=device)
-    lower = torch.float16 if device.type == "cuda" and level == "O1" else torch.bfloat16
-    with ampkit.session([], opt_level=level, verbosity=0) as models:
-        assert models == []
-        gc.collect()
-        assert torch.mm(x, x).dtype is lower
-        assert torch.mm(x, x).exp().dtype is torch.float32
-    assert torch.mm(x, x).dtype is torch.float32 and not live_sessions
-
-
-def test_a_session_without_a_model_scales_the_loss_of_weights_that_no_module_owns():
-    weight = nn.Parameter(torch.ones(2, 2))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    with ampkit.session([], optimizer, "O1", verbosity=0) as (models, optimizer):
-        loss = torch.mm(torch.ones(1, 2), weight).sum()
-        backward(loss, optimizer)
-        optimizer.step()
-    assert models == [] and torch.equal(
-        weight, torch.full((2, 2), 0.5)
-    )  # the gradient of a sum over one row of ones is 1
-
-
-@pytest.mark.parametrize(
-    "settings", [{"opt_level": "O2"}, {"opt_level": "O3"}, {"opt_level": "O5"}, {"scope": "forward"}]
-)
-def test_a_session_without_a_model_is_refused_where_models_are_what_is_cast(settings):
-    with pytest.raises(ampkit.ConfigurationError, match=r"session\(\[\]\) was given no model.*'O1' or 'O4'"):
-        with ampkit.session([], verbosity=0, **settings):
-            pass
-    with ampkit.session([], verbosity=0, enabled=False, **settings) as models:
-        assert models == []
-    assert not live_sessions
-
-
 def test_session_closes_when_its_block_raises():
     model, optimizer = make_pair()
     with pytest.raises(KeyError):
