@@ -48,6 +48,7 @@ from .session import current_session
 if _TYPE_CHECKING:
     from .insight.diagnose import diagnose
     from .insight.explain import explain
+    from .insight.record.recorder import recording
     from .insight.steps import loss_scale, on_step
     from .insight.updates import check_updates
 
@@ -85,6 +86,7 @@ __all__ = [
     "optimizers",
     "parallel",
     "promote_function",
+    "recording",
     "register_bfloat16_function",
     "register_float_function",
     "register_half_function",
@@ -104,6 +106,7 @@ _INSIGHT = {
     "explain": "explain",
     "loss_scale": "steps",
     "on_step": "steps",
+    "recording": "record.recorder",
 }
 
 

@@ -33,6 +33,9 @@ class CastCache:
     Keys are weak, yet a cast that autograd recorded leads back to its weight and so keeps it alive until the next drop.
     """
 
+    #: How many dispatch modes only watch: a cast that they do not see being made is nothing that they miss.
+    watchers = 0
+
     def __init__(self, store: CastStore) -> None:
         #: A `CastStore`, or its twin in C++.
         self.store = store
@@ -47,7 +50,7 @@ class CastCache:
         if _dynamo_compiling() or _compiler._is_compiling_flag:
             return convert(weight)
         store = self.store
-        if store.bypassed or _dispatch_modes() or (store.capturing is not None and store.capturing()):
+        if store.bypassed or _dispatch_modes() > self.watchers or (store.capturing is not None and store.capturing()):
             return convert(weight)
         cast = self._find(weight)
         return self._cast_anew(weight, convert) if cast is None else cast

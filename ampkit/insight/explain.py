@@ -281,7 +281,7 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
                 name = f"{prefix}.{', '.join(one for one, _ in params)}".lstrip(".")
             yield ModuleRow(
                 name=of_model + name,
-                kind=_class_name(module),
+                kind=class_name(module),
                 modules=1,
                 parameters=sum(param.numel() for _, param in params),
                 storage=dtype,
@@ -291,7 +291,7 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
             )
 
 
-def _class_name(module: nn.Module) -> str:
+def class_name(module: nn.Module) -> str:
     """The class of the script: a model of a session has a subclass of it."""
     kind = type(module)
     return (kind.__mro__[1] if kind.__module__.startswith("ampkit.") and len(kind.__mro__) > 2 else kind).__name__
@@ -402,16 +402,16 @@ def _collapsed(rows: Iterable[ModuleRow]) -> Iterator[ModuleRow]:
                 for (before, after), own in groups.items()
             }
         for places, own in merged.items():
-            ranges = iter(map(_ranges, places))
+            texts = iter(map(ranges, places))
             yield replace(
                 key,
-                name=re.sub("#", lambda _, ranges=ranges: next(ranges), key.name),
+                name=re.sub("#", lambda _, texts=texts: next(texts), key.name),
                 modules=len(own),
                 parameters=sum(row.parameters for row in own),
             )
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """``0-3`` of 0, 1, 2 and 3; ``0,2`` of 0 and 2."""
     found: list[list[int]] = []
     for number in sorted(numbers):

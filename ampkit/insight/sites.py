@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..casting.engine import active_casting
+
 _FUNCTIONAL = F.__file__
 _FOLDERS = {
     name: os.path.join(os.path.realpath(path), "")
@@ -67,25 +69,28 @@ def look(frame: types.FrameType | None, *, past_engine: bool = False) -> tuple[S
     function = None
     while frame is not None:
         code = frame.f_code
-        owner = _owner(code)
+        owner = _owner(code.co_filename)
         if code.co_filename == _FUNCTIONAL and not code.co_name.startswith("_"):
             function = f"torch.nn.functional.{code.co_name}"
         elif function is None and owner not in ("ampkit", "stdlib"):
             function = _called(frame)
         if owner not in _PASSED_OVER:
-            return Site(code.co_filename, frame.f_lineno), function
+            return _site(code.co_filename, frame.f_lineno), function
         if code.co_name == "_engine_run_backward" and not past_engine:
             break
         frame = frame.f_back
     return None, None
 
 
+_site = functools.cache(Site)
+
+
 @functools.cache
-def _owner(code: types.CodeType) -> str:
+def _owner(file: str) -> str:
     """Whose code it is: one of `_FOLDERS`, the first that holds it, or ``"user"``."""
-    if code.co_filename.startswith("<frozen") or code.co_filename == "<string>":
+    if file.startswith("<frozen") or file == "<string>":
         return "stdlib"
-    path = os.path.realpath(code.co_filename)
+    path = os.path.realpath(file)
     return next((name for name, folder in _FOLDERS.items() if path.startswith(folder)), "user")
 
 
@@ -130,10 +135,17 @@ def _name_of(node: Any, frame: types.FrameType) -> str | None:
     if isinstance(owner, ast.Name):
         root = frame.f_locals.get(owner.id, frame.f_globals.get(owner.id))
     if not names:  # bound by name: from torch import exp
-        owners = (module for module in (F, torch) if callable(root) and getattr(module, owner.id, None) is root)
-        return next((f"{module.__name__}.{owner.id}" for module in owners), None)
+        name = getattr(root, "__name__", "")
+        owners = (module for module in (F, torch) if callable(root) and _is(getattr(module, name, None), root))
+        return next((f"{module.__name__}.{name}" for module in owners), None)
     while names[:-1] and isinstance(root, types.ModuleType):
         root = getattr(root, names.pop(0))
     if isinstance(root, types.ModuleType):
         return f"{root.__name__}.{names[-1]}"
     return f"torch.Tensor.{names[-1]}" if hasattr(torch.Tensor, names[-1]) else None
+
+
+def _is(function: Any, bound: Any) -> bool:
+    """Whether a name that a script has bound is this function of torch, which may be patched since."""
+    casting = active_casting()
+    return function is bound or (casting is not None and casting.original_of(function) is bound)

@@ -6,7 +6,7 @@ float32 value (O2, O5) is the same only if its rest is too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from ..dtypes import LOWER_PRECISION
 from ..iteration.optimizer_wrapper import wrapper_of
 from ..iteration.slots import is_sparse
+from ..kernels.split import join
 from ..logs import logger
 from ..optimizers.fused import FusedOptimizer
 from ..sharding import local
@@ -39,41 +40,88 @@ class _Weight:
 class Weights:
     """The weights of an optimizer before a step, to be compared with those after it.
 
-    Costs a copy of the weights, and a pass over weights and gradients. Left out are sparse gradients, groups whose learning rate is
-    0, and parameters that are rounded by random numbers, which lose nothing on average.
+    Costs a copy of the weights, and a pass over weights and gradients; with ``most``, only so many elements of each are looked at.
+    Left out are sparse gradients, groups whose learning rate is 0, and parameters that are rounded by random numbers, which lose
+    nothing on average.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, most: int | None = None) -> None:
         wrapper = wrapper_of(optimizer)
         entries = {} if wrapper is None else {slot.param: slot.entry for slot in wrapper.gradients.mastered}
         is_random = isinstance(optimizer, FusedOptimizer) and optimizer.storage.is_stochastic
+        self._most = most
         self.list: list[_Weight] = []
         for name, param, group in _named(optimizer):
             lr, entry = float(group.get("lr", 1.0)), entries.get(param)
             if lr != 0.0 and not (is_random and param.dtype in LOWER_PRECISION):
-                rest = None if entry is None else local(entry.rest).clone()
-                self.list.append(_Weight(name, param, lr, entry, local(param.detach()).clone(), rest))
+                rest = None if entry is None else self._some(entry.rest).clone()
+                self.list.append(_Weight(name, param, lr, entry, self._some(param.detach()).clone(), rest))
 
     def lost(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """How many updates of each parameter were lost, and of how many (int64, on its device), by its name.
 
         Empty where a gradient is not finite, since such a step is skipped. Waits for the device, to know that.
         """
-        trained = [
-            (weight, local(weight.param.grad))
+        are_finite = {weight.name: gradient.isfinite().all() for weight, gradient in self._trained()}
+        return self.counts() if all(to_host(are_finite).values()) else {}
+
+    def counts(self, stored_in: torch.dtype | None = None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The same whether gradients are finite or not, without waiting. ``stored_in`` asks what weights of that dtype would lose."""
+        found = {}
+        for trained in self._alike():
+            weights, gradients = zip(*trained)
+            before, now = _flat(one.before for one in weights), _flat(self._some(one.param.detach()) for one in weights)
+            rests = None
+            if weights[0].entry is not None:
+                rests = _flat(one.rest for one in weights), _flat(self._some(one.entry.rest) for one in weights)
+            if stored_in is not None:
+                old, new = (before, now) if rests is None else (join(before, rests[0]), join(now, rests[1]))
+                rounded = old.to(stored_in)
+                stays = (rounded.float() + (new.float() - old.float())).to(stored_in) == rounded
+            else:
+                stays = now == before
+                if rests is not None:
+                    stays &= rests[0] == rests[1]
+            is_updated = _flat(gradients) != 0
+            sizes = [one.numel() for one in gradients]
+            for weight, lost, total in zip(weights, (stays & is_updated).split(sizes), is_updated.split(sizes)):
+                found[weight.name] = lost.sum(), total.sum()
+        return found
+
+    def _trained(self) -> list[tuple[_Weight, torch.Tensor]]:
+        return [
+            (weight, self._some(weight.param.grad))
             for weight in self.list
             if weight.param.grad is not None and not is_sparse(weight.param.grad)
         ]
-        if not all(to_host({weight.name: gradient.isfinite().all() for weight, gradient in trained}).values()):
-            return {}
-        found = {}
+
+    def _alike(self) -> Iterable[list[tuple[_Weight, torch.Tensor]]]:
+        """Those that one operator can look at: each alone, or where they are samples, all of the same dtypes and device."""
+        trained = self._trained()
+        if self._most is None:
+            return [[one] for one in trained]
+        groups: dict[Any, list[tuple[_Weight, torch.Tensor]]] = {}
         for weight, gradient in trained:
-            stays = local(weight.param.detach()) == weight.before
-            if weight.entry is not None:
-                stays &= local(weight.entry.rest) == weight.rest
-            is_updated = gradient != 0
-            found[weight.name] = (stays & is_updated).sum(), is_updated.sum()
-        return found
+            key = weight.param.dtype, gradient.dtype, gradient.device, weight.entry is None
+            groups.setdefault(key, []).append((weight, gradient))
+        return groups.values()
+
+    def _some(self, tensor: torch.Tensor) -> torch.Tensor:
+        return local(tensor) if self._most is None else some(local(tensor), self._most)
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    found = list(tensors)
+    return found[0].reshape(-1) if len(found) == 1 else torch.cat(found)
+
+
+def some(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """The elements of a tensor in one dimension, or ``most`` of them: runs of 64, evenly spread, so that little memory is read."""
+    values = tensor.reshape(-1)
+    if values.numel() <= most:
+        return values
+    runs = most // 64
+    return values.as_strided((runs, 64), (values.numel() // runs, 1)).reshape(-1)
 
 
 class UpdateCheck(AroundStep):

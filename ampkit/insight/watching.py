@@ -49,7 +49,8 @@ class Call:
 
     ``site`` is the user's line, None where there is none. ``function`` is the public name of what the line calls
     (``"torch.exp"``), or the operator's, and ``module`` the path of the innermost module that ran (``"layers.0.norm"``; ``""`` for
-    the model itself, and outside of it). In a backward pass all three are the forward's, and ``node`` names autograd's node.
+    the model itself, and outside of it). In a backward pass all three are the forward's; ``node`` names autograd's node, which has
+    a ``number``. ``recomputed`` is what torch.utils.checkpoint runs once more during a backward pass.
     """
 
     op: Any
@@ -59,6 +60,8 @@ class Call:
     function: str = ""
     module: str = ""
     node: str | None = None
+    number: int = -1
+    recomputed: bool = False
 
     def __call__(self) -> Any:
         return self.op(*self.args, **self.kwargs)
@@ -124,22 +127,34 @@ class Watch(TorchDispatchMode):
             del running[running.index(module) :]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.around(self._located(Call(op, args, kwargs or {})))
+        return self.around(self._located(op, args, kwargs or {}))
 
-    def _located(self, call: Call) -> Call:
+    def _located(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         node, frame = _current_node(), sys._getframe(2)
         site, function = look(frame)
         if node is not None and site is None:
-            forward = self._forward.get(node._sequence_nr())
+            number = node._sequence_nr()
+            forward = self._forward.get(number)
             if forward is None:  # made before the watch began: at the line that calls backward()
-                return replace(call, site=look(frame, past_engine=True)[0], function=call.name, node=node.name())
-            return replace(call, site=forward.site, function=forward.function, module=forward.module, node=node.name())
+                site = look(frame, past_engine=True)[0]
+                return Call(op, args, kwargs, site, operator_name(op), node=node.name(), number=number)
+            module = forward.module
+            return Call(op, args, kwargs, forward.site, forward.function, module, node.name(), number)
         thread = threading.get_ident()
         running = self._running.get(thread)
         module = self.modules[running[-1]] if running else ""
         # Code of the script that autograd runs without a graph: the backward of an autograd.Function, or a hook.
-        name = node.name() if node is not None and not torch.is_grad_enabled() else None
-        call = replace(call, site=site, function=function or call.name, module=module, node=name)
+        is_graphless = node is not None and not torch.is_grad_enabled()
+        call = Call(
+            op,
+            args,
+            kwargs,
+            site,
+            function or operator_name(op),
+            module,
+            node.name() if is_graphless else None,
+            recomputed=node is not None and not is_graphless,
+        )
         number = _newest_node() - 1
         if self._newest.get(thread) != number:
             self._newest[thread] = number
@@ -147,6 +162,7 @@ class Watch(TorchDispatchMode):
         return call
 
 
+@functools.cache
 def operator_name(op: Any) -> str:
     name = op._schema.name.partition("::")[2].strip("_")
     return _NAMES.get(name, name)

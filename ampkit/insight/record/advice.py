@@ -1,0 +1,177 @@
+"""What to change in a script, by what was recorded of it: each rule looks for one finding, and says what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...dtypes import LOWER_PRECISION
+from ..explain import short
+from .data import STEP, Advice, CallRow
+
+if TYPE_CHECKING:
+    from .data import Record
+
+#: Shares below this are no finding.
+_LEAST = 0.01
+_MANY_LOST = 0.5
+
+
+def advise(record: Record) -> list[Advice]:
+    """The findings, most gain first."""
+    found = [advice for rule in _RULES for advice in rule(record)]
+    return sorted(found, key=lambda advice: -advice.gain)
+
+
+def _float32_products(record: Record) -> Iterator[Advice]:
+    """Matrix products that compute in float32."""
+    rows: dict[tuple[str, str], list[CallRow]] = {}
+    for row in record.calls:
+        if row.flops and row.dtype is torch.float32:
+            rows.setdefault((row.site, row.function), []).append(row)
+    shares = {key: sum(map(record.share_of_flops, own)) for key, own in rows.items()}
+    if record.lower_precision is None and sum(shares.values()) > _LEAST:
+        yield Advice(
+            sum(shares.values()) / 2,
+            "",
+            "every matrix product computes in float32",
+            'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")',
+        )
+        return
+    for (site, function), own in rows.items():
+        if shares[site, function] < _LEAST:
+            continue
+        row = next((row for row in own if not row.reason.endswith("as its forward")), own[0])
+        reason = row.reason.partition(": ")[2]
+        gain = sum(map(record.share_of_time, own)) / 2
+        found = f"{function} computes in float32 ({shares[site, function]:.0%} of FLOPs): {reason}"
+        yield Advice(gain, site, found, _instead_of_float32(function, reason))
+
+
+def _instead_of_float32(function: str, reason: str) -> str:
+    if reason.startswith("bound before"):
+        return f"call F.{function}(...) by the module: the name was bound before initialize patched it"
+    if reason.startswith("kept by"):
+        return f"take {reason.partition('=')[2]} out of keep_fp32="
+    if "region" in reason:
+        return "end the region before it, or leave it out"
+    if "promoted" in reason:
+        return f"cast what promotes it to the other's dtype, x.to(y.dtype): {reason.partition(' by ')[2] or 'an argument'}"
+    if "row " in reason:
+        return f'initialize(..., policy={{"torch.nn.functional.{function}": "lower"}}), if its range fits'
+    return "call it inside of the model's forward, where calls are cast"
+
+
+def _shapes(record: Record) -> Iterator[Advice]:
+    """Products in lower precision whose sizes Tensor Cores do not take."""
+    shares: dict[tuple[str, str], list[CallRow]] = {}
+    for row in record.calls:
+        if "no multiple of" in row.tensor_cores:
+            shares.setdefault((row.site, row.tensor_cores), []).append(row)
+    for (site, verdict), rows in shares.items():
+        share = sum(map(record.share_of_flops, rows))
+        if share >= _LEAST:
+            _, _, text = verdict.partition("no: ")
+            found, _, change = text.partition("; ")
+            module = f" in {rows[0].module}" if rows[0].module else ""
+            gain = sum(map(record.share_of_time, rows)) / 2
+            yield Advice(gain, site, f"{rows[0].function}{module} ({share:.0%} of FLOPs): {found}", change)
+
+
+def _casts_of_weights(record: Record) -> Iterator[Advice]:
+    """Weights that are cast more than once in an iteration."""
+    often = [row for row in record.tensors.values() if row.casts > 1.5]
+    if often:
+        most = max(often, key=lambda row: row.casts * row.bytes["casts"])
+        written = sum(row.casts * row.bytes["casts"] for row in often)
+        all_bytes = sum(row.bytes_cast for row in record.calls) / max(1, record.iterations * record.ranks)
+        yield Advice(
+            0.1 * min(1.0, written / max(1.0, all_bytes)) * _time_of_casts(record),
+            "",
+            f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times), {in_bytes(written)} in all",
+            'opt_level="O1" keeps casts, "O2" or "O5" stores the weights in lower precision',
+        )
+
+
+def _ping_pong(record: Record) -> Iterator[Advice]:
+    """Activations that go to float32 and back around a function."""
+    rows: dict[tuple[str, str], list[CallRow]] = {}
+    for row in record.calls:
+        if row.ping_pong and row.phase != STEP:
+            rows.setdefault((row.site, row.function), []).append(row)
+    for (site, function), own in sorted(rows.items(), key=lambda item: -sum(row.ping_pong for row in item[1]))[:3]:
+        size = sum(row.ping_pong for row in own) / max(1, record.iterations * record.ranks)
+        share = sum(row.ping_pong for row in own) / max(1, sum(row.bytes_cast for row in record.calls))
+        lower = short(record.lower_precision or torch.bfloat16)
+        reason = own[0].reason.partition(": ")[2]
+        change = _instead_of_float32(function, reason)
+        if "row " in reason:
+            change = 'opt_level="O2" or "O5" hands on the input\'s precision (norms, softmax); or policy={...: "native"}'
+        found = f"activations go {lower} -> float32 -> {lower} around {function} ({in_bytes(size)} an iteration): {reason}"
+        yield Advice(min(1.0, share) * _time_of_casts(record), site, found, change)
+
+
+def _lost_updates(record: Record) -> Iterator[Advice]:
+    lost = [row for row in record.tensors.values() if (row.lost_updates or 0.0) > _MANY_LOST and row.dtype in LOWER_PRECISION]
+    if lost:
+        worst = max(lost, key=lambda row: row.lost_updates or 0.0)
+        level = "O5" if worst.dtype is torch.bfloat16 else "O2"
+        others = f", as in {len(lost) - 1} more tensors" if len(lost) > 1 else ""
+        yield Advice(
+            1.0,
+            "",
+            f"{worst.lost_updates:.0%} of the updates of {worst.name!r} ({short(worst.dtype)}) are lost{others}: the weights do not move",
+            f'initialize(model, optimizer, opt_level="{level}") keeps float32 values (+2 bytes per parameter)',
+        )
+
+
+def _scale_that_falls(record: Record) -> Iterator[Advice]:
+    skipped = [row for row in record.scale if row.skipped]
+    if len(skipped) > max(1, len(record.scale) // 2):
+        by = f"; the first gradient that is not finite is {skipped[-1].nonfinite!r}" if skipped[-1].nonfinite else ""
+        yield Advice(
+            1.0,
+            "",
+            f"{len(skipped)} of {len(record.scale)} steps were skipped, at loss scale {skipped[-1].loss_scale:g}{by}",
+            "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on one batch",
+        )
+
+
+def _underflow(record: Record) -> Iterator[Advice]:
+    rows = [row for row in record.tensors.values() if (row.underflow or 0.0) > _MANY_LOST / 5]
+    if rows:
+        worst = max(rows, key=lambda row: row.underflow or 0.0)
+        yield Advice(
+            0.5,
+            "",
+            f"{worst.underflow:.0%} of the gradient of {worst.name!r} is 0 in {short(record.lower_precision)} at this loss scale",
+            "raise it: loss_scale=ampkit.DynamicLossScale(init_scale=2.0**20), or train in bfloat16 (O4, O5)",
+        )
+
+
+_RULES = (_float32_products, _shapes, _casts_of_weights, _ping_pong, _lost_updates, _scale_that_falls, _underflow)
+
+
+def _time_of_casts(record: Record) -> float:
+    """About what share of the time goes into casts: each moves 1.5 times the bytes it writes, as a memory-bound function does."""
+    flops = sum(map(record.share_of_time, (row for row in record.calls if not row.flops)))
+    casts = sum(row.casts for row in record.calls)
+    return flops * casts / max(1, casts + sum(row.calls for row in record.calls))
+
+
+def in_bytes(size: float) -> str:
+    """``1.2 MB``"""
+    for unit in ("B", "kB", "MB"):
+        if abs(size) < 999.5:
+            break
+        size /= 1000
+    else:
+        unit = "GB"
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.5 else f"{size:.1f} {unit}"
+
+
+def words_of(row: CallRow) -> str:
+    return re.sub(r"\s+", " ", row.source)

@@ -1,0 +1,127 @@
+"""FLOPs of matrix products and convolutions, and whether Tensor Cores can run them: arithmetic on shapes and dtypes, on any device.
+
+A multiplication and an addition are two operations. Elementwise functions and reductions count none: they wait for memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..explain import short
+
+#: What each of these dtypes needs the sizes of a product to be multiples of: 16 bytes.
+_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8}
+_MULTIPLES |= {
+    dtype: 16 for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+}
+
+
+class Product(NamedTuple):
+    """What an operator multiplies: ``flops``, and the ``sizes`` along which its matrices lie in memory, with their names."""
+
+    flops: int
+    sizes: tuple[tuple[str, int], ...]
+
+
+def product_of(name: str) -> Callable[[Any, Any], Product] | None:
+    """The formula of an operator of torch, called with its arguments and its result; None for what is no product."""
+    if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
+        return _attention_backward if name.endswith("backward") else _attention
+    return _FORMULAS.get(name)
+
+
+@functools.cache
+def tensor_cores(dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> str:
+    """``"yes"``, or ``"no: "`` and why; a product in float32 or float64 is told apart by its dtype alone."""
+    multiple = _MULTIPLES.get(dtype)
+    if multiple is None:
+        return f"no: {short(dtype)}"
+    for name, size in sizes:
+        if size % multiple:
+            return f"no: {name} = {size} is no multiple of {multiple}; pad it to {-(-size // multiple) * multiple}"
+    return "yes"
+
+
+def _matrix(a: torch.Tensor, b: torch.Tensor) -> Product:
+    """A (M x K) times B (K x N), also batched. Rows of memory have to begin at multiples of 16 bytes."""
+    rows = math.prod(a.shape[:-1])
+    n = b.shape[-1] if b.dim() > 1 else 1
+    sizes = dict([_along(a, "MK"), _along(b, "KN") if b.dim() > 1 else ("K", len(b)), ("N", n)])
+    return Product(2 * rows * a.shape[-1] * n, tuple((name, sizes[name]) for name in "KNM" if name in sizes))
+
+
+def _along(matrix: torch.Tensor, names: str) -> tuple[str, int]:
+    """The size whose elements are neighbours in memory."""
+    if matrix.dim() < 2:
+        return names[1], matrix.shape[-1]
+    is_transposed = matrix.stride(-2) == 1 and matrix.stride(-1) != 1
+    return (names[0], matrix.shape[-2]) if is_transposed else (names[1], matrix.shape[-1])
+
+
+def _convolution(args: Any, out: torch.Tensor) -> Product:
+    x, weight, groups = args[0], args[1], args[8]
+    return _of_convolution(x, weight, out, is_transposed=args[6], groups=groups, passes=1)
+
+
+def _convolution_backward(args: Any, out: Any) -> Product:
+    grad, x, weight, is_transposed, groups, mask = args[0], args[1], args[2], args[7], args[9], args[10]
+    return _of_convolution(x, weight, grad, is_transposed, groups, passes=bool(mask[0]) + bool(mask[1]))
+
+
+def _of_convolution(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, is_transposed: bool, groups: int, passes: int
+) -> Product:
+    # Each element of the smaller side meets each weight of its group once.
+    places = math.prod((x if is_transposed else out).shape[2:])
+    flops = 2 * x.shape[0] * places * weight.numel()
+    channels = ("C_in", x.shape[1] // groups), ("C_out", out.shape[1] // groups)
+    return Product(flops * passes, channels)
+
+
+def _attention(args: Any, out: Any) -> Product:
+    query, key, value = args[:3]
+    queries = math.prod(query.shape[:-1])  # of all heads of the batch
+    flops = 2 * queries * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    return Product(flops, (("head dimension", query.shape[-1]),))
+
+
+def _attention_backward(args: Any, out: Any) -> Product:
+    """Scores once more, and a product for each of: scores, query, key, value."""
+    query, key, value = args[1:4]
+    queries = math.prod(query.shape[:-1])
+    flops = 2 * queries * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return Product(flops, (("head dimension", query.shape[-1]),))
+
+
+def _recurrent(args: Any, out: Any, passes: int = 1) -> Product:
+    x = args[0]
+    weights = [one for one in (args[1] if isinstance(args[1], (list, tuple)) else args[1:3]) if one.dim() == 2]
+    steps = math.prod(x.shape[:-1])
+    sizes = (("input size", x.shape[-1]), *((("hidden size", weights[-1].shape[-1]),) if weights else ()))
+    return Product(2 * steps * sum(one.numel() for one in weights) * passes, sizes)
+
+
+_FORMULAS: dict[str, Callable[[Any, Any], Product]] = {
+    "mm": lambda args, out: _matrix(args[0], args[1]),
+    "bmm": lambda args, out: _matrix(args[0], args[1]),
+    "mv": lambda args, out: _matrix(args[0], args[1]),
+    "_scaled_mm": lambda args, out: _matrix(args[0], args[1]),
+    "addmm": lambda args, out: _matrix(args[1], args[2]),
+    "addmm_": lambda args, out: _matrix(args[1], args[2]),
+    "addmv": lambda args, out: _matrix(args[1], args[2]),
+    "baddbmm": lambda args, out: _matrix(args[1], args[2]),
+    "baddbmm_": lambda args, out: _matrix(args[1], args[2]),
+    "addbmm": lambda args, out: _matrix(args[1], args[2]),
+    "_addmm_activation": lambda args, out: _matrix(args[1], args[2]),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "mkldnn_rnn_layer": _recurrent,
+    "mkldnn_rnn_layer_backward": lambda args, out: _recurrent(args, out, passes=2),
+    "_cudnn_rnn": _recurrent,
+    "_cudnn_rnn_backward": lambda args, out: _recurrent(args, out, passes=2),
+}

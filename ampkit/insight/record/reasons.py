@@ -1,0 +1,199 @@
+"""Why a call computes in its dtype, in words: ``float32: row "softmax" of the tables``, ``float32: promoted by parameter 'bias'``.
+
+What decides is read where it stands: rows in the policy of the engine, a wrapper of ampkit's in the Python stack, regions of
+torch.autocast by their lines, ``keep_fp32=`` of live sessions, and dtypes of the arguments.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.amp import autocast_mode
+
+from ... import casting
+from ...casting import state
+from ...casting.engine import Casting, active_casting
+from ...dtypes import CASTABLE, LOWER_PRECISION
+from ...models.keep_fp32 import Kept
+from ...patching import PatchSet
+from ...policy import CastKind
+from ...policy.autocast import CPU_LIST, CUDA_LIST
+from ...session import live_sessions
+from ..explain import short
+from ..sites import Site, look
+
+_WRAPPERS = os.path.join(os.path.dirname(casting.__file__), "")
+_DECIDING = (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16, CastKind.FP32, CastKind.FP32_WEIGHTS, CastKind.CONTRACTION)
+_NAMES_IN_AUTOCAST = {
+    name: group.kind for group in (*CUDA_LIST, *CPU_LIST) for name in group.names if group.kind in _DECIDING
+}
+_EXACT = (torch.float64, torch.complex64, torch.complex128)
+
+
+class _Region(NamedTuple):
+    """A region of torch.autocast that the script is in, or one of ampkit's around a forward, and the line that begins it."""
+
+    enabled: bool
+    site: Site | None
+
+
+class Argument(NamedTuple):
+    """A floating-point argument of a call before casts: its dtype, and what it is (``parameter 'bias'``, ``model.py:31``)."""
+
+    dtype: torch.dtype
+    name: str
+
+
+class Reasons:
+    """Answers `of` while its patches are in place, from `watch` to the end of ``patches``."""
+
+    def __init__(self) -> None:
+        self._regions: dict[int, list[_Region]] = {}  # by thread
+        self._rules: tuple[Casting | None, dict[str, Any]] = (None, {})
+        self._kept: dict[int, dict[nn.Module, str]] = {}  # by id of the session
+
+    def watch(self, patches: PatchSet) -> None:
+        """Have regions tell where they begin."""
+        for owner in (autocast_mode.autocast, state.Region):
+            patches.set(owner, "__enter__", self._entering(owner.__enter__))
+            patches.set(owner, "__exit__", self._leaving(owner.__exit__))
+
+    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __enter__(region: Any) -> Any:
+            entered = original(region)
+            site = look(sys._getframe(1))[0]
+            self._regions.setdefault(threading.get_ident(), []).append(_Region(region._enabled, site))
+            return entered
+
+        return __enter__
+
+    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __exit__(region: Any, *error: Any) -> Any:
+            if regions := self._regions.get(threading.get_ident()):  # empty for one that began before the recording
+                regions.pop()
+            return original(region, *error)
+
+        return __exit__
+
+    def of(
+        self,
+        function: str,
+        dtype: torch.dtype | None,
+        arguments: Iterable[Argument],
+        running: Iterable[nn.Module],
+        frame: types.FrameType | None,
+        has_dtype: bool,
+    ) -> str:
+        """Why ``function`` (its public name) computes in ``dtype``, called where ``frame`` stands, inside of ``running`` modules."""
+        if dtype is None:
+            return "no floating-point numbers"
+        return f"{short(dtype)}: {self._cause(function, dtype, list(arguments), list(running), frame, has_dtype)}"
+
+    def _cause(
+        self,
+        function: str,
+        dtype: torch.dtype,
+        arguments: list[Argument],
+        running: list[nn.Module],
+        frame: types.FrameType | None,
+        has_dtype: bool,
+    ) -> str:
+        if dtype in _EXACT:
+            return "as given"
+        if has_dtype:
+            return "dtype= at the call"
+        region = next(iter(reversed(self._regions.get(threading.get_ident(), []))), None)
+        casting_, mixed = active_casting(), len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
+        rule, name = self._rule(casting_, function), function.rpartition(".")[2]
+        was_cast = any(one.dtype is not dtype for one in arguments)
+        if casting_ is not None and _is_wrapped(frame):
+            if rule is not None and rule.kind in _DECIDING and (rule.kind is not CastKind.CONTRACTION or not mixed or was_cast):
+                return f'row "{name}" of {_table(rule)}'
+        elif kept := self._kept_by(running):
+            return f"kept by keep_fp32={kept}"
+        elif region is not None and not region.enabled and dtype is torch.float32 and not mixed:
+            return f"region at {region.site}" if region.site else "a region without casts"
+        elif self._is_cast_here(casting_, region) and rule is not None and rule.kind in _DECIDING and not mixed:
+            by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
+            return f"bound before initialize{by}"
+        elif casting_ is None and was_cast and name in _NAMES_IN_AUTOCAST:
+            return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
+        if mixed and not dtype in LOWER_PRECISION:
+            widest = next((one for one in arguments if one.dtype is dtype), None)
+            return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
+        return "as given"
+
+    def _rule(self, engine: Casting | None, function: str) -> Any:
+        if engine is None:
+            return None
+        if self._rules[0] is not engine:
+            rules = engine.policy.rules(casting.engine._registered.values())[0]
+            names = {f"{_name_of(rule.owner)}.{rule.name}": rule for rule in rules}
+            self._rules = engine, names
+        _, rules = self._rules
+        name = function.rpartition(".")[2]
+        return next((rules[one] for one in (function, f"torch.{name}", f"torch.Tensor.{name}") if one in rules), None)
+
+    @staticmethod
+    def _is_cast_here(engine: Casting | None, region: _Region | None) -> bool:
+        """Whether this thread's calls are cast: torch.autocast's own state is off while an operator runs below it."""
+        if engine is None or region is not None:
+            return engine is not None and region.enabled
+        return engine.scope == "process" and not engine.leaves_out_this_thread
+
+    def _kept_by(self, running: list[nn.Module]) -> str | None:
+        """The item of ``keep_fp32=`` that a running module is kept by, as it is written."""
+        for session in live_sessions:
+            if id(session) not in self._kept:
+                self._kept[id(session)] = _kept_modules(session)
+            of_session = self._kept[id(session)]
+            found = next((of_session[module] for module in running if module in of_session), None)
+            if found is not None:
+                return found
+        return None
+
+
+def _kept_modules(session: Any) -> dict[nn.Module, str]:
+    found: dict[nn.Module, str] = {}
+    for item in session.plan.keep_fp32:
+        for model in session.models:
+            in_float32 = Kept(model, keep_norms=False, keep_fp32=(item,)).in_float32()
+            found.update(dict.fromkeys(in_float32, repr(item) if isinstance(item, str) else _name_of(item)))
+    return found
+
+
+def _is_wrapped(frame: types.FrameType | None) -> bool:
+    """Whether a wrapper of the casting engine stands between the operator and the script's line."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_WRAPPERS):
+            return True
+        if not file.startswith(_PASSED):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _table(rule: Any) -> str:
+    if rule.reason == "changed by the caller's policy":
+        return "policy="
+    return "a register_ function" if rule.reason == "registered by the user" else "the tables"
+
+
+def _name_of(owner: Any) -> str:
+    if owner is torch.Tensor:
+        return "torch.Tensor"
+    return getattr(owner, "__name__", None) or type(owner).__name__
+
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(casting.__file__)), "")
+_PASSED = (_PACKAGE, os.path.join(os.path.dirname(torch.__file__), ""))
+__all__ = ["Argument", "Reasons"]

@@ -1,0 +1,434 @@
+"""`recording`: a dispatch mode that adds up, for each line of a script, what its functions compute in, and what that takes.
+
+A `Watch` says where each operator belongs. Here operators become rows: those of one function at one line, in modules whose paths differ
+in numbers alone, are a `_Group`, and each precision in it is a `CallRow`. Casts are no rows: they belong to the function that they are
+made for. Times are those of the operators, without Python between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...casting.cache import CastCache
+from ...dtypes import LOWER_PRECISION
+from ...errors import ConfigurationError
+from ...patching import PatchSet, Undo
+from ...session import current_session, live_sessions
+from ..explain import class_name, ranges, short
+from ..sites import Site
+from ..watching import Call, Watch, operator_name
+from .advice import advise
+from .arithmetic import Product, product_of, tensor_cores
+from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow, Record, most_used
+from .reasons import Argument, Reasons
+from .tensors import CASTS, WEIGHTS, Memory, Steps
+
+_EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
+_FLOATING = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+)
+_NUMBER = re.compile(r"\d+")
+_COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and takes other times"
+
+
+class _Facts(NamedTuple):
+    """What is always so of an operator."""
+
+    is_view: bool
+    is_cast: bool
+    product: Any
+
+
+class _Group:
+    """A function at a line, in one phase, in modules of one kind. ``rows`` are by precision; what waits belongs to the next call."""
+
+    __slots__ = ("calls_by", "casts", "cast_bytes", "function", "last", "lead", "paths", "phase", "rows", "seconds", "site")
+
+    def __init__(self, site: Site | None, function: str, phase: str) -> None:
+        self.site, self.function, self.phase = site, function, phase
+        self.paths: set[str] = set()
+        self.rows: dict[Any, CallRow] = {}
+        self.last: CallRow | None = None
+        self.lead: Any = None  # the operator, or autograd's node, that counts calls
+        self.calls_by = -1
+        self.casts = self.cast_bytes = 0
+        self.seconds = 0.0
+
+
+class Recorder(Watch):
+    """Records what runs inside ``with``. Then `finish` gives the `Record`."""
+
+    def __init__(self, on_iteration: Any = lambda number: None) -> None:
+        super().__init__()
+        self._groups: dict[Any, _Group] = {}
+        self._facts: dict[Any, _Facts] = {}
+        self._memory = Memory()
+        self._reasons = Reasons()
+        self._weights: dict[int, str] = {}  # names of parameters by their storage
+        self._names: dict[int, str] = {}  # and by themselves
+        self._roots: list[nn.Module] = []
+        self._casts: dict[str, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
+        self._promoted: dict[int, str] = {}  # where a row's dtype comes from, by id of the row
+        self._notes: list[str] = []
+        self._precision: torch.dtype | None = None
+        self._accelerator: str | None = None
+        self._timed: list[tuple[Any, CallRow | _Group, Any, Any]] = []
+        self._on_iteration = on_iteration
+        self.steps = Steps(self._memory, lambda p: self._names.get(id(p)), lambda: self._precision, self._after_step)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Everything that the recording changes, and its undo."""
+        with Undo() as undo:
+            patches = PatchSet()
+            undo.callback(patches.restore)
+            patches.set(CastCache, "watchers", CastCache.watchers + 1)
+            self._reasons.watch(patches)
+            self.steps.watch(undo)
+            if "torch._dynamo" in sys.modules:  # compiled code shows no operators
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            for session in live_sessions:
+                for model in session.models:
+                    self.on_module(model)
+            undo.enter_context(self)
+            yield
+
+    # What a call belongs to
+
+    def on_module(self, module: nn.Module) -> None:
+        """A model or a loss begins: the first model's modules have their own paths, those of others the class in front."""
+        if module in self._roots:
+            return
+        has_params = next(module.parameters(), None) is not None
+        prefix = class_name(module) if self._roots or not has_params else ""
+        if has_params:
+            self._roots.append(module)
+        for path, part in module.named_modules():
+            if self.modules.setdefault(part, path) == path and prefix:
+                self.modules[part] = f"{prefix}.{path}".rstrip(".")
+            if "_orig_mod" in part._modules and _COMPILED not in self._notes:
+                self._notes.append(_COMPILED)
+        for name, param in module.named_parameters():
+            if id(param) not in self._names:
+                self._names[id(param)] = name = f"{prefix}.{name}" if prefix else name
+                if type(param) is nn.Parameter:
+                    self._weights[param.untyped_storage()._cdata] = name
+                    self._memory.is_a(WEIGHTS, param)
+        for buffer in module.buffers():
+            if type(buffer) is torch.Tensor:
+                self._memory.is_a(WEIGHTS, buffer)
+
+    def around(self, call: Call) -> Any:
+        facts = self._facts.get(call.op) or self._learn(call.op)
+        if facts.is_view:
+            return call()
+        begin = self._event()
+        start = perf_counter()
+        out = call()
+        seconds = perf_counter() - start
+        read, made = [], []
+        _flatten(call.args, read)
+        if call.kwargs:
+            _flatten(call.kwargs.values(), read)
+        _flatten((out,), made)
+        group = self._group_of(call)
+        if facts.is_cast and len(read) == 1 and made and _is_conversion(read[0], made[0]):
+            self._note_cast(group, read[0], made[0])
+            row: Any = group
+        else:
+            row = self._note_call(group, call, facts.product, read, made)
+        if begin is None:
+            row.seconds += seconds
+            if made and not made[0].is_cpu:
+                self._accelerator = made[0].device.type
+        else:
+            self._timed.append((row, begin, self._event()))
+        return out
+
+    def _learn(self, op: Any) -> _Facts:
+        name = op._schema.name.partition("::")[2]
+        facts = self._facts[op] = _Facts(op.is_view, name == "_to_copy", product_of(name))
+        return facts
+
+    def _event(self) -> Any:
+        if self._accelerator is None:
+            return None
+        event = torch.Event(self._accelerator, enable_timing=True)
+        event.record()
+        return event
+
+    def _group_of(self, call: Call) -> _Group:
+        phase = RECOMPUTED if call.recomputed else BACKWARD if call.node is not None else FORWARD
+        function, module = call.function, call.module
+        if self.steps.is_running:
+            phase, function, module = STEP, "step", ""
+        key = call.site, function, _pattern(module), phase
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(call.site, function, phase)
+        group.paths.add(module)
+        return group
+
+    # Casts
+
+    def _note_cast(self, group: _Group, read: torch.Tensor, made: torch.Tensor) -> None:
+        source, result = self._memory.at(read), self._memory.made(made)
+        group.casts += 1
+        group.cast_bytes += made.nbytes
+        if group.function.rpartition(".")[2] not in _EXPLICIT and group.phase is not BACKWARD:
+            result.source, result.group, result.is_fresh = read.dtype, group, True
+            result.weight = self._weights.get(read.untyped_storage()._cdata) if _has_storage(read) else None
+            if result.weight is not None:
+                result.kind = CASTS
+                number, _ = self._casts.get(result.weight, (0, 0))
+                self._casts[result.weight] = number + 1, made.nbytes
+        row = source.row
+        result.row = row
+        if row is not None and made.dtype in LOWER_PRECISION and row.dtype is torch.float32 and made.dtype in row.dtypes_in:
+            row.ping_pong += read.nbytes + made.nbytes
+
+    # Calls
+
+    def _note_call(
+        self, group: _Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> CallRow:
+        dtypes_in, computed_in, hits = set(), [], 0
+        for tensor in read:
+            if tensor.dtype in _FLOATING:
+                storage = self._memory.at(tensor)
+                dtype = tensor.dtype
+                if storage.source is not None and (storage.weight is not None or storage.group is group):
+                    dtype = storage.source
+                    hits += storage.weight is not None and not storage.is_fresh
+                    storage.is_fresh = False
+                dtypes_in.add(dtype)
+                computed_in.append(tensor)
+        out = made[0].dtype if made and made[0].dtype in _FLOATING else None
+        product = formula(call.args, made[0]) if formula is not None and made else None
+        dtype = out if product is not None else _computes_in(computed_in) or out
+        verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
+        variant = (frozenset(dtypes_in), out, dtype, verdict)
+        is_lead = self._is_lead(group, call)
+        row = group.rows.get(variant) if is_lead or product is not None else group.last
+        if row is None:
+            row = group.rows[variant] = self._new_row(group, call, variant, computed_in, product)
+        group.last = row
+        row.calls += is_lead
+        row.cache_hits += hits
+        if product is not None:
+            row.flops += product.flops
+            if dtype in LOWER_PRECISION and self._precision is None:
+                self._precision = dtype
+        if group.casts or group.seconds:
+            row.casts += group.casts
+            row.bytes_cast += group.cast_bytes
+            row.seconds += group.seconds
+            group.casts = group.cast_bytes = 0
+            group.seconds = 0.0
+        for tensor in made:
+            storage = self._memory.made(tensor)
+            storage.row, storage.source = row, None
+        return row
+
+    def _is_lead(self, group: _Group, call: Call) -> bool:
+        """Whether this operator is the one by which calls of a function are counted: the first, in backward the first of its node."""
+        name = call.node if group.phase is BACKWARD else call.op
+        if group.lead is None:
+            group.lead = name
+        if name != group.lead or (call.number >= 0 and call.number == group.calls_by):
+            return False
+        group.calls_by = call.number
+        return True
+
+    def _new_row(
+        self, group: _Group, call: Call, variant: Any, read: list[torch.Tensor], product: Product | None
+    ) -> CallRow:
+        dtypes_in, out, dtype, verdict = variant
+        site = group.site
+        row = CallRow(
+            group.function.rpartition(".")[2].strip("_") or group.function,
+            str(site or "(no line of the script)"),
+            site.source if site else "",
+            site.file if site else "",
+            site.line if site else 0,
+            "",
+            group.phase,
+            tuple(sorted(dtypes_in, key=lambda one: (-one.itemsize, str(one)))),
+            (out,) if out is not None else (),
+            dtype,
+            "",
+            verdict,
+        )
+        row.reason = self._why(group, call, row, read)
+        if verdict == "no: float32":
+            row.tensor_cores = f"no: {self._promoted.get(id(row)) or row.reason}".replace("float32: ", "float32, ", 1)
+        return row
+
+    def _why(self, group: _Group, call: Call, row: CallRow, read: list[torch.Tensor]) -> str:
+        if row.dtype is None:
+            return "no floating-point numbers"
+        name = short(row.dtype)
+        if group.phase is BACKWARD:
+            return f"{name}: as its forward"
+        if group.phase is STEP:
+            return f"{name}: the optimizer's own"
+        if call.op.namespace == "ampkit":
+            return f"{name}: a kernel of ampkit's"
+        arguments = [self._argument(tensor) for tensor in read if tensor.dim() or len(read) == 1]
+        running = self._running.get(threading.get_ident(), [])
+        has_dtype = isinstance(call.kwargs.get("dtype"), torch.dtype)
+        reason = self._reasons.of(call.function, row.dtype, arguments, running, sys._getframe(4), has_dtype)
+        if "promoted by" in reason:
+            self._promoted[id(row)] = f"{name}: promoted at {row.site} by {reason.partition(' by ')[2]}"
+        elif reason.endswith("as given"):
+            rows = (self._memory.at(tensor).row for tensor in read if tensor.dtype is row.dtype)
+            origin = next((found for one in rows if (found := self._promoted.get(id(one)))), None)
+            if origin is not None:
+                self._promoted[id(row)] = origin
+                return f"{name}: as given, {origin.partition(': ')[2]}"
+        return reason
+
+    def _argument(self, tensor: torch.Tensor) -> Argument:
+        storage = self._memory.at(tensor)
+        weight = storage.weight or self._weights.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
+        name = f"parameter {weight!r}" if weight else f"the result of {storage.row.site}" if storage.row else ""
+        return Argument(storage.source if storage.source is not None else tensor.dtype, name)
+
+    # At the end
+
+    def _after_step(self, iteration: int | None) -> None:
+        if iteration is not None:
+            self._forward.clear()  # the graph is gone
+            self._on_iteration(iteration)
+
+    def finish(self) -> Record:
+        """The rows, when the block has ended."""
+        for row, begin, end in self._timed:
+            end.synchronize()
+            row.seconds += begin.elapsed_time(end) / 1e3
+        scale, tensors = self.steps.read(self._casts)
+        record = Record(
+            calls=sorted(self._rows(), key=lambda row: -row.seconds),
+            tensors=tensors,
+            scale=scale,
+            memory=self._memory.peak(),
+            iterations=max(1, self.steps.iterations),
+            about=_about(),
+            notes=self._notes,
+        )
+        record.advice = advise(record)
+        return record
+
+    def _rows(self) -> Iterator[CallRow]:
+        by_line: dict[Any, list[CallRow]] = {}
+        for group in self._groups.values():
+            module = _collapsed(group.paths)
+            for row in group.rows.values():
+                row.module = module
+                by_line.setdefault((group.site, group.phase), []).append(row)
+                yield row
+        for group in self._groups.values():
+            if not (group.casts or group.seconds):
+                continue
+            row = group.last or next(iter(by_line.get((group.site, group.phase), [])), None)
+            if row is None:  # a line that does nothing but convert
+                row = self._new_row(group, None, (frozenset(), None, None, ""), [], None)
+                row.module, row.calls, row.reason = _collapsed(group.paths), group.casts, "a cast of the script's"
+                by_line.setdefault((group.site, group.phase), []).append(row)
+                yield row
+            row.casts += group.casts
+            row.bytes_cast += group.cast_bytes
+            row.seconds += group.seconds
+
+
+_active = threading.Lock()  # one recording in a process at a time
+
+
+@contextmanager
+def recording(*, on_iteration: Any = lambda number: None) -> Iterator[Record]:
+    """Record what the block computes in, why, and what that takes: one or more iterations of any script.
+
+    >>> with ampkit.recording() as record:
+    ...     for batch, target in batches[:3]:
+    ...         train_step(batch, target)
+    >>> print(record)  # a table; record.to_html("record.html") writes a page
+
+    It works at every level, and for a plain torch or torch.autocast script without `initialize`. The `Record` is filled when the block ends, also by
+    an exception, which goes on. Iterations end with the steps of the optimizer that steps first; leave the first iteration out, in which torch
+    allocates. Recorded is what this thread runs, with its backward passes; compiled code runs eagerly. On several processes each rank
+    records; see `Record.merge`.
+
+    Costs up to a quarter of an iteration's time. Nothing is imported or patched before it is called, and all is taken back after it.
+
+    Raises `ConfigurationError` inside of another recording, of this or another thread.
+    """
+    if not _active.acquire(blocking=False):
+        raise ConfigurationError(
+            "recording() was called while another recording runs, in this thread or another. One sees every operator of its block: "
+            "end it first, or use its record."
+        )
+    record = Record()
+    try:
+        recorder = Recorder(on_iteration)
+        try:
+            with recorder.running():
+                yield record
+        finally:
+            vars(record).update(vars(recorder.finish()))
+    finally:
+        _active.release()
+
+
+def _flatten(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _flatten(value, found)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _is_conversion(read: torch.Tensor, made: torch.Tensor) -> bool:
+    return read.dtype is not made.dtype and read.dtype in _FLOATING and made.dtype in _FLOATING
+
+
+def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
+    """The dtype that torch promotes these to; 0-dim tensors have no say where there are others."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+@functools.cache
+def _pattern(path: str) -> str:
+    return _NUMBER.sub("#", path)
+
+
+def _collapsed(paths: set[str]) -> str:
+    """Paths that differ in numbers alone, as one: ``blocks.0-5.query``."""
+    columns = zip(*(map(int, _NUMBER.findall(path)) for path in paths))
+    texts = iter([ranges(set(column)) for column in columns])
+    return re.sub("#", lambda _: next(texts), _pattern(next(iter(paths))))
+
+
+def _about() -> str:
+    session = current_session()
+    level = f"{session.plan.opt_level}: {session.plan.in_words()}" if session is not None and session.plan.enabled else "no session of ampkit"
+    return f"{level}; torch {torch.__version__}"
+
+
+__all__ = ["Recorder", "operator_name", "recording"]

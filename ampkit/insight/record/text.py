@@ -1,0 +1,140 @@
+"""A record as text that fits 100 columns: what ``print(record)`` shows. With rich installed, a terminal gets it in colours."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..explain import columns, short
+from .advice import in_bytes
+from .data import BACKWARD, FORWARD, SUMS, CallRow, add
+
+if TYPE_CHECKING:
+    from .data import Record
+
+WIDTH = 100
+_MOST_ROWS = 25
+_MOST_TENSORS = 8
+
+
+def in_words(record: Record) -> str:
+    """Overview, lines by time, tensors that lose most, memory, loss scale and advice."""
+    if not record.calls:
+        return "nothing recorded: the block has not ended, or ran no function of torch"
+    parts = [_overview(record), _calls(record), _tensors(record), _scale(record), _advice(record)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _overview(record: Record) -> list[str]:
+    shares = ", ".join(f"{share:.0%} {short(dtype)}" for dtype, share in record.flops_by_dtype().items())
+    ranks = f" on {record.ranks} processes" if record.ranks > 1 else ""
+    plural = "s" * (record.iterations != 1)
+    lines = [
+        record.about,
+        f"{record.iterations} iteration{plural}{ranks}: {record.seconds / record.ranks / record.iterations:.3g} s in operators each",
+    ]
+    if shares:
+        lines.append(f"FLOPs: {shares}; Tensor Cores can run {record.tensor_core_share:.0%}")
+    memory = ", ".join(f"{in_bytes(size)} {kind}" for kind, size in record.memory.items())
+    lines.append(f"memory at the peak: {in_bytes(record.peak_bytes)}: {memory}")
+    lines += [f"note: {note}" for note in record.notes]
+    return [wrapped for line in lines for wrapped in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+
+
+def _calls(record: Record) -> list[str]:
+    calls = by_line(record)
+    shown = calls[:_MOST_ROWS]
+    rows = [("time", "FLOPs", "cast", "line", "function", "in", "out", "why")]
+    for row in shown:
+        flops = f"{record.share_of_flops(row):.0%}" if row.flops else ""
+        cast = in_bytes(row.bytes_cast / record.iterations / record.ranks) if row.bytes_cast else ""
+        rows.append(
+            (
+                f"{record.share_of_time(row):.0%}",
+                flops,
+                cast,
+                _cut(row.site, 18),
+                _cut(function_of(row), 20),
+                dtypes(row.dtypes_in),
+                dtypes(row.dtypes_out),
+                why(row),
+            )
+        )
+    lines = [line[:WIDTH].rstrip() for line in columns(rows, right=(0, 1, 2))]
+    if len(shown) < len(calls):
+        lines.append(f"... and {len(calls) - len(shown)} more rows: record.calls has all, and their modules")
+    return lines
+
+
+def _tensors(record: Record) -> list[str]:
+    measured = [row for row in record.tensors.values() if row.lost_updates is not None]
+    worst = sorted(measured, key=lambda row: -max(row.lost_updates or 0.0, row.underflow or 0.0))[:_MOST_TENSORS]
+    if not worst:
+        return []
+    rows = [("updates lost", "without masters", "underflow", "max |w|", "max |grad|", "stored in", "tensor")]
+    for row in worst:
+        shares = (row.lost_updates, row.lost_without_masters, row.underflow)
+        rows.append(
+            (
+                *("" if share is None else f"{share:.1%}" for share in shares),
+                f"{row.absmax:.3g}",
+                f"{row.grad_absmax:.3g}",
+                short(row.dtype),
+                row.name,
+            )
+        )
+    lines = [line[:WIDTH].rstrip() for line in columns(rows, right=(0, 1, 2, 3, 4))]
+    if len(worst) < len(record.tensors):
+        lines.append(f"... and {len(record.tensors) - len(worst)} more in .tensors")
+    return lines
+
+
+def _scale(record: Record) -> list[str]:
+    if all(row.loss_scale == 1.0 and not row.skipped for row in record.scale):
+        return []
+    steps = [f"{row.loss_scale:g}" + " skipped" * row.skipped + f" by {row.nonfinite!r}" * bool(row.nonfinite) for row in record.scale]
+    return textwrap.wrap("loss scale by step: " + ", ".join(steps[-12:]), WIDTH, subsequent_indent="  ")
+
+
+def _advice(record: Record) -> list[str]:
+    lines = []
+    for number, advice in enumerate(record.advice, start=1):
+        where = f"{advice.site}: " if advice.site else ""
+        lines += textwrap.wrap(f"{number}. {where}{advice.found}", WIDTH, subsequent_indent="   ")
+        lines += textwrap.wrap(advice.change, WIDTH, initial_indent="   -> ", subsequent_indent="      ")
+    return lines
+
+
+def function_of(row: CallRow) -> str:
+    """``linear``, or ``linear, backward``"""
+    if row.phase == FORWARD or row.function == row.phase:
+        return row.function
+    return f"{row.function}, {'bwd' if row.phase == BACKWARD else row.phase}"
+
+
+def by_line(record: Record) -> list[CallRow]:
+    """Rows that differ in the module alone as one, most time first."""
+    rows: dict[Any, CallRow] = {}
+    for row in record.calls:
+        known = rows.setdefault(replace(row, module="").key, replace(row, module="", **dict.fromkeys(SUMS, 0)))
+        add(known, row)
+    return sorted(rows.values(), key=lambda row: -row.seconds)
+
+
+def dtypes(of: tuple[torch.dtype, ...]) -> str:
+    """``bf16, fp32``"""
+    return ", ".join(re.sub("^b?float", lambda match: "bf" if match[0] == "bfloat" else "fp", short(one)) for one in of)
+
+
+def why(row: CallRow) -> str:
+    """The reason, without the dtype where the result says it."""
+    dtype, _, cause = row.reason.partition(": ")
+    return cause if row.dtypes_out and cause and dtype == short(row.dtypes_out[0]) else row.reason
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
