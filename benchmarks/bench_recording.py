@@ -2,8 +2,9 @@
 
     python benchmarks/bench_recording.py
 
-Iterations with and without take turns, and ratios are medians of neighbours'. Seconds are CPU time of the process, which others that
-run beside it disturb less. Peak memory is resident memory above what the imports take, of processes that give back what they free.
+Iterations with and without take turns, and ratios are medians of neighbours'. Seconds are CPU time of the process, which others
+that run beside it disturb less. Peak memory is resident memory above what the imports take, of processes that give back what they
+free.
 """
 
 import argparse
@@ -79,14 +80,16 @@ def train(case, way):
 
 
 def run_for_peak(name, what, args):
-    command = [sys.executable, __file__, "--peak", name, what, "--threads", str(args.threads)] + ["--short"] * args.short
+    command = [sys.executable, __file__, "--peak", name, what, "--threads", str(args.threads)] + [
+        "--short"
+    ] * args.short
     done = subprocess.run(command, env={**os.environ, **GIVE_BACK}, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
 
 def peak(name, what, short):
     """In a process of its own: bytes of resident memory at most, above those after the imports, of two times three iterations."""
-    import ampkit.insight.record.recorder  # noqa: F401
+    import ampkit.insight.record.recorder
 
     before = resident("VmRSS")
     case = cases.make("gpt", short=short)

@@ -40,9 +40,9 @@ class _Weight:
 class Weights:
     """The weights of an optimizer before a step, to be compared with those after it.
 
-    Costs a copy of the weights, and a pass over weights and gradients; with ``most``, only so many elements of each are looked at.
-    Left out are sparse gradients, groups whose learning rate is 0, and parameters that are rounded by random numbers, which lose
-    nothing on average.
+    Costs a copy of the weights, and a pass over weights and gradients; with ``most``, only so many elements of each are looked
+    at. Left out are sparse gradients, groups whose learning rate is 0, and parameters that are rounded by random numbers, which
+    lose nothing on average.
     """
 
     def __init__(self, optimizer: Any, most: int | None = None) -> None:
@@ -66,7 +66,7 @@ class Weights:
         return self.counts() if all(to_host(are_finite).values()) else {}
 
     def counts(self, stored_in: torch.dtype | None = None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The same whether gradients are finite or not, without waiting. ``stored_in`` asks what weights of that dtype would lose."""
+        """The same, gradients finite or not, without waiting. ``stored_in`` asks what weights of that dtype would lose."""
         found = {}
         for trained in self._alike():
             weights, gradients = zip(*trained)

@@ -114,6 +114,13 @@ def check_bench_iteration():
     assert [row[0] for row in rows] == [2, 5] and all(len(row) == 8 and min(row) > 0 for row in rows)
 
 
+def check_bench_recording():
+    printed = run("bench_recording.py", "--rounds", "1", "--short", "--only", "O2")
+    (row,) = (line for line in printed.splitlines() if line.startswith("O2 "))
+    plain, recorded, ratio, peak, on_step = numbers(row.removeprefix("O2"))
+    assert ratio == pytest.approx(recorded / plain, rel=0.02) and min(plain, peak, on_step) > 0
+
+
 def check_bench_running_statistics():
     printed = run("bench_running_statistics.py", "--rounds", "1", "--batch", "2", "--size", "32", "--device", "cpu")
     assert "159 buffers" in printed  # 53 batch norms
@@ -179,6 +186,7 @@ RUNS = {
     "bench_kernels.py": check_bench_kernels,
     "bench_optimizer_step.py": check_bench_optimizer_step,
     "bench_iteration.py": check_bench_iteration,
+    "bench_recording.py": check_bench_recording,
     "bench_running_statistics.py": check_bench_running_statistics,
     "convergence.py": check_convergence,
     "state_dtypes.py": check_state_dtypes,

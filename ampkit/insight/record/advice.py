@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...dtypes import LOWER_PRECISION
 from ..explain import short
-from .data import STEP, Advice, CallRow
-
-if TYPE_CHECKING:
-    from .data import Record
+from .data import STEP, Advice, CallRow, Rows
 
 #: Shares below this are no finding.
 _LEAST = 0.01
 _MANY_LOST = 0.5
 
 
-def advise(record: Record) -> list[Advice]:
+def advise(record: Rows) -> list[Advice]:
     """The findings, most gain first."""
     found = [advice for rule in _RULES for advice in rule(record)]
     return sorted(found, key=lambda advice: -advice.gain)
 
 
-def _float32_products(record: Record) -> Iterator[Advice]:
+def _float32_products(record: Rows) -> Iterator[Advice]:
     """Matrix products that compute in float32."""
     rows: dict[tuple[str, str], list[CallRow]] = {}
     for row in record.calls:
@@ -59,13 +54,15 @@ def _instead_of_float32(function: str, reason: str) -> str:
     if "region" in reason:
         return "end the region before it, or leave it out"
     if "promoted" in reason:
-        return f"cast what promotes it to the other's dtype, x.to(y.dtype): {reason.partition(' by ')[2] or 'an argument'}"
+        return (
+            f"cast what promotes it to the other's dtype, x.to(y.dtype): {reason.partition(' by ')[2] or 'an argument'}"
+        )
     if "row " in reason:
         return f'initialize(..., policy={{"torch.nn.functional.{function}": "lower"}}), if its range fits'
     return "call it inside of the model's forward, where calls are cast"
 
 
-def _shapes(record: Record) -> Iterator[Advice]:
+def _shapes(record: Rows) -> Iterator[Advice]:
     """Products in lower precision whose sizes Tensor Cores do not take."""
     shares: dict[tuple[str, str], list[CallRow]] = {}
     for row in record.calls:
@@ -81,7 +78,7 @@ def _shapes(record: Record) -> Iterator[Advice]:
             yield Advice(gain, site, f"{rows[0].function}{module} ({share:.0%} of FLOPs): {found}", change)
 
 
-def _casts_of_weights(record: Record) -> Iterator[Advice]:
+def _casts_of_weights(record: Rows) -> Iterator[Advice]:
     """Weights that are cast more than once in an iteration."""
     often = [row for row in record.tensors.values() if row.casts > 1.5]
     if often:
@@ -91,12 +88,12 @@ def _casts_of_weights(record: Record) -> Iterator[Advice]:
         yield Advice(
             0.1 * min(1.0, written / max(1.0, all_bytes)) * _time_of_casts(record),
             "",
-            f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times), {in_bytes(written)} in all",
+            f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times)",
             'opt_level="O1" keeps casts, "O2" or "O5" stores the weights in lower precision',
         )
 
 
-def _ping_pong(record: Record) -> Iterator[Advice]:
+def _ping_pong(record: Rows) -> Iterator[Advice]:
     """Activations that go to float32 and back around a function."""
     rows: dict[tuple[str, str], list[CallRow]] = {}
     for row in record.calls:
@@ -109,13 +106,21 @@ def _ping_pong(record: Record) -> Iterator[Advice]:
         reason = own[0].reason.partition(": ")[2]
         change = _instead_of_float32(function, reason)
         if "row " in reason:
-            change = 'opt_level="O2" or "O5" hands on the input\'s precision (norms, softmax); or policy={...: "native"}'
-        found = f"activations go {lower} -> float32 -> {lower} around {function} ({in_bytes(size)} an iteration): {reason}"
+            change = (
+                'opt_level="O2" or "O5" hands on the input\'s precision (norms, softmax); or policy={...: "native"}'
+            )
+        found = (
+            f"activations go {lower} -> float32 -> {lower} around {function} ({in_bytes(size)} an iteration): {reason}"
+        )
         yield Advice(min(1.0, share) * _time_of_casts(record), site, found, change)
 
 
-def _lost_updates(record: Record) -> Iterator[Advice]:
-    lost = [row for row in record.tensors.values() if (row.lost_updates or 0.0) > _MANY_LOST and row.dtype in LOWER_PRECISION]
+def _lost_updates(record: Rows) -> Iterator[Advice]:
+    lost = [
+        row
+        for row in record.tensors.values()
+        if (row.lost_updates or 0.0) > _MANY_LOST and row.dtype in LOWER_PRECISION
+    ]
     if lost:
         worst = max(lost, key=lambda row: row.lost_updates or 0.0)
         level = "O5" if worst.dtype is torch.bfloat16 else "O2"
@@ -123,12 +128,12 @@ def _lost_updates(record: Record) -> Iterator[Advice]:
         yield Advice(
             1.0,
             "",
-            f"{worst.lost_updates:.0%} of the updates of {worst.name!r} ({short(worst.dtype)}) are lost{others}: the weights do not move",
+            f"{worst.lost_updates:.0%} of the updates of {worst.name!r} ({short(worst.dtype)}) are lost{others}: it does not move",
             f'initialize(model, optimizer, opt_level="{level}") keeps float32 values (+2 bytes per parameter)',
         )
 
 
-def _scale_that_falls(record: Record) -> Iterator[Advice]:
+def _scale_that_falls(record: Rows) -> Iterator[Advice]:
     skipped = [row for row in record.scale if row.skipped]
     if len(skipped) > max(1, len(record.scale) // 2):
         by = f"; the first gradient that is not finite is {skipped[-1].nonfinite!r}" if skipped[-1].nonfinite else ""
@@ -140,7 +145,7 @@ def _scale_that_falls(record: Record) -> Iterator[Advice]:
         )
 
 
-def _underflow(record: Record) -> Iterator[Advice]:
+def _underflow(record: Rows) -> Iterator[Advice]:
     rows = [row for row in record.tensors.values() if (row.underflow or 0.0) > _MANY_LOST / 5]
     if rows:
         worst = max(rows, key=lambda row: row.underflow or 0.0)
@@ -155,7 +160,7 @@ def _underflow(record: Record) -> Iterator[Advice]:
 _RULES = (_float32_products, _shapes, _casts_of_weights, _ping_pong, _lost_updates, _scale_that_falls, _underflow)
 
 
-def _time_of_casts(record: Record) -> float:
+def _time_of_casts(record: Rows) -> float:
     """About what share of the time goes into casts: each moves 1.5 times the bytes it writes, as a memory-bound function does."""
     flops = sum(map(record.share_of_time, (row for row in record.calls if not row.flops)))
     casts = sum(row.casts for row in record.calls)
@@ -164,14 +169,6 @@ def _time_of_casts(record: Record) -> float:
 
 def in_bytes(size: float) -> str:
     """``1.2 MB``"""
-    for unit in ("B", "kB", "MB"):
-        if abs(size) < 999.5:
-            break
-        size /= 1000
-    else:
-        unit = "GB"
+    power = next((power for power in (0, 1, 2) if abs(size) < 999.5 * 1000**power), 3)
+    unit, size = ("B", "kB", "MB", "GB")[power], size / 1000**power
     return f"{size:.0f} {unit}" if unit == "B" or size >= 99.5 else f"{size:.1f} {unit}"
-
-
-def words_of(row: CallRow) -> str:
-    return re.sub(r"\s+", " ", row.source)

@@ -17,7 +17,8 @@ from ..explain import short
 #: What each of these dtypes needs the sizes of a product to be multiples of: 16 bytes.
 _MULTIPLES = {torch.float16: 8, torch.bfloat16: 8}
 _MULTIPLES |= {
-    dtype: 16 for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    dtype: 16
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 }
 
 

@@ -1,38 +1,32 @@
-"""What a recording holds when it is over: plain rows, which pickle, merge over processes and become JSON.
-
-`Recorder` fills a `Record`; text.py, page.py and advice.py read it.
-"""
+"""The rows of a recording: plain data, which recorder.py fills, and text.py, page.py and advice.py read."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...dtypes import LOWER_PRECISION
-from ..explain import short
 
 FORWARD, BACKWARD, RECOMPUTED, STEP = "forward", "backward", "recomputed", "step"
 
 
 @dataclass
 class CallRow:
-    """A function of torch at a line of the script, in one precision: what it computes in, why, and what it took in all iterations.
+    """A function of torch at a line of the script, in one precision: why, and what it took in all iterations.
 
-    ``site`` is the line as ``model.py:31``, ``source`` what stands there, and ``module`` the path of the module that ran, with ranges
-    where equal ones are one row (``blocks.0-5.query``). ``phase`` is ``"forward"``, ``"backward"``, ``"recomputed"`` (by
+    ``site`` is the line as ``model.py:31``, ``source`` what stands there, and ``module`` the path of the module that ran, with
+    ranges where equal ones are one row (``blocks.0-5.query``). ``phase`` is ``"forward"``, ``"backward"``, ``"recomputed"`` (by
     torch.utils.checkpoint) or ``"step"`` (of an optimizer); a backward operation is at the line of its forward. ``dtypes_in`` are
     those of the arguments before any cast, ``dtypes_out`` those of results. ``reason`` says in words what it computes in and why.
 
     ``calls`` counts runs of the function's first operator. ``seconds`` are those of its operators alone, ``flops`` floating-point
-    operations in matrix products and convolutions (a multiplication and an addition are two), ``casts`` and ``bytes_cast`` what was
-    converted for it (bytes that are written), and ``cache_hits`` weights whose cast was there already. ``ping_pong`` are those of the
-    bytes that go from lower precision to float32 and back around it. ``tensor_cores`` is ``"yes"`` or ``"no: ..."`` with the reason,
-    and empty for what is no matrix product.
+    operations in matrix products and convolutions (a multiplication and an addition are two), ``casts`` and ``bytes_cast`` what
+    was converted for it (bytes that are written), and ``cache_hits`` weights whose cast was there already. ``ping_pong`` are
+    those of the bytes that go from lower precision to float32 and back around it. ``tensor_cores`` is ``"yes"`` or ``"no: ..."``
+    with the reason, and empty for what is no matrix product.
     """
 
     function: str
@@ -72,12 +66,13 @@ SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cache_hits", "ping_
 class TensorRow:
     """A parameter over the recorded steps: ``elements``, its ``dtype`` and largest absolute values, shares, and the bytes it takes.
 
-    ``absmax`` and ``grad_absmax`` are the largest over all steps, of the weight and of its unscaled gradient; NaN where there was no
-    gradient. Shares count elements whose gradient is not 0, in a sample of at most 4,096 elements, and are None where nothing was
-    measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``denormal``, those below its smallest normal number,
-    which have lost digits; ``lost_updates``, those that a step left as they were; ``lost_without_masters``, those that it would have left
-    so if the weight were stored in the lower precision alone. ``bytes`` has ``weight``, ``gradient``, ``master`` (float32 value or rest),
-    ``moments`` and ``casts`` (of one forward pass). ``casts`` counts casts of the weight in an iteration.
+    ``absmax`` and ``grad_absmax`` are the largest over all steps, of the weight and of its unscaled gradient; NaN where there was
+    no gradient. Shares count elements whose gradient is not 0, in a sample of at most 4,096 elements, and are None where nothing
+    was measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``denormal``, those below its smallest
+    normal number, which have lost digits; ``lost_updates``, those that a step left as they were; ``lost_without_masters``, those
+    that it would have left so if the weight were stored in the lower precision alone. ``bytes`` has ``weight``, ``gradient``,
+    ``master`` (float32 value or rest), ``moments`` and ``casts`` (of one forward pass). ``casts`` counts casts of the weight in
+    an iteration.
     """
 
     name: str
@@ -118,14 +113,8 @@ class Advice:
 
 
 @dataclass
-class Record:
-    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_html` and `to_json`.
-
-    ``calls`` has a `CallRow` per line and function, most time first; ``tensors`` a `TensorRow` by name; ``scale`` a `StepRow` per step;
-    ``memory`` the bytes that tensors took at the peak, by kind; ``advice`` what to change, most gain first. ``seconds`` is the time of all
-    operators, ``iterations`` the number of steps of the optimizer that stepped first (1 where there was none), ``ranks`` of how many processes the
-    record tells, and ``notes`` what is to be known of the figures.
-    """
+class Rows:
+    """All rows of a recording and what follows from them; `Record` has the documentation."""
 
     calls: list[CallRow] = field(default_factory=list)
     tensors: dict[str, TensorRow] = field(default_factory=dict)
@@ -140,6 +129,11 @@ class Record:
     @property
     def seconds(self) -> float:
         return sum(row.seconds for row in self.calls)
+
+    @property
+    def seconds_each(self) -> float:
+        """Of an iteration, on one process."""
+        return self.seconds / self.ranks / max(1, self.iterations)
 
     @property
     def flops(self) -> int:
@@ -174,48 +168,6 @@ class Record:
     def share_of_flops(self, row: CallRow) -> float:
         return row.flops / self.flops if self.flops else 0.0
 
-    def merge(self, others: Iterable[Record]) -> Record:
-        """One record of several processes: calls and casts are added up, shares are means, maxima and peaks the largest of any.
-
-        ``scale`` is that of this record. Send records with ``torch.distributed.gather_object``; they pickle.
-        """
-        from .advice import advise
-
-        records = [self, *others]
-        calls: dict[tuple[Any, ...], CallRow] = {}
-        for row in (row for one in records for row in one.calls):
-            known = calls.setdefault(row.key, replace(row, **dict.fromkeys(SUMS, 0)))
-            add(known, row)
-        names = dict.fromkeys(name for one in records for name in one.tensors)
-        merged = replace(
-            self,
-            calls=sorted(calls.values(), key=lambda row: -row.seconds),
-            tensors={name: _joined([one.tensors[name] for one in records if name in one.tensors]) for name in names},
-            memory=max((one.memory for one in records), key=lambda memory: sum(memory.values())),
-            ranks=sum(one.ranks for one in records),
-            notes=list(dict.fromkeys(note for one in records for note in one.notes)),
-        )
-        merged.advice = advise(merged)
-        return merged
-
-    def to_json(self, path: str | Path) -> None:
-        """Write all rows as JSON: an object with this class's fields, dtypes as ``"bfloat16"``, and figures that are not finite as strings."""
-        Path(path).write_text(json.dumps(_plain(asdict(self)), indent=1, allow_nan=False) + "\n")
-
-    def to_html(self, path: str | Path) -> None:
-        """Write one page that needs no network and no server: overview, source with figures at each line, tables that sort.
-
-        Raises ImportError where jinja2 is missing, with the command that installs it.
-        """
-        from .page import render
-
-        Path(path).write_text(render(self), encoding="utf-8")
-
-    def __str__(self) -> str:
-        from .text import in_words
-
-        return in_words(self)
-
 
 def add(row: CallRow, other: CallRow) -> None:
     """Add the figures of another row to those of ``row``."""
@@ -230,27 +182,3 @@ def most_used(rows: Iterable[CallRow]) -> torch.dtype | None:
         flops, calls = sums.get(row.dtype, (0, 0))
         sums[row.dtype] = flops + row.flops, calls + row.calls
     return max(sums, key=sums.__getitem__, default=None)
-
-
-def _joined(rows: list[TensorRow]) -> TensorRow:
-    def mean(name: str) -> float | None:
-        known = [value for row in rows if (value := getattr(row, name)) is not None]
-        return sum(known) / len(known) if known else None
-
-    shares = ("underflow", "denormal", "lost_updates", "lost_without_masters")
-    return replace(
-        rows[0],
-        absmax=max(row.absmax for row in rows),
-        grad_absmax=max(row.grad_absmax for row in rows),
-        **{name: mean(name) for name in shares},
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return short(value)
-    if isinstance(value, float) and value - value != 0:
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value

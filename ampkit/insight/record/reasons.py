@@ -6,7 +6,6 @@ torch.autocast by their lines, ``keep_fp32=`` of live sessions, and dtypes of th
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import sys
 import threading
@@ -31,6 +30,9 @@ from ..explain import short
 from ..sites import Site, look
 
 _WRAPPERS = os.path.join(os.path.dirname(casting.__file__), "")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(casting.__file__)), "")
+_INSIGHT = os.path.join(_PACKAGE, "insight", "")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _DECIDING = (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16, CastKind.FP32, CastKind.FP32_WEIGHTS, CastKind.CONTRACTION)
 _NAMES_IN_AUTOCAST = {
     name: group.kind for group in (*CUDA_LIST, *CPU_LIST) for name in group.names if group.kind in _DECIDING
@@ -92,7 +94,7 @@ class Reasons:
         frame: types.FrameType | None,
         has_dtype: bool,
     ) -> str:
-        """Why ``function`` (its public name) computes in ``dtype``, called where ``frame`` stands, inside of ``running`` modules."""
+        """Why ``function``, by its public name, computes in ``dtype``, called at ``frame`` inside of ``running`` modules."""
         if dtype is None:
             return "no floating-point numbers"
         return f"{short(dtype)}: {self._cause(function, dtype, list(arguments), list(running), frame, has_dtype)}"
@@ -115,7 +117,11 @@ class Reasons:
         rule, name = self._rule(casting_, function), function.rpartition(".")[2]
         was_cast = any(one.dtype is not dtype for one in arguments)
         if casting_ is not None and _is_wrapped(frame):
-            if rule is not None and rule.kind in _DECIDING and (rule.kind is not CastKind.CONTRACTION or not mixed or was_cast):
+            if (
+                rule is not None
+                and rule.kind in _DECIDING
+                and (rule.kind is not CastKind.CONTRACTION or not mixed or was_cast)
+            ):
                 return f'row "{name}" of {_table(rule)}'
         elif kept := self._kept_by(running):
             return f"kept by keep_fp32={kept}"
@@ -126,7 +132,7 @@ class Reasons:
             return f"bound before initialize{by}"
         elif casting_ is None and was_cast and name in _NAMES_IN_AUTOCAST:
             return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
-        if mixed and not dtype in LOWER_PRECISION:
+        if mixed and dtype not in LOWER_PRECISION:
             widest = next((one for one in arguments if one.dtype is dtype), None)
             return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
         return "as given"
@@ -176,10 +182,17 @@ def _is_wrapped(frame: types.FrameType | None) -> bool:
         file = frame.f_code.co_filename
         if file.startswith(_WRAPPERS):
             return True
-        if not file.startswith(_PASSED):
+        if not file.startswith((_PACKAGE, _TORCH)):
             return False
         frame = frame.f_back
     return False
+
+
+def called_by_ampkit(frame: types.FrameType | None) -> bool:
+    """Whether code of ampkit calls the operator, beneath which the mode and torch's frames stand."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _INSIGHT)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _table(rule: Any) -> str:
@@ -192,8 +205,3 @@ def _name_of(owner: Any) -> str:
     if owner is torch.Tensor:
         return "torch.Tensor"
     return getattr(owner, "__name__", None) or type(owner).__name__
-
-
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(casting.__file__)), "")
-_PASSED = (_PACKAGE, os.path.join(os.path.dirname(torch.__file__), ""))
-__all__ = ["Argument", "Reasons"]

@@ -1,8 +1,8 @@
 """`recording`: a dispatch mode that adds up, for each line of a script, what its functions compute in, and what that takes.
 
-A `Watch` says where each operator belongs. Here operators become rows: those of one function at one line, in modules whose paths differ
-in numbers alone, are a `_Group`, and each precision in it is a `CallRow`. Casts are no rows: they belong to the function that they are
-made for. Times are those of the operators, without Python between them.
+A `Watch` says where each operator belongs. Here operators become rows: those of one function at one line, in modules whose paths
+differ in numbers alone, are a `_Group`, and each precision in it is a `CallRow`. Casts are no rows: they belong to the function
+that they are made for. Times are those of the operators, without Python between them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from ...patching import PatchSet, Undo
 from ...session import current_session, live_sessions
 from ..explain import class_name, ranges, short
 from ..sites import Site
-from ..watching import Call, Watch, operator_name
+from ..watching import Call, Watch
 from .advice import advise
 from .arithmetic import Product, product_of, tensor_cores
-from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow, Record, most_used
-from .reasons import Argument, Reasons
+from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
+from .reasons import Argument, Reasons, called_by_ampkit
+from .record import Record
 from .tensors import CASTS, WEIGHTS, Memory, Steps
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
@@ -52,9 +53,21 @@ class _Facts(NamedTuple):
 
 
 class _Group:
-    """A function at a line, in one phase, in modules of one kind. ``rows`` are by precision; what waits belongs to the next call."""
+    """A function at a line, in one phase, in modules of one kind. ``rows`` are by precision; casts wait for the next call."""
 
-    __slots__ = ("calls_by", "casts", "cast_bytes", "function", "last", "lead", "paths", "phase", "rows", "seconds", "site")
+    __slots__ = (
+        "calls_by",
+        "cast_bytes",
+        "casts",
+        "function",
+        "last",
+        "lead",
+        "paths",
+        "phase",
+        "rows",
+        "seconds",
+        "site",
+    )
 
     def __init__(self, site: Site | None, function: str, phase: str) -> None:
         self.site, self.function, self.phase = site, function, phase
@@ -143,6 +156,8 @@ class Recorder(Watch):
         if call.kwargs:
             _flatten(call.kwargs.values(), read)
         _flatten((out,), made)
+        if not read and not made:  # marks of the profiler
+            return out
         group = self._group_of(call)
         if facts.is_cast and len(read) == 1 and made and _is_conversion(read[0], made[0]):
             self._note_cast(group, read[0], made[0])
@@ -174,6 +189,8 @@ class Recorder(Watch):
         function, module = call.function, call.module
         if self.steps.is_running:
             phase, function, module = STEP, "step", ""
+        elif function == call.name and phase is FORWARD and called_by_ampkit(sys._getframe(3)):
+            function = "ampkit"
         key = call.site, function, _pattern(module), phase
         group = self._groups.get(key)
         if group is None:
@@ -196,7 +213,12 @@ class Recorder(Watch):
                 self._casts[result.weight] = number + 1, made.nbytes
         row = source.row
         result.row = row
-        if row is not None and made.dtype in LOWER_PRECISION and row.dtype is torch.float32 and made.dtype in row.dtypes_in:
+        if (
+            row is not None
+            and made.dtype in LOWER_PRECISION
+            and row.dtype is torch.float32
+            and made.dtype in row.dtypes_in
+        ):
             row.ping_pong += read.nbytes + made.nbytes
 
     # Calls
@@ -209,7 +231,8 @@ class Recorder(Watch):
             if tensor.dtype in _FLOATING:
                 storage = self._memory.at(tensor)
                 dtype = tensor.dtype
-                if storage.source is not None and (storage.weight is not None or storage.group is group):
+                is_cast = storage.source is not None and group.phase is not BACKWARD
+                if is_cast and (storage.weight is not None or storage.group is group):
                     dtype = storage.source
                     hits += storage.weight is not None and not storage.is_fresh
                     storage.is_fresh = False
@@ -217,7 +240,8 @@ class Recorder(Watch):
                 computed_in.append(tensor)
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
         product = formula(call.args, made[0]) if formula is not None and made else None
-        dtype = out if product is not None else _computes_in(computed_in) or out
+        is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
+        dtype = out if is_told else _computes_in(computed_in) or out
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
         variant = (frozenset(dtypes_in), out, dtype, verdict)
         is_lead = self._is_lead(group, call)
@@ -243,7 +267,7 @@ class Recorder(Watch):
         return row
 
     def _is_lead(self, group: _Group, call: Call) -> bool:
-        """Whether this operator is the one by which calls of a function are counted: the first, in backward the first of its node."""
+        """Whether calls of the function are counted by this operator: the first, or in backward the first of its node."""
         name = call.node if group.phase is BACKWARD else call.op
         if group.lead is None:
             group.lead = name
@@ -277,6 +301,8 @@ class Recorder(Watch):
         return row
 
     def _why(self, group: _Group, call: Call, row: CallRow, read: list[torch.Tensor]) -> str:
+        if group.function == "ampkit":
+            return "ampkit's own work on gradients and loss scale"
         if row.dtype is None:
             return "no floating-point numbers"
         name = short(row.dtype)
@@ -284,8 +310,6 @@ class Recorder(Watch):
             return f"{name}: as its forward"
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
-        if call.op.namespace == "ampkit":
-            return f"{name}: a kernel of ampkit's"
         arguments = [self._argument(tensor) for tensor in read if tensor.dim() or len(read) == 1]
         running = self._running.get(threading.get_ident(), [])
         has_dtype = isinstance(call.kwargs.get("dtype"), torch.dtype)
@@ -363,14 +387,15 @@ def recording(*, on_iteration: Any = lambda number: None) -> Iterator[Record]:
     >>> with ampkit.recording() as record:
     ...     for batch, target in batches[:3]:
     ...         train_step(batch, target)
-    >>> print(record)  # a table; record.to_html("record.html") writes a page
+    >>> print(record)
 
-    It works at every level, and for a plain torch or torch.autocast script without `initialize`. The `Record` is filled when the block ends, also by
-    an exception, which goes on. Iterations end with the steps of the optimizer that steps first; leave the first iteration out, in which torch
-    allocates. Recorded is what this thread runs, with its backward passes; compiled code runs eagerly. On several processes each rank
-    records; see `Record.merge`.
+    It works at every level, and for a plain torch or torch.autocast script without `initialize`. The `Record` is filled when the
+    block ends, also by an exception, which goes on. Iterations end with the steps of the optimizer that steps first; leave the
+    first iteration out, in which torch allocates. Recorded is what this thread runs, with its backward passes; compiled code runs
+    eagerly. On several processes each rank records; see `Record.merge`.
 
-    Costs up to a quarter of an iteration's time. Nothing is imported or patched before it is called, and all is taken back after it.
+    Costs up to a quarter of an iteration's time. Nothing is imported or patched before it is called, and all is taken back after
+    it.
 
     Raises `ConfigurationError` inside of another recording, of this or another thread.
     """
@@ -427,8 +452,9 @@ def _collapsed(paths: set[str]) -> str:
 
 def _about() -> str:
     session = current_session()
-    level = f"{session.plan.opt_level}: {session.plan.in_words()}" if session is not None and session.plan.enabled else "no session of ampkit"
+    level = (
+        f"{session.plan.opt_level}: {session.plan.in_words()}"
+        if session is not None and session.plan.enabled
+        else "no session of ampkit"
+    )
     return f"{level}; torch {torch.__version__}"
-
-
-__all__ = ["Recorder", "operator_name", "recording"]

@@ -1,8 +1,8 @@
 """What the steps of optimizers do to each parameter, and which tensors hold the memory.
 
-`Steps` measures before and after each step, on the device: one pass over weights and gradients for the largest values, and a sample
-for shares. The host reads whether a step was skipped, once a step, and everything else when the recording ends.
-`Memory` follows storages from the operator that makes them to their end.
+`Steps` measures before and after each step, on the device: one pass over weights and gradients for the largest values, and a
+sample for shares. The host reads whether a step was skipped, once a step, and everything else when the recording ends. `Memory`
+follows storages from the operator that makes them to their end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ from .data import StepRow, TensorRow
 #: Elements of a tensor that shares are taken of, at most: their standard error is below 0.8%.
 SAMPLE = 2**12
 
-WEIGHTS, GRADIENTS, MASTERS, MOMENTS, CASTS = "weights and buffers", "gradients", "masters", "moments", "casts of weights"
+WEIGHTS, GRADIENTS, MASTERS, MOMENTS, CASTS = (
+    "weights and buffers",
+    "gradients",
+    "masters",
+    "moments",
+    "casts of weights",
+)
 ACTIVATIONS, INPUTS = "activations and temporaries", "inputs and others"
 
 
@@ -52,8 +58,9 @@ class _Step:
 class Steps:
     """Looks at every step of every optimizer, from `watch` to the undoing; then `rows` and `tensors` have the figures.
 
-    ``name_of`` gives a parameter's path in its model, or None; ``precision`` the lower precision that is in use. ``on_step`` is called
-    after each step with the number of the iteration that it ends, or None where it ends none: iterations are counted by the optimizer that steps first.
+    ``name_of`` gives a parameter's path in its model, or None; ``precision`` the lower precision that is in use. ``on_step`` is
+    called after each step with the number of the iteration that it ends, or None where it ends none: iterations are counted by
+    the optimizer that steps first.
     """
 
     def __init__(
@@ -74,7 +81,9 @@ class Steps:
 
     @property
     def iterations(self) -> int:
-        return self._counts.get(self._first(), 0) if self._first() is not None else max(self._counts.values(), default=0)
+        return (
+            self._counts.get(self._first(), 0) if self._first() is not None else max(self._counts.values(), default=0)
+        )
 
     def watch(self, undo: Undo) -> None:
         patches = PatchSet()
@@ -161,7 +170,9 @@ class Steps:
 
     def _measure_gradients(self, step: _Step) -> None:
         precision, scale = self._precision(), step.scale
-        divisor = getattr(step.optimizer, "grad_scale", None)  # a fused optimizer of torch's that a GradScaler has unscale
+        divisor = getattr(
+            step.optimizer, "grad_scale", None
+        )  # a fused optimizer of torch's that a GradScaler has unscale
         alike: dict[Any, list[tuple[str, torch.Tensor]]] = {}
         for name, param in step.named.items():
             if param.grad is not None and not is_sparse(param.grad):
@@ -274,8 +285,8 @@ def _absmax(tensor: torch.Tensor) -> torch.Tensor:
 class Storage:
     """Memory that lives: its ``kind``, and what is known of the tensor that was made in it last.
 
-    ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from (``source``), the name of the ``weight`` it is the cast of,
-    None for an activation, and the ``group`` of the call that it was made for; ``is_fresh`` until it is used.
+    ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from (``source``), the name of the ``weight`` it
+    is the cast of, None for an activation, and the ``group`` of the call that it was made for; ``is_fresh`` until it is used.
     """
 
     __slots__ = ("bytes", "group", "is_fresh", "kind", "ref", "row", "source", "weight")

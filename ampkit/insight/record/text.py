@@ -5,23 +5,21 @@ from __future__ import annotations
 import re
 import textwrap
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..explain import columns, short
 from .advice import in_bytes
-from .data import BACKWARD, FORWARD, SUMS, CallRow, add
-
-if TYPE_CHECKING:
-    from .data import Record
+from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Rows, add
 
 WIDTH = 100
 _MOST_ROWS = 25
 _MOST_TENSORS = 8
+_PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 
-def in_words(record: Record) -> str:
+def in_words(record: Rows) -> str:
     """Overview, lines by time, tensors that lose most, memory, loss scale and advice."""
     if not record.calls:
         return "nothing recorded: the block has not ended, or ran no function of torch"
@@ -29,13 +27,13 @@ def in_words(record: Record) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _overview(record: Record) -> list[str]:
+def _overview(record: Rows) -> list[str]:
     shares = ", ".join(f"{share:.0%} {short(dtype)}" for dtype, share in record.flops_by_dtype().items())
     ranks = f" on {record.ranks} processes" if record.ranks > 1 else ""
     plural = "s" * (record.iterations != 1)
     lines = [
         record.about,
-        f"{record.iterations} iteration{plural}{ranks}: {record.seconds / record.ranks / record.iterations:.3g} s in operators each",
+        f"{record.iterations} iteration{plural}{ranks}: {in_seconds(record.seconds_each)} in operators each",
     ]
     if shares:
         lines.append(f"FLOPs: {shares}; Tensor Cores can run {record.tensor_core_share:.0%}")
@@ -45,10 +43,10 @@ def _overview(record: Record) -> list[str]:
     return [wrapped for line in lines for wrapped in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
 
-def _calls(record: Record) -> list[str]:
+def _calls(record: Rows) -> list[str]:
     calls = by_line(record)
     shown = calls[:_MOST_ROWS]
-    rows = [("time", "FLOPs", "cast", "line", "function", "in", "out", "why")]
+    rows = [("time", "FLOPs", "cast", "line", "function", "in -> out", "why")]
     for row in shown:
         flops = f"{record.share_of_flops(row):.0%}" if row.flops else ""
         cast = in_bytes(row.bytes_cast / record.iterations / record.ranks) if row.bytes_cast else ""
@@ -57,20 +55,19 @@ def _calls(record: Record) -> list[str]:
                 f"{record.share_of_time(row):.0%}",
                 flops,
                 cast,
-                _cut(row.site, 18),
-                _cut(function_of(row), 20),
-                dtypes(row.dtypes_in),
-                dtypes(row.dtypes_out),
+                _line(row.site),
+                _cut(function_of(row), 19),
+                f"{dtypes(row.dtypes_in)} -> {dtypes(row.dtypes_out)}".strip("-> "),
                 why(row),
             )
         )
-    lines = [line[:WIDTH].rstrip() for line in columns(rows, right=(0, 1, 2))]
+    lines = [_cut(line, WIDTH) for line in columns(rows, right=(0, 1, 2))]
     if len(shown) < len(calls):
         lines.append(f"... and {len(calls) - len(shown)} more rows: record.calls has all, and their modules")
     return lines
 
 
-def _tensors(record: Record) -> list[str]:
+def _tensors(record: Rows) -> list[str]:
     measured = [row for row in record.tensors.values() if row.lost_updates is not None]
     worst = sorted(measured, key=lambda row: -max(row.lost_updates or 0.0, row.underflow or 0.0))[:_MOST_TENSORS]
     if not worst:
@@ -87,20 +84,23 @@ def _tensors(record: Record) -> list[str]:
                 row.name,
             )
         )
-    lines = [line[:WIDTH].rstrip() for line in columns(rows, right=(0, 1, 2, 3, 4))]
+    lines = [_cut(line, WIDTH) for line in columns(rows, right=(0, 1, 2, 3, 4))]
     if len(worst) < len(record.tensors):
         lines.append(f"... and {len(record.tensors) - len(worst)} more in .tensors")
     return lines
 
 
-def _scale(record: Record) -> list[str]:
+def _scale(record: Rows) -> list[str]:
     if all(row.loss_scale == 1.0 and not row.skipped for row in record.scale):
         return []
-    steps = [f"{row.loss_scale:g}" + " skipped" * row.skipped + f" by {row.nonfinite!r}" * bool(row.nonfinite) for row in record.scale]
+    steps = [
+        f"{row.loss_scale:g}" + " skipped" * row.skipped + f" by {row.nonfinite!r}" * bool(row.nonfinite)
+        for row in record.scale
+    ]
     return textwrap.wrap("loss scale by step: " + ", ".join(steps[-12:]), WIDTH, subsequent_indent="  ")
 
 
-def _advice(record: Record) -> list[str]:
+def _advice(record: Rows) -> list[str]:
     lines = []
     for number, advice in enumerate(record.advice, start=1):
         where = f"{advice.site}: " if advice.site else ""
@@ -110,13 +110,13 @@ def _advice(record: Record) -> list[str]:
 
 
 def function_of(row: CallRow) -> str:
-    """``linear``, or ``linear, backward``"""
+    """``linear``, or ``linear bwd``"""
     if row.phase == FORWARD or row.function == row.phase:
         return row.function
-    return f"{row.function}, {'bwd' if row.phase == BACKWARD else row.phase}"
+    return f"{row.function} {_PHASES.get(row.phase, row.phase)}"
 
 
-def by_line(record: Record) -> list[CallRow]:
+def by_line(record: Rows) -> list[CallRow]:
     """Rows that differ in the module alone as one, most time first."""
     rows: dict[Any, CallRow] = {}
     for row in record.calls:
@@ -131,9 +131,19 @@ def dtypes(of: tuple[torch.dtype, ...]) -> str:
 
 
 def why(row: CallRow) -> str:
-    """The reason, without the dtype where the result says it."""
-    dtype, _, cause = row.reason.partition(": ")
+    """The reason, without the dtype where the result says it, and without the tables where a row is named."""
+    dtype, _, cause = row.reason.removesuffix(" of the tables").partition(": ")
     return cause if row.dtypes_out and cause and dtype == short(row.dtypes_out[0]) else row.reason
+
+
+def _line(site: str) -> str:
+    file, colon, number = site.rpartition(":")
+    return _cut(file, 18 - len(number)) + colon + number
+
+
+def in_seconds(seconds: float) -> str:
+    """``12.3 ms``"""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _cut(text: str, most: int) -> str:

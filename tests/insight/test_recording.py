@@ -1,0 +1,496 @@
+"""`ampkit.recording`: rows at the lines of the script, with dtypes, reasons, FLOPs and bytes that are worked out on paper.
+
+The line that a case is about ends in ``# here``.
+"""
+
+import inspect
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from helpers import initialize_quietly
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.functional import linear as bound_early
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+from ampkit.errors import ConfigurationError
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.125)
+
+
+def initialized(model, level, **settings):
+    settings.setdefault("patch_torch_functions_type" if level == "O1" else "cast_model_type", BF16)
+    return initialize_quietly(model, sgd, level, **settings)
+
+
+def backward(loss, optimizer):
+    with ampkit.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def rows_here(record, case, phase="forward"):
+    """The rows of the lines of ``case`` that end in ``# here``."""
+    lines, first = inspect.getsourcelines(case)
+    here = {first + i for i, line in enumerate(lines) if line.rstrip().endswith("# here")}
+    return [row for row in record.calls if row.file == __file__ and row.line in here and row.phase == phase]
+
+
+def recorded(iteration):
+    with ampkit.recording() as record:
+        iteration()
+    return record
+
+
+# Reasons
+
+
+def a_row_of_the_tables():
+    model, _ = initialized(nn.Linear(8, 8), "O1")
+    x = torch.randn(4, 8)
+    return lambda: model(x)  # here
+
+
+def a_row_in_float32():
+    model, _ = initialized(nn.Linear(8, 8), "O1")
+    x = torch.randn(4, 8)
+
+    def iteration():
+        y = model(x)
+        F.softmax(y, -1)  # here
+
+    return iteration
+
+
+def an_operator():
+    weight = nn.Parameter(torch.randn(8, 8))
+    initialized(nn.Linear(8, 8), "O1")
+    x = torch.randn(4, 8)
+    return lambda: x @ weight  # here
+
+
+def a_row_of_the_callers_policy():
+    model, _ = initialized(nn.Linear(8, 8), "O1", policy={"torch.nn.functional.gelu": "fp32"})
+    x = torch.randn(4, 8)
+
+    def iteration():
+        y = model(x)
+        F.gelu(y)  # here
+
+    return iteration
+
+
+class _Biased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.bias = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return self.layer(x) + self.bias
+
+
+def promoted_by_a_parameter():
+    model, _ = initialized(_Biased(), "O1")
+    x = torch.randn(4, 8)
+    return lambda: model(x)
+
+
+def bound_before_initialize():
+    weight = nn.Parameter(torch.randn(8, 8))
+    initialized(nn.Linear(8, 8), "O1")
+    x = torch.randn(4, 8)
+    return lambda: bound_early(x, weight)  # here
+
+
+def a_region():
+    model, _ = initialized(nn.Linear(8, 8), "O1")
+    x = torch.randn(4, 8)
+
+    def iteration():
+        with torch.autocast("cpu", enabled=False):
+            model(x)  # here
+
+    return iteration
+
+
+def casts_that_are_disabled():
+    model, _ = initialized(nn.Linear(8, 8), "O1")
+    x = torch.randn(4, 8)
+
+    def iteration():
+        with ampkit.disable_casts():
+            model(x)  # here
+
+    return iteration
+
+
+class _Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.head(x)
+
+
+def kept():
+    model, _ = initialized(_Headed(), "O2", keep_fp32=["head"])
+    x = torch.randn(4, 8)
+    return lambda: model(x)
+
+
+def float64():
+    x = torch.randn(4, 8, dtype=FP64)
+    initialized(nn.Linear(8, 8), "O1")
+    return lambda: x @ x.t()  # here
+
+
+def plain_torch():
+    x = torch.randn(4, 8)
+    return lambda: x @ x.t()  # here
+
+
+def torchs_autocast():
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def iteration():
+        with torch.autocast("cpu", BF16):
+            layer(x)  # here
+
+    return iteration
+
+
+def an_explicit_dtype():
+    x = torch.randn(4, 8, dtype=BF16)
+    return lambda: x.sum(dtype=FP32)  # here
+
+
+# case: function, dtypes in, dtype out, reason, and the line where it is not marked
+REASONS = {
+    a_row_of_the_tables: ("linear", {FP32}, BF16, 'bfloat16: row "linear" of the tables'),
+    a_row_in_float32: ("softmax", {BF16}, FP32, 'float32: row "softmax" of the tables'),
+    an_operator: ("matmul", {FP32}, BF16, 'bfloat16: row "__matmul__" of the tables'),
+    a_row_of_the_callers_policy: ("gelu", {BF16}, FP32, 'float32: row "gelu" of policy='),
+    promoted_by_a_parameter: ("add", {BF16, FP32}, FP32, "float32: promoted by parameter 'bias'"),
+    bound_before_initialize: (
+        "linear",
+        {FP32},
+        BF16,
+        "bfloat16: bound before initialize, cast by torch.autocast's list",
+    ),
+    a_region: ("linear", {FP32}, FP32, "float32: region at test_recording.py:{line - 1}"),
+    casts_that_are_disabled: ("linear", {FP32}, FP32, "float32: region at test_recording.py:{line - 1}"),
+    kept: ("linear", {FP32}, FP32, "float32: kept by keep_fp32='head'"),
+    float64: ("matmul", {FP64}, FP64, "float64: as given"),
+    plain_torch: ("matmul", {FP32}, FP32, "float32: as given"),
+    torchs_autocast: (
+        "linear",
+        {FP32},
+        BF16,
+        "bfloat16: torch.autocast's list, region at test_recording.py:{line - 1}",
+    ),
+    an_explicit_dtype: ("sum", {BF16}, FP32, "float32: dtype= at the call"),
+}
+
+
+@pytest.mark.parametrize("case", REASONS, ids=lambda case: case.__name__)
+def test_a_row_says_what_is_computed_in_what_and_why(case):
+    function, dtypes_in, dtype_out, reason = REASONS[case]
+    record = recorded(case())
+    rows = rows_here(record, case) or [row for row in record.calls if row.reason == reason and row.phase == "forward"]
+    (row,) = [row for row in rows if row.function == function]
+    line = row.line
+    wanted = reason.replace("{line - 1}", str(line - 1))
+    assert (set(row.dtypes_in), row.dtypes_out, row.reason) == (dtypes_in, (dtype_out,), wanted)
+
+
+# FLOPs, bytes and Tensor Cores
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def products():
+    """Function, its arguments, FLOPs forward and backward, and whether Tensor Cores can run it in bfloat16."""
+    yield F.linear, [(4, 16), (8, 16)], 2 * 4 * 16 * 8, 2, "yes"
+    yield torch.matmul, [(2, 3, 16), (2, 16, 8)], 2 * 2 * 3 * 16 * 8, 2, "yes"
+    yield torch.matmul, [(16, 30), (30, 8)], 2 * 16 * 30 * 8, 2, "no: K = 30 is no multiple of 8; pad it to 32"
+    yield (
+        F.linear,
+        [(8, 1000), (1001, 1000)],
+        2 * 8 * 1000 * 1001,
+        2,
+        "no: N = 1001 is no multiple of 8; pad it to 1008",
+    )
+    yield F.conv2d, [(2, 8, 6, 6), (16, 8, 3, 3)], 2 * 2 * 16 * 4 * 4 * 8 * 9, 2, "yes"
+    yield (
+        F.conv2d,
+        [(2, 3, 6, 6), (16, 3, 3, 3)],
+        2 * 2 * 16 * 16 * 3 * 9,
+        2,
+        "no: C_in = 3 is no multiple of 8; pad it to 8",
+    )
+    yield F.conv_transpose2d, [(2, 8, 4, 4), (8, 16, 3, 3)], 2 * 2 * 8 * 4 * 4 * 16 * 9, 2, "yes"
+    # Scores and values; backward the scores once more, and a product for the gradient of each of four matrices.
+    yield attention, [(2, 3, 10, 8)] * 3, 2 * 2 * (2 * 3) * 10 * 10 * 8, 2.5, "yes"
+
+
+@pytest.mark.parametrize("product", list(products()), ids=lambda product: f"{product[0].__name__} {product[1]}")
+def test_flops_and_tensor_cores_follow_from_shapes_and_dtypes(product):
+    function, shapes, flops, times, verdict = product
+    tensors = [torch.randn(shape, dtype=BF16, requires_grad=True) for shape in shapes]
+    record = recorded(lambda: function(*tensors).sum(dtype=FP32).backward())
+    rows = [row for row in record.calls if row.flops]
+    assert sum(row.flops for row in rows if row.phase == "forward") == flops
+    assert sum(row.flops for row in rows if row.phase == "backward") == flops * times
+    (forward,) = [row for row in rows if row.phase == "forward"]
+    assert forward.tensor_cores == verdict and forward.calls == 1
+    assert record.flops_by_dtype() == {BF16: 1.0} and record.flops == flops * (1 + times)
+    if verdict == "yes":
+        assert record.tensor_core_share == 1.0
+
+
+def test_groups_of_a_convolution_and_a_mask_of_gradients_count():
+    x, weight = torch.randn(2, 8, 6, 6), torch.randn(16, 2, 3, 3, requires_grad=True)  # no gradient of x
+    record = recorded(lambda: F.conv2d(x, weight, groups=4).sum().backward())
+    flops = 2 * 2 * 16 * 4 * 4 * 2 * 9
+    assert [row.flops for row in record.calls if row.flops] == [flops, flops]
+
+
+def test_an_lstm_counts_the_products_of_all_its_steps():
+    lstm, x = nn.LSTM(16, 8, batch_first=True), torch.randn(2, 5, 16)
+    record = recorded(lambda: lstm(x)[0].sum().backward())
+    flops = 2 * (2 * 5) * (4 * 8 * 16 + 4 * 8 * 8)
+    assert {row.phase: row.flops for row in record.calls if row.flops} == {"forward": flops, "backward": 2 * flops}
+
+
+def test_bytes_of_casts_belong_to_the_call_that_needs_them():
+    layer, x = nn.Linear(16, 8), torch.randn(4, 16, requires_grad=True)
+
+    def iteration():
+        with torch.autocast("cpu", BF16):
+            y = layer(x)  # here
+            torch.relu(y)
+        y.float().sum().backward()
+
+    record = recorded(iteration)
+    (forward,) = rows_here(record, iteration)
+    assert (forward.casts, forward.bytes_cast) == (3, 2 * (8 * 16 + 8 + 4 * 16))
+    (back,) = rows_here(record, iteration, "backward")
+    assert (back.casts, back.bytes_cast) == (3, 4 * (8 * 16 + 8 + 4 * 16))
+    assert not any("cast" in row.function or "copy" in row.function for row in record.calls)
+    assert sum(row.bytes_cast for row in record.calls) == forward.bytes_cast + back.bytes_cast + (4 + 2) * 4 * 8
+    assert forward.dtypes_in == (FP32,) and forward.dtypes_out == (BF16,) and forward.calls == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_weight_that_is_used_twice_is_cast_once_at_o1_and_never_at_o2(level):
+    model, optimizer = initialized(nn.Linear(8, 8), level)
+    x = torch.randn(4, 8)
+
+    def iteration():
+        y = model(x)
+        y = model(y)
+        backward(y.float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    iteration()
+    record = recorded(iteration)
+    rows = [row for row in record.calls if row.function == "linear" and row.phase == "forward"]
+    assert sum(row.cache_hits for row in rows) == (2 if level == "O1" else 0)  # weight and bias
+    assert record.tensors["weight"].casts == record.tensors["bias"].casts == (1.0 if level == "O1" else 0.0)
+    # Two inputs; at O1 weight and bias, at O2 two outputs of the model, to float32.
+    wanted = 2 * 2 * 4 * 8 + (2 * (8 * 8 + 8) - 2 * 4 * 8 if level == "O1" else 2 * 4 * 4 * 8)
+    assert sum(row.bytes_cast for row in rows) == wanted
+
+
+class _Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        x = x * self.scale
+        return torch.relu(x) @ self.weight
+
+
+def test_a_float32_product_names_what_promoted_its_input():
+    model, x = _Scaled(), torch.randn(4, 8, dtype=BF16)
+    (row,) = [row for row in recorded(lambda: model(x)).calls if row.flops]
+    promoted = inspect.getsourcelines(_Scaled)[1] + 6
+    assert row.tensor_cores == f"no: float32, promoted at test_recording.py:{promoted} by parameter 'scale'"
+
+
+# Lines and modules
+
+
+class _Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))  # here
+        return x
+
+
+def test_a_row_is_a_line_with_its_modules_and_backward_is_at_the_forwards():
+    model, x = _Blocks(), torch.randn(4, 8)
+    record = recorded(lambda: model(x).sum().backward())
+    for phase in ("forward", "backward"):
+        found = {row.function: (row.module, row.calls) for row in rows_here(record, _Blocks, phase)}
+        assert found == {"linear": ("blocks.0-2", 3), "tanh": ("", 3)}
+    row = rows_here(record, _Blocks)[0]
+    assert row.source == "x = torch.tanh(block(x))  # here" and row.site == f"test_recording.py:{row.line}"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_is_marked(use_reentrant):
+    model, x = _Blocks(), torch.randn(4, 8, requires_grad=True)
+    record = recorded(lambda: checkpoint(model, x, use_reentrant=use_reentrant).sum().backward())
+    calls = {
+        phase: {row.function: row.calls for row in rows_here(record, _Blocks, phase)}
+        for phase in ("forward", "recomputed", "backward")
+    }
+    assert all(found == {"linear": 3, "tanh": 3} for found in calls.values())
+
+
+def test_two_models_are_told_apart_by_their_classes():
+    first, second = nn.Sequential(nn.Linear(8, 8)), _Blocks()
+    x = torch.randn(4, 8)
+    record = recorded(lambda: second(first(x)))
+    assert {row.module for row in record.calls if row.function == "linear"} == {"0", "_Blocks.blocks.0-2"}
+
+
+def test_an_optimizer_step_is_one_row_and_ends_an_iteration():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def iteration():
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    record = recorded(iteration)
+    assert record.iterations == 3
+    (step,) = [row for row in record.calls if row.phase == "step"]
+    assert (step.function, step.source) == ("step", "optimizer.step()")
+
+
+# What it leaves alone
+
+
+def state_of_torch():
+    owners = (torch.amp.autocast_mode.autocast, torch.amp.grad_scaler.GradScaler, torch.Tensor, F, torch)
+    hooks, of_optimizers = nn.modules.module, sys.modules["torch.optim.optimizer"]
+    return (
+        [dict(vars(owner)) for owner in owners],
+        len(hooks._global_forward_pre_hooks),
+        len(hooks._global_forward_hooks),
+        len(of_optimizers._global_optimizer_pre_hooks),
+        len(of_optimizers._global_optimizer_post_hooks),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+def test_an_exception_inside_goes_on_and_leaves_torch_as_it_was():
+    x, before = torch.randn(4, 8), state_of_torch()
+    with pytest.raises(ZeroDivisionError), ampkit.recording() as record:
+        x @ x.t()
+        raise ZeroDivisionError
+    assert state_of_torch() == before
+    assert [row.function for row in record.calls] == ["matmul"]
+    assert recorded(lambda: x @ x.t()).flops == 2 * 4 * 8 * 4
+
+
+def test_a_recording_inside_of_another_is_refused_in_every_thread():
+    found = []
+
+    def in_a_thread():
+        try:
+            recorded(lambda: None)
+        except ConfigurationError as error:
+            found.append(error)
+
+    with ampkit.recording():
+        with pytest.raises(ConfigurationError, match="while another recording runs"):
+            recorded(lambda: None)
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+    assert len(found) == 1
+    recorded(in_a_thread)  # and the refusal has ended nothing
+
+
+def test_another_thread_is_not_recorded():
+    x = torch.randn(4, 8)
+    thread = threading.Thread(target=lambda: nn.Linear(8, 8)(x))
+
+    def iteration():
+        thread.start()
+        thread.join()
+        x @ x.t()
+
+    assert [row.function for row in recorded(iteration).calls] == ["matmul"]
+
+
+def test_results_are_those_without_a_recording():
+    def losses():
+        torch.manual_seed(0)
+        model, optimizer = initialized(_Blocks(), "O1")
+        x, found = torch.randn(4, 8), []
+        for _ in range(3):
+            loss = model(x).float().square().mean()
+            backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        ampkit.close()
+        return found
+
+    plain = losses()
+    with ampkit.recording():
+        assert losses() == plain
+
+
+def test_nothing_is_imported_before_it_is_asked_for():
+    script = "import sys, ampkit; print([name for name in sys.modules if 'insight' in name or name == 'jinja2'])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
+
+
+# What is printed
+
+
+def test_a_record_fits_100_columns_and_says_what_it_found():
+    model, optimizer = initialized(_Headed(), "O1")
+    x = torch.randn(4, 8)
+
+    def iteration():
+        backward(model(x).float().square().mean(), optimizer)
+        optimizer.step()
+
+    record = recorded(iteration)
+    lines = str(record).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("O1: torch functions cast to bfloat16")
+    assert any(line.split()[:1] == ["time"] for line in lines)
+    assert any(re.search(r'test_recording\S*:\d+ +linear +fp32 -> bf16 +row "linear"$', line) for line in lines)
+
+
+def test_an_empty_record_says_so():
+    with ampkit.recording() as record:
+        assert str(record).startswith("nothing recorded")
+    assert str(record).startswith("nothing recorded")
