@@ -7,6 +7,7 @@ Scripts call it on the model before the optimizer is built and before ``initiali
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -93,31 +94,26 @@ def fully_shard(
 def convert_syncbn_model(
     module: nn.Module,
     process_group: dist.ProcessGroup | None = None,
-    channel_last: bool = False,
     *,
-    layer_class: type[SyncBatchNorm] | None = None,
+    layer_class: Callable[..., _BatchNorm] | None = None,
 ) -> nn.Module:
     """The model with every batch norm replaced by one that normalises over the processes' joined batch.
 
     Parameters and running statistics are the very objects of the layers replaced, so an optimizer built before still
     owns them. Instance norms stay as they are. A module that is itself a batch norm comes back as a new one, so use the
-    return value. Move the model to its device first: the device chooses the class.
-
-    ``channel_last=True`` is for models whose tensors have their channels in the last dimension (N, H, W, C). Tensors
-    in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it. ``layer_class`` replaces `SyncBatchNorm`.
+    return value. Move the model to its device first: the device chooses the class, unless ``layer_class`` says it.
 
     Raises ValueError for a lazy batch norm that has not seen a batch, and TypeError for an argument that is no module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"convert_syncbn_model expects a model (torch.nn.Module), found a {type(module).__name__}.")
-    tensors = [*module.parameters(), *module.buffers()]
-    on_cuda = any(tensor.is_cuda for tensor in tensors)
+    chosen = layer_class or (nn.SyncBatchNorm if is_on_cuda(module) else SyncBatchNorm)
     replaced: dict[nn.Module, nn.Module] = {}  # a layer used in two places stays one layer
 
     def convert(child: nn.Module) -> nn.Module:
         if isinstance(child, _BatchNorm):
             if child not in replaced:
-                replaced[child] = _synchronised(child, process_group, channel_last, on_cuda, layer_class)
+                replaced[child] = _synchronised(child, process_group, chosen)
             return replaced[child]
         for name, grandchild in list(child._modules.items()):  # named_children() would skip a second name
             if grandchild is not None:
@@ -130,9 +126,9 @@ def convert_syncbn_model(
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the joined batch of all processes of a group, for any device that the group's backend serves.
 
-    Takes (N, C, ...) with ``num_features`` channels C, or (N, ..., C) with ``channel_last``. The local batches may differ in size
-    and may even be empty. Input in a lower precision keeps its dtype, while the statistics are computed in float32. In eval mode,
-    or with one process, this is plain batch norm.
+    Takes (N, C, ...) with ``num_features`` channels C. The local batches may differ in size and may even be empty. Input in a lower
+    precision keeps its dtype, while the statistics are computed in float32. In eval mode, or with one process, this is plain
+    batch norm.
 
     Raises ValueError for another number of channels, for input without a batch dimension, and in training for fewer than two values
     per channel over all processes.
@@ -148,18 +144,11 @@ class SyncBatchNorm(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        channel_last: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
-        self.channel_last = channel_last
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.channel_last and input.dim() >= 2:
-            return self._normalise(input.movedim(-1, 1)).movedim(1, -1)
-        return self._normalise(input)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -170,11 +159,10 @@ class SyncBatchNorm(_BatchNorm):
         if input.size(1) != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm got {input.size(1)} channels in a tensor of shape {tuple(input.shape)};"
-                f" it was made for num_features={self.num_features}. Check the layer before it, or channel_last=."
+                f" it was made for num_features={self.num_features}. Check the layer before it."
             )
 
-    def _normalise(self, input: torch.Tensor) -> torch.Tensor:
-        """The batch norm of a tensor (N, C, ...)."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         has_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
         if not (self.training and has_processes):
             return super().forward(input)
@@ -225,12 +213,13 @@ class SyncBatchNorm(_BatchNorm):
         return mean, (mean_of_squares - mean.square()).clamp(min=0), count
 
 
+def is_on_cuda(module: nn.Module) -> bool:
+    """Whether a tensor of the module is."""
+    return any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
+
+
 def _synchronised(
-    layer: _BatchNorm,
-    process_group: dist.ProcessGroup | None,
-    channel_last: bool,
-    on_cuda: bool,
-    layer_class: type[SyncBatchNorm] | None,
+    layer: _BatchNorm, process_group: dist.ProcessGroup | None, layer_class: Callable[..., _BatchNorm]
 ) -> nn.Module:
     """The synchronised twin of one batch norm, sharing its tensors."""
     if any(tensor is not None and is_lazy(tensor) for tensor in (layer.weight, layer.running_mean)):
@@ -238,17 +227,14 @@ def _synchronised(
             f"convert_syncbn_model found a {type(layer).__name__} that has not seen a batch; it expects layers of known"
             " size. Pass one batch through the model first."
         )
-    settings: dict[str, Any] = dict(
+    twin = layer_class(
+        layer.num_features,
         eps=layer.eps,
         momentum=layer.momentum,
         affine=False,  # the tensors come from the layer, below
         track_running_stats=False,
         process_group=process_group,
     )
-    if on_cuda and not channel_last:
-        twin: _BatchNorm = nn.SyncBatchNorm(layer.num_features, **settings)
-    else:  # torch's class has no channels-last dimension; ours runs on any device
-        twin = (layer_class or SyncBatchNorm)(layer.num_features, channel_last=channel_last, **settings)
     twin.affine, twin.track_running_stats = layer.affine, layer.track_running_stats
     for name, parameter in layer._parameters.items():
         twin.register_parameter(name, parameter)

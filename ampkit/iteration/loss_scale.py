@@ -20,8 +20,7 @@ import torch
 from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import logger
-from ..optimizers.capturing import refuse_to_begin
-from ..optimizers.scales import on
+from ..optimizers.scales import on, refuse_to_begin
 from .found_inf import FoundInf, is_capturing, refuse_to_read
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14

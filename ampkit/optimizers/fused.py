@@ -20,9 +20,8 @@ import torch
 
 from .. import kernels
 from ..dtypes import LOWER_PRECISION
-from .capturing import refuse_to_begin
 from .moments import Storage, are_same
-from .scales import Scale, on
+from .scales import Scale, on, refuse_to_begin
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Storage)
 # Arguments of the optimizer that torch would take for settings of one group, where no step reads them.

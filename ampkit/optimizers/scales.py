@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import ConfigurationError
 from ..kernels.routing import Number as Scale
 from ..kernels.routing import on
 
-__all__ = ["Scale", "inverse", "is_one", "on", "on_device_of", "ratio"]
+__all__ = ["Scale", "inverse", "is_one", "on", "on_device_of", "ratio", "refuse_to_begin"]
 
 
 def inverse(scale: Scale) -> Scale:
@@ -27,3 +28,12 @@ def is_one(factor: Scale) -> bool:
 
 def on_device_of(value: Scale, other: Scale) -> Scale:
     return on(value, other.device) if isinstance(other, torch.Tensor) else value
+
+
+def refuse_to_begin(what: str, device: torch.device) -> None:
+    """Raise where a graph is captured before the first iteration: what begins in it begins anew at each replay."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ConfigurationError(
+            f"A CUDA graph is captured before the first iteration: each replay would begin with {what} anew. Run an iteration "
+            "or two before the capture, on a side stream (see examples/recipes/cuda_graph.py)."
+        )

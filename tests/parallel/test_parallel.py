@@ -141,12 +141,6 @@ def test_syncbn_with_one_process_is_batch_norm(settings):
         assert torch.equal(ours[name], plain[name]), name
 
 
-def test_syncbn_channel_last_normalises_the_last_dimension():
-    x = torch.randn(4, 5, 6, CHANNELS)
-    expected = layer({}, nn.BatchNorm2d)(x.movedim(-1, 1)).movedim(1, -1)
-    assert torch.equal(layer({"channel_last": True})(x), expected)
-
-
 def test_convert_shares_tensors_and_leaves_other_norms():
     norm = layer({"momentum": 0.3, "eps": 1e-3}, nn.BatchNorm2d).eval()
     model = nn.Sequential(norm, nn.Sequential(nn.InstanceNorm2d(CHANNELS, affine=True), norm), nn.LayerNorm(4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,9 +12,10 @@ from ... import parallel as _core
 
 
 class SyncBatchNorm(_core.SyncBatchNorm):
-    """`ampkit.parallel.SyncBatchNorm`, with an addend ``z`` and a ReLU after it.
+    """`ampkit.parallel.SyncBatchNorm`, with an addend ``z``, a ReLU after it, and channels in the last dimension.
 
-    ``forward(input, z)`` is ``batch_norm(input) + z``, and with ``fuse_relu`` its positive part.
+    ``forward(input, z)`` is ``batch_norm(input) + z``, and with ``fuse_relu`` its positive part. With ``channel_last`` tensors are
+    (N, ..., C); those in ``torch.channels_last`` memory format are still (N, C, H, W) and do not need it.
     """
 
     def __init__(
@@ -26,11 +29,15 @@ class SyncBatchNorm(_core.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group, channel_last)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
     def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        output = super().forward(input)
+        if self.channel_last and input.dim() >= 2:
+            output = super().forward(input.movedim(-1, 1)).movedim(1, -1)
+        else:
+            output = super().forward(input)
         if z is not None:
             output = output + z
         return torch.relu(output) if self.fuse_relu else output
@@ -40,7 +47,9 @@ def convert_syncbn_model(
     module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
 ) -> nn.Module:
     """`ampkit.parallel.convert_syncbn_model`; layers are `SyncBatchNorm`, on CUDA ``torch.nn.SyncBatchNorm``."""
-    return _core.convert_syncbn_model(module, process_group, channel_last, layer_class=SyncBatchNorm)
+    layer_class = partial(SyncBatchNorm, channel_last=channel_last)
+    is_torchs = _core.is_on_cuda(module) and not channel_last  # torch's class has no channels in the last dimension
+    return _core.convert_syncbn_model(module, process_group, layer_class=None if is_torchs else layer_class)
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
