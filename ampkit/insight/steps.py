@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import validation
+from .. import kernels, validation
 from ..api import step_was_skipped
 from ..casting.tensors import params_of
 from ..iteration.optimizer_wrapper import wrapper_of
@@ -127,7 +127,7 @@ class StepReport:
             if any(map(is_sharded, values)):
                 norms = [norm_over_processes([value], 2.0).float() for value in values]
             else:
-                norms = list(torch._foreach_norm(values, 2.0, torch.float32)) if values else []
+                norms = list(kernels.multi_tensor_l2norm(values, per_tensor=True)[1])
             norms = [
                 norm if factor is None else norm * on(factor, norm.device).reshape(())
                 for norm, (_, factor) in zip(norms, found)

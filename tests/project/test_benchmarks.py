@@ -121,6 +121,15 @@ def check_bench_recording():
     assert ratio == pytest.approx(recorded / plain, rel=0.02) and min(plain, peak, on_step) > 0
 
 
+def check_bench_on_step():
+    printed = run("bench_on_step.py", "--short", "--rounds", "2")
+    rows = [line for line in printed.splitlines() if re.search(r" \d\.\d{3} \(\d", line)]
+    names = [re.split(r" {2,}", row)[0] for row in rows]
+    assert names[0] == "no on_step" and numbers(rows[0])[1:] == [1.0, 1.0, 1.0]
+    assert names[1:] == ["nothing", "loss_scale, skipped, grad_norm", "the same, and norms", "underflow", "lost_updates"]
+    assert all(min(numbers(row)) > 0 for row in rows)
+
+
 def check_bench_running_statistics():
     printed = run("bench_running_statistics.py", "--rounds", "1", "--batch", "2", "--size", "32", "--device", "cpu")
     assert "159 buffers" in printed  # 53 batch norms
@@ -187,6 +196,7 @@ RUNS = {
     "bench_optimizer_step.py": check_bench_optimizer_step,
     "bench_iteration.py": check_bench_iteration,
     "bench_recording.py": check_bench_recording,
+    "bench_on_step.py": check_bench_on_step,
     "bench_running_statistics.py": check_bench_running_statistics,
     "convergence.py": check_convergence,
     "state_dtypes.py": check_state_dtypes,
