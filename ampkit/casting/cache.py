@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
+from ..labels import labelled
 from .store import CastStore
 
 # Bound once: each is asked on every call with a weight.
@@ -55,6 +56,7 @@ class CastCache:
         cast = self._find(weight)
         return self._cast_anew(weight, convert) if cast is None else cast
 
+    @labelled("cast weights")
     def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         store = self.store
         # The storage stays alive until the stamp is compared, so that no other comes to lie at its address.

@@ -18,6 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigurationError, LossIdError, LossScaleError, NotInitializedError
+from ..labels import labelled
 from ..optimizers.scales import Scale, on
 from ..sharding import fsdp_modules, highest, unsharded_params
 from .advice import Advice, watched
@@ -182,6 +183,7 @@ class Block:
         return leaves
 
 
+@labelled("unscale")
 def collect(
     backward: BackwardPass,
     named: Sequence[OptimizerWrapper],

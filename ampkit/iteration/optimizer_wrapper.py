@@ -26,6 +26,7 @@ from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
 from ..errors import AmpkitError, ConfigurationError
+from ..labels import labelled
 from ..logs import logger
 from ..optimizers.fused import StepInputs
 from ..optimizers.scales import is_one
@@ -226,6 +227,7 @@ class OptimizerWrapper:
             return loss
         return self._step_once(original, *args, **kwargs)
 
+    @labelled("step")
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer, found_inf = self.optimizer, None
         self.synchronize_gradients()
@@ -372,6 +374,7 @@ class OptimizerWrapper:
         self.end_step()
         return result
 
+    @labelled("clip")
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""
         self.synchronize_gradients()

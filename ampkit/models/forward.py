@@ -23,6 +23,7 @@ from ..casting.engine import active_casting
 from ..casting.tensors import cast_floating
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
+from ..labels import labelled
 from .classes import InFront, is_made_here, own_class, put_in_front
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .records import lower_entries, record_of
@@ -166,6 +167,7 @@ def _around(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> A
     return _run(model, inner or functools.partial(forward, model), args, kwargs)
 
 
+@labelled("forward")
 def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
     casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
     outer = _running.casts

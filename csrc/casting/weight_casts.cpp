@@ -4,6 +4,7 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/to_ops.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -93,6 +94,7 @@ bool is_plain_weight(const at::Tensor& weight) {
 }
 
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
+  RECORD_USER_SCOPE("ampkit: cast weights");  // as ampkit/labels.py does
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   const bool recording = c10::GradMode::is_enabled();
   if (recording && !c10::InferenceMode::is_enabled() && !store->in_backward && tensor.requires_grad() && is_worth_casting_ahead(tensor)) {
