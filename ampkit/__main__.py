@@ -23,6 +23,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("info", "which kernels are loaded, and why", "ampkit.insight.info"),
     Command("check", "say what each level would change in a script", "ampkit.insight.check"),
+    Command("record", "say what each line of a script computes in, and what it takes", "ampkit.insight.record.command"),
     Command(
         "diagnose",
         "run a script until its first inf or NaN, and say why",

@@ -70,6 +70,8 @@ class Weights:
         found = {}
         for trained in self._alike():
             weights, gradients = zip(*trained)
+            if stored_in is not None and weights[0].param.is_complex():
+                continue
             before, now = _flat(one.before for one in weights), _flat(self._some(one.param.detach()) for one in weights)
             rests = None
             if weights[0].entry is not None:

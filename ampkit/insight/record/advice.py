@@ -8,7 +8,7 @@ import torch
 
 from ...dtypes import LOWER_PRECISION
 from ..explain import short
-from .data import STEP, Advice, CallRow, Rows
+from .data import FORWARD, STEP, Advice, CallRow, Rows
 
 #: Shares below this are no finding.
 _LEAST = 0.01
@@ -64,18 +64,18 @@ def _instead_of_float32(function: str, reason: str) -> str:
 
 def _shapes(record: Rows) -> Iterator[Advice]:
     """Products in lower precision whose sizes Tensor Cores do not take."""
-    shares: dict[tuple[str, str], list[CallRow]] = {}
+    found: dict[tuple[str, ...], list[CallRow]] = {}
     for row in record.calls:
         if "no multiple of" in row.tensor_cores:
-            shares.setdefault((row.site, row.tensor_cores), []).append(row)
-    for (site, verdict), rows in shares.items():
+            found.setdefault((row.site, row.function, row.module), []).append(row)
+    for (site, function, module), rows in found.items():
         share = sum(map(record.share_of_flops, rows))
         if share >= _LEAST:
-            _, _, text = verdict.partition("no: ")
-            found, _, change = text.partition("; ")
-            module = f" in {rows[0].module}" if rows[0].module else ""
+            row = next((row for row in rows if row.phase == FORWARD), rows[0])
+            text, _, change = row.tensor_cores.removeprefix("no: ").partition("; ")
+            where = f" in {module!r}" if module else ""
             gain = sum(map(record.share_of_time, rows)) / 2
-            yield Advice(gain, site, f"{rows[0].function}{module} ({share:.0%} of FLOPs): {found}", change)
+            yield Advice(gain, site, f"{function}{where} ({share:.0%} of FLOPs): {text}", change)
 
 
 def _casts_of_weights(record: Rows) -> Iterator[Advice]:

@@ -88,15 +88,13 @@ class Reasons:
     def of(
         self,
         function: str,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
         arguments: Iterable[Argument],
         running: Iterable[nn.Module],
         frame: types.FrameType | None,
         has_dtype: bool,
     ) -> str:
         """Why ``function``, by its public name, computes in ``dtype``, called at ``frame`` inside of ``running`` modules."""
-        if dtype is None:
-            return "no floating-point numbers"
         return f"{short(dtype)}: {self._cause(function, dtype, list(arguments), list(running), frame, has_dtype)}"
 
     def _cause(
@@ -112,6 +110,8 @@ class Reasons:
             return "as given"
         if has_dtype:
             return "dtype= at the call"
+        if not arguments:
+            return "as given"
         region = next(iter(reversed(self._regions.get(threading.get_ident(), []))), None)
         casting_, mixed = active_casting(), len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
         rule, name = self._rule(casting_, function), function.rpartition(".")[2]

@@ -11,8 +11,8 @@ import functools
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -28,11 +28,12 @@ from ..explain import class_name, ranges, short
 from ..sites import Site
 from ..watching import Call, Watch
 from .advice import advise
-from .arithmetic import Product, product_of, tensor_cores
+from .arithmetic import product_of, tensor_cores
 from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
+from .memory import CASTS, WEIGHTS, Memory
 from .reasons import Argument, Reasons, called_by_ampkit
 from .record import Record
-from .tensors import CASTS, WEIGHTS, Memory, Steps
+from .tensors import Steps
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = frozenset(
@@ -83,7 +84,7 @@ class _Group:
 class Recorder(Watch):
     """Records what runs inside ``with``. Then `finish` gives the `Record`."""
 
-    def __init__(self, on_iteration: Any = lambda number: None) -> None:
+    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
         super().__init__()
         self._groups: dict[Any, _Group] = {}
         self._facts: dict[Any, _Facts] = {}
@@ -187,7 +188,7 @@ class Recorder(Watch):
     def _group_of(self, call: Call) -> _Group:
         phase = RECOMPUTED if call.recomputed else BACKWARD if call.node is not None else FORWARD
         function, module = call.function, call.module
-        if self.steps.is_running:
+        if self.steps.is_stepping:
             phase, function, module = STEP, "step", ""
         elif function == call.name and phase is FORWARD and called_by_ampkit(sys._getframe(3)):
             function = "ampkit"
@@ -225,7 +226,7 @@ class Recorder(Watch):
 
     def _note_call(
         self, group: _Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> CallRow:
+    ) -> CallRow | _Group:
         dtypes_in, computed_in, hits = set(), [], 0
         for tensor in read:
             if tensor.dtype in _FLOATING:
@@ -243,11 +244,13 @@ class Recorder(Watch):
         is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
         dtype = out if is_told else _computes_in(computed_in) or out
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
-        variant = (frozenset(dtypes_in), out, dtype, verdict)
-        is_lead = self._is_lead(group, call)
+        if dtype is None and group.last is None:  # indices and counts, before the call's own numbers
+            return group
+        variant = (frozenset(dtypes_in), out, dtype, verdict) if group.function != "ampkit" else ()
+        is_lead = dtype is not None and self._is_lead(group, call)
         row = group.rows.get(variant) if is_lead or product is not None else group.last
         if row is None:
-            row = group.rows[variant] = self._new_row(group, call, variant, computed_in, product)
+            row = group.rows[variant] = self._new_row(group, call, dtypes_in, out, dtype, verdict, computed_in)
         group.last = row
         row.calls += is_lead
         row.cache_hits += hits
@@ -277,9 +280,15 @@ class Recorder(Watch):
         return True
 
     def _new_row(
-        self, group: _Group, call: Call, variant: Any, read: list[torch.Tensor], product: Product | None
+        self,
+        group: _Group,
+        call: Call | None,
+        dtypes_in: Iterable[torch.dtype] = (),
+        out: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        verdict: str = "",
+        read: Sequence[torch.Tensor] = (),
     ) -> CallRow:
-        dtypes_in, out, dtype, verdict = variant
         site = group.site
         row = CallRow(
             group.function.rpartition(".")[2].strip("_") or group.function,
@@ -295,16 +304,15 @@ class Recorder(Watch):
             "",
             verdict,
         )
-        row.reason = self._why(group, call, row, read)
+        if call is not None:
+            row.reason = self._why(group, call, row, read)
         if verdict == "no: float32":
             row.tensor_cores = f"no: {self._promoted.get(id(row)) or row.reason}".replace("float32: ", "float32, ", 1)
         return row
 
-    def _why(self, group: _Group, call: Call, row: CallRow, read: list[torch.Tensor]) -> str:
+    def _why(self, group: _Group, call: Call, row: CallRow, read: Sequence[torch.Tensor]) -> str:
         if group.function == "ampkit":
             return "ampkit's own work on gradients and loss scale"
-        if row.dtype is None:
-            return "no floating-point numbers"
         name = short(row.dtype)
         if group.phase is BACKWARD:
             return f"{name}: as its forward"
@@ -367,9 +375,10 @@ class Recorder(Watch):
             if not (group.casts or group.seconds):
                 continue
             row = group.last or next(iter(by_line.get((group.site, group.phase), [])), None)
-            if row is None:  # a line that does nothing but convert
-                row = self._new_row(group, None, (frozenset(), None, None, ""), [], None)
-                row.module, row.calls, row.reason = _collapsed(group.paths), group.casts, "a cast of the script's"
+            if row is None:  # a line that does nothing but convert, or computes with integers
+                row = self._new_row(group, None)
+                row.module, row.calls = _collapsed(group.paths), group.casts
+                row.reason = "a cast of the script's" if group.casts else "no floating-point numbers"
                 by_line.setdefault((group.site, group.phase), []).append(row)
                 yield row
             row.casts += group.casts
@@ -380,8 +389,7 @@ class Recorder(Watch):
 _active = threading.Lock()  # one recording in a process at a time
 
 
-@contextmanager
-def recording(*, on_iteration: Any = lambda number: None) -> Iterator[Record]:
+def recording() -> AbstractContextManager[Record]:
     """Record what the block computes in, why, and what that takes: one or more iterations of any script.
 
     >>> with ampkit.recording() as record:
@@ -399,6 +407,12 @@ def recording(*, on_iteration: Any = lambda number: None) -> Iterator[Record]:
 
     Raises `ConfigurationError` inside of another recording, of this or another thread.
     """
+    return recorded(lambda iteration: None)
+
+
+@contextmanager
+def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
+    """`recording`, which calls ``on_iteration`` with the number of each iteration when it ends."""
     if not _active.acquire(blocking=False):
         raise ConfigurationError(
             "recording() was called while another recording runs, in this thread or another. One sees every operator of its block: "

@@ -1,8 +1,7 @@
-"""What the steps of optimizers do to each parameter, and which tensors hold the memory.
+"""`Steps`: what the steps of optimizers do to each parameter.
 
-`Steps` measures before and after each step, on the device: one pass over weights and gradients for the largest values, and a
-sample for shares. The host reads whether a step was skipped, once a step, and everything else when the recording ends. `Memory`
-follows storages from the operator that makes them to their end.
+It measures on the device: one pass over weights and gradients for the largest values, and a sample for shares. The host reads
+whether a step was skipped, once a step, and everything else when the recording ends.
 """
 
 from __future__ import annotations
@@ -13,34 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...api import step_was_skipped
 from ...casting.tensors import params_of
-from ...iteration.block import Block
-from ...iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
+from ...iteration.optimizer_wrapper import wrapper_of
 from ...iteration.slots import is_sparse
 from ...optimizers.scales import on
-from ...patching import PatchSet, Undo
 from ...session import session_of
 from ...sharding import local
 from ..around_step import names_of, to_host
-from ..repeating import unwatched
 from ..updates import Weights, some
 from .data import StepRow, TensorRow
+from .iterations import StepHooks
+from .memory import GRADIENTS, MASTERS, MOMENTS, WEIGHTS, Memory
 
 #: Elements of a tensor that shares are taken of, at most: their standard error is below 0.8%.
 SAMPLE = 2**12
-
-WEIGHTS, GRADIENTS, MASTERS, MOMENTS, CASTS = (
-    "weights and buffers",
-    "gradients",
-    "masters",
-    "moments",
-    "casts of weights",
-)
-ACTIVATIONS, INPUTS = "activations and temporaries", "inputs and others"
 
 
 @dataclass
@@ -55,12 +42,10 @@ class _Step:
     figures: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # scalars by parameter and name
 
 
-class Steps:
-    """Looks at every step of every optimizer, from `watch` to the undoing; then `rows` and `tensors` have the figures.
+class Steps(StepHooks):
+    """Measures what each step does to its parameters; `read` gives the figures.
 
-    ``name_of`` gives a parameter's path in its model, or None; ``precision`` the lower precision that is in use. ``on_step`` is
-    called after each step with the number of the iteration that it ends, or None where it ends none: iterations are counted by
-    the optimizer that steps first.
+    ``name_of`` gives a parameter's path in its model, or None; ``precision`` the lower precision that is in use.
     """
 
     def __init__(
@@ -70,109 +55,37 @@ class Steps:
         precision: Callable[[], torch.dtype | None],
         on_step: Callable[[int | None], None],
     ) -> None:
+        super().__init__(on_step)
         self.steps: list[_Step] = []
-        self.is_running = False
-        self._memory, self._name_of, self._precision, self._on_step = memory, name_of, precision, on_step
-        self._scales: list[Any] = []  # of blocks and GradScalers since the last step
+        self._memory, self._name_of, self._precision = memory, name_of, precision
         self._gradient_bytes: dict[str, int] = {}
-        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._first: Callable[[], Any] = lambda: None
-        self._current: _Step | None = None
 
-    @property
-    def iterations(self) -> int:
-        return (
-            self._counts.get(self._first(), 0) if self._first() is not None else max(self._counts.values(), default=0)
-        )
-
-    def watch(self, undo: Undo) -> None:
-        patches = PatchSet()
-        undo.callback(patches.restore)
-        undo.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: self._before(optimizer)).remove)
-        undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: self._after(optimizer)).remove)
-        patches.set(OptimizerWrapper, "skip", self._on_skip(OptimizerWrapper.skip))
-        patches.set(Block, "__exit__", self._on_block_end(Block.__exit__))
-        patches.set(GradScaler, "step", self._on_grad_scaler(GradScaler.step))
-
-    # What calls us
-
-    def _on_skip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def skip(wrapper: OptimizerWrapper) -> Any:
-            self._before(wrapper.optimizer)
-            original(wrapper)
-            self._after(wrapper.optimizer, skipped=True)
-
-        return skip
-
-    def _on_block_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __exit__(block: Block, *error: Any) -> Any:
-            scale = block.scale  # it moves when the block ends
-            with unwatched():
-                self._scales.append(scale.clone() if isinstance(scale, torch.Tensor) else scale)
-            return original(block, *error)
-
-        return __exit__
-
-    def _on_grad_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            with unwatched():
-                if scaler._scale is not None:
-                    self._scales.append(scaler._scale.clone())
-            count = self._counts.get(optimizer, 0)
-            result = original(scaler, optimizer, *args, **kwargs)
-            if self._counts.get(optimizer, 0) == count:  # it did not call the optimizer
-                self._before(optimizer)
-                self._after(optimizer, skipped=True)
-            return result
-
-        return step
-
-    # Measuring
-
-    def _before(self, optimizer: Any) -> None:
-        if self._current is not None:  # a part of the step of another optimizer
-            return
-        count = self._counts.get(optimizer, 0) + 1
-        self._counts[optimizer] = count
-        if self._first() is None:
-            self._first = weakref.ref(optimizer)
+    def before(self, optimizer: Any) -> None:
+        # Where torch's GradScaler has a fused optimizer skip on the device.
         found_inf = getattr(optimizer, "found_inf", None)
-        step = self._current = _Step(
-            optimizer,
+        step = _Step(
+            weakref.ref(optimizer),
             type(optimizer).__name__,
-            count,
-            self._scales[-1] if self._scales else 1.0,
+            self.counts[optimizer],
+            self.scales[-1] if self.scales else 1.0,
             dict(self._named(optimizer)),
             False if found_inf is None else found_inf,
+            Weights(optimizer, SAMPLE),
         )
-        with unwatched(), torch.no_grad():
-            step.weights = Weights(optimizer, SAMPLE)
-            self._measure_gradients(step)
-        self.is_running = True
-
-    def _after(self, optimizer: Any, skipped: bool = False) -> None:
-        step = self._current
-        if step is None or step.optimizer is not optimizer:
-            return
-        self.is_running, self._current = False, None
-        with unwatched(), torch.no_grad():
-            if skipped or session_of(optimizer) is not None:
-                step.skipped = skipped or step_was_skipped(optimizer)
-            self._measure_weights(step)
-            self._note_memory(optimizer)
-        step.weights, step.named = None, {}
-        step.optimizer = weakref.ref(optimizer)
         self.steps.append(step)
-        is_first = optimizer is self._first()
-        if is_first:
-            self._scales.clear()
-        self._on_step(step.iteration if is_first else None)
+        # A fused optimizer of torch's divides by it what a GradScaler has not.
+        self._measure_gradients(step, getattr(optimizer, "grad_scale", None))
 
-    def _measure_gradients(self, step: _Step) -> None:
-        precision, scale = self._precision(), step.scale
-        divisor = getattr(
-            step.optimizer, "grad_scale", None
-        )  # a fused optimizer of torch's that a GradScaler has unscale
+    def after(self, optimizer: Any, skipped: bool) -> None:
+        step = self.steps[-1]
+        if skipped or session_of(optimizer) is not None:
+            step.skipped = skipped or step_was_skipped(optimizer)
+        self._measure_weights(step, names_of(optimizer))
+        self._note_memory(optimizer)
+        step.weights, step.named = None, {}
+
+    def _measure_gradients(self, step: _Step, divisor: torch.Tensor | None) -> None:
+        precision = self._precision()
         alike: dict[Any, list[tuple[str, torch.Tensor]]] = {}
         for name, param in step.named.items():
             if param.grad is not None and not is_sparse(param.grad):
@@ -180,11 +93,12 @@ class Steps:
                 self._gradient_bytes[name] = gradient.nbytes
                 factor = 1.0 if divisor is None else 1.0 / on(divisor, gradient.device)
                 step.figures[name, "grad_absmax"] = _absmax(gradient) * factor
-                alike.setdefault((gradient.dtype, gradient.device), []).append((name, some(gradient, SAMPLE)))
+                if not gradient.is_complex():
+                    alike.setdefault((gradient.dtype, gradient.device), []).append((name, some(gradient, SAMPLE)))
         for (_, device), named in alike.items() if precision is not None else ():
             samples = [sample for _, sample in named]
             scaled = torch.cat(samples).float().abs()
-            scaled *= on(scale, device) if divisor is None else 1.0
+            scaled *= on(step.scale, device) if divisor is None else 1.0
             is_some = scaled > 0
             masks = is_some, is_some & (scaled.to(precision) == 0), is_some & (scaled < torch.finfo(precision).tiny)
             sizes = [len(sample) for sample in samples]
@@ -193,11 +107,11 @@ class Steps:
                 step.figures[name, "underflow"] = zeros.sum() / of_all
                 step.figures[name, "denormal"] = small.sum() / of_all
 
-    def _measure_weights(self, step: _Step) -> None:
+    def _measure_weights(self, step: _Step, in_optimizer: list[str]) -> None:
         precision = self._precision()
         for name, param in step.named.items():
             step.figures[name, "absmax"] = _absmax(local(param.detach()))
-        names = dict(zip(names_of(step.optimizer), step.named))
+        names = dict(zip(in_optimizer, step.named))
         wanted = {"lost_updates": None} | ({"lost_without_masters": precision} if precision is not None else {})
         for figure, dtype in wanted.items():
             for name, (lost, total) in step.weights.counts(dtype).items():
@@ -277,79 +191,3 @@ def _absmax(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=tensor.device)
     low, high = torch.aminmax(tensor.abs() if tensor.is_complex() else tensor)
     return torch.maximum(-low, high).float()
-
-
-# Memory
-
-
-class Storage:
-    """Memory that lives: its ``kind``, and what is known of the tensor that was made in it last.
-
-    ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from (``source``), the name of the ``weight`` it
-    is the cast of, None for an activation, and the ``group`` of the call that it was made for; ``is_fresh`` until it is used.
-    """
-
-    __slots__ = ("bytes", "group", "is_fresh", "kind", "ref", "row", "source", "weight")
-
-    def __init__(self, size: int, kind: str) -> None:
-        self.bytes, self.kind = size, kind
-        self.row = self.source = self.weight = self.group = None
-        self.is_fresh = False
-
-
-class Memory:
-    """What lives, from the operator that made it, and the bytes of each kind at the peak of all.
-
-    Kinds are known late (a gradient is one when it is found at its parameter), so the peak is found when it is asked for.
-    """
-
-    def __init__(self) -> None:
-        self._live: dict[int, Storage] = {}
-        self._before: list[Storage] = []  # what was there when the recording began
-        self._events: list[Storage] = []  # a storage begins where it is first, and ends where it stands again
-
-    def at(self, tensor: torch.Tensor) -> Storage:
-        """The storage of a tensor that an operator reads; one that is not known was there before, or came from another thread."""
-        return self._storage(tensor, INPUTS, self._before)
-
-    def made(self, tensor: torch.Tensor) -> Storage:
-        """The storage of an operator's result."""
-        return self._storage(tensor, ACTIVATIONS, self._events)
-
-    def is_a(self, kind: str, tensor: torch.Tensor) -> None:
-        self.at(tensor).kind = kind
-
-    def peak(self) -> dict[str, int]:
-        """Bytes by kind, when all of them together were the most."""
-        now: dict[str, int] = {}
-        for storage in self._before:
-            now[storage.kind] = now.get(storage.kind, 0) + storage.bytes
-        most, at_peak, total = 0, dict(now), sum(now.values())
-        begun = set(map(id, self._before))
-        most = total
-        for storage in self._events:
-            sign = -1 if id(storage) in begun else 1
-            begun.add(id(storage)) if sign > 0 else begun.discard(id(storage))
-            now[storage.kind] = now.get(storage.kind, 0) + sign * storage.bytes
-            total += sign * storage.bytes
-            if total > most:
-                most, at_peak = total, dict(now)
-        return {kind: size for kind, size in sorted(at_peak.items(), key=lambda item: -item[1]) if size}
-
-    def _storage(self, tensor: torch.Tensor, kind: str, noted: list[Storage]) -> Storage:
-        try:
-            memory = local(tensor).untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of another one
-            return Storage(0, kind)
-        address = memory._cdata
-        if address in self._live:
-            return self._live[address]
-        found = self._live[address] = Storage(memory.nbytes(), kind)
-        found.ref = weakref.ref(memory, lambda _: self._ended(address, found))
-        noted.append(found)
-        return found
-
-    def _ended(self, address: int, storage: Storage) -> None:
-        self._events.append(storage)
-        if self._live.get(address) is storage:
-            del self._live[address]

@@ -1,0 +1,111 @@
+"""``ampkit record``: a script that runs unedited, of which some iterations are recorded.
+
+The script runs until it has made them, and ends there. Under a launcher each rank records, and rank 0 prints one record of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...apex import running
+from ...logs import is_rank_zero
+from ...patching import Undo
+from .iterations import StepHooks
+from .record import Record
+from .recorder import recorded
+
+EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify.py --opt-level O1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--iterations``, ``--skip``, ``--html`` and ``--json``, and what ``ampkit run`` takes."""
+    parser.add_argument("--iterations", type=int, default=3, metavar="N", help="record so many iterations (3)")
+    parser.add_argument("--skip", type=int, default=1, metavar="N", help="after so many that are not recorded (1)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
+    running.add_arguments(parser)
+
+
+def from_command_line(arguments: argparse.Namespace) -> int:
+    """Run the script, and print the record. The exit code is 0 where something was recorded."""
+    if arguments.iterations < 1 or arguments.skip < 0:
+        print("ampkit record: expected --iterations of at least 1 and --skip of at least 0.", file=sys.stderr)
+        return 2
+    paths = {name: path.resolve() for name in ("html", "json") if (path := getattr(arguments, name)) is not None}
+    script = _Script(arguments.skip, arguments.iterations)
+    code = 0
+    try:
+        with script:
+            code = running.from_command_line(arguments)
+    except _Stopped:
+        pass
+    except SystemExit as exited:
+        code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
+    record = script.record
+    if record is None or not record.calls:
+        if code == 0:
+            print(
+                f"ampkit record: the script ended before the {arguments.skip + 1}. step of an optimizer.",
+                file=sys.stderr,
+            )
+        return code or 1
+    if is_rank_zero():
+        print(record)
+        for name, path in paths.items():
+            getattr(record, f"to_{name}")(path)
+            print(f"ampkit record: wrote {path}", file=sys.stderr)
+    return code
+
+
+class _Stopped(BaseException):
+    """Raised through the script when all is recorded."""
+
+
+class _Script:
+    """Around a script: waits for ``skip`` iterations, records ``iterations``, and stops it. Then ``record`` is there."""
+
+    def __init__(self, skip: int, iterations: int) -> None:
+        self.record: Record | None = None
+        self._skip, self._iterations = skip, iterations
+        self._waiting, self._recording = Undo(), ExitStack()
+
+    def __enter__(self) -> None:
+        if self._skip:
+            StepHooks(self._after_skipped).watch(self._waiting)
+        else:
+            self._begin()
+
+    def __exit__(self, *error: Any) -> None:
+        self._waiting.close()
+        self._recording.close()
+
+    def _after_skipped(self, iteration: int | None) -> None:
+        if iteration is not None and self.record is None:
+            self._show(f"iteration {iteration}, not recorded")
+            if iteration == self._skip:
+                self._waiting.close()
+                self._begin()
+
+    def _begin(self) -> None:
+        self.record = self._recording.enter_context(recorded(self._after_recorded))
+
+    def _after_recorded(self, iteration: int) -> None:
+        self._show(f"iteration {self._skip + iteration}, recorded {iteration} of {self._iterations}")
+        if iteration == self._iterations:
+            self._recording.close()
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                records = [self.record] * torch.distributed.get_world_size()
+                torch.distributed.all_gather_object(records, self.record)
+                self.record = records[0].merge(records[1:]) if len(records) > 1 else self.record
+            raise _Stopped
+
+    @staticmethod
+    def _show(text: str) -> None:
+        if is_rank_zero():
+            print(f"ampkit record: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""``ampkit record script.py``: some iterations of a script are recorded, printed and written, and the script ends there."""
+
+import json
+import textwrap
+
+import pytest
+from helpers import as_one_of_two_ranks, results_of_two_ranks
+
+from ampkit.__main__ import main
+
+TRAINS = """
+    import sys, torch
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(int(sys.argv[1])):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+        print("step", i)
+"""
+APEX = """
+    import torch
+    from apex import amp
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    while True:
+        loss = model(torch.ones(2, 4)).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+"""
+SKIPS = """
+    import torch
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    while True:
+        with torch.autocast("cpu"):
+            y = model(torch.ones(2, 4))
+        scaler.scale((y * float("inf")).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch, capsys):
+    """Runs ``ampkit record`` in a folder of its own: exit code, standard output and standard error."""
+
+    def run(source, *arguments, options=()):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "script.py").write_text(textwrap.dedent(source))
+        code = main(["record", *options, "script.py", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_some_iterations_are_recorded_and_the_script_ends(record, tmp_path):
+    code, out, err = record(TRAINS, "100", options=["--iterations", "2", "--skip", "3", "--json", "record.json"])
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("step ")] == [f"step {i}" for i in range(4)]
+    assert "iteration 3, not recorded\n" in err and "iteration 5, recorded 2 of 2\n" in err
+    assert "script.py:7" in out and "2 iterations" in out
+    found = json.loads((tmp_path / "record.json").read_text())
+    (linear,) = [row for row in found["calls"] if row["function"] == "linear" and row["phase"] == "forward"]
+    assert (linear["calls"], linear["source"]) == (2, "model(torch.ones(2, 4)).mean().backward()")
+    assert [step["iteration"] for step in found["scale"]] == [1, 2]
+
+
+def test_a_script_of_apex_is_recorded(record):
+    code, out, _ = record(APEX, options=["--iterations", "1", "--skip", "2"])
+    assert code == 0 and 'row "linear"' in out and "O1: " in out
+
+
+def test_steps_that_a_grad_scaler_skips_are_iterations(record):
+    _, out, _ = record(SKIPS, options=["--iterations", "2"])
+    assert "loss scale by step: 32768 skipped by 'weight', 16384 skipped by 'weight'" in out
+
+
+def test_a_script_that_ends_early_is_told_of(record):
+    code, out, _ = record(TRAINS, "2", options=["--iterations", "5"])  # one skipped, one recorded
+    assert code == 0 and "1 iteration:" in out
+    code, _, err = record(TRAINS, "1")
+    assert code == 1 and "the script ended before the 2. step of an optimizer" in err
+
+
+def test_settings_that_make_no_sense_are_refused(record):
+    code, _, err = record(TRAINS, "1", options=["--iterations", "0"])
+    assert code == 2 and "expected --iterations of at least 1" in err
+
+
+def merged(rank):
+    """What each of two ranks of DDP records, and the record of both on rank 0."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import ampkit
+
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ampkit.recording() as record:
+        for _ in range(2):
+            model(torch.ones(rank + 1, 8)).sum().backward()
+            optimizer.step()
+    records = [None, None] if rank == 0 else None
+    dist.gather_object(record, records, dst=0)
+    both = records[0].merge(records[1:]) if rank == 0 else record
+    return [record.flops, both.flops, both.ranks, both.iterations, list(both.tensors)]
+
+
+@pytest.mark.slow
+def test_ranks_record_and_rank_zero_merges(tmp_path):
+    first, second = results_of_two_ranks(__file__, tmp_path)
+    # Forward, and the gradient of the weight: no gradient of the input.
+    assert first[0] == 2 * 2 * (2 * 1 * 8 * 8) and second[0] == 2 * first[0]
+    assert first[1:] == [first[0] + second[0], 2, 2, ["module.weight", "module.bias"]]
+
+
+if __name__ == "__main__":
+    as_one_of_two_ranks(merged)
