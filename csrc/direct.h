@@ -224,7 +224,7 @@ PyObject* direct_method(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", arity(kFunction) + 1, count);
   // The first tensor tells whether it is another library's turn.
   const bool has_first = PyList_Check(given[1]) && PyList_Size(given[1]) > 0;
-  if (tensor_access == nullptr || !tensor_access->nobody_listens() ||
+  if (tensor_access == nullptr || !tensor_access->is_unobserved() ||
       (has_first && plain_tensor_on(device_type, PyList_GetItem(given[1], 0)) == nullptr)) {
     Py_INCREF(Py_NotImplemented);
     return Py_NotImplemented;

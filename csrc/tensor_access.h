@@ -11,7 +11,7 @@ namespace ampkit {
 
 struct TensorAccess {
   // True if no mode, transform, trace or profiler is to hear of operators that this thread calls.
-  bool (*nobody_listens)();
+  bool (*is_unobserved)();
   // The tensor of this object, which need not be given back and lives as long as the object does; nullptr unless it is a plain
   // one: of torch's own class, or of one that treats functions of torch no differently, with memory of its own and nothing lazy
   // about it.

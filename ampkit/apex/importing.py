@@ -273,7 +273,7 @@ def _installed_apex() -> tuple[str, bool] | None:
     """Where the apex is that would be imported, and whether it has amp; None without one. It is not imported for that."""
     try:
         spec = importlib.util.find_spec("apex")
-    except ValueError:  # a module that somebody put into sys.modules by hand, without a spec
+    except ValueError:  # a module that was put into sys.modules by hand, without a spec
         spec = None
     loaded = sys.modules.get("apex")
     if spec is None and loaded is None:

@@ -11,8 +11,8 @@
 
 namespace ampkit {
 
-// What a cast is made of, taken before: other threads run meanwhile, and a cast of what is no more must not be kept. Whoever
-// takes one holds the weight's storage until it is compared, so that no other storage comes to lie at its address.
+// What a cast is made of, taken before: other threads run meanwhile, and a cast of a value that is gone must not be kept. The
+// function that takes a stamp holds the weight's storage until it compares it, so that no other storage comes to lie at its address.
 struct Stamp {
   uint64_t generation;  // of the store
   uint32_t version;
@@ -49,7 +49,7 @@ struct WeightCast {
 
 using WeightCasts = std::unordered_map<PyObject*, WeightCast>;
 
-// Weak on both sides: whoever computes with the cast keeps it alive, the store never does.
+// Weak on both sides: the graph or the call that uses the cast keeps it alive, the store never does.
 struct RecentCast {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> activation;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> cast;

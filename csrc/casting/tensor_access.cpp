@@ -13,7 +13,7 @@ namespace {
 
 at::Tensor& tensor_of(AtenTensorHandle handle) { return *reinterpret_cast<at::Tensor*>(handle); }
 
-bool nobody_listens() {
+bool is_unobserved() {
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
   return (included - c10::autocast_dispatch_keyset - c10::default_included_set).empty() &&
       !c10::impl::TorchDispatchModeTLS::any_modes_set() && at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
@@ -49,7 +49,7 @@ PyObject* wrap(AtenTensorHandle handle) { return THPVariable_Wrap(tensor_of(hand
 
 void count_write(AtenTensorHandle handle) { tensor_of(handle).unsafeGetTensorImpl()->bump_version(); }
 
-const TensorAccess access = {nobody_listens, plain_tensor, wrap, count_write};
+const TensorAccess access = {is_unobserved, plain_tensor, wrap, count_write};
 
 }  // namespace
 

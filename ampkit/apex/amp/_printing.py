@@ -43,7 +43,7 @@ def attach() -> None:
 
 
 def detach() -> None:
-    """Leave them to whoever listens to the logger."""
+    """Leave them to the handlers of the logger."""
     if _printer in logger.handlers:
         logger.removeHandler(_printer)
         logger.setLevel(_printer.level_before)

@@ -148,7 +148,7 @@ class AmpOptimizerState:
         return [what(slot) for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)]
 
     def _master(self) -> Callable[[Slot], torch.Tensor]:
-        """What gives the master of a slot: a float32 copy that is kept current while somebody holds it."""
+        """What gives the master of a slot: a float32 copy that is kept current while the script holds it."""
         masters = dict(zip(self._params_of_groups(), _wrapper(self._optimizer()).master_params()))
         return lambda slot: masters[slot.param]
 

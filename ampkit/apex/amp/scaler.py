@@ -62,7 +62,7 @@ class LossScaler:
 
     def _reset(self, scaler: CoreScaler) -> None:
         self.core = scaler
-        self._noop_buffer: torch.Tensor | None = None  # made when somebody asks for it
+        self._noop_buffer: torch.Tensor | None = None  # made when a script reads it
         self._has_buffer_of_the_script = False
         self._end_by_hand()
 
