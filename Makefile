@@ -32,7 +32,7 @@ EMULATION := $(shell find tests/emulation -type f -not -name 'test_*')
 SIMULATION := $(shell find tests/simulated -type f -not -name 'test_*')
 # For an environment with the TORCH of one's choice: torchvision follows torch, so its pin goes too.
 CONSTRAINTS := $(VENV)/constraints.txt
-PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm pytest pytest-xdist hypothesis expecttest ruff mypy build
+PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm jinja2 pytest pytest-xdist hypothesis expecttest ruff mypy build
 
 .PHONY: venv clients test simulated test-all mutants cuda-build gpu demo bench wheel docs lint clean
 

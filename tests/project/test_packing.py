@@ -118,8 +118,9 @@ def assert_holds(site, libraries):
     files = {name for name in files if "__pycache__" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ampkit").rglob("*.py")}
     assert {name for name in files if name.endswith(".py")} == modules
-    assert "ampkit/py.typed" in files  # its annotations are for type checkers, too
-    assert sorted(name.split("/")[1].split(".")[0] for name in files - modules - {"ampkit/py.typed"}) == libraries
+    data = {"ampkit/py.typed", "ampkit/insight/record/page.html.j2"}
+    assert data <= files  # its annotations are for type checkers, too
+    assert sorted(name.split("/")[1].split(".")[0] for name in files - modules - data) == libraries
     metadata = (site / DIST_INFO / "METADATA").read_text()
     for line in ("Name: ampkit", f"Version: {ampkit.__version__}", "Requires-Python: >=3.11", "License-File: LICENSE"):
         assert f"\n{line}\n" in metadata

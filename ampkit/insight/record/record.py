@@ -13,12 +13,13 @@ import torch
 from ..explain import short
 from .advice import advise
 from .data import SUMS, CallRow, Rows, TensorRow, add
+from .page import render
 from .text import in_words
 
 
 @dataclass
 class Record(Rows):
-    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_json`.
+    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_html` and `to_json`.
 
     ``calls`` has a `CallRow` per line and function, most time first; ``tensors`` a `TensorRow` by name; ``scale`` a `StepRow` per
     step; ``memory`` the bytes that tensors took at the peak, by kind; ``advice`` what to change, most gain first. ``seconds`` is
@@ -51,6 +52,13 @@ class Record(Rows):
     def to_json(self, path: str | Path) -> None:
         """Write all rows as JSON: this class's fields, dtypes as ``"bfloat16"``; NaN and inf are strings."""
         Path(path).write_text(json.dumps(_plain(asdict(self)), indent=1, allow_nan=False) + "\n")
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one page that needs no network and no server: overview, source with figures at each line, tables that sort.
+
+        Raises ImportError where jinja2 is missing, with the command that installs it.
+        """
+        Path(path).write_text(render(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return in_words(self)

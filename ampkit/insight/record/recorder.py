@@ -395,7 +395,7 @@ def recording() -> AbstractContextManager[Record]:
     >>> with ampkit.recording() as record:
     ...     for batch, target in batches[:3]:
     ...         train_step(batch, target)
-    >>> print(record)
+    >>> print(record)  # a table; record.to_html("record.html") writes a page
 
     It works at every level, and for a plain torch or torch.autocast script without `initialize`. The `Record` is filled when the
     block ends, also by an exception, which goes on. Iterations end with the steps of the optimizer that steps first; leave the

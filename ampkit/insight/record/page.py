@@ -1,0 +1,181 @@
+"""A record as one HTML page that needs no network: page.html.j2 with the figures that it shows, charts as inline SVG.
+
+The source is read from the script's files as they are when the page is written.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from ..explain import short
+from .data import CallRow, Rows, StepRow
+from .text import dtypes, function_of, in_bytes, in_seconds
+
+#: Lines of source around each that was recorded.
+_CONTEXT = 2
+
+
+@dataclass
+class _Line:
+    """A line of source, with the rows that were recorded there, most time first."""
+
+    number: int
+    text: str
+    share: float = 0.0
+    rows: list[CallRow] = field(default_factory=list)
+
+    @property
+    def indent(self) -> int:
+        return len(self.text) - len(self.text.lstrip())
+
+    @property
+    def dtypes(self) -> list[str]:
+        return list(dict.fromkeys(short(row.dtype) for row in self.rows if row.dtype is not None))
+
+    @property
+    def remarks(self) -> list[str]:
+        """Why, of the rows that have a reason of their own; and what keeps Tensor Cores out."""
+        reasons = dict.fromkeys(
+            row.reason for row in self.rows if not row.reason.endswith(("as its forward", "as given"))
+        )
+        return [
+            *reasons,
+            *dict.fromkeys(f"Tensor Cores {row.tensor_cores}" for row in self.rows if row.tensor_cores[:2] == "no"),
+        ]
+
+
+def render(record: Rows) -> str:
+    """The page. Raises ImportError where jinja2 is missing."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError("to_html makes its page with jinja2, which is not installed: pip install jinja2") from error
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters.update(
+        percent=_percent,
+        bytes=in_bytes,
+        dtype=short,
+        dtypes=dtypes,
+        function=function_of,
+        seconds=in_seconds,
+        share=_share,
+    )
+    template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        record=record,
+        tiles=list(_tiles(record)),
+        bars=list(_bars(record)),
+        scale=_scale_chart(record.scale),
+        files=list(_files(record)),
+        iterations=max(1, record.iterations * record.ranks),
+    )
+
+
+def _tiles(record: Rows) -> Iterator[tuple[str, str, str]]:
+    """Figure, name and remark."""
+    yield in_seconds(record.seconds_each), "in operators, per iteration", f"{record.iterations} recorded"
+    lower = record.lower_precision
+    if record.flops:
+        share = record.flops_by_dtype().get(lower, 0.0) if lower is not None else 0.0
+        name = short(lower) if lower is not None else "lower precision"
+        yield (
+            _percent(share),
+            f"of FLOPs in {name}",
+            f"{record.flops / record.iterations / record.ranks / 1e9:.3g} GFLOP an iteration",
+        )
+        yield _percent(record.tensor_core_share), "of FLOPs fit Tensor Cores", "by shapes and dtypes"
+    yield in_bytes(record.peak_bytes), "in tensors at the peak", ""
+    cast = sum(row.bytes_cast for row in record.calls) / record.iterations / record.ranks
+    yield in_bytes(cast), "cast, per iteration", ""
+    if record.scale:
+        skipped = sum(step.skipped for step in record.scale)
+        yield f"{record.scale[-1].loss_scale:g}", "loss scale", f"{skipped} of {len(record.scale)} steps skipped"
+    lost = [row.lost_updates for row in record.tensors.values() if row.lost_updates is not None]
+    if lost:
+        yield _percent(max(lost)), "of updates lost", "in the tensor that loses most"
+
+
+def _bars(record: Rows) -> Iterator[dict[str, Any]]:
+    """Stacked bars: a title, and parts with name, share and words."""
+    if record.flops:
+        parts = [(short(dtype), share, _percent(share)) for dtype, share in record.flops_by_dtype().items()]
+        yield {"title": "FLOPs by dtype", "parts": parts, "kind": "dtype"}
+    times: dict[str, float] = {}
+    for row in record.calls:
+        name = short(row.dtype) if row.dtype is not None else "no floating-point numbers"
+        times[name] = times.get(name, 0.0) + record.share_of_time(row)
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    yield {
+        "title": "Time by dtype",
+        "parts": [(name, share, _percent(share)) for name, share in ordered],
+        "kind": "dtype",
+    }
+    if record.peak_bytes:
+        parts = [(kind, size / record.peak_bytes, in_bytes(size)) for kind, size in record.memory.items()]
+        yield {"title": "Memory at the peak", "parts": parts, "kind": "memory"}
+
+
+def _scale_chart(steps: list[StepRow]) -> dict[str, Any] | None:
+    """Places of the steps in a drawing of 360 x 120: exponents of two upward."""
+    if not steps or all(step.loss_scale == 1.0 for step in steps):
+        return None
+    powers = [math.log2(step.loss_scale) for step in steps]
+    low, high = math.floor(min(powers)), math.ceil(max(powers))
+    low, high = (low - 1, high + 1) if low == high else (low, high)
+    places = [
+        (60 + 295 * (i + 0.5) / len(steps), 100 - 80 * (power - low) / (high - low)) for i, power in enumerate(powers)
+    ]
+    return {
+        "line": " ".join(f"{x:.1f},{y:.1f}" for x, y in places),
+        "points": [(x, y, step) for (x, y), step in zip(places, steps)],
+        "labels": [(20.0, f"{2.0**high:g}"), (100.0, f"{2.0**low:g}")],
+    }
+
+
+def _files(record: Rows) -> Iterator[dict[str, Any]]:
+    """Files of the script by their time, as stretches of lines."""
+    files: dict[str, dict[int, list[CallRow]]] = {}
+    for row in record.calls:
+        if row.line:
+            files.setdefault(row.file, {}).setdefault(row.line, []).append(row)
+    for path, lines in sorted(
+        files.items(), key=lambda item: -sum(row.seconds for rows in item[1].values() for row in rows)
+    ):
+        source = [line.rstrip("\n") for line in linecache.getlines(path)]
+        shown = sorted(
+            {n for line in lines for n in range(line - _CONTEXT, line + _CONTEXT + 1) if 0 < n <= len(source)}
+        )
+        stretches: list[list[_Line]] = []
+        for number in shown:
+            rows = lines.get(number, [])
+            line = _Line(number, source[number - 1], sum(map(record.share_of_time, rows)), rows)
+            if stretches and stretches[-1][-1].number == number - 1:
+                stretches[-1].append(line)
+            else:
+                stretches.append([line])
+        for stretch in stretches:  # no blank line at either end
+            while not stretch[0].text.strip():
+                del stretch[0]
+            while not stretch[-1].text.strip():
+                del stretch[-1]
+        if stretches:
+            share = sum(line.share for stretch in stretches for line in stretch)
+            yield {"name": os.path.basename(path), "share": share, "stretches": stretches}
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.0005:
+        return "< 0.1%"
+    return f"{share:.0%}" if share >= 0.0995 or share == 0 else f"{share:.1%}"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else _percent(share)

@@ -1,0 +1,145 @@
+"""The page of a recording: it asks for nothing from elsewhere, shows the rows, and works in a browser, where there is one."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from helpers import initialize_quietly
+from torch import nn
+
+import ampkit
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 30)
+        self.bias = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x) + self.bias))  # 1 < 2 & 3
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    torch.manual_seed(0)
+    model, optimizer = initialize_quietly(
+        Net(), lambda params: torch.optim.Adam(params, 1e-3), "O1", patch_torch_functions_type=torch.bfloat16
+    )
+    factors = iter([1.0, float("inf"), 1.0])
+    with ampkit.recording() as record:
+        for _ in range(3):
+            loss = model(torch.randn(8, 16)).float().square().mean() * next(factors)
+            with ampkit.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    ampkit.close()
+    path = tmp_path_factory.mktemp("page") / "record.html"
+    record.to_html(path)
+    return record, path
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, in order; tags that are open; text."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "input", "line", "rect", "circle", "polyline"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert tag in ("rect", "circle", "polyline") or self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_it_is_whole_and_asks_for_nothing_from_elsewhere(page):
+    html = page[1].read_text()
+    reader = Reader(html)
+    assert reader.open == []
+    for tag, attributes in reader.tags:
+        for name in ("src", "href", "srcset", "data", "action"):
+            assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
+    assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|import\s*\(", html)
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_it_shows_the_rows_and_the_source(page):
+    record, path = page
+    text = re.sub(r"\s+", " ", " ".join(Reader(path.read_text()).text))
+    assert "return self.head(torch.tanh(self.body(x) + self.bias)) # 1 < 2 & 3" in text
+    assert "float32: promoted by parameter 'bias'" in text
+    assert "N = 30 is no multiple of 8" in text and "pad it to 32" in text
+    assert "1 of 3 steps skipped" in text and "head.weight" in text
+    tables = re.findall(r"<tbody>(.*?)</tbody>", path.read_text(), re.DOTALL)
+    assert [table.count("<tr") for table in tables] == [len(record.calls), len(record.tensors)]
+
+
+IN_THE_BROWSER = """<script>
+addEventListener("load", () => {
+  const cell = (row, place) => row.cells[place].dataset.value ?? row.cells[place].textContent;
+  const column = (table, place) => [...document.querySelectorAll(`#${table} tbody tr`)].map((row) => cell(row, place));
+  const click = (table, place) => document.querySelectorAll(`#${table} th button`)[place].click();
+  const found = {errors};
+  click("calls", 1); found.flops = column("calls", 1).map(Number);
+  click("calls", 1); found.upward = column("calls", 1).map(Number);
+  click("calls", 5); found.functions = column("calls", 5).map((text) => text.split(" ")[0]);
+  click("tensors", 0); found.names = column("tensors", 0);
+  const input = document.querySelector("input"); input.value = "TANH"; input.dispatchEvent(new Event("input"));
+  found.shown = [...document.querySelectorAll("#calls tbody tr")].filter((row) => !row.hidden).length;
+  found.wide = document.documentElement.scrollWidth > innerWidth;
+  found.requests = performance.getEntriesByType("resource").map((one) => one.name).filter((name) => !name.startsWith("data:"));
+  const out = document.createElement("pre"); out.id = "found"; out.textContent = JSON.stringify(found); document.body.append(out);
+});
+</script>"""
+
+
+def in_chromium(path, folder):
+    """What `IN_THE_BROWSER` finds in a copy of the page, and what Chromium logs of the console."""
+    html = path.read_text()
+    first = "<script>const errors = []; addEventListener('error', (event) => errors.push(event.message));</script>"
+    copy = folder / "copy.html"
+    copy.write_text(html.replace("<head>", f"<head>{first}").replace("</body>", f"{IN_THE_BROWSER}</body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    options += ["--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--virtual-time-budget=2000"]
+    command = [shutil.which("chromium"), *options, f"--user-data-dir={folder / 'profile'}", "--dump-dom", copy.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    return json.loads(found), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_tables_sort_and_filter(page, tmp_path):
+    """In Chromium; where it is not on the PATH, the parts that the script of the page uses are there."""
+    record, path = page
+    if shutil.which("chromium") is None:
+        heads = re.findall(r"<th[^>]*><button>([^<]*)</button></th>", path.read_text())
+        assert heads[:4] == ["Time", "FLOPs", "Cast", "Calls"] and heads.count("Name") == 1
+        assert path.read_text().count("data-value=") >= 5 * len(record.calls)
+        return
+    found, console = in_chromium(path, tmp_path)
+    assert console == [] and found["errors"] == [] and found["requests"] == [] and not found["wide"]
+    flops = sorted(row.flops for row in record.calls)
+    assert found["upward"] == flops and found["flops"] == flops[::-1]
+    assert found["functions"] == sorted((row.function for row in record.calls), key=str.lower)
+    assert sorted(found["names"]) == sorted(record.tensors)
+    assert found["shown"] == sum("tanh" in f"{row.function} {row.reason}" for row in record.calls)
+
+
+def test_without_jinja2_it_says_what_to_install(page, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match="pip install jinja2"):
+        page[0].to_html(tmp_path / "page.html")
