@@ -50,6 +50,7 @@ if _TYPE_CHECKING:
     from .insight.explain import explain
     from .insight.record.recorder import recording
     from .insight.steps import loss_scale, on_step
+    from .insight.tuning.tune import tune
     from .insight.updates import check_updates
 
 __version__ = "0.1.0"
@@ -96,6 +97,7 @@ __all__ = [
     "state_dict",
     "step_was_skipped",
     "to_grad_scaler",
+    "tune",
 ]
 
 
@@ -107,6 +109,7 @@ _INSIGHT = {
     "loss_scale": "steps",
     "on_step": "steps",
     "recording": "record.recorder",
+    "tune": "tuning.tune",
 }
 
 

@@ -29,6 +29,7 @@ COMMANDS = (
         "run a script until its first inf or NaN, and say why",
         "ampkit.insight.diagnose_script",
     ),
+    Command("tune", "train a model at every level, and say which to take", "ampkit.insight.tuning.tune"),
     Command("run", "run a script that says 'from apex import amp'", "ampkit.apex.running"),
 )
 

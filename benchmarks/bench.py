@@ -26,15 +26,14 @@ import sys
 import time
 from pathlib import Path
 
+from ampkit.insight.processes import GIVE_BACK, KEEP_FREED, Worker
+
 ROOT = Path(__file__).resolve().parents[1]
 FEWER = ["float32", "autocast", "O1, fused", "O2, fused", "O5, fused"]  # where cells take long
 WARM_UP = 10  # steps, the loss of whose last is noted
 TURN = 0.1  # seconds
 ROUNDS = 5, 40  # at least, at most
 STEPS_FOR_MEMORY = 3
-# To be set before a process starts: mallopt() keeps no block of more than 32 MB.
-KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
-GIVE_BACK = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class Cell:
@@ -143,28 +142,23 @@ class Clock:
         return found
 
 
-def serve(connection, way, cell, options):
-    """Does what it is asked for until told to stop: the body of a process that is timed."""
-    with contextlib.suppress(EOFError):
-        trainer = Trainer(way, cell, options)
-        while (task := connection.recv()) != "stop":
-            name, *arguments = task
-            connection.send(getattr(trainer, name)(*arguments))
+class Holder:
+    """What is asked in another process: the bytes that training holds at most."""
 
+    def __init__(self, *arguments):
+        self.arguments = arguments
 
-def hold(connection, way, cell, options):
-    """Tells the bytes that training holds at most: the body of a process that is measured."""
-    import torch
+    def peak_bytes(self):
+        import torch
 
-    on_cpu = options["device"] == "cpu"
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() if on_cpu else 0
-    trainer = Trainer(way, cell, options)
-    trainer.train(STEPS_FOR_MEMORY)
-    if on_cpu:
+        way, cell, options = self.arguments
+        on_cpu = options["device"] == "cpu"
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() if on_cpu else 0
+        Trainer(way, cell, options).train(STEPS_FOR_MEMORY)
+        if not on_cpu:
+            return torch.cuda.max_memory_allocated()
         (peak,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        connection.send(int(peak) * 1024 - before)
-    else:
-        connection.send(torch.cuda.max_memory_allocated())
+        return int(peak) * 1024 - before
 
 
 class Processes:
@@ -175,25 +169,22 @@ class Processes:
         self.context.set_forkserver_preload(["torch", "torch._dynamo", "torchvision", "ampkit", "ampkit.optimizers"])
         os.environ.update(environment)
 
-    def start(self, body, *arguments):
-        ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=body, args=(theirs, *arguments), daemon=True)
-        process.start()
-        theirs.close()
-        return ours, process
+    def start(self, make, *arguments):
+        return Worker(self.context, make, *arguments)
 
 
 def measure(processes, cell, options, until):
     """Everything about a cell, its turns going on until that time."""
-    pipes, running = {}, []
-    for way in cell.ways:
-        pipes[way], process = processes.start(serve, way, cell, options)
-        running.append(process)
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        for way in cell.ways:
+            workers[way] = processes.start(Trainer, way, cell, options)
+            stack.callback(workers[way].stop)
+        return measured(cell, options, until, lambda way, *task: workers[way].ask(*task))
 
-    def ask(way, *task):
-        pipes[way].send(task)
-        return pipes[way].recv()
 
+def measured(cell, options, until, ask):
+    """The same, by ``ask(way, method, *arguments)``."""
     warm_up = 2 if options["short"] else WARM_UP
     found = {way: {"loss": ask(way, "train", warm_up)} for way in cell.ways}
     for way, its in found.items():
@@ -213,9 +204,6 @@ def measure(processes, cell, options, until):
                 found[way]["phases"][phase].append(seconds)
         rounds += 1
     about = ask(cell.ways[0], "about")
-    for way, process in zip(cell.ways, running, strict=True):
-        pipes[way].send("stop")
-        process.join()
     for its in found.values():
         its["seconds"] = [round(seconds, 7) for seconds in its["seconds"]]
         its["phases"] = {phase: round(statistics.median(values), 7) for phase, values in its["phases"].items()}
@@ -249,9 +237,9 @@ def answer_with_peaks():
     for line in sys.stdin:
         (name, ways, options), found = json.loads(line), {}
         for way in ways:
-            pipe, process = processes.start(hold, way, Cell.parse(name), options)
-            found[way] = pipe.recv()
-            process.join()
+            worker = processes.start(Holder, way, Cell.parse(name), options)
+            found[way] = worker.ask("peak_bytes")
+            worker.stop()
         print(json.dumps(found), flush=True)
 
 

@@ -19,7 +19,6 @@ import sys
 import time
 from pathlib import Path
 
-from bench import GIVE_BACK, KEEP_FREED, TURN
 from memory import saved_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +40,8 @@ def main():
     args = parser.parse_args()
     if args.serve:
         return serve(json.loads(args.serve))
+    from bench import KEEP_FREED  # not in the processes that serve, whose ampkit may be an older one
+
     contenders = {("autocast", "now"): ROOT}
     for level in LEVELS:
         if args.before:
@@ -81,6 +82,8 @@ class Process:
 
 def compare(name, contenders, running, args):
     """Prints the lines of one case."""
+    from bench import GIVE_BACK, TURN
+
     found = {"time": {}, "saved": {}, "peak": {}}
     for key, process in running.items():
         process.ask("take", name)

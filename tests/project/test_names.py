@@ -25,7 +25,7 @@ EXPORTED = """
 """.split()
 
 # Imported when they are first asked for.
-INSIGHT = ["check_updates", "diagnose", "explain", "loss_scale", "on_step", "recording"]
+INSIGHT = ["check_updates", "diagnose", "explain", "loss_scale", "on_step", "recording", "tune"]
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

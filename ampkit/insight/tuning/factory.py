@@ -1,0 +1,83 @@
+"""The factory that `tune` is given: where other processes find it, and what it must return."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_BATCHES = 32  # are kept, and taken in turn
+
+
+@dataclass(frozen=True)
+class Source:
+    """A function ``name`` in a module, or with ``is_path`` in a file; ``paths`` are those that modules are found on."""
+
+    place: str
+    name: str
+    is_path: bool
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(cls, factory: Callable[[], Any] | str) -> Source:
+        """Raises as `tune` does."""
+        main = sys.modules["__main__"]
+        file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+        if isinstance(factory, str):
+            place, _, name = factory.rpartition(":")
+            if not place or not name:
+                expected = "'script.py:factory' or 'package.module:factory'"
+                raise ValueError(f"tune: {factory!r} names no factory: expected {expected}.")
+            if place.endswith(".py") and not os.path.exists(place):
+                raise FileNotFoundError(f"tune: there is no {place!r} here.")
+        elif not callable(factory):
+            raise TypeError(f"tune expects a function, or 'script.py:factory', found {type(factory).__name__}.")
+        else:
+            place, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "<object>")
+            if "<" in name or (place == "__main__" and file is None):
+                raise ValueError(
+                    f"tune runs the factory in processes of its own, which have to import it, and {name} cannot be imported. "
+                    "Write it to a file, as a function at the top level, and pass that function or 'file.py:function'."
+                )
+            if place == "__main__":
+                place = file if spec is None or spec.loader is None else spec.name  # python script.py, or python -m
+        is_path = place.endswith(".py")
+        return cls(os.path.abspath(place) if is_path else place, name, is_path, tuple(sys.path))
+
+    def load(self) -> Callable[[], Any]:
+        """Import it, in another process."""
+        sys.path[:] = self.paths
+        if self.is_path:
+            sys.path.insert(0, os.path.dirname(self.place))
+            spec: Any = importlib.util.spec_from_file_location("_tuned", self.place)
+            module = sys.modules["_tuned"] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(self.place)
+        factory: Callable[[], Any] = functools.reduce(getattr, self.name.split("."), module)
+        return factory
+
+
+def checked(made: Any) -> tuple[nn.Module, Any, list[Any], Callable[..., Tensor]]:
+    """(model, optimizer, first batches, loss_fn) of what a factory returned. Raises TypeError where it is something else."""
+    kinds = [type(one).__name__ for one in made] if isinstance(made, tuple) else type(made).__name__
+    if not (isinstance(made, tuple) and len(made) == 4 and isinstance(made[0], nn.Module) and callable(made[3])):
+        raise TypeError(f"the factory returned {kinds}; expected (model, optimizer, batches, loss_fn).")
+    model, optimizer, batches, loss_fn = made
+    if lower := {param.dtype for param in model.parameters() if param.is_floating_point()} - {torch.float32}:
+        raise TypeError(
+            f"the factory's model has weights in {lower.pop()}; expected float32, which all is compared with."
+        )
+    kept = list(itertools.islice(batches, _BATCHES))
+    if not kept or any(not isinstance(batch, (tuple, list)) or len(batch) != 2 for batch in kept):
+        raise TypeError(f"the factory's batches are {kept and type(kept[0])}; expected pairs, (inputs, targets).")
+    return model, optimizer, kept, loss_fn

@@ -1,0 +1,190 @@
+"""What `tune` found: a `Row` for each way of training, and a `Tuning`, which recommends one, prints, and writes files."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..explain import columns
+from .ways import AUTOCAST, FLOAT32, Way
+
+WIDTH = 100
+#: The rule. A loss may be this many times as far from float32's as torch.autocast's is, or this far where that failed;
+TIMES_AUTOCAST, WITHOUT_AUTOCAST = 1.5, 0.01
+#: this share of updates may be lost beyond those that float32 loses; and what is this many times as much is alike.
+MORE_LOST, ALIKE = 0.05, 1.03
+RULE = (
+    f"The rule: the fastest way whose losses are, step by step, at most {TIMES_AUTOCAST} times as far from float32's as "
+    f"torch.autocast's, and which loses at most {MORE_LOST:.0%} more updates than float32. Ways within {ALIKE - 1:.0%} "
+    "of it count as fast: of these the smallest, by the same measure, and of the smallest the first in the table."
+)
+
+
+@dataclass
+class Row:
+    """What was measured of one way; where it failed ``error`` says why, and figures are missing.
+
+    ``seconds`` of a step, turn by turn; ``peak_bytes``, the most that tensors took; ``losses`` of the first steps, of which
+    ``skipped`` were skipped for an overflow; ``lost_updates``, the share that rounding lost in the last five of them.
+    ``gradient_error`` is the norm of what separates the first gradients from float32's over the norm of these, ``cosine`` that of
+    the angle between both, and ``worst_modules`` are the five modules with the largest error, (name, error).
+    """
+
+    way: Way
+    error: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    lost_updates: float = math.nan
+    gradient_error: float = math.nan
+    cosine: float = math.nan
+    worst_modules: list[tuple[str, float]] = field(default_factory=list)
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Of ``seconds``; NaN where there are none."""
+        values = self.seconds if len(self.seconds) > 1 else (self.seconds or [math.nan]) * 2
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return low, median, high
+
+    @property
+    def loss(self) -> float:
+        """The mean of the last five losses; NaN where there are none."""
+        return statistics.fmean(self.losses[-5:] or [math.nan])
+
+    def distance(self, reference: Row) -> float:
+        """The mean distance of ``losses`` from those of ``reference``, step by step, over the mean of these; inf for a NaN."""
+        off = statistics.fmean(abs(own - other) for own, other in zip(self.losses, reference.losses, strict=True))
+        size = statistics.fmean(map(abs, reference.losses))
+        return off / size if size and math.isfinite(off) else math.inf
+
+
+@dataclass
+class Tuning:
+    """What `tune` returns: ``print`` it. ``rows`` has all figures, by the name of a way, and ``recommended`` is one of them.
+
+    ``about`` says what was trained, where, for how many steps, and what was left out and why.
+    """
+
+    about: dict[str, Any]
+    rows: dict[str, Row]
+
+    def allowed(self, way: Way) -> float:
+        """How far from float32's the losses of a way may be."""
+        yardsticks = [row for row in self.rows.values() if row.way.level == AUTOCAST and row.error is None]
+        own = [row for row in yardsticks if row.way.dtype == way.dtype] or yardsticks
+        return max((TIMES_AUTOCAST * row.distance(self.rows[FLOAT32]) for row in own), default=WITHOUT_AUTOCAST)
+
+    def why_not(self, row: Row) -> str | None:
+        """Why a way is not recommended, however fast; None for one that follows the rule, as float32 does."""
+        if row.error is not None:
+            return "failed"
+        if (distance := row.distance(self.rows[FLOAT32])) > self.allowed(row.way):
+            return f"its losses are {_percent(distance)} from float32's, {_percent(self.allowed(row.way))} are allowed"
+        if row.lost_updates > self.rows[FLOAT32].lost_updates + MORE_LOST:
+            return f"it loses {_percent(row.lost_updates)} of the updates"
+        return None
+
+    @property
+    def recommended(self) -> Row:
+        """The way that the rule names."""
+        fit = [row for row in self.rows.values() if self.why_not(row) is None]
+        fastest = min(row.quartiles[1] for row in fit)
+        return _smallest(row for row in fit if row.quartiles[1] <= ALIKE * fastest)
+
+    @property
+    def reason(self) -> str:
+        """Why, and what is faster or smaller."""
+        row, plain = self.recommended, self.rows[FLOAT32]
+        words = [f"{row.way}: {plain.quartiles[1] / row.quartiles[1]:.2f} times as fast as float32, {_mib(row)} MiB"]
+        words[0] += f" (float32 {_mib(plain)})."
+        if row is not plain:
+            distance, allowed = row.distance(plain), self.allowed(row.way)
+            words.append(f"Its losses are {_percent(distance)} from float32's, {_percent(allowed)} are allowed.")
+        out = [(other, self.why_not(other)) for other in self.rows.values() if other.error is None]
+        faster = [f"{other.way}, {why}" for other, why in out if why and other.quartiles[1] < row.quartiles[1]]
+        words += [f"Faster, and out: {'; '.join(faster)}."] if faster else []
+        smallest = _smallest(other for other, why in out if why is None)
+        words += [f"Smallest: {smallest.way}, {_mib(smallest)} MiB."] if smallest is not row else []
+        return " ".join(words)
+
+    @property
+    def lines(self) -> list[str]:
+        """What to write into the script for it; nothing for float32."""
+        return self.recommended.way.lines(self.about["device"], self.about["fused"])
+
+    def __str__(self) -> str:
+        about = self.about
+        title = (
+            f"{about['model']} on {about['device']}, {about['threads']} threads: {about['parameters']:,} parameters, "
+            f"{about['optimizer']}, {about['samples']} samples a step, losses of {about['steps']} steps"
+        )
+        table = [("way", "ms", "quartiles", "samples/s", "MiB", "gradient", "loss", "off", "skips", "lost")]
+        table += [self._cells(row) for row in self.rows.values() if row.error is None]
+        worst = ", ".join(f"{module} {_percent(error)}" for module, error in self.recommended.worst_modules)
+        told = [f"failed: {row.way}: {row.error}" for row in self.rows.values() if row.error is not None]
+        told += [f"left out: {words}" for words in about["left_out"]]
+        told += [f"recommended: {self.reason} {RULE}", *[f"gradients furthest from float32's: {worst}"] * bool(worst)]
+        wrapped = [line for words in told for line in textwrap.wrap(words, WIDTH, subsequent_indent="  ")]
+        lines = [*textwrap.wrap(title, WIDTH), "", *columns(table, right=range(1, len(table[0]))), "", *wrapped]
+        return "\n".join(lines + [""] * bool(self.lines) + [f"    {line}" for line in self.lines])
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        low, median, high = (_number(1e3 * seconds) for seconds in row.quartiles)
+        plain, rate = self.rows[FLOAT32], _number(self.about["samples"] / row.quartiles[1])
+        compared = ["-", "-"] if row is plain else [_percent(row.gradient_error), _percent(row.distance(plain))]
+        lost = _percent(row.lost_updates)
+        figures = (median, f"{low}-{high}", rate, _mib(row), compared[0], f"{row.loss:.4g}", compared[1])
+        return (str(row.way), *figures, str(row.skipped), lost)
+
+    def to_json(self, path: str | Path) -> None:
+        """Write all figures, what is recommended, and why."""
+        rows = {name: {**asdict(row), "why_not": self.why_not(row)} for name, row in self.rows.items()}
+        told = {"recommended": str(self.recommended.way), "reason": self.reason, "rule": RULE, "lines": self.lines}
+        Path(path).write_text(json.dumps({"about": self.about, "rows": rows, **told}, indent=1) + "\n")
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw times, with quartiles, and memory. Raises ImportError where matplotlib is not installed."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("to_png draws with matplotlib, which is not installed: pip install matplotlib") from error
+        rows = [row for row in reversed(self.rows.values()) if row.error is None]
+        figure = Figure(figsize=(11, 1.2 + 0.3 * len(rows)), layout="constrained")
+        times, memory = figure.subplots(1, 2, sharey=True)
+        look = {"color": ["C2" if row is self.recommended else "C7" if self.why_not(row) else "C0" for row in rows]}
+        names, quartiles = [str(row.way) for row in rows], [[1e3 * one for one in row.quartiles] for row in rows]
+        whiskers = list(zip(*((median - low, high - median) for low, median, high in quartiles)))
+        times.barh(names, [median for _, median, _ in quartiles], xerr=whiskers, **look)
+        times.set_xlabel("milliseconds of a step, with quartiles")
+        memory.barh(names, [(row.peak_bytes or 0) / 2**20 for row in rows], **look)
+        memory.set_xlabel("MiB of tensors, at most")
+        figure.suptitle(f"{self.about['model']}: green is recommended, grey does not follow the rule")
+        figure.savefig(path, dpi=120)
+
+
+def _smallest(rows: Iterable[Row]) -> Row:
+    rows = list(rows)
+    least = min(row.peak_bytes or 0 for row in rows)
+    return next(row for row in rows if (row.peak_bytes or 0) <= ALIKE * least)
+
+
+def _mib(row: Row) -> str:
+    return "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
+
+
+def _number(value: float) -> str:
+    """Three digits at least."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _percent(share: float) -> str:
+    """Two digits, however small."""
+    return f"{100 * share:.2g}%" if share < 0.995 else f"{share:.0%}"

@@ -1,0 +1,216 @@
+"""A `Trainer` trains what a factory makes in one way, in a process of its own, and answers in plain numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+from ... import api
+from ...casting.tensors import map_tensors, tensors_in
+from ..updates import Weights
+from .factory import Source, checked
+from .ways import AUTOCAST, FLOAT32, Way, fused, fused_in_words, optimizers_for
+
+_STEPS_FOR_PEAK = 3  # the first
+_STEPS_FOR_UPDATES = 5  # the last
+_BACKOFFS = 40  # from 2**24 to below 2**-14
+
+
+class Trainer:
+    """``threads`` are torch's on the CPU. Ask it to `start` or to `examine`, and then for turns."""
+
+    def __init__(self, source: Source, way: Way, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.way, self._factory = way, source.load()
+
+    def start(self) -> dict[str, Any]:
+        """Make everything; what it is, and where it runs."""
+        self._make()
+        given = self.optimizer
+        optimizers = optimizers_for(given)
+        self._prepare(self.way)
+        return {
+            "model": type(self.model).__name__,
+            "optimizer": type(given).__name__,
+            "optimizers": optimizers,
+            "fused": fused_in_words(given) if "fused" in optimizers else None,
+            "parameters": sum(param.numel() for param in self.model.parameters()),
+            "samples": len(next(tensors_in(self.batches[0][0]))),
+            "device": self.device.type,
+            "takes_bfloat16": self.device.type != "cuda" or torch.cuda.is_bf16_supported(),
+            "free_bytes": self._free_bytes(),
+        }
+
+    def turn(self, steps: int) -> float:
+        """Seconds of a step, over that many."""
+        batches = [self._on_device(next(self._taken)) for _ in range(steps)]
+        self._synchronize()
+        start = time.perf_counter()
+        for batch in batches:
+            self._step(batch)
+        self._synchronize()
+        return (time.perf_counter() - start) / steps
+
+    def examine(self, steps: int) -> dict[str, Any]:
+        """What a row needs besides times, over that many first steps."""
+        losses: list[float] = []
+        skipped, lost, total = 0, 0, 0
+        with _Peak() as peak:
+            self._make()
+            self._prepare(self.way)
+            while len(losses) < min(steps, _STEPS_FOR_PEAK):
+                skipped += self._noted_step(losses)
+            peak.device = self.device
+        while len(losses) < steps:
+            weights = Weights(self.optimizer) if len(losses) >= steps - _STEPS_FOR_UPDATES else None
+            skipped += self._noted_step(losses)
+            for of_param, of_all in weights.lost().values() if weights is not None else ():
+                lost, total = lost + int(of_param), total + int(of_all)
+        share = lost / total if total else math.nan
+        found = {"losses": losses, "skipped": skipped, "lost_updates": share, "peak_bytes": peak.bytes, **self._error()}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for other processes
+        return found
+
+    def _make(self) -> None:
+        self.model: Any = None  # before another is made
+        self.optimizer: Any = None
+        torch.manual_seed(0)
+        self.model, self.optimizer, self.batches, self._loss_fn = checked(self._factory())
+        self.device = next(self.model.parameters()).device
+        self._taken = itertools.cycle(self.batches)
+        torch.manual_seed(0)
+
+    def _prepare(self, way: Way) -> None:
+        """Have the model train in this way. GradScaler is for torch.autocast in float16, as torch's own examples have it."""
+        kind, is_autocast = self.device.type, way.level == AUTOCAST
+        self._scaler = torch.amp.GradScaler(kind, enabled=is_autocast and way.dtype == "float16")
+        self._region = functools.partial(torch.autocast, kind, getattr(torch, way.dtype)) if is_autocast else None
+        if way.optimizer != "given":
+            self.optimizer = fused(self.optimizer, **({"state_dtype": "int8"} if way.optimizer == "int8" else {}))
+        self._is_initialized = bool(way.settings)
+        if way.settings:
+            self.model, self.optimizer = api.initialize(self.model, self.optimizer, verbosity=0, **way.settings)
+
+    # One step
+
+    def _on_device(self, batch: Any) -> Any:
+        return map_tensors(batch, lambda tensor: tensor.to(self.device))
+
+    def _loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        if isinstance(inputs, dict):
+            return self._loss_fn(self.model(**inputs), targets)
+        return self._loss_fn(self.model(*(inputs if isinstance(inputs, (tuple, list)) else [inputs])), targets)
+
+    def _backward(self, batch: Any) -> Tensor:
+        self.optimizer.zero_grad()
+        with contextlib.nullcontext() if self._region is None else self._region():
+            loss = self._loss(batch)
+        if self._is_initialized:
+            with api.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            self._scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _step(self, batch: Any) -> Tensor:
+        loss = self._backward(batch)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return loss
+
+    def _noted_step(self, losses: list[float]) -> bool:
+        """A step whose loss is noted; whether it was skipped."""
+        scale = self._scaler.get_scale()
+        losses.append(float(self._step(self._on_device(next(self._taken)))))
+        return api.step_was_skipped(self.optimizer) or self._scaler.get_scale() < scale
+
+    # Gradients
+
+    def _error(self) -> dict[str, Any]:
+        """How far the gradients of the first batch, at the first weights, are from float32's."""
+        api.close()
+        self._make()
+        self._prepare(Way(FLOAT32))
+        exact = self._gradients()
+        self._prepare(self.way)
+        return errors_of(self._gradients(), exact)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """By name, unscaled, in float64; at the highest loss scale at which they are finite."""
+        batch, found = self._on_device(self.batches[0]), {}
+        for _ in range(_BACKOFFS):
+            torch.manual_seed(0)
+            self._backward(batch)
+            self._scaler.unscale_(self.optimizer)
+            self._scaler.update()
+            named = [(name, param.grad) for name, param in self.model.named_parameters() if param.grad is not None]
+            found = {name: gradient.detach().to("cpu", torch.float64).to_dense() for name, gradient in named}
+            if all(bool(gradient.isfinite().all()) for gradient in found.values()):
+                break
+        return found
+
+    # The device
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def _free_bytes(self) -> int | None:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        is_known = hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if is_known else None
+
+
+class _Peak:
+    """Inside, ``bytes`` is found, the most that new tensors on ``device`` take at once; None where torch does not count them."""
+
+    bytes: int | None = None
+    device = torch.device("cpu")
+
+    def __enter__(self) -> _Peak:
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        self._profile = profile(profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        if self.device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self.device)
+        elif self.device.type == "cpu":
+            events = self._profile.kineto_results.events()
+            changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+            self.bytes = max(itertools.accumulate(change for _, change in changes), default=0)
+
+
+def errors_of(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
+    """The fields of a row: ``gradient_error``, ``cosine`` and ``worst_modules``, of gradients by name."""
+    off: dict[str, float] = {}  # squares of norms, by module
+    size: dict[str, float] = {}
+    product = found_size = 0.0
+    for name, wanted in exact.items():
+        own = found.get(name, torch.zeros_like(wanted))
+        module = name.rpartition(".")[0] or name
+        off[module] = off.get(module, 0.0) + float((own - wanted).square().sum())
+        size[module] = size.get(module, 0.0) + float(wanted.square().sum())
+        product, found_size = product + float((own * wanted).sum()), found_size + float(own.square().sum())
+    whole = sum(size.values())
+    by_module = {module: math.sqrt(off[module] / size[module]) for module in off if size[module]}
+    return {
+        "gradient_error": math.sqrt(sum(off.values()) / whole) if whole else 0.0,
+        "cosine": product / math.sqrt(whole * found_size) if whole and found_size else math.nan,
+        "worst_modules": sorted(by_module.items(), key=lambda item: -item[1])[:5],
+    }

@@ -1,0 +1,194 @@
+"""`tune`, and ``ampkit tune``: a factory's model trained in every way that the device has, side by side.
+
+The measurements are made in other processes (measuring.py), so that this one, its environment and torch in it are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..processes import KEEP_FREED
+from .factory import Source
+from .report import Row, Tuning
+from .ways import LEVELS, Way
+
+EXAMPLE = "ampkit tune examples/tuning/models.py:lstm --levels O2 --seconds 2"
+_IS_CHILD = "AMPKIT_TUNING"
+
+
+def tune(
+    factory: Callable[[], Any] | str,
+    *,
+    seconds: float = 120.0,
+    steps: int | None = None,
+    levels: Sequence[str] = LEVELS,
+    float16: bool | None = None,
+) -> Tuning:
+    """Train a model at every level and compare: time, memory, gradients, losses; and say which level to take, and why.
+
+    ``factory()`` returns ``(model, optimizer, batches, loss_fn)``. ``model`` is in float32, on its device. ``batches`` gives pairs
+    (inputs, targets) as a DataLoader does, of which the first 32 are used in turn, and the loss is
+    ``loss_fn(model(inputs), targets)``. A tuple of inputs becomes several arguments, a dict keyword arguments.
+
+    >>> print(ampkit.tune(factory))
+    >>> ampkit.tune(factory, seconds=60).to_json("tuning.json")
+
+    Compared are float32, torch.autocast (with a GradScaler in float16), and the ``levels`` in float16 and bfloat16, each with the
+    factory's optimizer. Where that is ``torch.optim.SGD``, ``Adam`` or ``AdamW``, ampkit's fused one and its moments in 8 bits are
+    added. On a CPU ``float16`` is left out unless it is True; False leaves it out everywhere. A way that fails says why in its row.
+
+    The run takes about ``seconds``, more where the few steps that a figure needs take longer. ``steps`` is how many are compared by
+    their losses; by default as many as there is time for, 12 to 60.
+
+    Every way trains in a process of its own, which imports the factory: it must be a function at the top level of a file or module,
+    or a name, ``"script.py:factory"`` or ``"package.module:factory"``. A script that calls `tune` does so under
+    ``if __name__ == "__main__":``. Random numbers are seeded before the factory is called, and before training.
+
+    Raises TypeError for what is no function, ValueError for one that cannot be imported, for other levels, and for ``seconds`` or
+    ``steps`` below 1, FileNotFoundError for a script that is not there, and RuntimeError where the factory fails, or float32.
+    """
+    if os.environ.get(_IS_CHILD):
+        raise RuntimeError(
+            "tune() was called while its own processes import the script. Put the call under if __name__ == '__main__':"
+        )
+    if unknown := [level for level in levels if level not in LEVELS]:
+        raise ValueError(f"tune: levels={unknown} are not accepted: expected some of {', '.join(LEVELS)}.")
+    if seconds < 1 or (steps is not None and steps < 1):
+        raise ValueError(f"tune: seconds={seconds}, steps={steps}; expected at least 1.")
+    task = {
+        "source": asdict(Source.of(factory)),
+        "threads": torch.get_num_threads(),
+        "levels": list(levels),
+        "float16": float16,
+        "steps": steps,
+        "seconds": seconds,
+    }
+    about: dict[str, Any] = {}
+    rows: dict[str, Row] = {}
+    bar = _progress()
+    for name, found in _measured(task):
+        if name == "about":
+            about = found
+        elif name == "share":
+            bar.update(round(100 * found) - bar.n)
+        else:
+            way, value = Way(**found[0]), found[1]
+            row = rows.setdefault(str(way), Row(way))
+            if name == "failed":
+                row.error = value
+            elif name == "timed":
+                row.seconds.append(value)
+            else:
+                vars(row).update(value)
+    bar.close()
+    return Tuning(about, rows)
+
+
+def _measured(task: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the process of the measurements finds, see measuring.py."""
+    here = str(Path(__file__).resolve().parents[3])
+    paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "ampkit.insight.tuning.measuring"],
+            env={**os.environ, **KEEP_FREED, "PYTHONPATH": paths, _IS_CHILD: "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+        try:
+            print(json.dumps(task), file=process.stdin, flush=True)
+            for line in process.stdout:
+                name, found = json.loads(line)
+                if name == "error":
+                    error = RuntimeError(f"tune: float32 training failed: {found[0]}")
+                    error.add_note(found[1])
+                    raise error
+                yield name, found
+        except BaseException:
+            process.terminate()
+            raise
+        if process.wait():
+            errors.seek(0)
+            raise RuntimeError(f"tune: the measurements ended with exit code {process.returncode}: {errors.read()}")
+
+
+class _Lines:
+    """In the place of tqdm's bar: lines on standard error."""
+
+    n = 0
+
+    def update(self, more: int) -> None:
+        before, self.n = self.n, self.n + more
+        if before // 10 != self.n // 10:
+            print(f"ampkit tune: {self.n}%", file=sys.stderr)
+
+    def close(self) -> None:
+        """Lines stay."""
+
+
+def _progress() -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Lines()
+    return tqdm(
+        total=100,
+        desc="ampkit tune",
+        file=sys.stderr,
+        leave=False,
+        bar_format="{desc} {percentage:.0f}%|{bar}| {elapsed}",
+    )
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `tune` takes."""
+    parser.add_argument("factory", metavar="SCRIPT:FACTORY", help="script.py:factory or package.module:factory")
+    parser.add_argument("--seconds", type=float, default=120.0, help="about how long it may take (120)")
+    parser.add_argument("--steps", type=int, metavar="N", help="compare the losses of N steps (8 to 50, by the time)")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS, help="only these levels")
+    parser.add_argument("--float16", action="store_true", default=None, help="try float16 on a CPU too, which is slow")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--png", metavar="FILE", help="draw times and memory, with matplotlib")
+
+
+def from_command_line(arguments: argparse.Namespace) -> int:
+    """Print the table. The exit code is 1 where the factory or float32 training fails, 2 for a mistake on the command line."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = tune(
+            arguments.factory,
+            seconds=arguments.seconds,
+            steps=arguments.steps,
+            levels=arguments.levels,
+            float16=arguments.float16,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        print(f"ampkit {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print("\n".join([*getattr(error, "__notes__", []), f"ampkit {error}"]), file=sys.stderr)
+        return 1
+    print(found)
+    if arguments.json:
+        found.to_json(arguments.json)
+    if arguments.png:
+        found.to_png(arguments.png)
+    return 0

@@ -1,0 +1,444 @@
+"""`tune`: figures that are known on paper or computed here beside it, the rule, what it writes, and what it refuses."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+import tuned
+from helpers import ROOT
+
+import ampkit
+from ampkit.__main__ import main
+from ampkit.insight.processes import WorkerError
+from ampkit.insight.tuning import measuring
+from ampkit.insight.tuning.factory import Source, checked
+from ampkit.insight.tuning.report import ALIKE, WIDTH, Row, Tuning
+from ampkit.insight.tuning.ways import Way, fused_in_words, optimizers_for
+
+HERE = str(ROOT / "tests" / "insight" / "tuned.py")
+
+
+# Trained
+
+
+@pytest.fixture(scope="module")
+def on_paper():
+    return ampkit.tune(tuned.on_paper, levels=["O2", "O3"], float16=True, seconds=1, steps=12)
+
+
+@pytest.fixture(scope="module")
+def failing():
+    return ampkit.tune(HERE + ":failing", levels=["O1", "O2", "O4"], seconds=1, steps=4)
+
+
+def test_every_way_is_there_and_was_timed(on_paper):
+    levels = [f"{level} {dtype}" for level in ("O2", "O3") for dtype in ("float16", "bfloat16")]
+    fused = [name for level in levels for name in (level, f"{level} fused")]  # plain SGD has no moments for int8
+    assert list(on_paper.rows) == ["float32", "autocast float16", "autocast bfloat16", *fused]
+    for row in on_paper.rows.values():
+        assert row.error is None and len(row.seconds) >= 3 and min(row.seconds) > 0
+        low, median, high = row.quartiles
+        assert 0 < low <= median <= high and len(row.losses) == 12
+    assert on_paper.about["samples"] == 1 and on_paper.about["parameters"] == tuned.WIDTH**2
+
+
+def test_losses_are_those_of_float32_on_paper(on_paper):
+    # Each step takes RATE * GRADIENT from each of WIDTH**2 weights, and the loss is GRADIENT times their sum.
+    weights = [0.75 - step * tuned.RATE * tuned.GRADIENT for step in range(12)]
+    losses = [tuned.GRADIENT * tuned.WIDTH**2 * weight for weight in weights]
+    assert on_paper.rows["float32"].losses == pytest.approx(losses, rel=1e-6)
+    assert on_paper.rows["float32"].loss == pytest.approx(sum(losses[-5:]) / 5, rel=1e-6)
+    # A mean distance of 5.5 steps' worth, where weights do not move.
+    stuck = Row(Way("O3"), losses=[losses[0]] * 12)
+    by_hand = 5.5 * (losses[0] - losses[1]) / (sum(losses) / 12)
+    assert stuck.distance(on_paper.rows["float32"]) == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_lost_updates_and_skips_are_those_on_paper(on_paper):
+    # 0.75 - 2**-9 is half-way between two numbers of bfloat16, and becomes 0.75, the even one. float16 has a number for it.
+    for name, row in on_paper.rows.items():
+        assert row.lost_updates == (1.0 if name.startswith("O3 bfloat16") else 0.0), name
+        # 8 * 65536 ... 8 * 8192 = 65536 leave float16, which ends at 65504; 8 * 4096 does not. O3 has no scale.
+        scaled = "float16" in name.split() and not name.startswith("O3")
+        assert row.skipped == (4 if scaled else 0), name
+
+
+def test_gradients_that_are_exact_have_no_error(on_paper):
+    for name, row in on_paper.rows.items():
+        assert (row.gradient_error, row.cosine) == (0.0, pytest.approx(1.0, abs=1e-12)), name
+
+
+def test_memory_is_that_of_tensors(on_paper):
+    # Weight and gradient in float32 are 8 bytes each; in lower precision 4, and 2 of a rest at O2. The float16 gradient is widened.
+    def bytes_each(name):
+        return on_paper.rows[name].peak_bytes / tuned.WIDTH**2
+
+    assert 8 <= bytes_each("float32") < 13
+    assert 6 <= bytes_each("O2 bfloat16 fused") < bytes_each("float32")
+    assert 4 <= bytes_each("O3 bfloat16 fused") < bytes_each("O2 bfloat16 fused")
+
+
+def test_a_way_that_fails_says_why_and_ends_nothing(failing):
+    assert list(failing.rows) == ["float32", "autocast bfloat16", "O1 bfloat16", "O2 bfloat16", "O4 bfloat16"]
+    assert failing.rows["O1 bfloat16"].error == "RuntimeError: not at O1"
+    assert failing.rows["O2 bfloat16"].error == "its process ended with exit code 7"
+    assert all(failing.rows[name].seconds for name in ("float32", "autocast bfloat16", "O4 bfloat16"))
+    printed = str(failing)
+    assert "failed: O1 bfloat16: RuntimeError: not at O1" in printed and max(map(len, printed.splitlines())) <= WIDTH
+
+
+def test_errors_of_gradients_are_those_computed_here(failing):
+    def gradients(dtype, enabled):
+        torch.manual_seed(0)
+        model, _, batches, loss_fn = tuned.failing()
+        model.to(dtype)
+        (a, b), y = batches[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = loss_fn(model(a.to(dtype), b.to(dtype)), y.to(dtype))
+        loss.backward()
+        return {name: param.grad.double() for name, param in model.named_parameters()}
+
+    exact, rounded = gradients(torch.float64, False), gradients(torch.float32, True)
+
+    def error(names):
+        off = sum(float((rounded[name] - exact[name]).square().sum()) for name in names)
+        return math.sqrt(off / sum(float(exact[name].square().sum()) for name in names))
+
+    row = failing.rows["autocast bfloat16"]
+    assert 0.0005 < error(exact) < 0.02  # bfloat16 rounds by up to 0.4%
+    assert row.gradient_error == pytest.approx(error(exact), rel=1e-2)
+    one, other = (torch.cat([found[name].flatten() for name in exact]) for found in (rounded, exact))
+    assert row.cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(one, other, 0)), abs=1e-8)
+    modules = {module: error([f"{module}.weight", f"{module}.bias"]) for module in ("one", "other", "head")}
+    assert [module for module, _ in row.worst_modules] == sorted(modules, key=modules.get, reverse=True)
+    assert dict(map(tuple, row.worst_modules)) == pytest.approx(modules, rel=1e-2)
+
+
+def test_losses_of_several_batches_are_those_of_plain_training(failing):
+    torch.manual_seed(0)
+    model, optimizer, batches, loss_fn = tuned.failing()
+    losses = []
+    for inputs, targets in batches * 2:
+        optimizer.zero_grad()
+        loss = loss_fn(model(**inputs) if isinstance(inputs, dict) else model(*inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert failing.rows["float32"].losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_factory_that_fails_is_told_of_with_its_traceback():
+    with pytest.raises(RuntimeError, match="float32 training failed: OSError: no such data") as raised:
+        ampkit.tune(tuned.broken, seconds=1)
+    assert 'raise OSError("no such data")' in "".join(raised.value.__notes__)
+
+
+# Turns
+
+
+def measured(monkeypatch, free_bytes=None, fails_at=None):
+    """(the answers, what workers were asked) of float32, torch.autocast, O1 and O4, with workers that answer at once.
+
+    O1's fails when it is asked for the ``fails_at``-th time.
+    """
+    asked = []
+
+    class Instead:
+        def __init__(self, context, make, source, way, threads):
+            self.way = way
+
+        def ask(self, method, *arguments):
+            asked.append((str(self.way), method, *arguments))
+            if self.way.level == "O1" and fails_at == sum(name == str(self.way) for name, *_ in asked):
+                raise WorkerError("OutOfMemoryError: no")
+            about = {"device": "cpu", "optimizers": ["given"], "takes_bfloat16": True, "free_bytes": free_bytes}
+            return {"start": about, "turn": 0.04, "examine": {"peak_bytes": 500 if self.way.level == "O1" else 300}}[
+                method
+            ]
+
+        def stop(self):
+            asked.append((str(self.way), "stop"))
+
+    monkeypatch.setattr(measuring, "Worker", Instead)
+    source = dict(place="script", name="factory", is_path=False, paths=())
+    task = dict(source=source, threads=1, levels=["O1", "O4"], float16=None, seconds=1e-9, steps=None)
+    return list(measuring.measure(task)), asked
+
+
+def test_turns_change_their_order_and_are_of_a_tenth_of_a_second(monkeypatch):
+    answers, asked = measured(monkeypatch)
+    ways = ["float32", "autocast bfloat16", "O1 bfloat16", "O4 bfloat16"]
+    turns = [name for name, method, *arguments in asked if (method, *arguments) == ("turn", 2)]  # of 0.04 s
+    orders = [turns[start : start + 4] for start in range(0, 12, 4)]
+    assert len(turns) == 12 and all(sorted(order) == sorted(ways) for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+    assert ("timed", [vars(Way("O4", "bfloat16")), 0.04]) in answers
+    assert [name for name, method in asked[-4:] if method == "stop"] == ways
+    assert [found for name, found in answers if name == "share"][-1] == 1.0
+
+
+def test_what_does_not_fit_into_memory_has_its_turns_alone(monkeypatch):
+    _, asked = measured(monkeypatch, free_bytes=1000)  # of which 800 are used, by 300 and 300
+    alone = asked.index(("O1 bfloat16", "examine", 12))
+    assert {name for name, *_ in asked[alone : asked.index(("O1 bfloat16", "stop"))]} == {"O1 bfloat16"}
+    assert asked.index(("O1 bfloat16", "stop")) < asked.index(("O4 bfloat16", "examine", 12))
+    assert asked[alone + 1 :].count(("O1 bfloat16", "turn", 2)) == 3
+    assert asked[-2:] == [("float32", "stop"), ("autocast bfloat16", "stop")]
+
+
+def test_a_way_that_fails_in_a_turn_leaves_the_others(monkeypatch):
+    answers, _ = measured(monkeypatch, fails_at=4)
+    assert [found for name, found in answers if name == "failed"] == [
+        [vars(Way("O1", "bfloat16")), "OutOfMemoryError: no"]
+    ]
+    timed = [Way(**way) for way in (found[0] for name, found in answers if name == "timed")]
+    assert {str(way): timed.count(way) for way in timed} == {"float32": 3, "autocast bfloat16": 3, "O4 bfloat16": 3}
+
+
+# The rule
+
+
+def row(way, milliseconds, mib, off=0.0, lost=0.0, **given):
+    """Losses are ``off`` from those of float32, 1.0 each."""
+    seconds = [milliseconds * 1e-3] * 4
+    return Row(
+        Way(*way.split()), seconds=seconds, peak_bytes=mib << 20, losses=[1 + off] * 3, lost_updates=lost, **given
+    )
+
+
+def tuning(*rows):
+    about = dict(model="Net", device="cpu", threads=2, parameters=10, optimizer="Adam", samples=8, steps=3, left_out=[])
+    fused = "ampkit.optimizers.FusedAdam(model.parameters(), lr=0.01)"
+    return Tuning(about | {"fused": fused}, {str(one.way): one for one in rows})
+
+
+PLAIN, AUTOCAST = row("float32", 10, 100), row("autocast bfloat16", 8, 90, off=0.01)
+
+
+@pytest.mark.parametrize(
+    "others, name",
+    [
+        ([], "autocast bfloat16"),
+        ([row("O2 bfloat16", 6, 80, off=0.0149)], "O2 bfloat16"),
+        ([row("O2 bfloat16", 6, 80, off=0.0151)], "autocast bfloat16"),
+        ([row("O2 bfloat16", 6, 80, off=-0.0151)], "autocast bfloat16"),
+        ([row("O2 bfloat16", 6, 80, off=math.nan)], "autocast bfloat16"),
+        ([row("O3 bfloat16", 6, 70, lost=0.051)], "autocast bfloat16"),
+        ([row("O3 bfloat16", 6, 70, lost=0.049)], "O3 bfloat16"),
+        ([row("O1 bfloat16", 6, 95, error="no")], "autocast bfloat16"),
+        # Alike in time, so the smallest, and of those as small the first.
+        ([row("O1 bfloat16", 7.0, 95), row("O2 bfloat16", 7.2, 80), row("O5 bfloat16", 7.0, 79)], "O2 bfloat16"),
+        ([row("O1 bfloat16", 7.0, 95), row("O2 bfloat16", 7.3, 80)], "O1 bfloat16"),
+        # Each precision has its own yardstick.
+        ([row("autocast float16", 9, 90, off=0.001), row("O2 float16", 6, 80, off=0.002)], "autocast bfloat16"),
+    ],
+)
+def test_the_recommended_way_follows_the_rule(others, name):
+    assert str(tuning(PLAIN, AUTOCAST, *others).recommended.way) == name
+
+
+def test_float32_is_recommended_where_nothing_is_faster_and_needs_no_line():
+    found = tuning(row("float32", 10, 100), row("autocast bfloat16", 9.9, 101), row("O1 bfloat16", 12, 105))
+    assert str(found.recommended.way) == "float32" and found.lines == [] and ALIKE == 1.03
+
+
+def test_lines_make_what_was_measured():
+    lines = tuning(PLAIN, AUTOCAST, row("O2 float16 int8", 5, 50)).lines
+    assert lines == [
+        'optimizer = ampkit.optimizers.FusedAdam(model.parameters(), lr=0.01, state_dtype="int8")',
+        'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O2", cast_model_type=torch.float16)',
+    ]
+    given = tuning(PLAIN, AUTOCAST, row("O5 bfloat16", 5, 50))
+    assert given.lines == ['model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5")']
+    assert tuning(PLAIN, AUTOCAST).lines[0].startswith('with torch.autocast("cpu", torch.bfloat16):')
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_line_for_the_fused_optimizer_computes_the_same(make):
+    settings = dict(momentum=0.9, nesterov=True) if make is torch.optim.SGD else dict(betas=(0.8, 0.99))
+    results = []
+    for words in (None, True):
+        model = torch.nn.Linear(4, 2)
+        torch.nn.init.constant_(model.weight, 0.25)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = make(model.parameters(), lr=0.05, weight_decay=0.1, **settings)
+        assert optimizers_for(optimizer) == ["given", "fused", "int8"]
+        if words:
+            optimizer = eval(fused_in_words(optimizer), {"ampkit": ampkit, "model": model})
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+            optimizer.step()
+        results.append(model.weight.detach())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_other_optimizers_have_no_fused_one():
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    assert optimizers_for(torch.optim.RMSprop(weights)) == ["given"]
+    assert optimizers_for(torch.optim.Adam(weights, amsgrad=True)) == ["given"]
+    assert optimizers_for(torch.optim.SGD(weights, lr=1.0)) == ["given", "fused"]
+
+
+# What it writes
+
+
+def test_the_table_has_every_figure_in_100_columns():
+    worst = [(f"encoder.layers.{index}.attention.projection", 0.0123) for index in range(5)]
+    found = tuning(
+        dataclasses.replace(PLAIN, seconds=[1.2345] * 4),
+        AUTOCAST,
+        row("O2 bfloat16 fused", 6.5, 12345, off=0.0123, gradient_error=0.00432, worst_modules=worst, skipped=3),
+        dataclasses.replace(row("O3 bfloat16 fused", 5.5, 70), lost_updates=0.25, gradient_error=1234.0),
+        row("O1 float16 int8", 6, 80, error="OutOfMemoryError: " + 30 * "words "),
+    )
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    (fused,) = (line for line in lines if line.startswith("O2 bfloat16 fused"))
+    assert fused.split()[3:] == "6.50 6.50-6.50 1231 12345 0.43% 1.012 1.2% 3 0%".split()
+    text = " ".join(" ".join(lines).split())
+    assert "Faster, and out: O3 bfloat16 fused, it loses 25% of the updates." in text
+    assert "189.92 times as fast as float32" in text and "projection 1.2%" in text
+
+
+def test_json_and_png_have_the_figures(tmp_path, monkeypatch):
+    found = tuning(PLAIN, AUTOCAST, row("O2 bfloat16", 6, 80), row("O3 bfloat16", 5, 70, lost=0.5))
+    found.to_json(tmp_path / "found.json")
+    read = json.loads((tmp_path / "found.json").read_text())
+    assert read["recommended"] == "O2 bfloat16" and read["lines"] == found.lines
+    assert read["rows"]["O2 bfloat16"]["seconds"] == [0.006] * 4 and read["rows"]["O2 bfloat16"]["why_not"] is None
+    assert read["rows"]["O3 bfloat16"]["why_not"] == "it loses 50% of the updates"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        found.to_png(tmp_path / "found.png")
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    found.to_png(tmp_path / "found.png")
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_is_a_line_for_each_tenth_without_tqdm(monkeypatch, capsys):
+    from ampkit.insight.tuning import tune as module
+
+    shares = [("about", {"left_out": []}), *(("share", share) for share in (0.05, 0.11, 0.19, 0.52, 1.0))]
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(module, "_measured", lambda task: iter(shares))
+    ampkit.tune(tuned.net)
+    assert capsys.readouterr().err.split() == "ampkit tune: 11% ampkit tune: 52% ampkit tune: 100%".split()
+
+
+# What it refuses
+
+
+def local_factory():
+    def factory():
+        return None
+
+    return factory
+
+
+@pytest.mark.parametrize(
+    "error, words, factory, settings",
+    [
+        (TypeError, "found int", 3, {}),
+        (ValueError, "<lambda> cannot be imported", lambda: None, {}),
+        (ValueError, "cannot be imported. Write it to a file", local_factory(), {}),
+        (ValueError, "names no factory", "script.py", {}),
+        (FileNotFoundError, "no 'nowhere.py' here", "nowhere.py:factory", {}),
+        (ValueError, "expected some of O1, O2", tuned.net, {"levels": ["O0"]}),
+        (ValueError, "seconds=0", tuned.net, {"seconds": 0}),
+        (ValueError, "steps=0", tuned.net, {"steps": 0}),
+    ],
+)
+def test_mistakes_are_refused_at_once(error, words, factory, settings):
+    with pytest.raises(error, match=words):
+        ampkit.tune(factory, **settings)
+
+
+@pytest.mark.parametrize(
+    "made, words",
+    [
+        (None, "the factory returned NoneType"),
+        ((torch.nn.Linear(1, 1), None), r"returned \['Linear', 'NoneType'\]; expected \(model"),
+        ((torch.nn.Linear(1, 1).half(), None, [], print), "weights in torch.float16"),
+        ((torch.nn.Linear(1, 1), None, [], print), "expected pairs"),
+        ((torch.nn.Linear(1, 1), None, [torch.ones(2)], print), "Tensor.*expected pairs"),
+    ],
+)
+def test_what_a_factory_returns_is_checked(made, words):
+    with pytest.raises(TypeError, match=words):
+        checked(made)
+
+
+def test_a_factory_of_the_script_is_found_by_its_path_or_module(monkeypatch, tmp_path):
+    def factory():
+        return None
+
+    factory.__module__, factory.__qualname__ = "__main__", "factory"
+    script = types.ModuleType("__main__")
+    script.__file__, script.__spec__ = str(tmp_path / "script.py"), None
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    found = Source.of(factory)
+    assert (found.place, found.name, found.is_path) == (str(tmp_path / "script.py"), "factory", True)
+    script.__spec__ = types.SimpleNamespace(name="package.script", loader=object())
+    assert (Source.of(factory).place, Source.of(factory).is_path) == ("package.script", False)
+    del script.__file__
+    with pytest.raises(ValueError, match="factory cannot be imported"):
+        Source.of(factory)
+
+
+@pytest.mark.parametrize("words", [["nowhere.py:factory"], ["script.py"], ["tests.py:f", "--seconds", "0"]])
+def test_the_command_refuses_with_exit_code_2(words, capsys):
+    assert main(["tune", *words]) == 2
+    assert "ampkit tune: " in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys, ampkit
+sys.path.insert(0, {folder!r})
+from tuned import net
+
+def factory():
+    return net()
+
+{guard}
+    print(ampkit.tune(factory, levels=["O5"], seconds=1, steps=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", ["if __name__ == '__main__':", "if True:"])
+def test_a_script_calls_it_under_a_guard(guard, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=str(ROOT / "tests" / "insight"), guard=guard))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT)
+    if "name" in guard:
+        assert done.returncode == 0 and "O5 bfloat16" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 1 and "Put the call under if __name__ ==" in done.stderr
+
+
+# Real models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet", "lstm", "gpt"])
+def test_examples_are_tuned_in_two_minutes(name):
+    pytest.importorskip("sklearn")
+    started = time.monotonic()
+    found = ampkit.tune(str(ROOT / "examples" / "tuning" / "models.py") + ":" + name, seconds=100)
+    took = time.monotonic() - started
+    print(f"{name}, {took:.0f} s\n{found}")
+    assert took < 120 and len(found.rows) == 17 and all(one.error is None for one in found.rows.values())
+    assert found.why_not(found.recommended) is None
+    # bfloat16 without float32 values loses updates, and O2 and O5 do not.
+    plain = found.rows["float32"].lost_updates
+    assert found.rows["O3 bfloat16"].lost_updates > plain + 0.02
+    assert all(found.rows[f"{level} bfloat16"].lost_updates < plain + 0.01 for level in ("O1", "O2", "O4", "O5"))
+    assert all(0.001 < one.gradient_error < 0.6 for one in list(found.rows.values())[1:])
