@@ -22,11 +22,17 @@ import torch.nn.functional as F
 
 from ..casting.engine import active_casting
 
-_FUNCTIONAL = F.__file__
+_TORCH = os.path.dirname(torch.__file__)
+#: Files of torch whose functions scripts call, and where they find them.
+_PUBLIC = {
+    F.__file__: "torch.nn.functional",
+    os.path.join(_TORCH, "functional.py"): "torch",
+    os.path.join(_TORCH, "nn", "utils", "clip_grad.py"): "torch.nn.utils",
+}
 _FOLDERS = {
     name: os.path.join(os.path.realpath(path), "")
     for name, path in {
-        "torch": os.path.dirname(torch.__file__),
+        "torch": _TORCH,
         "ampkit": os.path.dirname(os.path.dirname(__file__)),
         "site-packages": sysconfig.get_paths()["purelib"],
         "stdlib": sysconfig.get_paths()["stdlib"],
@@ -70,8 +76,8 @@ def look(frame: types.FrameType | None, *, past_engine: bool = False) -> tuple[S
     while frame is not None:
         code = frame.f_code
         owner = _owner(code.co_filename)
-        if code.co_filename == _FUNCTIONAL and not code.co_name.startswith("_"):
-            function = f"torch.nn.functional.{code.co_name}"
+        if code.co_filename in _PUBLIC and not code.co_name.startswith(("_", "no_grad_wrapper")):
+            function = f"{_PUBLIC[code.co_filename]}.{code.co_name}"
         elif function is None and owner not in ("ampkit", "stdlib"):
             function = _called(frame)
         if owner not in _PASSED_OVER:

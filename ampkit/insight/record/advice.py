@@ -57,6 +57,8 @@ def _instead_of_float32(function: str, reason: str) -> str:
         return (
             f"cast what promotes it to the other's dtype, x.to(y.dtype): {reason.partition(' by ')[2] or 'an argument'}"
         )
+    if reason.startswith("cast inside"):
+        return "torch casts in it; for attention, the fused kernels do not, and on the CPU they need dropout_p=0"
     if "row " in reason:
         return f'initialize(..., policy={{"torch.nn.functional.{function}": "lower"}}), if its range fits'
     return "call it inside of the model's forward, where calls are cast"
@@ -83,13 +85,14 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
     often = [row for row in record.tensors.values() if row.casts > 1.5]
     if often:
         most = max(often, key=lambda row: row.casts * row.bytes["casts"])
+        once = ', "O1" casts each once' if record.about.startswith("no session") else ""
         written = sum(row.casts * row.bytes["casts"] for row in often)
         all_bytes = sum(row.bytes_cast for row in record.calls) / max(1, record.iterations * record.ranks)
         yield Advice(
             0.1 * min(1.0, written / max(1.0, all_bytes)) * _time_of_casts(record),
             "",
             f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times)",
-            'opt_level="O1" keeps casts, "O2" or "O5" stores the weights in lower precision',
+            f'opt_level="O2" or "O5" stores weights in lower precision{once}',
         )
 
 

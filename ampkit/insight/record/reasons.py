@@ -130,12 +130,12 @@ class Reasons:
         elif self._is_cast_here(casting_, region) and rule is not None and rule.kind in _DECIDING and not mixed:
             by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
             return f"bound before initialize{by}"
-        elif casting_ is None and was_cast and name in _NAMES_IN_AUTOCAST:
+        elif casting_ is None and was_cast and _autocast_has(name, dtype):
             return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
         if mixed and dtype not in LOWER_PRECISION:
             widest = next((one for one in arguments if one.dtype is dtype), None)
             return f"promoted by {widest.name}" if widest is not None and widest.name else "promoted by an argument"
-        return "as given"
+        return "cast inside of it" if was_cast and not mixed else "as given"
 
     def _rule(self, engine: Casting | None, function: str) -> Any:
         if engine is None:
@@ -186,6 +186,11 @@ def _is_wrapped(frame: types.FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+def _autocast_has(name: str, dtype: torch.dtype) -> bool:
+    kind = _NAMES_IN_AUTOCAST.get(name)
+    return kind is not None and (kind is CastKind.FP32) == (dtype is torch.float32)
 
 
 def called_by_ampkit(frame: types.FrameType | None) -> bool:

@@ -96,6 +96,7 @@ class Recorder(Watch):
         self._casts: dict[str, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
         self._promoted: dict[int, str] = {}  # where a row's dtype comes from, by id of the row
         self._notes: list[str] = []
+        self._last = 0  # node of the graph, when the last iteration ended
         self._precision: torch.dtype | None = None
         self._accelerator: str | None = None
         self._timed: list[tuple[Any, CallRow | _Group, Any, Any]] = []
@@ -316,6 +317,9 @@ class Recorder(Watch):
         name = short(row.dtype)
         if group.phase is BACKWARD:
             return f"{name}: as its forward"
+        own = list(group.rows.values())
+        if own and all(self._memory.at(tensor).row in own for tensor in read):  # of what the function itself has made
+            return own[0].reason if own[0].dtype is row.dtype else f"{name}: cast inside of it"
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor) for tensor in read if tensor.dim() or len(read) == 1]
@@ -342,7 +346,9 @@ class Recorder(Watch):
 
     def _after_step(self, iteration: int | None) -> None:
         if iteration is not None:
-            self._forward.clear()  # the graph is gone
+            # Graphs of the iteration before are gone; one of this may reach into the next, as a generator's does.
+            last, self._last = self._last, max(self._forward, default=0)
+            self._forward = {number: call for number, call in self._forward.items() if number > last}
             self._on_iteration(iteration)
 
     def finish(self) -> Record:
