@@ -271,7 +271,7 @@ ADVICE = {
     a_vocabulary: ("linear (100% of FLOPs): N = 1001 is no multiple of 8", "pad it to 1008"),
     ping_pong: (
         "activations go bfloat16 -> float32 -> bfloat16 around softplus (24.6 kB an iteration)",  # 64 x 64 x (4 + 2) bytes
-        'opt_level="O2" or "O5" hands on the input\'s precision (norms, softmax); or policy={...: "native"}',
+        'policy={"torch.nn.functional.softplus": "native"}, if bfloat16 does for it',
     ),
     all_in_float32: (
         "every matrix product computes in float32",

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 import torch
 
 from ...dtypes import LOWER_PRECISION
+from ...policy.tables import tables_for
 from ..explain import short
 from .data import FORWARD, STEP, Advice, CallRow, Rows
 
 #: Shares below this are no finding.
 _LEAST = 0.01
 _MANY_LOST = 0.5
+#: Functions that hand on their input's precision where weights are stored in lower precision.
+_NARROW = {name for group in tables_for("default") if group.narrow for name in group.names}
 
 
 def advise(record: Rows) -> list[Advice]:
@@ -23,27 +26,30 @@ def advise(record: Rows) -> list[Advice]:
 
 def _float32_products(record: Rows) -> Iterator[Advice]:
     """Matrix products that compute in float32."""
-    rows: dict[tuple[str, str], list[CallRow]] = {}
-    for row in record.calls:
-        if row.flops and row.dtype is torch.float32:
-            rows.setdefault((row.site, row.function), []).append(row)
-    shares = {key: sum(map(record.share_of_flops, own)) for key, own in rows.items()}
-    if record.lower_precision is None and sum(shares.values()) > _LEAST:
-        yield Advice(
-            sum(shares.values()) / 2,
-            "",
-            "every matrix product computes in float32",
-            'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")',
-        )
+    rows = [row for row in record.calls if row.flops and row.dtype is torch.float32]
+    share = sum(map(record.share_of_flops, rows))
+    if record.lower_precision is None and share > _LEAST:
+        change = 'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")'
+        yield Advice(share / 2, "", "every matrix product computes in float32", change)
         return
-    for (site, function), own in rows.items():
-        if shares[site, function] < _LEAST:
-            continue
-        row = next((row for row in own if not row.reason.endswith("as its forward")), own[0])
-        reason = row.reason.partition(": ")[2]
-        gain = sum(map(record.share_of_time, own)) / 2
-        found = f"{function} computes in float32 ({shares[site, function]:.0%} of FLOPs): {reason}"
-        yield Advice(gain, site, found, _instead_of_float32(function, reason))
+    alike: dict[tuple[str, str], list[CallRow]] = {}
+    for row in rows:
+        alike.setdefault((row.function, _forward_reason(record, [row])), []).append(row)
+    for (function, reason), own in alike.items():
+        share = sum(map(record.share_of_flops, own))
+        if share >= _LEAST:
+            sites = list(dict.fromkeys(row.site for row in own))
+            lines = f" at {len(sites)} lines" if len(sites) > 1 else ""
+            found = f"{function} computes in float32{lines} ({share:.0%} of FLOPs): {reason}"
+            gain = sum(map(record.share_of_time, own)) / 2
+            yield Advice(gain, sites[0], found, _instead_of_float32(function, reason))
+
+
+def _forward_reason(record: Rows, rows: list[CallRow]) -> str:
+    """Why, without the dtype: of the forward pass, where a function at a line was recorded in it."""
+    of = {(row.site, row.function) for row in rows}
+    forward = (row for row in record.calls if row.phase == FORWARD and (row.site, row.function) in of)
+    return next(forward, rows[0]).reason.partition(": ")[2]
 
 
 def _instead_of_float32(function: str, reason: str) -> str:
@@ -106,12 +112,12 @@ def _ping_pong(record: Rows) -> Iterator[Advice]:
         size = sum(row.ping_pong for row in own) / max(1, record.iterations * record.ranks)
         share = sum(row.ping_pong for row in own) / max(1, sum(row.bytes_cast for row in record.calls))
         lower = short(record.lower_precision or torch.bfloat16)
-        reason = own[0].reason.partition(": ")[2]
+        reason = _forward_reason(record, own)
         change = _instead_of_float32(function, reason)
         if "row " in reason:
-            change = (
-                'opt_level="O2" or "O5" hands on the input\'s precision (norms, softmax); or policy={...: "native"}'
-            )
+            change = f'policy={{"torch.nn.functional.{function}": "native"}}, if {lower} does for it'
+            if function in _NARROW:
+                change = 'opt_level="O2" or "O5", where it hands on the precision of its input'
         found = (
             f"activations go {lower} -> float32 -> {lower} around {function} ({in_bytes(size)} an iteration): {reason}"
         )

@@ -40,14 +40,12 @@ class _Line:
 
     @property
     def remarks(self) -> list[str]:
-        """Why, of the rows that have a reason of their own; and what keeps Tensor Cores out."""
-        reasons = dict.fromkeys(
-            row.reason for row in self.rows if not row.reason.endswith(("as its forward", "as given"))
-        )
-        return [
-            *reasons,
-            *dict.fromkeys(f"Tensor Cores {row.tensor_cores}" for row in self.rows if row.tensor_cores[:2] == "no"),
+        """Reasons that say more than the dtype does, and sizes that keep Tensor Cores out."""
+        reasons = [
+            row.reason for row in self.rows if not row.reason.endswith(("as its forward", "as given", "numbers"))
         ]
+        sizes = [row.tensor_cores.removeprefix("no: ") for row in self.rows if "no multiple of" in row.tensor_cores]
+        return list(dict.fromkeys(reasons + sizes))
 
 
 def render(record: Rows) -> str:

@@ -108,29 +108,26 @@ class Reasons:
     ) -> str:
         if dtype in _EXACT:
             return "as given"
-        if has_dtype:
-            return "dtype= at the call"
+        engine, region = active_casting(), next(iter(reversed(self._regions.get(threading.get_ident(), []))), None)
+        is_on = self._is_cast_here(engine, region)
+        rule, name = self._rule(engine, function), function.rpartition(".")[2]
+        decides = is_on and rule is not None and rule.kind in _DECIDING
+        mixed = len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
+        was_cast = any(one.dtype is not dtype for one in arguments)
+        if decides and _is_wrapped(frame) and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
+            return f'row "{name}" of {_table(rule)}'
         if not arguments:
             return "as given"
-        region = next(iter(reversed(self._regions.get(threading.get_ident(), []))), None)
-        casting_, mixed = active_casting(), len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
-        rule, name = self._rule(casting_, function), function.rpartition(".")[2]
-        was_cast = any(one.dtype is not dtype for one in arguments)
-        if casting_ is not None and _is_wrapped(frame):
-            if (
-                rule is not None
-                and rule.kind in _DECIDING
-                and (rule.kind is not CastKind.CONTRACTION or not mixed or was_cast)
-            ):
-                return f'row "{name}" of {_table(rule)}'
-        elif kept := self._kept_by(running):
+        if has_dtype:
+            return "dtype= at the call"
+        if kept := self._kept_by(running):
             return f"kept by keep_fp32={kept}"
-        elif region is not None and not region.enabled and dtype is torch.float32 and not mixed:
+        if region is not None and not region.enabled and dtype is torch.float32 and not mixed:
             return f"region at {region.site}" if region.site else "a region without casts"
-        elif self._is_cast_here(casting_, region) and rule is not None and rule.kind in _DECIDING and not mixed:
+        if decides and not mixed and not _is_wrapped(frame):
             by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
             return f"bound before initialize{by}"
-        elif casting_ is None and was_cast and _autocast_has(name, dtype):
+        if engine is None and was_cast and _autocast_has(name, dtype):
             return "torch.autocast's list" + (f", region at {region.site}" if region and region.site else "")
         if mixed and dtype not in LOWER_PRECISION:
             widest = next((one for one in arguments if one.dtype is dtype), None)
