@@ -260,6 +260,15 @@ def test_flops_and_tensor_cores_follow_from_shapes_and_dtypes(product):
         assert record.tensor_core_share == 1.0
 
 
+def test_a_copy_inside_of_a_product_is_a_part_of_it():
+    q, k = (
+        torch.randn(2, 10, 3, 8).transpose(1, 2),
+        torch.randn(2, 10, 3, 8).transpose(1, 2),
+    )  # copied for the batched product
+    (row,) = recorded(lambda: q @ k.transpose(-2, -1)).calls
+    assert (row.function, row.calls, row.flops) == ("matmul", 1, 2 * 2 * 3 * 10 * 10 * 8)
+
+
 def test_groups_of_a_convolution_and_a_mask_of_gradients_count():
     x, weight = torch.randn(2, 8, 6, 6), torch.randn(16, 2, 3, 3, requires_grad=True)  # no gradient of x
     record = recorded(lambda: F.conv2d(x, weight, groups=4).sum().backward())

@@ -5,11 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
 import torch
-from helpers import initialize_quietly
+from helpers import ROOT, initialize_quietly
 from torch import nn
 
 import ampkit
@@ -143,3 +144,12 @@ def test_without_jinja2_it_says_what_to_install(page, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match="pip install jinja2"):
         page[0].to_html(tmp_path / "page.html")
+
+
+def test_the_example_of_the_docs_is_of_its_script():
+    lines = (ROOT / "docs" / "recording_example.py").read_text().splitlines()
+    html = (ROOT / "docs" / "recording-example.html").read_text()
+    shown = re.findall(r'<td class="at code">(\d+)</td>.*?<pre>(.*?)</pre>', html, re.DOTALL)
+    assert len(shown) > 20
+    for number, text in shown:
+        assert lines[int(number) - 1] == unescape(text)

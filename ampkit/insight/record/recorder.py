@@ -29,7 +29,7 @@ from ..sites import Site
 from ..watching import Call, Watch
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
+from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow, add
 from .memory import CASTS, WEIGHTS, Memory
 from .reasons import Argument, Reasons, called_by_ampkit
 from .record import Record
@@ -61,6 +61,7 @@ class _Group:
         "cast_bytes",
         "casts",
         "function",
+        "has_product",
         "last",
         "lead",
         "paths",
@@ -77,6 +78,7 @@ class _Group:
         self.last: CallRow | None = None
         self.lead: Any = None  # the operator, or autograd's node, that counts calls
         self.calls_by = -1
+        self.has_product = False
         self.casts = self.cast_bytes = 0
         self.seconds = 0.0
 
@@ -248,7 +250,7 @@ class Recorder(Watch):
         if dtype is None and group.last is None:  # indices and counts, before the call's own numbers
             return group
         variant = (frozenset(dtypes_in), out, dtype, verdict) if group.function != "ampkit" else ()
-        is_lead = dtype is not None and self._is_lead(group, call)
+        is_lead = dtype is not None and self._is_lead(group, call, product is not None)
         row = group.rows.get(variant) if is_lead or product is not None else group.last
         if row is None:
             row = group.rows[variant] = self._new_row(group, call, dtypes_in, out, dtype, verdict, computed_in)
@@ -270,11 +272,12 @@ class Recorder(Watch):
             storage.row, storage.source = row, None
         return row
 
-    def _is_lead(self, group: _Group, call: Call) -> bool:
-        """Whether calls of the function are counted by this operator: the first, or in backward the first of its node."""
+    def _is_lead(self, group: _Group, call: Call, is_product: bool) -> bool:
+        """Whether this operator counts calls of the function: its first product, or else its first; in backward the node."""
         name = call.node if group.phase is BACKWARD else call.op
-        if group.lead is None:
+        if group.lead is None or (is_product and not group.has_product and group.phase is not BACKWARD):
             group.lead = name
+        group.has_product |= is_product
         if name != group.lead or (call.number >= 0 and call.number == group.calls_by):
             return False
         group.calls_by = call.number
@@ -373,7 +376,7 @@ class Recorder(Watch):
         by_line: dict[Any, list[CallRow]] = {}
         for group in self._groups.values():
             module = _collapsed(group.paths)
-            for row in group.rows.values():
+            for row in _folded(group.rows.values()):
                 row.module = module
                 by_line.setdefault((group.site, group.phase), []).append(row)
                 yield row
@@ -456,6 +459,21 @@ def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
     """The dtype that torch promotes these to; 0-dim tensors have no say where there are others."""
     dtypes = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
+    """Rows without products, such as the copy in front of a batched one, as a part of the function's row that has them."""
+    rows = list(rows)
+    products = [row for row in rows if row.flops]
+    for row in rows:
+        same = (one for one in products if one is not row and (one.dtype, one.reason) == (row.dtype, row.reason))
+        product = None if row.flops else next(same, None)
+        if product is None:
+            yield row
+        else:
+            calls = product.calls
+            add(product, row)
+            product.calls = calls
 
 
 @functools.cache
