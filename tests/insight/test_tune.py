@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -235,6 +236,14 @@ PLAIN, AUTOCAST = row("float32", 10, 100), row("autocast bfloat16", 8, 90, off=0
         # Alike in time, so the smallest, and of those as small the first.
         ([row("O1 bfloat16", 7.0, 95), row("O2 bfloat16", 7.2, 80), row("O5 bfloat16", 7.0, 79)], "O2 bfloat16"),
         ([row("O1 bfloat16", 7.0, 95), row("O2 bfloat16", 7.3, 80)], "O1 bfloat16"),
+        # Fast as often as not.
+        (
+            [
+                dataclasses.replace(row("O2 bfloat16", 9, 80), seconds=[6e-3, 7e-3, 9e-3, 9e-3]),
+                row("O1 bfloat16", 7, 95),
+            ],
+            "O2 bfloat16",
+        ),
         # Each precision has its own yardstick.
         ([row("autocast float16", 9, 90, off=0.001), row("O2 float16", 6, 80, off=0.002)], "autocast bfloat16"),
     ],
@@ -425,6 +434,23 @@ def test_a_script_calls_it_under_a_guard(guard, tmp_path):
 
 
 # Real models
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_its_factory_gives(tmp_path):
+    pytest.importorskip("sklearn")
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    (factory,) = re.findall(r'```python title="with torchvision"\n(.*?)```', page, re.DOTALL)
+    (printed,) = re.findall(r'```text title="printed on [^\n]*\n(.*?)```', page, re.DOTALL)
+    script = tmp_path / "script.py"
+    script.write_text(factory)
+    found = str(ampkit.tune(f"{script}:factory", levels=["O2"], seconds=1, steps=2)).splitlines()
+    shown = printed.splitlines()
+    assert found[2].split() == shown[2].split()  # the columns
+    rows, theirs = ({line[:19].strip(): line for line in lines[3:20]} for lines in (found, shown))
+    for name in ("float32", "autocast bfloat16", "O2 bfloat16", "O2 bfloat16 fused", "O2 bfloat16 int8"):
+        memory, expected = (int(table[name][len(name) :].split()[3]) for table in (rows, theirs))
+        assert memory == pytest.approx(expected, rel=0.05)  # a matter of shapes
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ TIMES_AUTOCAST, WITHOUT_AUTOCAST = 1.5, 0.01
 MORE_LOST, ALIKE = 0.05, 1.03
 RULE = (
     f"The rule: the fastest way whose losses are, step by step, at most {TIMES_AUTOCAST} times as far from float32's as "
-    f"torch.autocast's, and which loses at most {MORE_LOST:.0%} more updates than float32. Ways within {ALIKE - 1:.0%} "
-    "of it count as fast: of these the smallest, by the same measure, and of the smallest the first in the table."
+    f"torch.autocast's, and which loses at most {MORE_LOST:.0%} more updates than float32. A way whose lower quartile is "
+    f"within {ALIKE - 1:.0%} of that one's median is as fast: of these the one with the least memory, or the first within "
+    f"{ALIKE - 1:.0%} of that."
 )
 
 
@@ -97,7 +98,7 @@ class Tuning:
         """The way that the rule names."""
         fit = [row for row in self.rows.values() if self.why_not(row) is None]
         fastest = min(row.quartiles[1] for row in fit)
-        return _smallest(row for row in fit if row.quartiles[1] <= ALIKE * fastest)
+        return _smallest(row for row in fit if row.quartiles[0] <= ALIKE * fastest)
 
     @property
     def reason(self) -> str:

@@ -30,7 +30,7 @@ _IS_CHILD = "AMPKIT_TUNING"
 def tune(
     factory: Callable[[], Any] | str,
     *,
-    seconds: float = 120.0,
+    seconds: float = 100.0,
     steps: int | None = None,
     levels: Sequence[str] = LEVELS,
     float16: bool | None = None,
@@ -161,7 +161,7 @@ def _progress() -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `tune` takes."""
     parser.add_argument("factory", metavar="SCRIPT:FACTORY", help="script.py:factory or package.module:factory")
-    parser.add_argument("--seconds", type=float, default=120.0, help="about how long it may take (120)")
+    parser.add_argument("--seconds", type=float, default=100.0, help="about how long it may take (100)")
     parser.add_argument("--steps", type=int, metavar="N", help="compare the losses of N steps (8 to 50, by the time)")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS, help="only these levels")
     parser.add_argument("--float16", action="store_true", default=None, help="try float16 on a CPU too, which is slow")
