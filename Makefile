@@ -47,7 +47,7 @@ $(VENV)/.packages: constraints.txt
 # An editable install: changes to Python files need no second one, changes to csrc/ do.
 # What the README's install has built is not built again.
 $(VENV)/.extension: $(VENV)/.packages $(SOURCES)
-	$(BIN)/python tests/project/is_installed.py $(SOURCES) || PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_BUILD_EXT=1 AMPKIT_CUDA=0 \
+	@$(BIN)/python tests/project/is_installed.py $(SOURCES) || PATH="$(CURDIR)/$(BIN):$$PATH" AMPKIT_BUILD_EXT=1 AMPKIT_CUDA=0 \
 	  $(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	$(BIN)/python -m ampkit info
 	touch $@

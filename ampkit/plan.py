@@ -86,7 +86,7 @@ class Plan:
         if self.casts_weights:
             words.append(f"norms {'float32' if self.keep_batchnorm_fp32 else _short(self.cast_model_type)}")
         if self.master_weights:
-            words.append("master weights float32")
+            words.append("master weights float32, as weight and 16-bit rest")
         words.append(f"loss scale {'dynamic' if self.has_dynamic_loss_scale else f'{self.loss_scale:g}'}")
         return ", ".join(words)
 

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -137,8 +138,6 @@ def memory(tensors) -> dict[int, int]:
 
 
 def draw(sizes: dict[str, dict[str, float]], losses: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "ampkit"  # the same file for the same numbers
     matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, which is smaller

@@ -46,9 +46,10 @@ class Difference:
 
     def __str__(self) -> str:
         where = "in the backward pass of " if self.backward else ""
+        module = f", in {self.module}" if self.module else ""
         return (
             f"  {self.error:8.2%}  {self.error_of_inputs:8.2%}  {self.site or 'unknown'}  {self.source}\n"
-            f"  {'':18}  {where}{self.function} ({self.op}), {str(self.dtype).removeprefix('torch.')}"
+            f"  {'':18}  {where}{self.function} ({self.op}), {str(self.dtype).removeprefix('torch.')}{module}"
         )
 
 

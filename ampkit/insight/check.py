@@ -194,13 +194,14 @@ class Observer(logging.Handler):
         rule = self._rules.get(function)
         if rule is None or rule.kind not in self.casts:
             return
-        self.casts[rule.kind][rule.name] += 1
-        if rule.kind is not CastKind.LOWER_PRECISION_FP:
-            return
         dtypes = {one.dtype for one in args if isinstance(one, Tensor)}
         if torch.float64 in dtypes or any(dtype.is_complex for dtype in dtypes):
             self.not_cast[f"{rule.name} of float64 or complex tensors"] += 1
-        elif self._autocast_off:
+            return
+        self.casts[rule.kind][rule.name] += 1
+        if rule.kind is not CastKind.LOWER_PRECISION_FP:
+            return
+        if self._autocast_off:
             self.not_cast[f"{rule.name} inside torch.autocast(enabled=False)"] += 1
         elif self.depth == 0:
             self.not_cast[f"at O2, O3 and O5 {rule.name} outside of every module's forward"] += 1
@@ -312,7 +313,11 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
             "not cast",
             "; ".join([*(f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)), *_scripted(models)]) or "none",
         ),
-        ("shapes", "; ".join(_shapes(models, seen.rows)) or f"all multiples of {_TENSOR_CORE}"),
+        (
+            "shapes",
+            "; ".join(_shapes(models, seen.rows))
+            or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them",
+        ),
         *(("mistake", mistake) for mistake in seen.mistakes or ["none seen"]),
     ]
     return [*lines, "", *columns(rows)], bool(seen.mistakes)

@@ -109,6 +109,8 @@ class ScriptFinder(Finder):
         scale = session.scalers[0].loss_scale if session is not None and session.scalers else None
         is_of_scale = culprit.kind == OVERFLOW and culprit.backward and scale not in (None, 1.0)
         hint = _HARMLESS if is_of_scale else HINTS.get(culprit.kind)
+        if hint and not is_of_scale and culprit.dtype is torch.float32:
+            hint = f"it happens in float32: the model, not the precision; {hint}"
         cures = [Cure(text) for text in (hint and f"not tried: {hint}", _HOW_TO_TRY) if text]
         self.found = Diagnosis(self.operations, scale, culprit, tuple(cures))
         raise _Stopped

@@ -27,7 +27,7 @@ DOMAIN = "outside of the function's domain"
 
 #: What to change in a model whose float32 fails too.
 HINTS = {
-    OVERFLOW: "bring its input down: clamp it, or divide before the function",
+    OVERFLOW: "bring its input down: clamp it, or divide before the function; torch.softmax and logsumexp subtract the largest",
     DIVISION: "keep the divisor from 0: clamp(min=eps), or eps inside of the square root",
     LOG: "keep its input from 0: clamp(min=eps), log_softmax or logsigmoid; torch.where does not stop the gradient",
     DIFFERENCE: "leave at least one element of each row unmasked",

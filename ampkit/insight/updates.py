@@ -194,9 +194,10 @@ def _cure(weight: _Weight) -> str:
     if weight.entry is not None or dtype not in LOWER_PRECISION:
         return "weights in float32 lose them where updates are below 6e-8 of a weight: look at the learning rate."
     level = "O5" if dtype is torch.bfloat16 else "O2"
-    cure = f'initialize(model, optimizer, opt_level="{level}") keeps float32 masters (+2 bytes per parameter)'
+    cost = "+2 bytes per parameter, and moments in float32"
+    cure = f'initialize(model, optimizer, opt_level="{level}") trains their float32 values ({cost})'
     if dtype is torch.bfloat16:
-        cure += '; rounding="stochastic" of ampkit.optimizers keeps them on average'
+        cure += '; without these, rounding="stochastic" of ampkit.optimizers loses none on average'
     return f"weights in {str(dtype).removeprefix('torch.')} without masters. {cure}."
 
 
@@ -205,8 +206,8 @@ def check_updates(optimizer: Any, every: int = 100, *, share: float = 0.5) -> Up
 
     >>> check = ampkit.check_updates(optimizer)  # and after five steps a warning:
     100% of the updates of 'norm.weight' (bfloat16, lr 1e-05) were lost in 5 steps: weights in bfloat16 without masters.
-    initialize(model, optimizer, opt_level="O5") keeps float32 masters (+2 bytes per parameter); rounding="stochastic" of
-    ampkit.optimizers keeps them on average.
+    initialize(model, optimizer, opt_level="O5") trains their float32 values (+2 bytes per parameter, and moments in float32);
+    without these, rounding="stochastic" of ampkit.optimizers loses none on average.
     >>> print(check)
     updates lost in 5 steps
       100.00%  norm.weight

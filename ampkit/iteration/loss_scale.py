@@ -28,7 +28,8 @@ DEFAULT_MAX_LOSS_SCALE = 2.0**24
 SKIPS_BEFORE_DIAGNOSIS = 25
 SKIPS_AT_FLOOR_BEFORE_GIVING_UP = 50
 DIAGNOSE = (
-    "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on this batch, names line and cure."
+    "'ampkit diagnose script.py' names the line. print(ampkit.diagnose(iteration)), where iteration() runs forward and backward "
+    "on this batch, tries cures too."
 )
 
 
@@ -374,7 +375,7 @@ class LossScaler:
         if not self.dynamic:
             return (
                 f"Gradient overflow at the static loss scale {self._known.scale:g} (loss scaler {self.loss_id}): this step is "
-                f"skipped and the scale stays. A lower loss_scale=, or 'dynamic', avoids it."
+                f"skipped and the scale stays. If the loss is finite, a lower loss_scale=, or 'dynamic', avoids it."
             )
         # Scripts search their logs for the start of this line, Apex's two spaces included.
         begin = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id}"

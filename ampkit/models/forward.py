@@ -217,9 +217,10 @@ def _explain(error: RuntimeError, model: nn.Module) -> None:
     names = {module: name for name, module in model.named_modules()}
     modules = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     where = [names[module] for module in modules if isinstance(module, nn.Module) and module in names]
+    module = f"module {where[-1]!r}" if where and where[-1] else "in its own forward"
     error.add_note(
-        f"ampkit: this is a {type(model).__name__} at opt_level {watcher.opt_level}, module {where[-1] if where else ''!r}, where "
-        "casts have left two dtypes to one call. Convert one tensor beside the call, x.to(y.dtype), or keep the module in float32: "
+        f"ampkit: this is a {type(model).__name__} at opt_level {watcher.opt_level}, {module}, where casts have left two dtypes to "
+        "one call. Convert one tensor beside the call, x.to(y.dtype), or keep in float32 what computes it: "
         "initialize(..., keep_fp32=...)."
     )
 

@@ -68,7 +68,7 @@ class Kept:
         own = [one for one in module._parameters.values() if one is not None]
         if isinstance(module, _LAYERS) and any(map(_is_matrix, own)):
             return None
-        return "no matrix"
+        return "a vector"
 
     def in_float32(self) -> list[nn.Module]:
         """The modules that ``keep_fp32=`` names and all inside them: each may be called by itself, containers never are."""

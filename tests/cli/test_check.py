@@ -87,7 +87,7 @@ def test_a_float32_script_is_told_what_each_level_would_change(check):
         assert "14.0" in row(lines, level)
     # Seven layers, in two forwards of three iterations.
     assert row(lines, "cast").startswith("to lower precision linear 42x, matmul 3x; to float32 layer_norm 18x")
-    assert row(lines, "kept float32") == "at O2 and O5 3x no matrix (layers.0-2); 3x a norm (layers.0-2.norm)"
+    assert row(lines, "kept float32") == "at O2 and O5 3x a vector (layers.0-2); 3x a norm (layers.0-2.norm)"
     assert row(lines, "not cast") == "at O2, O3 and O5 matmul outside of every module's forward (3x)"
     shapes = row(lines, "shapes")
     assert "Linear(64, 130): pad 130 to 136 (3 layers)" in shapes and "Linear(64, 257): pad 257 to 264" in shapes

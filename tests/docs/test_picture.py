@@ -34,5 +34,8 @@ def test_bytes_are_those_that_one_adds_up_on_paper(numbers):
 def test_the_readme_says_what_the_picture_shows(numbers):
     (words,) = re.findall(r"!\[([^]]*)\]\(docs/picture\.svg\)", (ROOT / "README.md").read_text())
     of_amp, of_bfloat16, _, in_8_bits = (f"{loss:.3f}" for loss in numbers["loss"].values())
-    assert f"torch in bfloat16 ends at {of_bfloat16}, torch.amp at {of_amp}, ampkit at {in_8_bits}" in words
+    assert (
+        f"torch in bfloat16 ends at {of_bfloat16}, torch.amp at {of_amp}, ampkit O5 with 8-bit moments at {in_8_bits}"
+        in words
+    )
     assert float(in_8_bits) == pytest.approx(float(of_amp), rel=0.01) and float(of_bfloat16) > 1.2 * float(of_amp)

@@ -668,7 +668,9 @@ def test_what_cannot_be_called_is_refused():
 
 def test_the_warning_after_25_skips_and_the_error_after_50_at_the_floor_end_with_the_line_to_call(caplog):
     layer, optimizer = trained(nn.Linear(1, 1), "O1", min_loss_scale=2.0**16)
-    line = "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on this batch, names line and cure."
+    line = (
+        "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on this batch, tries cures too."
+    )
 
     def skip(times):
         for _ in range(times):

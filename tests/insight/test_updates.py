@@ -99,8 +99,8 @@ def test_shares_agree_with_float64_and_norm_weights_stay_one(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "100% of the updates of 'block.norm.weight' (bfloat16, lr 1e-05) were lost in 5 steps (6 more tensors lose over 50%: "
         "print what check_updates returned): weights in bfloat16 without masters. "
-        'initialize(model, optimizer, opt_level="O5") keeps float32 masters (+2 bytes per parameter); rounding="stochastic" of '
-        "ampkit.optimizers keeps them on average."
+        'initialize(model, optimizer, opt_level="O5") trains their float32 values (+2 bytes per parameter, and moments in float32)'
+        '; without these, rounding="stochastic" of ampkit.optimizers loses none on average.'
     ]
     assert str(check).splitlines()[:2] == ["updates lost in 5 steps", "  100.00%  block.norm.weight"]
 

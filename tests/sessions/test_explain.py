@@ -84,7 +84,7 @@ def test_rows_say_what_is_stored_computed_and_kept():
     bfloat16, float32 = torch.bfloat16, torch.float32
     expected = {
         "embedding": (bfloat16, bfloat16, True, None),
-        "layers.0-2": (float32, None, False, "no matrix"),
+        "layers.0-2": (float32, None, False, "a vector"),
         "layers.0-2.q": (bfloat16, bfloat16, True, None),
         "layers.0-2.norm": (float32, float32, False, "a norm"),
         "head": (float32, float32, False, "keep_fp32= names it"),

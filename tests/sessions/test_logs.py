@@ -52,7 +52,7 @@ SELECTED = "Selected optimization level "
         (
             "O2",
             "lower-precision model with float32 norms and master weights",
-            "weights bfloat16, norms float32, master weights float32, loss scale dynamic",
+            "weights bfloat16, norms float32, master weights float32, as weight and 16-bit rest, loss scale dynamic",
         ),
         ("O3", "pure lower-precision training", "weights bfloat16, norms bfloat16, loss scale 1"),
     ],

@@ -138,7 +138,7 @@ def _lost_updates(record: Rows) -> Iterator[Advice]:
             1.0,
             "",
             f"{worst.lost_updates:.0%} of the updates of {worst.name!r} ({short(worst.dtype)}) are lost{others}: it does not move",
-            f'initialize(model, optimizer, opt_level="{level}") keeps float32 values (+2 bytes per parameter)',
+            f'initialize(model, optimizer, opt_level="{level}") trains their float32 values',
         )
 
 
