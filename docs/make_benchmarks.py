@@ -21,7 +21,8 @@ INTRODUCTION = """# How fast
 
 This page has the time and the memory of whole training steps: in float32, with torch.autocast and GradScaler, and at O1, O2
 and O5. "fused" means ampkit's optimizer; the other columns have torch's fused one. Ratios depend on the processor more than on
-anything else. So measure on yours before you choose: `make bench` takes 25 minutes on a CPU and writes this page.
+anything else. So measure on yours before you choose: `make bench` takes 25 minutes on a CPU and writes this page, and
+[`ampkit tune`](tuning.md) measures a model of your own.
 """
 SHORT = """!!! warning "Not a measurement"
 

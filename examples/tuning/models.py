@@ -67,7 +67,7 @@ class Gpt(nn.Module):
 def gpt():
     model = Gpt().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    return model, optimizer, text(length=128, count=8), next_byte
+    return model, optimizer, text(length=128, count=4), next_byte
 
 
 def text(length, count):

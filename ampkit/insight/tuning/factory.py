@@ -20,12 +20,11 @@ _BATCHES = 32  # are kept, and taken in turn
 
 @dataclass(frozen=True)
 class Source:
-    """A function ``name`` in a module, or with ``is_path`` in a file; ``paths`` are those that modules are found on."""
+    """A function ``name`` in a module, or with ``is_path`` in a file."""
 
     place: str
     name: str
     is_path: bool
-    paths: tuple[str, ...]
 
     @classmethod
     def of(cls, factory: Callable[[], Any] | str) -> Source:
@@ -51,11 +50,10 @@ class Source:
             if place == "__main__":
                 place = file if spec is None or spec.loader is None else spec.name  # python script.py, or python -m
         is_path = place.endswith(".py")
-        return cls(os.path.abspath(place) if is_path else place, name, is_path, tuple(sys.path))
+        return cls(os.path.abspath(place) if is_path else place, name, is_path)
 
     def load(self) -> Callable[[], Any]:
         """Import it, in another process."""
-        sys.path[:] = self.paths
         if self.is_path:
             sys.path.insert(0, os.path.dirname(self.place))
             spec: Any = importlib.util.spec_from_file_location("_tuned", self.place)

@@ -1,4 +1,4 @@
-"""The measurements of `tune`: ``python -m ampkit.insight.tuning.measuring`` is a process that starts a worker for each way.
+"""The measurements of `tune`: `main` is what a process does that starts a worker for each way.
 
 It reads a task as a line of JSON and writes what it finds, a line of JSON each. First each way is examined: memory, losses,
 gradients. Then all live at once and take turns in changing order, so that another job on the machine disturbs all alike. Those
@@ -119,7 +119,3 @@ def main() -> None:
             print(json.dumps(found), file=answers, flush=True)
     except WorkerError as error:
         print(json.dumps(["error", [str(error), error.details]]), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,13 +96,12 @@ def tune(
 
 def _measured(task: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What the process of the measurements finds, see measuring.py."""
-    here = str(Path(__file__).resolve().parents[3])
-    paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    run = f"import sys; sys.path[:] = {sys.path}; from ampkit.insight.tuning.measuring import main; main()"
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", "ampkit.insight.tuning.measuring"],
-            env={**os.environ, **KEEP_FREED, "PYTHONPATH": paths, _IS_CHILD: "1"},
+            [sys.executable, "-c", run],
+            env={**os.environ, **KEEP_FREED, _IS_CHILD: "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -74,8 +74,8 @@ _FUSED: dict[type, tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]]] =
 
 def optimizers_for(optimizer: Any) -> list[str]:
     """The optimizers of ways: the one that is given, and what of ampkit's computes the same."""
-    refused = any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)
-    if refused or type(optimizer) not in _FUSED:
+    refused = ["amsgrad", "maximize", *["decoupled_weight_decay"] * (type(optimizer) is torch.optim.Adam)]
+    if type(optimizer) not in _FUSED or any(group.get(name) for group in optimizer.param_groups for name in refused):
         return ["given"]
     return ["given", "fused", *["int8"] * (optimizer.defaults.get("momentum") != 0)]  # plain SGD has no moments
 
