@@ -409,6 +409,12 @@ def test_the_command_refuses_with_exit_code_2(words, capsys):
     assert "ampkit tune: " in capsys.readouterr().err
 
 
+def test_the_command_asks_for_matplotlib_before_it_measures(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["tune", HERE + ":net", "--png", "found.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
 SCRIPT = """
 import sys, ampkit
 sys.path.insert(0, {folder!r})

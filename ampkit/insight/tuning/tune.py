@@ -6,6 +6,8 @@ The measurements are made in other processes (measuring.py), so that this one, i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -75,28 +77,27 @@ def tune(
     }
     about: dict[str, Any] = {}
     rows: dict[str, Row] = {}
-    bar = _progress()
-    for name, found in _measured(task):
-        if name == "about":
-            about = found
-        elif name == "share":
-            bar.update(round(100 * found) - bar.n)
-        else:
-            way, value = Way(**found[0]), found[1]
-            row = rows.setdefault(str(way), Row(way))
-            if name == "failed":
-                row.error = value
-            elif name == "timed":
-                row.seconds.append(value)
+    with contextlib.closing(_progress()) as bar:
+        for name, found in _measured(task):
+            if name == "about":
+                about = found
+            elif name == "share":
+                bar.update(round(100 * found) - bar.n)
             else:
-                vars(row).update(value)
-    bar.close()
+                way, value = Way(**found[0]), found[1]
+                row = rows.setdefault(str(way), Row(way))
+                if name == "failed":
+                    row.error = value
+                elif name == "timed":
+                    row.seconds.append(value)
+                else:
+                    vars(row).update(value)
     return Tuning(about, rows)
 
 
 def _measured(task: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What the process of the measurements finds, see measuring.py."""
-    run = f"import sys; sys.path[:] = {sys.path}; from ampkit.insight.tuning.measuring import main; main()"
+    run = f"import sys; sys.path[:] = {list(map(str, sys.path))}; from ampkit.insight.tuning.measuring import main; main()"
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -160,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `tune` takes."""
     parser.add_argument("factory", metavar="SCRIPT:FACTORY", help="script.py:factory or package.module:factory")
     parser.add_argument("--seconds", type=float, default=100.0, help="about how long it may take (100)")
-    parser.add_argument("--steps", type=int, metavar="N", help="compare the losses of N steps (8 to 50, by the time)")
+    parser.add_argument("--steps", type=int, metavar="N", help="compare the losses of N steps (12 to 60, by the time)")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS, help="only these levels")
     parser.add_argument("--float16", action="store_true", default=None, help="try float16 on a CPU too, which is slow")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
@@ -169,7 +170,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Print the table. The exit code is 1 where the factory or float32 training fails, 2 for a mistake on the command line."""
-    sys.path.insert(0, os.getcwd())
+    if arguments.png and importlib.util.find_spec("matplotlib") is None:
+        print(
+            "ampkit tune: --png draws with matplotlib, which is not installed: pip install matplotlib", file=sys.stderr
+        )
+        return 2
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         found = tune(
             arguments.factory,
