@@ -1,4 +1,4 @@
-"""What `ampkit.recording` and `ampkit.on_step` add to iterations of the GPT: time and peak memory.
+"""What `ampkit.recording` adds to iterations of the GPT: time and peak memory.
 
     python benchmarks/bench_recording.py
 
@@ -39,35 +39,28 @@ def main():
     if args.peak:
         return print(peak(*args.peak, args.short))
     print(f"GPT, {args.rounds} rounds of 3 iterations, {args.threads} threads, torch {torch.__version__}")
-    print(f"{'':12}{'plain':>10}{'recording':>12}{'ratio':>8}{'peak':>8}{'on_step':>9}")
+    print(f"{'':12}{'plain':>10}{'recording':>12}{'ratio':>8}{'peak':>8}")
     for name in args.only or WAYS:
-        plain, recorded, reported = measure(name, args.rounds, args.short)
-        ratio, step = (statistics.median(map(ratio_of, times, plain)) for times in (recorded, reported))
+        plain, recorded = measure(name, args.rounds, args.short)
+        ratio = statistics.median(one / other for one, other in zip(recorded, plain))
         held = [run_for_peak(name, what, args) for what in ("plain", "recording")]
         milliseconds = [1e3 * statistics.median(times) / 3 for times in (plain, recorded)]
         print(
-            f"{name:12}{milliseconds[0]:8.1f}ms{milliseconds[1]:10.1f}ms{ratio:8.3f}{held[1] / held[0]:8.3f}{step:9.3f}",
+            f"{name:12}{milliseconds[0]:8.1f}ms{milliseconds[1]:10.1f}ms{ratio:8.3f}{held[1] / held[0]:8.3f}",
             flush=True,
         )
 
 
-def ratio_of(one, other):
-    return one / other
-
-
 def measure(name, rounds, short):
-    """Seconds of three iterations: plain, with `recording`, and with an `on_step` that reads the usual numbers."""
+    """Seconds of three iterations, plain and recorded."""
     case = cases.make("gpt", short=short)
     way = ways.make(name, case, torch.bfloat16)
-    times = [], [], []
+    times = [], []
     train(case, way)
     for _ in range(rounds):
         times[0].append(train(case, way))
         with ampkit.recording():
             times[1].append(train(case, way))
-        handle = ampkit.on_step(way.optimizers[0], lambda report: (report.loss_scale, report.skipped, report.grad_norm))
-        times[2].append(train(case, way))
-        handle.remove()
     ampkit.close()
     return times
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,13 +84,18 @@ class Call:
 
 
 class Watch(TorchDispatchMode):
-    """Watches all that runs inside ``with``, in every thread that autograd starts for it. Subclasses replace `around`."""
+    """Watches all that runs inside ``with``, in every thread that autograd starts for it. Subclasses replace `around`.
+
+    ``looks_at_views`` says whether views in the backward pass, which compute nothing, go through it.
+    """
+
+    looks_at_views = True
 
     def __init__(self) -> None:
         super().__init__()
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # and their paths
         self._running: dict[int, list[nn.Module]] = {}  # by thread
-        self._forward: dict[int, Call] = {}  # by the number of the node that it made
+        self._forward: dict[int, tuple[Site | None, str, str]] = {}  # site, function, module: by the node that it made
         self._newest: dict[int, int] = {}  # node, by thread
         self._hooks: list[Any] = []
 
@@ -126,7 +131,14 @@ class Watch(TorchDispatchMode):
         if running and module in running:
             del running[running.index(module) :]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper of torch's around each call, against dynamo: compiled code runs eagerly."""
+        return False
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.is_view and not self.looks_at_views and _current_node() is not None and not torch.is_grad_enabled():
+            return op(*args, **(kwargs or {}))
         return self.around(self._located(op, args, kwargs or {}))
 
     def _located(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -134,32 +146,24 @@ class Watch(TorchDispatchMode):
         site, function = look(frame)
         if node is not None and site is None:
             number = node._sequence_nr()
-            forward = self._forward.get(number)
-            if forward is None:  # made before the watch began: at the line that calls backward()
-                site = look(frame, past_engine=True)[0]
-                return Call(op, args, kwargs, site, operator_name(op), node=node.name(), number=number)
-            module = forward.module
-            return Call(op, args, kwargs, forward.site, forward.function, module, node.name(), number)
+            if number in self._forward:
+                return Call(op, args, kwargs, *self._forward[number], node.name(), number)
+            # Made before the watch began: at the line that calls backward().
+            return Call(op, args, kwargs, look(frame, past_engine=True)[0], operator_name(op), "", node.name(), number)
         thread = threading.get_ident()
         running = self._running.get(thread)
         module = self.modules[running[-1]] if running else ""
-        # Code of the script that autograd runs without a graph: the backward of an autograd.Function, or a hook.
-        is_graphless = node is not None and not torch.is_grad_enabled()
-        call = Call(
-            op,
-            args,
-            kwargs,
-            site,
-            function or operator_name(op),
-            module,
-            node.name() if is_graphless else None,
-            recomputed=node is not None and not is_graphless,
-        )
+        function = function or operator_name(op)
         number = _newest_node() - 1
         if self._newest.get(thread) != number:
             self._newest[thread] = number
-            self._forward[number] = replace(call, args=(), kwargs={})  # keeps no tensor alive
-        return call
+            self._forward[number] = site, function, module
+        if node is None:
+            return Call(op, args, kwargs, site, function, module)
+        if torch.is_grad_enabled():
+            return Call(op, args, kwargs, site, function, module, recomputed=True)
+        # Code of the script that autograd runs without a graph: the backward of an autograd.Function, or a hook.
+        return Call(op, args, kwargs, site, function, module, node.name())
 
 
 @functools.cache

@@ -66,13 +66,13 @@ SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cache_hits", "ping_
 class TensorRow:
     """A parameter over the recorded steps: ``elements``, its ``dtype`` and largest absolute values, shares, and the bytes it takes.
 
-    ``absmax`` and ``grad_absmax`` are the largest over all steps, of the weight and of its unscaled gradient; NaN where there was
-    no gradient. Shares count elements whose gradient is not 0, in a sample of at most 4,096 elements, and are None where nothing
-    was measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``denormal``, those below its smallest
-    normal number, which have lost digits; ``lost_updates``, those that a step left as they were; ``lost_without_masters``, those
-    that it would have left so if the weight were stored in the lower precision alone. ``bytes`` has ``weight``, ``gradient``,
-    ``master`` (float32 value or rest), ``moments`` and ``casts`` (of one forward pass). ``casts`` counts casts of the weight in
-    an iteration.
+    ``absmax`` is of the weight at the end, ``grad_absmax`` of its unscaled gradient over all steps that were taken; NaN where
+    there was no gradient. Shares count elements whose gradient is not 0, in a sample of at most 2,048 elements, and are None
+    where nothing was measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``denormal``, those below
+    its smallest normal number, which have lost digits; ``lost_updates``, those that a step left as they were;
+    ``lost_without_masters``, those that it would have left so if the weight were stored in the lower precision alone. ``bytes``
+    has ``weight``, ``gradient``, ``master`` (float32 value or rest), ``moments`` and ``casts`` (of one forward pass). ``casts``
+    counts casts of the weight in an iteration.
     """
 
     name: str

@@ -30,7 +30,7 @@ from ..watching import Call, Watch
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
 from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow, add
-from .memory import CASTS, WEIGHTS, Memory
+from .memory import CASTS, WEIGHTS, Memory, Storage
 from .reasons import Argument, Reasons, called_by_ampkit
 from .record import Record
 from .tensors import Steps
@@ -49,6 +49,7 @@ class _Facts(NamedTuple):
     """What is always so of an operator."""
 
     is_view: bool
+    is_empty: bool
     is_cast: bool
     product: Any
 
@@ -85,6 +86,8 @@ class _Group:
 
 class Recorder(Watch):
     """Records what runs inside ``with``. Then `finish` gives the `Record`."""
+
+    looks_at_views = False
 
     def __init__(self, on_iteration: Callable[[int], Any]) -> None:
         super().__init__()
@@ -160,7 +163,9 @@ class Recorder(Watch):
         if call.kwargs:
             _flatten(call.kwargs.values(), read)
         _flatten((out,), made)
-        if not read and not made:  # marks of the profiler
+        if not read and (not made or facts.is_empty):  # marks of the profiler, and memory
+            for tensor in made:
+                self._memory.made(tensor)
             return out
         group = self._group_of(call)
         if facts.is_cast and len(read) == 1 and made and _is_conversion(read[0], made[0]):
@@ -178,7 +183,7 @@ class Recorder(Watch):
 
     def _learn(self, op: Any) -> _Facts:
         name = op._schema.name.partition("::")[2]
-        facts = self._facts[op] = _Facts(op.is_view, name == "_to_copy", product_of(name))
+        facts = self._facts[op] = _Facts(op.is_view, name.startswith("empty"), name == "_to_copy", product_of(name))
         return facts
 
     def _event(self) -> Any:
@@ -234,13 +239,10 @@ class Recorder(Watch):
         for tensor in read:
             if tensor.dtype in _FLOATING:
                 storage = self._memory.at(tensor)
-                dtype = tensor.dtype
-                is_cast = storage.source is not None and group.phase is not BACKWARD
-                if is_cast and (storage.weight is not None or storage.group is group):
-                    dtype = storage.source
-                    hits += storage.weight is not None and not storage.is_fresh
-                    storage.is_fresh = False
-                dtypes_in.add(dtype)
+                before = self._before_cast(storage, tensor, group)
+                hits += storage.weight is not None and not storage.is_fresh and before is not tensor.dtype
+                storage.is_fresh = False
+                dtypes_in.add(before)
                 computed_in.append(tensor)
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
         product = formula(call.args, made[0]) if formula is not None and made else None
@@ -272,6 +274,13 @@ class Recorder(Watch):
             storage.row, storage.source = row, None
         return row
 
+    @staticmethod
+    def _before_cast(storage: Storage, tensor: torch.Tensor, group: _Group) -> torch.dtype:
+        """The dtype of an argument as the function was given it: before a cast that was made for it."""
+        is_cast = storage.source is not None and group.phase is not BACKWARD
+        is_for_this = is_cast and (storage.weight is not None or storage.group is group)
+        return storage.source if is_for_this else tensor.dtype
+
     def _is_lead(self, group: _Group, call: Call, is_product: bool) -> bool:
         """Whether this operator counts calls of the function: its first product, or else its first; in backward the node."""
         name = call.node if group.phase is BACKWARD else call.op
@@ -296,7 +305,7 @@ class Recorder(Watch):
         site = group.site
         row = CallRow(
             group.function.rpartition(".")[2].strip("_") or group.function,
-            str(site or "(no line of the script)"),
+            str(site or "(no line)"),
             site.source if site else "",
             site.file if site else "",
             site.line if site else 0,
@@ -325,7 +334,7 @@ class Recorder(Watch):
             return own[0].reason if own[0].dtype is row.dtype else f"{name}: cast inside of it"
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
-        arguments = [self._argument(tensor) for tensor in read if tensor.dim() or len(read) == 1]
+        arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
         running = self._running.get(threading.get_ident(), [])
         has_dtype = isinstance(call.kwargs.get("dtype"), torch.dtype)
         reason = self._reasons.of(call.function, row.dtype, arguments, running, sys._getframe(4), has_dtype)
@@ -339,11 +348,11 @@ class Recorder(Watch):
                 return f"{name}: as given, {origin.partition(': ')[2]}"
         return reason
 
-    def _argument(self, tensor: torch.Tensor) -> Argument:
+    def _argument(self, tensor: torch.Tensor, group: _Group) -> Argument:
         storage = self._memory.at(tensor)
         weight = storage.weight or self._weights.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
         name = f"parameter {weight!r}" if weight else f"the result of {storage.row.site}" if storage.row else ""
-        return Argument(storage.source if storage.source is not None else tensor.dtype, name)
+        return Argument(self._before_cast(storage, tensor, group), name)
 
     # At the end
 

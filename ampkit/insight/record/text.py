@@ -1,4 +1,4 @@
-"""A record as text that fits 100 columns: what ``print(record)`` shows. With rich installed, a terminal gets it in colours."""
+"""A record as text that fits 100 columns: what ``print(record)`` shows."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def why(row: CallRow) -> str:
 
 def _line(site: str) -> str:
     file, colon, number = site.rpartition(":")
-    return _cut(file, 18 - len(number)) + colon + number
+    return _cut(file, 18 - len(number)) + colon + number if colon else site
 
 
 def in_seconds(seconds: float) -> str:
