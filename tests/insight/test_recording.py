@@ -399,6 +399,24 @@ def test_an_optimizer_step_is_one_row_and_ends_an_iteration():
     assert (step.function, step.source) == ("step", "optimizer.step()")
 
 
+def test_a_closure_is_no_part_of_the_step():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    record = recorded(lambda: [optimizer.step(closure), optimizer.step(closure=closure)])
+    assert record.iterations == 2 and [step.iteration for step in record.scale] == [1, 2]
+    calls = {row.phase: row.calls for row in record.calls if row.function in ("linear", "step")}
+    assert calls == {"forward": 2, "backward": 2, "step": 2}
+    # Of the second gradient, which the step used: that of the first step's weights.
+    assert record.tensors[next(iter(record.tensors))].grad_absmax > 0
+
+
 # What it leaves alone
 
 

@@ -92,14 +92,10 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
     if often:
         most = max(often, key=lambda row: row.casts * row.bytes["casts"])
         once = ', "O1" casts each once' if record.about.startswith("no session") else ""
-        written = sum(row.casts * row.bytes["casts"] for row in often)
-        all_bytes = sum(row.bytes_cast for row in record.calls) / max(1, record.iterations * record.ranks)
-        yield Advice(
-            0.1 * min(1.0, written / max(1.0, all_bytes)) * _time_of_casts(record),
-            "",
-            f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times)",
-            f'opt_level="O2" or "O5" stores weights in lower precision{once}',
-        )
+        size = sum(row.casts * row.bytes["casts"] for row in often) * record.iterations * record.ranks
+        found = f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times)"
+        change = f'opt_level="O2" or "O5" stores weights in lower precision{once}'
+        yield Advice(_gain_of_casts(record, size / 2), "", found, change)
 
 
 def _ping_pong(record: Rows) -> Iterator[Advice]:
@@ -109,8 +105,8 @@ def _ping_pong(record: Rows) -> Iterator[Advice]:
         if row.ping_pong and row.phase != STEP:
             rows.setdefault((row.site, row.function), []).append(row)
     for (site, function), own in sorted(rows.items(), key=lambda item: -sum(row.ping_pong for row in item[1]))[:3]:
-        size = sum(row.ping_pong for row in own) / max(1, record.iterations * record.ranks)
-        share = sum(row.ping_pong for row in own) / max(1, sum(row.bytes_cast for row in record.calls))
+        size = sum(row.ping_pong for row in own)
+        each = in_bytes(size / max(1, record.iterations * record.ranks))
         lower = short(record.lower_precision or torch.bfloat16)
         reason = _forward_reason(record, own)
         change = _instead_of_float32(function, reason)
@@ -120,10 +116,8 @@ def _ping_pong(record: Rows) -> Iterator[Advice]:
             change = f'policy={{"torch.nn.functional.{function}": "native"}}, if {lower} does for it'
             if function in _NARROW:
                 change = 'opt_level="O2" or "O5", where it hands on the precision of its input'
-        found = (
-            f"activations go {lower} -> float32 -> {lower} around {function} ({in_bytes(size)} an iteration): {reason}"
-        )
-        yield Advice(min(1.0, share) * _time_of_casts(record), site, found, change)
+        found = f"activations go {lower} -> float32 -> {lower} around {function} ({each} an iteration): {reason}"
+        yield Advice(_gain_of_casts(record, size), site, found, change)
 
 
 def _lost_updates(record: Rows) -> Iterator[Advice]:
@@ -171,11 +165,10 @@ def _underflow(record: Rows) -> Iterator[Advice]:
 _RULES = (_float32_products, _shapes, _casts_of_weights, _ping_pong, _lost_updates, _scale_that_falls, _underflow)
 
 
-def _time_of_casts(record: Rows) -> float:
-    """About what share of the time goes into casts: each moves 1.5 times the bytes it writes, as a memory-bound function does."""
-    flops = sum(map(record.share_of_time, (row for row in record.calls if not row.flops)))
-    casts = sum(row.casts for row in record.calls)
-    return flops * casts / max(1, casts + sum(row.calls for row in record.calls))
+def _gain_of_casts(record: Rows, size: float) -> float:
+    """The share of the time that casts of so many bytes take, of all that were written."""
+    written, seconds = (sum(getattr(row, name) for row in record.calls) for name in ("bytes_cast", "cast_seconds"))
+    return min(1.0, size / max(1, written)) * seconds / max(record.seconds, 1e-9)
 
 
 def in_bytes(size: float) -> str:

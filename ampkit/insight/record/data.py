@@ -23,10 +23,10 @@ class CallRow:
     those of the arguments before any cast, ``dtypes_out`` those of results. ``reason`` says in words what it computes in and why.
 
     ``calls`` counts runs of the function's first operator. ``seconds`` are those of its operators alone, ``flops`` floating-point
-    operations in matrix products and convolutions (a multiplication and an addition are two), ``casts`` and ``bytes_cast`` what
-    was converted for it (bytes that are written), and ``cache_hits`` weights whose cast was there already. ``ping_pong`` are
-    those of the bytes that go from lower precision to float32 and back around it. ``tensor_cores`` is ``"yes"`` or ``"no: ..."``
-    with the reason, and empty for what is no matrix product.
+    operations in matrix products and convolutions (a multiplication and an addition are two), ``casts``, ``bytes_cast``,
+    ``cast_seconds`` what was converted for it (bytes that are written), and ``cache_hits`` weights whose cast was there already.
+    ``ping_pong`` are those of the bytes that go from lower precision to float32 and back around it. ``tensor_cores`` is ``"yes"``
+    or ``"no: ..."`` with the reason, and empty for what is no matrix product.
     """
 
     function: str
@@ -46,6 +46,7 @@ class CallRow:
     flops: int = 0
     casts: int = 0
     bytes_cast: int = 0
+    cast_seconds: float = 0.0
     cache_hits: int = 0
     ping_pong: int = 0
 
@@ -59,7 +60,7 @@ class CallRow:
 
 
 #: What is added up where rows of several processes become one.
-SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cache_hits", "ping_pong")
+SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cast_seconds", "cache_hits", "ping_pong")
 
 
 @dataclass

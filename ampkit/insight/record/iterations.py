@@ -25,6 +25,7 @@ class StepHooks:
 
     def __init__(self, on_step: Callable[[int | None], None]) -> None:
         self.on_step = on_step
+        self.begun = 0  # steps of all optimizers
         self.scales: list[float | torch.Tensor] = []
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._first: Callable[[], Any] = lambda: None
@@ -47,16 +48,32 @@ class StepHooks:
     def watch(self, undo: Undo) -> None:
         patches = PatchSet()
         undo.callback(patches.restore)
-        undo.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin(optimizer)).remove)
+        undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: self._end(optimizer)).remove)
         patches.set(OptimizerWrapper, "skip", self._on_skip(OptimizerWrapper.skip))
         patches.set(Block, "__exit__", self._on_block_end(Block.__exit__))
         patches.set(GradScaler, "step", self._on_grad_scaler(GradScaler.step))
 
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return self._begin(optimizer)
+
+        def evaluate() -> Any:
+            outer, self._stepping = self._stepping, None  # forward and backward are no part of the step
+            result = closure()
+            self._stepping = outer
+            if outer is None:
+                self._begin(optimizer)
+            return result
+
+        return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
+
     def _begin(self, optimizer: Any) -> None:
         if self._stepping not in (None, optimizer):  # a part of the step of another optimizer
             return
         self._stepping = optimizer
+        self.begun += 1
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         if self._first() is None:
             self._first = weakref.ref(optimizer)

@@ -15,15 +15,16 @@ CASTS, ACTIVATIONS, INPUTS = "casts of weights", "activations and temporaries", 
 class Storage:
     """Memory that lives: its ``kind``, and what is known of the tensor that was made in it last.
 
-    ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from (``source``), the name of the ``weight`` it
-    is the cast of, None for an activation, and the ``group`` of the call that it was made for; ``is_fresh`` until it is used.
+    ``name`` is that of a parameter. ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from
+    (``source``), the name of the ``weight`` it is the cast of, None for an activation, and the ``group`` of the call that it was
+    made for; ``is_fresh`` until it is used.
     """
 
-    __slots__ = ("bytes", "group", "is_fresh", "kind", "ref", "row", "source", "weight")
+    __slots__ = ("bytes", "group", "is_fresh", "kind", "name", "ref", "row", "source", "weight")
 
     def __init__(self, size: int, kind: str) -> None:
         self.bytes, self.kind = size, kind
-        self.row = self.source = self.weight = self.group = None
+        self.name = self.row = self.source = self.weight = self.group = None
         self.is_fresh = False
 
 
@@ -46,8 +47,10 @@ class Memory:
         """The storage of an operator's result."""
         return self._storage(tensor, ACTIVATIONS, self._events)
 
-    def is_a(self, kind: str, tensor: torch.Tensor) -> None:
-        self.at(tensor).kind = kind
+    def is_a(self, kind: str, tensor: torch.Tensor) -> Storage:
+        found = self.at(tensor)
+        found.kind = kind
+        return found
 
     def peak(self) -> dict[str, int]:
         """Bytes by kind, when all of them together were the most."""

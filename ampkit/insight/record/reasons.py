@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from ...patching import PatchSet
 from ...policy import CastKind
 from ...policy.autocast import CPU_LIST, CUDA_LIST
 from ...session import live_sessions
-from ..explain import short
 from ..sites import Site, look
 
 _WRAPPERS = os.path.join(os.path.dirname(casting.__file__), "")
@@ -55,7 +54,7 @@ class Argument(NamedTuple):
 
 
 class Reasons:
-    """Answers `of` while its patches are in place, from `watch` to the end of ``patches``."""
+    """Answers `why` while its patches are in place, from `watch` to the end of ``patches``."""
 
     def __init__(self) -> None:
         self._regions: dict[int, list[_Region]] = {}  # by thread
@@ -85,27 +84,16 @@ class Reasons:
 
         return __exit__
 
-    def of(
+    def why(
         self,
         function: str,
         dtype: torch.dtype,
-        arguments: Iterable[Argument],
+        arguments: Sequence[Argument],
         running: Iterable[nn.Module],
         frame: types.FrameType | None,
         has_dtype: bool,
     ) -> str:
         """Why ``function``, by its public name, computes in ``dtype``, called at ``frame`` inside of ``running`` modules."""
-        return f"{short(dtype)}: {self._cause(function, dtype, list(arguments), list(running), frame, has_dtype)}"
-
-    def _cause(
-        self,
-        function: str,
-        dtype: torch.dtype,
-        arguments: list[Argument],
-        running: list[nn.Module],
-        frame: types.FrameType | None,
-        has_dtype: bool,
-    ) -> str:
         if dtype in _EXACT:
             return "as given"
         engine, region = active_casting(), next(iter(reversed(self._regions.get(threading.get_ident(), []))), None)
@@ -152,7 +140,7 @@ class Reasons:
             return engine is not None and region.enabled
         return engine.scope == "process" and not engine.leaves_out_this_thread
 
-    def _kept_by(self, running: list[nn.Module]) -> str | None:
+    def _kept_by(self, running: Iterable[nn.Module]) -> str | None:
         """The item of ``keep_fp32=`` that a running module is kept by, as it is written."""
         for session in live_sessions:
             if id(session) not in self._kept:

@@ -13,11 +13,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...casting.cache import CastCache
 from ...dtypes import LOWER_PRECISION
@@ -54,33 +56,39 @@ class _Facts(NamedTuple):
     product: Any
 
 
+class _Precision(NamedTuple):
+    """What a function was given, made and computed in, and what Tensor Cores say of it: a row of its own each."""
+
+    dtypes_in: frozenset[torch.dtype] = frozenset()
+    out: torch.dtype | None = None
+    dtype: torch.dtype | None = None
+    tensor_cores: str = ""
+
+
+@dataclass
 class _Group:
-    """A function at a line, in one phase, in modules of one kind. ``rows`` are by precision; casts wait for the next call."""
+    """A function at a line, in one phase, in modules of one kind. Casts and seconds wait for the next call."""
 
-    __slots__ = (
-        "calls_by",
-        "cast_bytes",
-        "casts",
-        "function",
-        "has_product",
-        "last",
-        "lead",
-        "paths",
-        "phase",
-        "rows",
-        "seconds",
-        "site",
-    )
+    site: Site | None
+    function: str
+    phase: str
+    paths: set[str] = field(default_factory=set)
+    rows: dict[_Precision, CallRow] = field(default_factory=dict)
+    last: CallRow | None = None
+    lead: Any = None  # the operator, or in backward autograd's node, that counts calls
+    number: int = -1  # of the last such node
+    has_product: bool = False
+    casts: int = 0
+    bytes_cast: int = 0
+    seconds: float = 0.0
 
-    def __init__(self, site: Site | None, function: str, phase: str) -> None:
-        self.site, self.function, self.phase = site, function, phase
-        self.paths: set[str] = set()
-        self.rows: dict[Any, CallRow] = {}
-        self.last: CallRow | None = None
-        self.lead: Any = None  # the operator, or autograd's node, that counts calls
-        self.calls_by = -1
-        self.has_product = False
-        self.casts = self.cast_bytes = 0
+    def hand_over(self, row: CallRow) -> None:
+        """Give what waits to a row."""
+        row.casts += self.casts
+        row.bytes_cast += self.bytes_cast
+        row.seconds += self.seconds
+        row.cast_seconds += self.seconds
+        self.casts = self.bytes_cast = 0
         self.seconds = 0.0
 
 
@@ -95,8 +103,7 @@ class Recorder(Watch):
         self._facts: dict[Any, _Facts] = {}
         self._memory = Memory()
         self._reasons = Reasons()
-        self._weights: dict[int, str] = {}  # names of parameters by their storage
-        self._names: dict[int, str] = {}  # and by themselves
+        self._names = WeakIdKeyDictionary()  # of parameters
         self._roots: list[nn.Module] = []
         self._casts: dict[str, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
         self._promoted: dict[int, str] = {}  # where a row's dtype comes from, by id of the row
@@ -106,7 +113,7 @@ class Recorder(Watch):
         self._accelerator: str | None = None
         self._timed: list[tuple[Any, CallRow | _Group, Any, Any]] = []
         self._on_iteration = on_iteration
-        self.steps = Steps(self._memory, lambda p: self._names.get(id(p)), lambda: self._precision, self._after_step)
+        self.steps = Steps(self._memory, self._names.get, lambda: self._precision, self._after_step)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -141,14 +148,11 @@ class Recorder(Watch):
             if "_orig_mod" in part._modules and _COMPILED not in self._notes:
                 self._notes.append(_COMPILED)
         for name, param in module.named_parameters():
-            if id(param) not in self._names:
-                self._names[id(param)] = name = f"{prefix}.{name}" if prefix else name
-                if type(param) is nn.Parameter:
-                    self._weights[param.untyped_storage()._cdata] = name
-                    self._memory.is_a(WEIGHTS, param)
+            if param not in self._names:
+                self._names[param] = f"{prefix}.{name}" if prefix else name
+                self._memory.is_a(WEIGHTS, param).name = self._names[param]
         for buffer in module.buffers():
-            if type(buffer) is torch.Tensor:
-                self._memory.is_a(WEIGHTS, buffer)
+            self._memory.is_a(WEIGHTS, buffer)
 
     def around(self, call: Call) -> Any:
         facts = self._facts.get(call.op) or self._learn(call.op)
@@ -212,22 +216,17 @@ class Recorder(Watch):
     def _note_cast(self, group: _Group, read: torch.Tensor, made: torch.Tensor) -> None:
         source, result = self._memory.at(read), self._memory.made(made)
         group.casts += 1
-        group.cast_bytes += made.nbytes
+        group.bytes_cast += made.nbytes
         if group.function.rpartition(".")[2] not in _EXPLICIT and group.phase is not BACKWARD:
             result.source, result.group, result.is_fresh = read.dtype, group, True
-            result.weight = self._weights.get(read.untyped_storage()._cdata) if _has_storage(read) else None
+            result.weight = source.name
             if result.weight is not None:
                 result.kind = CASTS
                 number, _ = self._casts.get(result.weight, (0, 0))
                 self._casts[result.weight] = number + 1, made.nbytes
-        row = source.row
-        result.row = row
-        if (
-            row is not None
-            and made.dtype in LOWER_PRECISION
-            and row.dtype is torch.float32
-            and made.dtype in row.dtypes_in
-        ):
+        row = result.row = source.row
+        goes_down = made.dtype in LOWER_PRECISION and row is not None and row.dtype is torch.float32
+        if goes_down and made.dtype in row.dtypes_in:
             row.ping_pong += read.nbytes + made.nbytes
 
     # Calls
@@ -235,40 +234,37 @@ class Recorder(Watch):
     def _note_call(
         self, group: _Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
     ) -> CallRow | _Group:
-        dtypes_in, computed_in, hits = set(), [], 0
-        for tensor in read:
-            if tensor.dtype in _FLOATING:
-                storage = self._memory.at(tensor)
-                before = self._before_cast(storage, tensor, group)
-                hits += storage.weight is not None and not storage.is_fresh and before is not tensor.dtype
-                storage.is_fresh = False
-                dtypes_in.add(before)
-                computed_in.append(tensor)
+        floating = [tensor for tensor in read if tensor.dtype in _FLOATING]
+        dtypes_in, hits = set(), 0
+        for tensor in floating:
+            storage = self._memory.at(tensor)
+            before = self._before_cast(storage, tensor, group)
+            dtypes_in.add(before)
+            hits += storage.weight is not None and not storage.is_fresh and before is not tensor.dtype
+            storage.is_fresh = False
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
         product = formula(call.args, made[0]) if formula is not None and made else None
         is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
-        dtype = out if is_told else _computes_in(computed_in) or out
-        verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
+        dtype = out if is_told else _computes_in(floating) or out
         if dtype is None and group.last is None:  # indices and counts, before the call's own numbers
             return group
-        variant = (frozenset(dtypes_in), out, dtype, verdict) if group.function != "ampkit" else ()
+        verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
+        precision = _Precision(frozenset(dtypes_in), out, dtype, verdict)
+        if group.function == "ampkit":  # one row for all that it does at a line
+            precision = next(iter(group.rows), precision)
         is_lead = dtype is not None and self._is_lead(group, call, product is not None)
-        row = group.rows.get(variant) if is_lead or product is not None else group.last
+        row = group.rows.get(precision) if is_lead or product is not None else group.last
         if row is None:
-            row = group.rows[variant] = self._new_row(group, call, dtypes_in, out, dtype, verdict, computed_in)
+            row = group.rows[precision] = self._new_row(group, precision)
+            self._explain(row, group, call, floating)
         group.last = row
+        group.hand_over(row)
         row.calls += is_lead
         row.cache_hits += hits
         if product is not None:
             row.flops += product.flops
-            if dtype in LOWER_PRECISION and self._precision is None:
-                self._precision = dtype
-        if group.casts or group.seconds:
-            row.casts += group.casts
-            row.bytes_cast += group.cast_bytes
-            row.seconds += group.seconds
-            group.casts = group.cast_bytes = 0
-            group.seconds = 0.0
+            if dtype in LOWER_PRECISION:
+                self._precision = self._precision or dtype
         for tensor in made:
             storage = self._memory.made(tensor)
             storage.row, storage.source = row, None
@@ -282,75 +278,73 @@ class Recorder(Watch):
         return storage.source if is_for_this else tensor.dtype
 
     def _is_lead(self, group: _Group, call: Call, is_product: bool) -> bool:
-        """Whether this operator counts calls of the function: its first product, or else its first; in backward the node."""
-        name = call.node if group.phase is BACKWARD else call.op
+        """Whether a call of the function begins here: with its first product, or else its first operator.
+
+        In the backward pass it begins with a node of autograd's, in an optimizer with a step.
+        """
+        if group.phase is STEP:
+            name, number = "step", self.steps.begun
+        else:
+            name, number = (call.node, call.number) if group.phase is BACKWARD else (call.op, -1)
         if group.lead is None or (is_product and not group.has_product and group.phase is not BACKWARD):
             group.lead = name
         group.has_product |= is_product
-        if name != group.lead or (call.number >= 0 and call.number == group.calls_by):
+        if name != group.lead or (number >= 0 and number == group.number):
             return False
-        group.calls_by = call.number
+        group.number = number
         return True
 
-    def _new_row(
-        self,
-        group: _Group,
-        call: Call | None,
-        dtypes_in: Iterable[torch.dtype] = (),
-        out: torch.dtype | None = None,
-        dtype: torch.dtype | None = None,
-        verdict: str = "",
-        read: Sequence[torch.Tensor] = (),
-    ) -> CallRow:
+    @staticmethod
+    def _new_row(group: _Group, precision: _Precision) -> CallRow:
         site = group.site
-        row = CallRow(
-            group.function.rpartition(".")[2].strip("_") or group.function,
-            str(site or "(no line)"),
-            site.source if site else "",
-            site.file if site else "",
-            site.line if site else 0,
-            "",
-            group.phase,
-            tuple(sorted(dtypes_in, key=lambda one: (-one.itemsize, str(one)))),
-            (out,) if out is not None else (),
-            dtype,
-            "",
-            verdict,
+        return CallRow(
+            function=group.function.rpartition(".")[2].strip("_") or group.function,
+            site=str(site or "(no line)"),
+            source=site.source if site else "",
+            file=site.file if site else "",
+            line=site.line if site else 0,
+            module="",
+            phase=group.phase,
+            dtypes_in=tuple(sorted(precision.dtypes_in, key=lambda one: (-one.itemsize, str(one)))),
+            dtypes_out=(precision.out,) if precision.out is not None else (),
+            dtype=precision.dtype,
+            reason="no floating-point numbers",
+            tensor_cores=precision.tensor_cores,
         )
-        if call is not None:
-            row.reason = self._why(group, call, row, read)
-        if verdict == "no: float32":
-            row.tensor_cores = f"no: {self._promoted.get(id(row)) or row.reason}".replace("float32: ", "float32, ", 1)
-        return row
 
-    def _why(self, group: _Group, call: Call, row: CallRow, read: Sequence[torch.Tensor]) -> str:
+    def _explain(self, row: CallRow, group: _Group, call: Call, read: Sequence[torch.Tensor]) -> None:
+        """Write the row's reason. One that is promoted is kept, for rows that compute with what it makes."""
+        name = short(row.dtype)
+        row.reason = self._why(row, group, call, read)
+        if "promoted by" in row.reason:
+            self._promoted[id(row)] = f"promoted at {row.site} by {row.reason.partition(' by ')[2]}"
+        elif row.reason.endswith("as given"):
+            rows = (self._memory.at(tensor).row for tensor in read if tensor.dtype is row.dtype)
+            if origin := next((found for one in rows if (found := self._promoted.get(id(one)))), None):
+                self._promoted[id(row)] = origin
+                row.reason = f"{name}: as given, {origin}"
+        if row.tensor_cores == "no: float32":
+            row.tensor_cores = f"no: float32, {self._promoted.get(id(row)) or row.reason.partition(': ')[2]}"
+
+    def _why(self, row: CallRow, group: _Group, call: Call, read: Sequence[torch.Tensor]) -> str:
+        name, own = short(row.dtype), list(group.rows.values())
         if group.function == "ampkit":
             return "ampkit's own work on gradients and loss scale"
-        name = short(row.dtype)
         if group.phase is BACKWARD:
             return f"{name}: as its forward"
-        own = list(group.rows.values())
-        if own and all(self._memory.at(tensor).row in own for tensor in read):  # of what the function itself has made
+        if own[0] is not row and all(self._memory.at(tensor).row in own for tensor in read):  # it made these itself
             return own[0].reason if own[0].dtype is row.dtype else f"{name}: cast inside of it"
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
         running = self._running.get(threading.get_ident(), [])
         has_dtype = isinstance(call.kwargs.get("dtype"), torch.dtype)
-        reason = self._reasons.of(call.function, row.dtype, arguments, running, sys._getframe(4), has_dtype)
-        if "promoted by" in reason:
-            self._promoted[id(row)] = f"{name}: promoted at {row.site} by {reason.partition(' by ')[2]}"
-        elif reason.endswith("as given"):
-            rows = (self._memory.at(tensor).row for tensor in read if tensor.dtype is row.dtype)
-            origin = next((found for one in rows if (found := self._promoted.get(id(one)))), None)
-            if origin is not None:
-                self._promoted[id(row)] = origin
-                return f"{name}: as given, {origin.partition(': ')[2]}"
-        return reason
+        cause = self._reasons.why(call.function, row.dtype, arguments, running, sys._getframe(5), has_dtype)
+        return f"{name}: {cause}"
 
     def _argument(self, tensor: torch.Tensor, group: _Group) -> Argument:
         storage = self._memory.at(tensor)
-        weight = storage.weight or self._weights.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
+        weight = storage.weight or storage.name
         name = f"parameter {weight!r}" if weight else f"the result of {storage.row.site}" if storage.row else ""
         return Argument(self._before_cast(storage, tensor, group), name)
 
@@ -390,18 +384,14 @@ class Recorder(Watch):
                 by_line.setdefault((group.site, group.phase), []).append(row)
                 yield row
         for group in self._groups.values():
-            if not (group.casts or group.seconds):
-                continue
             row = group.last or next(iter(by_line.get((group.site, group.phase), [])), None)
             if row is None:  # a line that does nothing but convert, or computes with integers
-                row = self._new_row(group, None)
+                row = self._new_row(group, _Precision())
                 row.module, row.calls = _collapsed(group.paths), group.casts
-                row.reason = "a cast of the script's" if group.casts else "no floating-point numbers"
+                row.reason = "a cast of the script's" if group.casts else row.reason
                 by_line.setdefault((group.site, group.phase), []).append(row)
                 yield row
-            row.casts += group.casts
-            row.bytes_cast += group.cast_bytes
-            row.seconds += group.seconds
+            group.hand_over(row)
 
 
 _active = threading.Lock()  # one recording in a process at a time
@@ -456,10 +446,6 @@ def _flatten(values: Iterable[Any], found: list[torch.Tensor]) -> None:
             _flatten(value, found)
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
 def _is_conversion(read: torch.Tensor, made: torch.Tensor) -> bool:
     return read.dtype is not made.dtype and read.dtype in _FLOATING and made.dtype in _FLOATING
 
@@ -499,9 +485,7 @@ def _collapsed(paths: set[str]) -> str:
 
 def _about() -> str:
     session = current_session()
-    level = (
-        f"{session.plan.opt_level}: {session.plan.in_words()}"
-        if session is not None and session.plan.enabled
-        else "no session of ampkit"
-    )
+    level = "no session of ampkit"
+    if session is not None and session.plan.enabled:
+        level = f"{session.plan.opt_level}: {session.plan.in_words()}"
     return f"{level}; torch {torch.__version__}"
