@@ -236,11 +236,11 @@ PLAIN, AUTOCAST = row("float32", 10, 100), row("autocast bfloat16", 8, 90, off=0
         # Alike in time, so the smallest, and of those as small the first.
         ([row("O1 bfloat16", 7.0, 95), row("O2 bfloat16", 7.2, 80), row("O5 bfloat16", 7.0, 79)], "O2 bfloat16"),
         ([row("O1 bfloat16", 7.0, 95), row("O2 bfloat16", 7.3, 80)], "O1 bfloat16"),
-        # Fast as often as not.
+        # Slower in every round, on a machine that was half as fast in some of them.
         (
             [
-                dataclasses.replace(row("O2 bfloat16", 9, 80), seconds=[6e-3, 7e-3, 9e-3, 9e-3]),
-                row("O1 bfloat16", 7, 95),
+                dataclasses.replace(row("O1 bfloat16", 0, 80), seconds=[3.2e-3, 3.2e-3, 6.4e-3, 6.4e-3]),
+                dataclasses.replace(row("O2 bfloat16", 0, 95), seconds=[3e-3, 3e-3, 6e-3, 6e-3]),
             ],
             "O2 bfloat16",
         ),

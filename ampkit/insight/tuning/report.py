@@ -21,9 +21,8 @@ TIMES_AUTOCAST, WITHOUT_AUTOCAST = 1.5, 0.01
 MORE_LOST, ALIKE = 0.05, 1.03
 RULE = (
     f"The rule: the fastest way whose losses are, step by step, at most {TIMES_AUTOCAST} times as far from float32's as "
-    f"torch.autocast's, and which loses at most {MORE_LOST:.0%} more updates than float32. A way whose lower quartile is "
-    f"within {ALIKE - 1:.0%} of that one's median is as fast: of these the one with the least memory, or the first within "
-    f"{ALIKE - 1:.0%} of that."
+    f"torch.autocast's, and which loses at most {MORE_LOST:.0%} more updates than float32. Ways within {ALIKE - 1:.0%} of it, "
+    f"turn by turn, are as fast: of these the one with the least memory, or the first within {ALIKE - 1:.0%} of that."
 )
 
 
@@ -59,6 +58,10 @@ class Row:
     def loss(self) -> float:
         """The mean of the last five losses; NaN where there are none."""
         return statistics.fmean(self.losses[-5:] or [math.nan])
+
+    def ratio(self, other: Row) -> float:
+        """The median of ratios of ``seconds`` to those of another row in the same round."""
+        return statistics.median(own / its for own, its in zip(self.seconds, other.seconds))
 
     def distance(self, reference: Row) -> float:
         """The mean distance of ``losses`` from those of ``reference``, step by step, over the mean of these; inf for a NaN."""
@@ -97,14 +100,14 @@ class Tuning:
     def recommended(self) -> Row:
         """The way that the rule names."""
         fit = [row for row in self.rows.values() if self.why_not(row) is None]
-        fastest = min(row.quartiles[1] for row in fit)
-        return _smallest(row for row in fit if row.quartiles[0] <= ALIKE * fastest)
+        fastest = min(fit, key=lambda row: row.quartiles[1])
+        return _smallest(row for row in fit if row.ratio(fastest) <= ALIKE)
 
     @property
     def reason(self) -> str:
         """Why, and what is faster or smaller."""
         row, plain = self.recommended, self.rows[FLOAT32]
-        words = [f"{row.way}: {plain.quartiles[1] / row.quartiles[1]:.2f} times as fast as float32, {_mib(row)} MiB"]
+        words = [f"{row.way}: {1 / row.ratio(plain):.2f} times as fast as float32, {_mib(row)} MiB"]
         words[0] += f" (float32 {_mib(plain)})."
         if row is not plain:
             distance, allowed = row.distance(plain), self.allowed(row.way)
@@ -113,7 +116,7 @@ class Tuning:
         faster = [f"{other.way}, {why}" for other, why in out if why and other.quartiles[1] < row.quartiles[1]]
         words += [f"Faster, and out: {'; '.join(faster)}."] if faster else []
         smallest = _smallest(other for other, why in out if why is None)
-        words += [f"Smallest: {smallest.way}, {_mib(smallest)} MiB."] if smallest is not row else []
+        words += [f"Smallest: {smallest.way}, {_mib(smallest)} MiB."] if _smallest([row, smallest]) is not row else []
         return " ".join(words)
 
     @property
