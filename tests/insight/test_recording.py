@@ -417,6 +417,16 @@ def test_a_closure_is_no_part_of_the_step():
     assert record.tensors[next(iter(record.tensors))].grad_absmax > 0
 
 
+def test_compiled_code_is_recorded_eagerly_and_the_record_says_so():
+    model, x = _Blocks(), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    record = recorded(lambda: compiled(x))
+    assert {row.function: row.calls for row in rows_here(record, _Blocks)} == {"linear": 3, "tanh": 3}
+    assert len(record.notes) == 1 and record.notes[0].startswith("torch.compile: recorded eagerly")
+    torch.compiler.reset()
+
+
 # What it leaves alone
 
 

@@ -1,6 +1,7 @@
 """The page of a recording: it asks for nothing from elsewhere, shows the rows, and works in a browser, where there is one."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -138,6 +139,60 @@ def test_tables_sort_and_filter(page, tmp_path):
     assert found["functions"] == sorted((row.function for row in record.calls), key=str.lower)
     assert sorted(found["names"]) == sorted(record.tensors)
     assert found["shown"] == sum("tanh" in f"{row.function} {row.reason}" for row in record.calls)
+
+
+FINE_TUNING = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+torch.manual_seed(0)
+sizes = dict(vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+model = BertForSequenceClassification(BertConfig(**sizes)).train()
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
+for step in range(10):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=torch.randint(1000, (4, 32)), labels=torch.randint(2, (4,))).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def an_apex_script(folder):
+    return ["--device", "cpu", ROOT / "tests" / "apex" / "scripts" / "gan.py", "--iterations", "9"], "conv_transpose2d"
+
+
+def the_imagenet_example(folder):
+    make = [sys.executable, ROOT / "examples" / "imagenet" / "make_digits.py", folder / "digits"]
+    subprocess.run(make, check=True, capture_output=True)
+    options = ["--b", "8", "--image-size", "32", "--augment", "none", "--opt-level", "O1", "--workers", "0"]
+    return [ROOT / "examples" / "imagenet" / "main_amp.py", *options, folder / "digits"], "batch_norm"
+
+
+def a_loop_of_transformers(folder):
+    pytest.importorskip("transformers")  # comes with `make clients`
+    (folder / "fine_tuning.py").write_text(FINE_TUNING)
+    return [folder / "fine_tuning.py"], "scaled_dot_product_attention"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", [an_apex_script, the_imagenet_example, a_loop_of_transformers], ids=lambda f: f.__name__
+)
+def test_pages_of_real_scripts_work(script, tmp_path):
+    arguments, function = script(tmp_path)
+    command = [sys.executable, "-m", "ampkit", "record", "--html", "record.html", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 iterations: " in done.stdout and function in done.stdout
+    Reader((tmp_path / "record.html").read_text())
+    if shutil.which("chromium") is not None:
+        found, console = in_chromium(tmp_path / "record.html", tmp_path)
+        assert console == [] and found["errors"] == [] and found["requests"] == [] and not found["wide"]
+        assert found["upward"] == sorted(found["upward"]) and len(found["names"]) > 4
 
 
 def test_without_jinja2_it_says_what_to_install(page, monkeypatch, tmp_path):
