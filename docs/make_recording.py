@@ -11,7 +11,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "recording-example.html", DOCS / "recording.png"
-WINDOW = "1240,1500"
+WINDOW = "1360,1480"
 
 
 def main():

@@ -460,6 +460,8 @@ def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
     """Rows without products, such as the copy in front of a batched one, as a part of the function's row that has them."""
     rows = list(rows)
     products = [row for row in rows if row.flops]
+    for row in products:  # another product of the same calls, as backward has two
+        row.calls = row.calls or max(one.calls for one in rows)
     for row in rows:
         same = (one for one in products if one is not row and (one.dtype, one.reason) == (row.dtype, row.reason))
         product = None if row.flops else next(same, None)
