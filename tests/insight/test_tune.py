@@ -167,7 +167,7 @@ def measured(monkeypatch, free_bytes=None, fails_at=None):
             asked.append((str(self.way), "stop"))
 
     monkeypatch.setattr(measuring, "Worker", Instead)
-    source = dict(place="script", name="factory", is_path=False)
+    source = dict(place="script", name="factory")
     task = dict(source=source, threads=1, levels=["O1", "O4"], float16=None, seconds=1e-9, steps=None)
     return list(measuring.measure(task)), asked
 
@@ -395,9 +395,9 @@ def test_a_factory_of_the_script_is_found_by_its_path_or_module(monkeypatch, tmp
     script.__file__, script.__spec__ = str(tmp_path / "script.py"), None
     monkeypatch.setitem(sys.modules, "__main__", script)
     found = Source.of(factory)
-    assert (found.place, found.name, found.is_path) == (str(tmp_path / "script.py"), "factory", True)
+    assert (found.place, found.name) == (str(tmp_path / "script.py"), "factory")
     script.__spec__ = types.SimpleNamespace(name="package.script", loader=object())
-    assert (Source.of(factory).place, Source.of(factory).is_path) == ("package.script", False)
+    assert Source.of(factory).place == "package.script"
     del script.__file__
     with pytest.raises(ValueError, match="factory cannot be imported"):
         Source.of(factory)

@@ -20,11 +20,10 @@ _BATCHES = 32  # are kept, and taken in turn
 
 @dataclass(frozen=True)
 class Source:
-    """A function ``name`` in a module, or with ``is_path`` in a file."""
+    """A function ``name`` in a module or in a file, whose path ends with .py."""
 
     place: str
     name: str
-    is_path: bool
 
     @classmethod
     def of(cls, factory: Callable[[], Any] | str) -> Source:
@@ -49,12 +48,11 @@ class Source:
                 )
             if place == "__main__":
                 place = file if spec is None or spec.loader is None else spec.name  # python script.py, or python -m
-        is_path = place.endswith(".py")
-        return cls(os.path.abspath(place) if is_path else place, name, is_path)
+        return cls(os.path.abspath(place) if place.endswith(".py") else place, name)
 
     def load(self) -> Callable[[], Any]:
         """Import it, in another process."""
-        if self.is_path:
+        if self.place.endswith(".py"):
             sys.path.insert(0, os.path.dirname(self.place))
             spec: Any = importlib.util.spec_from_file_location("_tuned", self.place)
             module = sys.modules["_tuned"] = importlib.util.module_from_spec(spec)

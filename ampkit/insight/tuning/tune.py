@@ -145,13 +145,8 @@ def _progress() -> Any:
         from tqdm import tqdm
     except ImportError:
         return _Lines()
-    return tqdm(
-        total=100,
-        desc="ampkit tune",
-        file=sys.stderr,
-        leave=False,
-        bar_format="{desc} {percentage:.0f}%|{bar}| {elapsed}",
-    )
+    form = "ampkit tune {percentage:.0f}%|{bar}| {elapsed}"
+    return tqdm(total=100, bar_format=form, file=sys.stderr, leave=False)
 
 
 # The command
@@ -178,13 +173,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = tune(
-            arguments.factory,
-            seconds=arguments.seconds,
-            steps=arguments.steps,
-            levels=arguments.levels,
-            float16=arguments.float16,
-        )
+        settings = {name: getattr(arguments, name) for name in ("seconds", "steps", "levels", "float16")}
+        found = tune(arguments.factory, **settings)
     except (ValueError, FileNotFoundError) as error:
         print(f"ampkit {error}", file=sys.stderr)
         return 2
