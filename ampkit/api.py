@@ -138,6 +138,7 @@ def initialize(
     validation.scripted(model_list, plan)
     validation.weights(model_list, recast, optimizer_list, plan, lower_precision_weights)
     validation.kept_modules(model_list, plan)
+    validation.fused_sgd(model_list, optimizer_list, plan)
     validation.sharded(model_list, optimizer_list, plan)
     validation.process_group(process_group)
     validation.sharded_by_optimizer(optimizer_list, plan)

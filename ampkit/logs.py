@@ -16,6 +16,11 @@ import torch
 logger = logging.getLogger("ampkit")
 
 
+def printable(name: str) -> str:
+    """The name of a module or parameter as it may stand in a line: what would break it, or steer a terminal, is escaped."""
+    return name if name.isprintable() else repr(name)[1:-1]
+
+
 def is_rank_zero() -> bool:
     """Whether this process speaks for all: rank 0 of the process group, or of the launcher, or the only one."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

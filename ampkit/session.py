@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 import threading
 import weakref
@@ -51,6 +52,28 @@ from .models.records import lower_entries, walk
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .sharding import fsdp_modules, is_unreduced
+
+#: Held while torch, models and optimizers are changed or given back: one `initialize` or `close` at a time, whatever its thread.
+_changing = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """For a forked child: a thread of the parent may have held it."""
+    global _changing
+    _changing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def changing(*args: Any) -> None:
+        with _changing:
+            method(*args)
+
+    return changing
 
 
 class Session:
@@ -123,6 +146,7 @@ class Session:
 
     # Preparing and closing
 
+    @_one_at_a_time
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Touch models, optimizers and torch as the plan says. Whatever fails, nothing stays half-changed."""
         live_sessions.append(self)
@@ -171,6 +195,7 @@ class Session:
             self.close()
             raise
 
+    @_one_at_a_time
     def close(self) -> None:
         """Give torch, the models and the optimizers back as they were.
 
@@ -314,7 +339,7 @@ class Session:
             others = [
                 one for ref in session._optimizers if (one := wrapper_of(ref())) is not None and one not in wrappers
             ]
-            here = [one for one in others if not one.trains_beside(thread)]
+            here = [one for one in others if not one.trains_beside(thread, self)]
             unnamed += here
             if len(here) == len(others):
                 session.scaling.find_unowned(session)

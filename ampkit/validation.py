@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
 import weakref
 from collections.abc import Collection
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .casting.tensors import params_of
+from .devices import device_type_of
 from .dtypes import CASTABLE, LOWER_PRECISION
 from .errors import ConfigurationError
 from .logs import logger
@@ -185,6 +187,28 @@ def strangers(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan
     if is_copy and plan.policy.base != "apex":
         raise ConfigurationError(found)
     logger.warning(found)
+
+
+def fused_sgd(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+    """Refuse torch's fused SGD over weights in lower precision on the CPU: it leaves most of them as they are (torch 2.11)."""
+    if not plan.casts_weights or plan.master_weights or device_type_of(model_list) != "cpu":
+        return
+    for optimizer in optimizer_list:
+        fused = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
+        if fused and not _fused_sgd_is_right(plan.cast_model_type):
+            raise ConfigurationError(
+                f"SGD(fused=True) of torch {torch.__version__} leaves most {plan.cast_model_type} weights on the CPU as they are. "
+                "Use fused=False, ampkit.optimizers.FusedSGD, or O2 or O5, whose weights step in float32."
+            )
+
+
+@functools.cache
+def _fused_sgd_is_right(dtype: torch.dtype | None) -> bool:
+    """Whether one step of a rate of 1 with gradients of 1 takes 1 from each weight."""
+    param = nn.Parameter(torch.zeros(33, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    torch.optim.SGD([param], lr=1.0, fused=True).step()
+    return bool((param == -1).all())
 
 
 def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:

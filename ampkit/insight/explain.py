@@ -25,6 +25,7 @@ from ..errors import ConfigurationError
 from ..iteration.loss_scale import DynamicLossScale
 from ..iteration.one_pass import why_over_stand_ins
 from ..iteration.optimizer_wrapper import wrapper_of
+from ..logs import printable
 from ..models.keep_fp32 import Kept, frozen_twins
 from ..plan import Plan, resolve
 from ..policy import CastKind
@@ -280,7 +281,7 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
             if len(treated) > 1:
                 name = f"{prefix}.{', '.join(one for one, _ in params)}".lstrip(".")
             yield ModuleRow(
-                name=of_model + name,
+                name=of_model + printable(name),
                 kind=class_name(module),
                 modules=1,
                 parameters=sum(param.numel() for _, param in params),

@@ -16,7 +16,7 @@ from ..dtypes import LOWER_PRECISION
 from ..iteration.optimizer_wrapper import wrapper_of
 from ..iteration.slots import is_sparse
 from ..kernels.split import join
-from ..logs import logger
+from ..logs import logger, printable
 from ..optimizers.fused import FusedOptimizer
 from ..sharding import local
 from .around_step import AroundStep, names_of, to_host
@@ -185,7 +185,10 @@ class UpdateCheck(AroundStep):
         lines = [f"updates lost in {self.steps} steps"]
         return "\n".join(
             lines
-            + [f"  {share:7.2%}  {name}" for name, share in sorted(self.shares.items(), key=lambda item: -item[1])]
+            + [
+                f"  {share:7.2%}  {printable(name)}"
+                for name, share in sorted(self.shares.items(), key=lambda item: -item[1])
+            ]
         )
 
 

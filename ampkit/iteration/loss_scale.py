@@ -474,7 +474,11 @@ def validate_scaler_state(state: object) -> None:
         raise CheckpointError(
             f"A loss scaler's state must be a dict with the keys 'loss_scale' and 'unskipped', found {state!r}."
         )
-    if not _is_positive(state["loss_scale"]):
-        raise CheckpointError(f"The saved loss scale must be a positive, finite number, found {state['loss_scale']!r}.")
-    if not isinstance(state["unskipped"], int) or state["unskipped"] < 0:
-        raise CheckpointError(f"The saved 'unskipped' must be an integer of at least 0, found {state['unskipped']!r}.")
+    if not _is_positive(state["loss_scale"]) or state["loss_scale"] > torch.finfo(torch.float32).max:
+        raise CheckpointError(
+            f"The saved loss scale must be a positive, finite float32, found {state['loss_scale']!r}."
+        )
+    if not isinstance(state["unskipped"], int) or not 0 <= state["unskipped"] < 2**31:
+        raise CheckpointError(
+            f"The saved 'unskipped' must be an integer of 0 to 2**31 - 1, found {state['unskipped']!r}."
+        )

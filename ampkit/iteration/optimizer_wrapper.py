@@ -25,15 +25,22 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
-from ..errors import AmpkitError, ConfigurationError
+from ..errors import AmpkitError, ConfigurationError, LossScaleError
 from ..labels import labelled
 from ..logs import logger
 from ..optimizers.fused import StepInputs
 from ..optimizers.scales import is_one
-from ..optimizers.traits import clears_as_torch, evaluates_once, takes_found_inf, takes_rests, takes_step_inputs
+from ..optimizers.traits import (
+    clears_as_torch,
+    evaluates_once,
+    lacks_momenta,
+    takes_found_inf,
+    takes_rests,
+    takes_step_inputs,
+)
 from ..patching import PatchSet
 from .advice import Advice, unwatch, watch
-from .found_inf import Findings, is_known_clean
+from .found_inf import Findings, is_known_clean, is_set
 from .gradients import Gradients
 from .loss_scale import LossScaler
 from .one_pass import OnePassStep, why_over_stand_ins
@@ -62,6 +69,7 @@ class OptimizerWrapper:
         self._patches = PatchSet()
         self.block: Any = None  # the scale_loss block that is open, whether it names this optimizer or not
         self.thread: int | None = None  # that has entered the last of them
+        self._made_in = threading.get_ident()
         self.delayed_with: LossScaler | None = None
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
         self.active = True
@@ -101,9 +109,13 @@ class OptimizerWrapper:
     def optimizer(self) -> Any:
         return self._optimizer()
 
-    def trains_beside(self, thread: int) -> bool:
-        """Whether another thread than this one trains it: the gradients that it has at the moment are that one's alone."""
-        return self.thread not in (None, thread) and any(one.ident == self.thread for one in threading.enumerate())
+    def trains_beside(self, thread: int, session: Any) -> bool:
+        """Whether another thread than this one trains it: the gradients that it has at the moment are that one's alone.
+
+        Before its first block, in another session than this one, it counts as trained where it was initialized.
+        """
+        own = self._made_in if self.thread is None and self.owner is not session else self.thread
+        return own not in (None, thread) and any(one.ident == own for one in threading.enumerate())
 
     def detach(self) -> None:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
@@ -160,7 +172,7 @@ class OptimizerWrapper:
     def is_outside_of_blocks(self, thread: int) -> bool:
         """Whether a backward pass of this thread would bring gradients that come through no block."""
         is_to_look = not (self.gradients.is_open or self.findings.came_through_no_block) and self.has_scale
-        return is_to_look and not self.trains_beside(thread)
+        return is_to_look and not self.trains_beside(thread, None)
 
     def has_scaled(self, params: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
@@ -236,22 +248,28 @@ class OptimizerWrapper:
         if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
             self.gradients.widen()  # scripts look at gradients there
         heeds_flag = self._takes_step_inputs or self._takes_found_inf
-        if heeds_flag or (one_pass is not None and one_pass.counts_on_device(optimizer)):
-            found_inf = self.findings.flag(checks)
-            if found_inf is not None and is_known_clean(found_inf):
-                found_inf = None  # with a flag it takes longer, on the CPU by a third
-            if self._takes_step_inputs:
-                optimizer.inputs = StepInputs(
-                    found_inf=found_inf, total_norm=self.gradients.total_norm, around=self._updating
-                )
-            elif self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
-                optimizer.grad_scale, optimizer.found_inf = None, found_inf
-        elif self.findings.forbid_step(checks):
-            return self.skip()
+        try:
+            if heeds_flag or (one_pass is not None and one_pass.counts_on_device(optimizer)):
+                found_inf = self.findings.flag(checks)
+            elif self.findings.forbid_step(checks):
+                return self.skip()
+        except LossScaleError:  # a script that saves its model now saves statistics without this batch
+            after_step(self, True)
+            raise
+        if found_inf is not None and is_known_clean(found_inf):
+            found_inf = None  # with a flag it takes longer, on the CPU by a third
+        if self._takes_step_inputs:
+            optimizer.inputs = StepInputs(
+                found_inf=found_inf, total_norm=self.gradients.total_norm, around=self._updating
+            )
+        elif self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
+            if found_inf is not None and lacks_momenta(optimizer) and is_set(found_inf):
+                return self.skip()
+            optimizer.grad_scale, optimizer.found_inf = None, found_inf
         try:
             with _casting_disabled(), self._over_stand_ins(one_pass, found_inf):
                 result = original(*args, **kwargs)
-                after_step(self.snapshots, found_inf)
+                after_step(self, found_inf)
             self.end_step()
             return result
         except BaseException as error:
@@ -407,7 +425,7 @@ class OptimizerWrapper:
 
     def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
-        after_step(self.snapshots, True)
+        after_step(self, True)
         self.findings.end_step(skipped=True)
         drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.

@@ -3,11 +3,12 @@
 Before the first training forward since an optimizer's last step, a `Snapshot` copies the statistics of the norm layers and
 the vectors of spectral norm that belong to that optimizer; where its step is skipped, `after_step` writes them back. An optimizer
 owns what lies in the module of its parameters. What no optimizer owns goes to the one of the next ``scale_loss``. So a skip of
-a GAN's discriminator leaves alone what the same forward did to the generator.
+a GAN's discriminator leaves alone what the same forward did to the generator, unless that is inf or NaN.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from operator import is_
@@ -20,6 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..models.records import walk
 from ..optimizers.scales import on
+from .advice import watched
 
 Place = tuple[dict[str, Any], str]  # a module's dict of buffers, and a name in it
 Owner = Any  # an optimizer's wrapper, of which the snapshots and the parameters matter here
@@ -59,6 +61,17 @@ class Snapshot:
         for values, _, old, _, _ in self._copies:
             torch._foreach_copy_(old, values)
         self.is_taken = True
+
+    @torch.no_grad()
+    def put_back_if_broken(self, skipped: bool | torch.Tensor) -> None:
+        """The same, only if one of the buffers is not finite by now."""
+        floats = [tensor for tensor in self._tensors if tensor.is_floating_point() and tensor.numel()]
+        if self.is_taken and floats:
+            largest = [on(norm, floats[0].device) for norm in torch._foreach_norm(floats, math.inf)]
+            is_broken = torch.stack(largest).isfinite().all().logical_not()
+            self.put_back(
+                is_broken & (on(skipped, is_broken.device) != 0 if isinstance(skipped, torch.Tensor) else skipped)
+            )
 
     @torch.no_grad()
     def put_back(self, skipped: bool | torch.Tensor) -> None:
@@ -128,11 +141,20 @@ class RunningStatistics:
         self._unowned.clear()
 
 
-def after_step(snapshots: list[Snapshot], skipped: bool | torch.Tensor | None) -> None:
-    """A step was taken, or ``skipped``; a tensor says which on its device, and None is a step without a check."""
-    while snapshots:
-        snapshot = snapshots.pop()  # the latest first: of two copies of one buffer, the earlier counts
-        if snapshot.is_taken and (isinstance(skipped, torch.Tensor) or skipped):
+def after_step(owner: Owner, skipped: bool | torch.Tensor | None) -> None:
+    """A step of this optimizer was taken, or ``skipped``; a tensor says which on its device, and None is a step without a check.
+
+    With a skip, statistics of other optimizers go back too where they are no longer finite: a generator's batch goes through its
+    critic.
+    """
+    may_be_skipped = isinstance(skipped, torch.Tensor) or bool(skipped)
+    for other in watched() if may_be_skipped else ():
+        if other is not owner and other.thread in (None, owner.thread):
+            for snapshot in reversed(other.snapshots):
+                snapshot.put_back_if_broken(skipped)
+    while owner.snapshots:
+        snapshot = owner.snapshots.pop()  # the latest first: of two copies of one buffer, the earlier counts
+        if snapshot.is_taken and may_be_skipped:
             snapshot.put_back(skipped)
         snapshot.is_taken = False
 

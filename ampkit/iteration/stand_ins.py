@@ -199,6 +199,6 @@ def step_evaluating_again(
             raise
         wrapper.skip()
         return loss
-    after_step(wrapper.snapshots, None)
+    after_step(wrapper, None)
     wrapper.end_step()
     return result

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..dtypes import CASTABLE, LOWER_PRECISION
-from ..logs import logger
+from ..logs import logger, printable
 from ..patching import Undo
 from ..sharding import fsdp_modules
 from . import forward, keep_fp32, sharded
@@ -64,7 +64,7 @@ def prepare_models(
                 cast(model, lower.dtype, lambda module, param: True)
     _log_kept(kept, plan)
     if twins and plan.verbosity >= 1:
-        pairs = ", ".join(f"{own} (of {twin})" for own, twin in twins.values())
+        pairs = ", ".join(f"{printable(own)} (of {printable(twin)})" for own, twin in twins.values())
         logger.info("Kept in float32, as averages that no optimizer trains: %s", pairs)
     _shell_forwards(models, kept, plan, undo)
     return values
@@ -109,7 +109,7 @@ def _cast_weights(
         logger.warning(
             "%s holds values above %g, the largest that %s has (%d tensors do): they are that now. Use bfloat16 (O5), or "
             "keep_fp32= for the module.",
-            too_large[0],
+            printable(too_large[0]),
             torch.finfo(whole.lower_precision).max,
             whole.lower_precision,
             len(too_large),
@@ -162,6 +162,7 @@ def restore_weights(model: nn.Module, originals: Originals) -> None:
 
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:
     names = [name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()]
+    names = list(map(printable, names))
     if names and plan.verbosity >= 1:
         first = ", ".join([name or "the model" for name in names[:3]] + ["..."] * (len(names) > 3))
         logger.info("Kept in float32: %d module%s (%s)", len(names), "s" * (len(names) > 1), first)

@@ -49,3 +49,12 @@ def takes_found_inf(optimizer: Any) -> bool:
     if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         return False  # torch takes no plain tensor beside DTensors
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+
+
+def lacks_momenta(optimizer: Any) -> bool:
+    """Whether this is torch's SGD before its first step with momentum: told to skip it, the fused one keeps memory as it is."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for param in group["params"][:1]
+    )

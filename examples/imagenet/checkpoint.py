@@ -7,6 +7,7 @@ loads with ``weights_only=True``. main_amp.py decides what goes in.
 import contextlib
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,15 @@ def load(path: Path) -> dict[str, Any]:
             " Check the path, or leave --resume out to start anew."
         )
     try:
+        with zipfile.ZipFile(path) as archive:  # torch reads on over a flipped bit
+            if (broken := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"the checksum of {broken} differs")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and tensor readers each have their own
+        why = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
             f"found {path.stat().st_size:,} bytes in '{path}' that do not load; expected a whole checkpoint written by"
-            f" main_amp.py, so this one was cut short or is another kind of file ({str(error).splitlines()[0]})."
+            f" main_amp.py, so this one was cut short or is another kind of file ({why})."
             f" Resume from {BEST} or an older checkpoint."
         ) from error
     missing = KEYS - set(state) if isinstance(state, dict) else KEYS

@@ -308,6 +308,20 @@ def write_truncated(folder: Path) -> Path:
     return path
 
 
+def test_checkpoint_with_a_flipped_bit_is_refused(example, tmp_path):
+    """torch.load itself reads on over one in a tensor."""
+    checkpoint = example["checkpoint"]
+    state = dict.fromkeys(checkpoint.KEYS, 1) | {"model": {"weight": torch.full((1000,), 3.0)}}
+    checkpoint.save(state, tmp_path, is_best=False)
+    path = tmp_path / "checkpoint.pth.tar"
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((9,), 3.0).numpy().tobytes()) + 400] ^= 4
+    path.write_bytes(data)
+    assert not torch.load(path)["model"]["weight"].eq(3.0).all()
+    with pytest.raises(checkpoint.CheckpointError, match=r"do not load.*checksum"):
+        checkpoint.load(path)
+
+
 def test_checkpoint_that_cannot_be_continued_says_why(example, train, tmp_path):
     error = example["checkpoint"].CheckpointError
     with pytest.raises(error, match=r"found [\d,]+ bytes in .* expected a whole checkpoint .* Resume from"):

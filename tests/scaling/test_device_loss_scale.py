@@ -550,3 +550,21 @@ def test_an_overflow_on_one_device_skips_on_all():
         optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, params))
     assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**14
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_torchs_fused_sgd_begins_its_momentum_after_a_skipped_first_step(level):
+    """Told on the device to skip its first step, torch takes memory as it is for its momentum."""
+    held = [torch.full((64,), 1e30) for _ in range(50)]  # what that memory holds
+    del held
+    model = nn.Linear(64, 1, bias=False)
+    start = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, dampening=0.25, fused=True)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for factor in (float("inf"), 1.0, 1.0):
+        optimizer.zero_grad()
+        backward(model.weight.float().sum() * factor, optimizer)
+        optimizer.step()
+    # The first momentum is the first gradient taken, 1; the second one 0.5 * 1 + 0.75 * 1.
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.full((1, 64), 1.25))
+    assert torch.equal(model.weight.detach(), start - 0.5 - 0.5 * 1.25)

@@ -209,6 +209,8 @@ def test_loading_into_a_static_scale_keeps_it_and_warns(caplog):
         {"loss_scale": 0.0, "unskipped": 0},
         {"loss_scale": math.inf, "unskipped": 0},
         {"loss_scale": 2.0, "unskipped": -1},
+        {"loss_scale": 1e39, "unskipped": 0},
+        {"loss_scale": 2.0, "unskipped": 2**31},
         [1],
     ],
 )

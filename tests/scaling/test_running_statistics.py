@@ -371,3 +371,41 @@ def test_a_forward_under_a_transform_or_a_tracer_is_not_looked_at():
     both = torch.func.vmap(lambda own: torch.func.functional_call(model, (params, own), (x,)))(buffers)
     assert torch.equal(both[0], both[1])
     assert "aten::copy_" not in str(torch.jit.trace(model, (x,), check_trace=False).inlined_graph)
+
+
+@pytest.mark.parametrize("freezes", [False, True], ids=["trained critic", "frozen critic"])
+@pytest.mark.parametrize("settings", [{"loss_scale": "dynamic"}, {"loss_scale": 1.0, "check_gradients": True}])
+def test_a_generators_bad_batch_is_not_left_in_its_critics_statistics(settings, freezes):
+    """What it leaves there would be NaN for good, and show in eval() alone."""
+    generator = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    critic = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    models = [generator, critic]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    ampkit.initialize(models, optimizers, opt_level="O1", verbosity=0, **settings)
+    backward(critic(torch.randn(6, 4)).float().square().mean(), optimizers[1])
+    optimizers[1].step()
+    before = [value.clone() for value in (*critic.state_dict().values(), *generator.state_dict().values())]
+    critic.requires_grad_(not freezes)
+    backward(critic(generator(torch.full((6, 3), math.nan))).float().square().mean(), optimizers[0])
+    optimizers[0].step()
+    assert critic[1].running_var.isfinite().all()
+    after = (*critic.state_dict().values(), *generator.state_dict().values())
+    assert all(map(torch.equal, before, after))
+    # A finite forward stays, as with any other optimizer's loss.
+    backward(critic(generator(torch.randn(6, 3))).float().mean() * math.inf, optimizers[0])
+    optimizers[0].step()
+    assert critic[1].num_batches_tracked == 2 and generator[1].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD], ids=["raised in the step", "raised in the next block"])
+def test_the_error_that_ends_a_training_leaves_statistics_that_can_be_saved(make):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = make(model.parameters(), lr=0.1)
+    bounds = dict(min_loss_scale=1.0, max_loss_scale=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0, **bounds)
+    with pytest.raises(ampkit.LossScaleError):
+        for _ in range(52):
+            optimizer.zero_grad()
+            backward(model(torch.full((6, 3), math.nan)).float().mean(), optimizer)
+            optimizer.step()
+    assert model[1].num_batches_tracked == 0 and model[1].running_mean.eq(0).all()

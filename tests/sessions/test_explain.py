@@ -149,6 +149,13 @@ def test_models_sessions_and_plans_print_on_one_screen():
     assert str(session) == "O2: closed." and repr(session) == "<Session O2: closed>"
 
 
+def test_a_name_does_not_break_its_line():
+    model = nn.Module()
+    model.add_module("two\nlines\x1b[31m", nn.LayerNorm(4))
+    text = str(ampkit.explain(model, opt_level="O2"))
+    assert "two\\nlines\\x1b[31m" in text and all(line.isprintable() for line in text.split("\n"))
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="explain\\(\\) was given a str"):
         ampkit.explain("model")

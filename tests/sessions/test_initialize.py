@@ -213,6 +213,21 @@ WRONG_OPTIMIZERS = {
 }
 
 
+def test_fused_sgd_is_refused_where_it_does_not_step():
+    """torch's, over weights in lower precision on the CPU: it moves a few of them."""
+    model, _ = make_pair()
+    for level, refused in (("O3", True), ("O2", False), ("O1", False)):
+        for fused in (True, False):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+            if refused and fused:
+                with pytest.raises(
+                    ampkit.ConfigurationError, match=r"fused=True.*leaves most .* as they are. Use fused=False"
+                ):
+                    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+            else:
+                ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
 @pytest.mark.parametrize("level", ("O0", "O1", "O5"))
 @pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
 def test_optimizer_is_refused(case, level):

@@ -345,6 +345,13 @@ def test_many_skips_at_the_floor_go_on_when_asked_to():
     assert ampkit.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
 
 
+def test_a_name_does_not_break_the_line_of_what_is_kept(caplog):
+    model = nn.Module()
+    model.add_module("two\nlines", nn.LayerNorm(4))
+    ampkit.initialize(model, opt_level="O2")
+    assert "Kept in float32: 1 module (two\\nlines)" in caplog.messages
+
+
 def test_the_line_of_what_is_kept_names_the_first_and_is_silent_at_verbosity_0(capsys, caplog):
     model = nn.Sequential(nn.Linear(2, 2), *(nn.LayerNorm(2) for _ in range(5)))
     ampkit.initialize(model, opt_level="O2")

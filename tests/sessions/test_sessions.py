@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import sys
+import threading
 import tracemalloc
 import warnings
 
@@ -178,6 +180,77 @@ def test_o1_and_o2_train_side_by_side_as_alone():
     together = [(shrink_output(*o1), shrink_output(*o2)) for _ in range(5)]
     assert [pair[0] for pair in together] == alone["O1"]
     assert [pair[1] for pair in together] == alone["O2"]
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_threads_initialize_and_train_as_alone(where):
+    """Four at once, at levels of their own: the same weights, bit for bit."""
+    levels = ("O1", "O2", "O4", "O5")
+
+    def train(level, pair, initializes=True):
+        if initializes:
+            ampkit.initialize(*pair, opt_level=level, verbosity=0)
+        shrink_output(*pair, times=5)
+        return [value.clone() for value in pair[0].state_dict().values()]
+
+    alone = []
+    for level in levels:
+        alone.append(train(level, make_pair()))
+        ampkit.close()
+    pairs, found, start = [make_pair() for _ in levels], {}, threading.Barrier(4)
+    for level, pair in zip(levels, pairs):
+        if where == "outside":
+            ampkit.initialize(*pair, opt_level=level, verbosity=0)
+
+    def work(level, pair):
+        start.wait()
+        found[level] = train(level, pair, initializes=where == "inside")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=one) for one in zip(levels, pairs)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    finally:
+        sys.setswitchinterval(interval)
+    for level, values in zip(levels, alone):
+        assert all(map(torch.equal, found[level], values)), level
+
+
+def test_two_threads_have_blocks_at_once_beside_what_a_third_has_trained():
+    pairs = [make_pair() for _ in range(3)]
+    for pair in pairs:
+        ampkit.initialize(*pair, opt_level="O2", verbosity=0)
+    third = threading.Thread(target=shrink_output, args=pairs[2])
+    third.start()
+    third.join()
+
+    def train(pair, meanwhile):
+        loss = pair[0](torch.ones(2, 4)).float().square().mean()
+        with ampkit.scale_loss(loss, pair[1]) as scaled:
+            scaled.backward()
+            meanwhile()
+        pair[1].step()
+
+    def in_a_thread():
+        failed = []
+
+        def work():
+            try:
+                train(pairs[1], lambda: None)
+            except Exception as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert not failed
+
+    train(pairs[0], in_a_thread)
+    assert all(not ampkit.step_was_skipped(optimizer) for _, optimizer in pairs)
 
 
 def test_forward_of_another_level_runs_uncast():
