@@ -5,6 +5,8 @@
 #   make test-all     every test, all three ways, the last under AddressSanitizer
 #   make mutants      plants faults in copies, and tells which of them the tests notice, within about MINUTES=20; SEED=1 for another sample,
 #                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files
+#   make soak         injects faults into training runs for MINUTES=10, and prints how often each promise was attacked and did not hold;
+#                     SEED=1 for the same cases again, ONLY=death for one group or promise, JSON=FILE to write the table
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make bench        whole training steps beside torch.amp on the CPU, within 25 minutes, into docs/benchmarks.md; BENCH=--short shows that it runs
 #   make wheel        builds the source distribution, the pure wheel and one with kernels for the CPU, and tries them outside of the checkout;
@@ -34,7 +36,7 @@ SIMULATION := $(shell find tests/simulated -type f -not -name 'test_*')
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm jinja2 pytest pytest-xdist hypothesis expecttest ruff mypy build
 
-.PHONY: venv clients test simulated test-all mutants cuda-build gpu demo bench wheel docs lint clean
+.PHONY: venv clients test simulated test-all mutants soak cuda-build gpu demo bench wheel docs lint clean
 
 venv: $(VENV)/.extension $(VENV)/.emulation
 
@@ -117,6 +119,15 @@ SAMPLE ?=
 mutants: venv
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --minutes $(MINUTES) --seed $(SEED) \
 	  --promises '$(or $(PROMISES),$(if $(SAMPLE),,*))' --sample '$(or $(SAMPLE),$(if $(PROMISES),,*))'
+
+ONLY ?=
+JSON ?=
+
+soak: MINUTES = 10
+soak: SEED =
+soak: venv
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) $(addprefix --only ,$(ONLY)) \
+	  $(addprefix --json ,$(JSON))
 
 # Asks nvcc itself where its toolkit lies: the one on PATH may be a script or a link to it.
 CUDA_HOME ?= $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ TOP=//p')

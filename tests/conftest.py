@@ -4,7 +4,6 @@ import gc
 import os
 import sys
 import tempfile
-import types
 
 import pytest
 
@@ -23,6 +22,7 @@ os.environ.setdefault(
     ),
 )
 
+import helpers
 import torch
 import torch._dynamo  # replaces torch.manual_seed; the first optimizer would import it in the midst of a test
 
@@ -148,19 +148,9 @@ def accelerate_forgets():
         state.GradientState._reset_state()
 
 
-NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special)
-
-
 @pytest.fixture(autouse=True)
 def torch_left_as_found():
     """Sessions end with their test, and torch is then what it was: every attribute, by identity."""
-    before = [dict(vars(namespace)) for namespace in NAMESPACES]
-    yield
-    ampkit.close()
-    for namespace, attributes in zip(NAMESPACES, before):
-        now = vars(namespace)
-        changed = [name for name, value in attributes.items() if name not in now or now[name] is not value]
-        # Modules that torch imports late become its attributes; copying a tensor leaves copyreg's cache on its class.
-        new = now.keys() - attributes.keys() - {"__slotnames__"}
-        added = [name for name in new if not isinstance(now[name], types.ModuleType)]
-        assert not changed and not added, f"{namespace.__name__}: changed {changed}, added {added}"
+    with helpers.torch_left_as_found():
+        yield
+        ampkit.close()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ def o1(
         yield casting
     finally:
         casting.close()
+
+
+NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special)
+
+
+@contextlib.contextmanager
+def torch_left_as_found() -> Iterator[None]:
+    """What runs inside leaves torch as it was: every attribute, by identity."""
+    before = [dict(vars(namespace)) for namespace in NAMESPACES]
+    yield
+    for namespace, attributes in zip(NAMESPACES, before):
+        now = vars(namespace)
+        changed = [name for name, value in attributes.items() if name not in now or now[name] is not value]
+        # Modules that torch imports late become its attributes; copying a tensor leaves copyreg's cache on its class.
+        new = now.keys() - attributes.keys() - {"__slotnames__"}
+        added = [name for name in new if not isinstance(now[name], types.ModuleType)]
+        assert not changed and not added, f"{namespace.__name__}: changed {changed}, added {added}"
 
 
 def initialize_quietly(model: nn.Module, make_optimizer: Callable, level: str, **settings) -> tuple[nn.Module, Any]:

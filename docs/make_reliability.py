@@ -1,0 +1,98 @@
+"""Make docs/reliability.md of what the last full soak found.
+
+$ make soak MINUTES=60 JSON=docs/reliability.json
+$ python docs/make_reliability.py
+
+The page is a function of the results alone: a test asks whether it is the one that they make.
+"""
+
+import json
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PAGE = HERE / "reliability.json", HERE / "reliability.md"
+
+INTRODUCTION = """# How reliable
+
+A training run is days of work. Whatever happens to it, ampkit trains exactly as it should, or stops with a message that says
+what to do. This page lists what is promised, how each promise is attacked, how often it was attacked in the last full run, and
+how often it did not hold.
+
+`make soak` attacks on your machine. `MINUTES=60` has it go on for longer. A violation is printed with the command that repeats
+it:
+
+```console
+$ make soak MINUTES=10
+```
+
+"""
+GROUPS = {
+    "nonfinite": "inf, NaN, overflow and underflow",
+    "interrupts": "Exceptions, signals, too little memory",
+    "death": "Death, full disks, broken checkpoints",
+    "processes": "Several processes",
+    "threads": "Threads, forks, workers",
+    "lifetimes": "Random lifetimes",
+    "hostile": "Hostile input",
+}
+RUNS = """## How it is measured
+
+Attacked are small training runs, drawn at random: a convolutional network with batch norm, a transformer as Llama is built, and
+a GAN with two optimizers; O0 to O5, in bfloat16 and float16; torch's loops, foreach and fused optimizers, FusedAdam and
+FusedSGD, also with moments in 8 bits; one to three blocks in a step; with and without clipping. Each attempt is a process of
+its own with a limit on its time, so that a crash and a hang are violations too. A run is compared bit for bit with one that
+nothing has disturbed, or with plain torch in float32. The code is in [tests/soak](../tests/soak/__init__.py).
+
+"""
+NOT_PROMISED = """## What is not promised
+
+- **An exception in a forward pass leaves its running statistics.** As in plain torch, batch norm has counted the batch by then.
+  A skipped step takes it back; an exception does not.
+- **A signal in the first line of a cleanup function** may leave the thread in the midst of it: nothing in Python guards that
+  line. `ampkit.close()` ends the session all the same, and a checkpoint continues the run.
+- **An exception while an optimizer updates** leaves some weights updated and others not. The error says so; load a checkpoint.
+- **`model.load_state_dict` is torch's.** It copies what fits before it raises for what does not.
+- **Bits that flip in a checkpoint** are found by a checksum, which torch.load does not look at.
+  `examples/imagenet/checkpoint.py` does, by `zipfile.ZipFile(path).testzip()`.
+- **torch does not load in a sub-interpreter** (2.11 hangs in its import), so ampkit does not either. Python without a global
+  lock is untried.
+- **Threads inside of the kernels** are not checked by ThreadSanitizer. `make test-all` runs the kernels under AddressSanitizer.
+"""
+
+
+def page(results: dict) -> str:
+    about, rows = results["about"], results["rows"]
+    attacks, lost = sum(row["attacks"] for row in rows), sum(len(row["violations"]) for row in rows)
+    text = INTRODUCTION + (
+        f"The last full run took {about['minutes']:.0f} minutes on {about['date']}, at commit `{about['commit']}`, with torch "
+        f"{about['torch']} and Python {about['python']} on an {about['processor']}, {about['processes']} attempts at a time, seed "
+        f"{about['seed']}. It attacked {attacks:,} times; {lost or 'none'} of the attacks broke a promise.\n\n"
+    )
+    for group, title in GROUPS.items():
+        own = [row for row in rows if row["group"] == group]
+        text += f"## {title}\n\nThe last column counts the attacks after which the promise did not hold.\n\n"
+        text += "| promise | attacked by | attacks | broken |\n|---|---|--:|--:|\n"
+        for row in own:
+            broken = f"left out: {row['left_out']}" if row["left_out"] else len(row["violations"])
+            text += f"| {row['promise']} | {row['attack']} | {row['attacks']:,} | {broken} |\n"
+        text += "\n" + slopes(own)
+    return text + RUNS + NOT_PROMISED
+
+
+def slopes(rows: list[dict]) -> str:
+    """A table of what was measured: the steepest of the slopes, with the standard error of that one."""
+    measured = {name: values for row in rows for name, values in row["measured"].items()}
+    names = [name for name in measured if not name.endswith("standard error")]
+    if not names:
+        return ""
+    text = "What grew, as a slope over rounds of four lifetimes, in the worst attempt:\n\n"
+    text += "| | slope | standard error |\n|---|--:|--:|\n"
+    for name in names:
+        steepest = max(range(len(measured[name])), key=lambda place: measured[name][place])
+        error = measured[f"{name}, standard error"][steepest]
+        text += f"| {name} | {measured[name][steepest]:.2f} | {error:.2f} |\n"
+    return text + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))

@@ -1,0 +1,263 @@
+"""Hostile input: files that would run code, names that would break a line, and tensors that kernels were not made for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import ROOT
+from kernels import test_attacks
+from torch import nn
+
+import ampkit
+
+from .death import checkpoint
+from .nonfinite import Heard
+from .promise import Promise
+from .runs import OPTIMIZERS
+from .threads import in_threads
+
+#: Calls that run what they are given, and the functions that may all the same, with the reason.
+RUNS_CODE = (
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "marshal.loads",
+    "eval",
+    "exec",
+    "os.system",
+    "os.popen",
+)
+ALLOWED = {("ampkit/apex/running.py", "exec"): "runs the script that the command line names"}
+
+
+def calls_that_run_code(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, call) of those in a file that would run what is in a file, a name or a string."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name, given = ast.unparse(node.func), {one.arg: ast.unparse(one.value) for one in node.keywords}
+        if name in RUNS_CODE or (name.startswith("subprocess.") and given.get("shell") == "True"):
+            yield node.lineno, name
+        elif name == "torch.load" and given.get("weights_only", "True") != "True":
+            yield node.lineno, f"torch.load(weights_only={given['weights_only']})"
+
+
+def no_source_loads_pickles(draw: random.Random) -> int:
+    """Every call in ampkit, the examples, the benchmarks and the scripts of the pages."""
+    paths = [path for folder in ("ampkit", "examples", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        (str(path.relative_to(ROOT)), line, call)
+        for path in [*paths, ROOT / "setup.py"]
+        for line, call in calls_that_run_code(path)
+    ]
+    assert [one for one in found if (one[0], one[2]) not in ALLOWED] == []
+    # torch.load without weights_only= is safe as long as this is what torch means by it.
+    assert inspect.signature(torch.load).parameters["weights_only"].default is None
+    with tempfile.NamedTemporaryFile() as file:
+        torch.save(Runs("true"), file.name)
+        try:
+            torch.load(file.name)
+        except pickle.UnpicklingError:
+            return len(paths) + 1
+    raise AssertionError("torch.load unpickles by default here")
+
+
+class Runs:
+    """Pickled, it runs a command where it is loaded."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def a_checkpoint_runs_no_code(draw: random.Random) -> int:
+    """Files that run a command where they are unpickled, given to all that reads checkpoints here."""
+    folder = Path(tempfile.mkdtemp())
+    marker, attacks = folder / "was run", 0
+    bad = Runs(f"touch '{marker}'")
+    states: list[Any] = [bad, {"run": bad}, {"model": {"weight": bad}, "iteration": 1}, [torch.zeros(2), bad]]
+    for state in states:
+        path = folder / "checkpoint.pth.tar"
+        if draw.random() < 0.5:
+            torch.save(state, path)
+        else:
+            path.write_bytes(pickle.dumps(state))
+        for load in (checkpoint.load, lambda path: torch.load(path)):
+            try:
+                load(path)
+            except (checkpoint.CheckpointError, pickle.UnpicklingError):
+                attacks += 1
+            else:
+                raise AssertionError(f"loaded: {state}")
+            assert not marker.exists()
+    script = folder / "script.py"
+    script.write_text("import sys, torch\ntorch.load(sys.argv[1])\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for allows in (False, True):
+        options = ["--allow-pickle"] if allows else []
+        done = subprocess.run(
+            [sys.executable, "-m", "ampkit", "run", *options, str(script), str(path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert marker.exists() == allows, done.stderr
+        assert ("may run code of its own" in done.stderr) == (allows or "UnpicklingError" in done.stderr), done.stderr
+        assert "--allow-pickle" in done.stderr, done.stderr
+    return attacks + 1
+
+
+HOSTILE = [
+    "line\nbreak", "return\rover", "\x1b[31mred", "<script>alert(1)</script>", "'; rm -rf ~; '", '"quoted"', "%s %d", "{0}",
+    "$(id)", "tab\there", "null\0byte", "right\u202eto left", "a" * 300, " ", "`id`", "\\n", "{name}", "é", "😀",
+]  # fmt: skip
+
+
+def names_stay_names(draw: random.Random) -> int:
+    """Modules with hostile names, in all that is logged, raised and printed: one line stays one, and no control is sent."""
+    name = draw.choice(HOSTILE) + draw.choice(["", draw.choice(HOSTILE)])
+    model, level = nn.Module(), draw.choice(["O1", "O2", "O3", "O5"])
+    model.add_module(name, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)))
+    model.register_parameter(name + "p", nn.Parameter(torch.ones(4, 4)))
+    model.register_buffer(name + "b", torch.ones(4))
+    model.forward = lambda x: model._modules[name](x) @ model._parameters[name + "p"]
+    with torch.no_grad():
+        model._modules[name][0].weight[0, 0] = 1e6
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    with Heard() as heard:
+        logging.getLogger("ampkit").setLevel(logging.DEBUG)
+        ampkit.initialize(
+            model, optimizer, opt_level=level, loss_scale="dynamic", keep_fp32=draw.choice([(), [nn.LayerNorm]]),
+            **({"cast_model_type": torch.float16} if level in ("O2", "O3") else {}),
+        )  # fmt: skip
+        check = ampkit.check_updates(optimizer, every=1)
+        said = [str(ampkit.explain(model)), str(ampkit.current_session())]
+        for number in range(40):
+            optimizer.zero_grad()
+            with ampkit.scale_loss(model(torch.full((2, 4), 1e-3)).float().sum(), optimizer) as scaled:
+                scaled.backward()
+                if number > 8:
+                    next(iter(model._modules[name].parameters())).grad.fill_(float("nan"))
+            optimizer.step()
+        said += [str(check), *heard.lines]
+        for wrong in (lambda: model.half()(torch.ones(2, 4)), lambda: ampkit.initialize(model, keep_fp32=name + "?")):
+            try:
+                wrong()
+            except Exception as error:
+                said.append(str(error))
+        ampkit.close()
+    assert any("steps in a row" in line for line in said), said
+    for text in said:
+        for line in text.split("\n"):
+            assert all(one.isprintable() for one in line), (name, line)
+        if any(part in text for part in ("break", "over")) and "line\nbreak" in name:
+            assert "line\nbreak" not in text, (name, text)
+    return len(said)
+
+
+def models_of_any_size_train(draw: random.Random) -> int:
+    """No parameters, ten thousand, tensors without elements or dimensions, and 2^31 elements on the meta device."""
+    level = draw.choice(["O0", "O1", "O2", "O3", "O4", "O5"])
+    make = draw.choice([OPTIMIZERS[name].make for name in ("SGD foreach", "AdamW foreach", "FusedSGD", "FusedAdam")])
+    kind = draw.choice(["none", "many", "empty", "scalar", "meta"])
+    if kind == "meta":
+        with torch.device("meta"):
+            model: nn.Module = nn.Linear(2**16, 2**15)
+        try:
+            ampkit.initialize(model, make(model.parameters()), opt_level=level, verbosity=0)
+        except ampkit.ConfigurationError as error:
+            assert "meta" in str(error)
+        ampkit.close()
+        return 1
+    model = nn.Module()
+    shapes = {
+        "none": [],
+        "many": [(3,)] * 10_000,
+        "empty": [(0,), (4, 0), (2, 3)],
+        "scalar": [(), (1,), (1, 1), ()],
+    }[kind]
+    for number, shape in enumerate(shapes):
+        model.register_parameter(f"p{number}", nn.Parameter(torch.ones(shape)))
+    model.forward = lambda x: x.sum() * sum([param.sum() for param in model.parameters()], torch.zeros(()))
+    extra = nn.Parameter(torch.ones(1))
+    optimizer = make([*model.parameters(), extra] if kind == "none" else model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)) + extra.sum()
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        ampkit.clip_grad_norm_(optimizer, 1e9)
+        optimizer.step()
+    assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
+    assert len(model.state_dict()) == len(shapes)
+    moved = [bool((param != 1).all()) for param in model.parameters() if param.numel()]
+    assert all(moved), (kind, level)
+    ampkit.close()
+    return 1
+
+
+def kernels_refuse_in_words(draw: random.Random) -> int:
+    """The attacks of tests/kernels: those that are refused from four threads at once, and eight threads that compute."""
+    refused = [
+        *((test_attacks.test_freed_memory_is_refused, pair) for pair in test_attacks.LISTS),
+        *(
+            (test_attacks.test_an_output_of_which_elements_share_a_place_is_refused, pair)
+            for pair in test_attacks.WRITTEN
+        ),
+        *((test_attacks.test_tensors_without_data_are_refused, pair) for pair in test_attacks.LISTS),
+        *((test_attacks.test_flags_without_data_are_refused, pair) for pair in test_attacks.FLAGS),
+        *((test_attacks.test_lists_of_different_lengths_are_refused, pair) for pair in test_attacks.SEVERAL),
+    ]
+    chosen = draw.sample(refused, 24)
+    in_threads([lambda place=place: [attack(*case) for attack, case in chosen[place::4]] for place in range(4)])
+    name = draw.choice(list(test_attacks.OPS))
+    test_attacks.test_threads_may_call_at_once(name)
+    test_attacks.test_tensors_without_elements_are_nothing(name)
+    return len(chosen) + 9
+
+
+PROMISES = [
+    Promise(
+        "No source unpickles, evaluates strings or starts a shell; but for `ampkit run`, which runs the script that it is given.",
+        "every call in ampkit, examples, benchmarks and docs, read by ast; counted in files",
+        no_source_loads_pickles,
+        share=0.2,
+    ),
+    Promise(
+        "A checkpoint runs no code. `ampkit run --allow-pickle` lets it, and says so.",
+        "files that run a command where they are unpickled",
+        a_checkpoint_runs_no_code,
+        share=0.5,
+    ),
+    Promise(
+        "Names stay names: in logs, errors and tables a line stays a line, and no control character arrives.",
+        "modules named with line breaks, escapes, quotes, HTML, format strings and shell commands; counted in texts",
+        names_stay_names,
+    ),
+    Promise(
+        "Models of any size train or are refused in words.",
+        "0 and 10,000 parameters, tensors without elements or dimensions, 2^31 elements on the meta device",
+        models_of_any_size_train,
+    ),
+    Promise(
+        "Kernels refuse in words what they cannot do, and leave it as it was, from several threads at once.",
+        "freed, overlapping and absent memory, lists of other lengths, empty tensors",
+        kernels_refuse_in_words,
+    ),
+]

@@ -1,0 +1,217 @@
+"""Random lifetimes: models that are initialized, trained, copied, saved, frozen, grown, closed and initialized again, for long."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import os
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from helpers import NAMESPACES, torch_left_as_found
+from sessions import test_random_scripts
+from torch import nn
+
+import ampkit
+from ampkit.session import live_sessions
+
+from .promise import Promise
+from .runs import Recipe, Run
+
+# What happens to a run, in a random order
+
+
+def trains(run: Run, draw: random.Random) -> None:
+    for _ in range(draw.randint(1, 3)):
+        run.iterate(draw.randrange(10**6))
+
+
+def is_copied(run: Run, draw: random.Random) -> None:
+    for one in run.players:
+        twin = copy.deepcopy(one.model)
+        assert {param.dtype for param in twin.parameters()} == {torch.float32}
+
+
+def is_pickled(run: Run, draw: random.Random) -> None:
+    for one in run.players:
+        twin = pickle.loads(pickle.dumps(one.model))
+        for (name, value), other in zip(one.model.state_dict().items(), twin.state_dict().values(), strict=True):
+            assert torch.equal(value.float(), other.float()), name
+
+
+def is_saved_and_loaded(run: Run, draw: random.Random) -> None:
+    file = io.BytesIO()
+    torch.save(run.checkpoint(), file)
+    file.seek(0)
+    run.resume(torch.load(file, weights_only=True))
+
+
+def is_frozen(run: Run, draw: random.Random) -> None:
+    params = list(run.players[0].model.parameters())
+    for param in draw.sample(params, 2):
+        param.requires_grad_(not param.requires_grad)
+    params[-1].requires_grad_(True)
+
+
+def grows(run: Run, draw: random.Random) -> None:
+    one = run.players[0]
+    if not hasattr(one.model, "grown"):
+        one.model.grown = nn.Linear(3, 3)
+        one.optimizer.add_param_group({"params": list(one.model.grown.parameters())})
+
+
+def evaluates(run: Run, draw: random.Random) -> None:
+    for player, one in enumerate(run.players):
+        batch = run.batch(draw.randrange(10**6), player, 0)
+        one.model.eval()
+        with draw.choice([torch.no_grad, torch.inference_mode])():
+            one.model(batch)
+        one.model.train()
+
+
+def casts_nothing_for_a_while(run: Run, draw: random.Random) -> None:
+    with ampkit.disable_casts():
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+def hands_out_masters(run: Run, draw: random.Random) -> None:
+    for one in run.players:
+        assert all(param.dtype is torch.float32 for param in ampkit.master_params(one.optimizer))
+
+
+def overflows(run: Run, draw: random.Random) -> None:
+    one = run.players[0]
+    one.optimizer.zero_grad()
+    with ampkit.scale_loss(one.loss(run.batch(1, 0, 0)) * math.inf, one.optimizer) as scaled:
+        scaled.backward()
+    one.optimizer.step()
+
+
+def is_explained(run: Run, draw: random.Random) -> None:
+    assert str(ampkit.explain(run.players[0].model))
+
+
+def is_closed_and_initialized_again(run: Run, draw: random.Random) -> None:
+    if draw.random() < 0.5:
+        run.session.close()
+    run.initialize()
+
+
+EVENTS: list[Callable[[Run, random.Random], None]] = [
+    *(trains, trains, trains, is_copied, is_pickled, is_saved_and_loaded, is_frozen, grows, evaluates),
+    *(casts_nothing_for_a_while, hands_out_masters, overflows, is_explained, is_closed_and_initialized_again),
+]
+
+
+def lifetime(draw: random.Random) -> int:
+    """One run from birth to death; how many things have happened to it."""
+    level = draw.choice(["O0", "O1", "O2", "O4", "O5"])
+    recipe = Recipe.drawn(draw, level=level, dtype=torch.bfloat16, parts=1)
+    run, count = Run(recipe), draw.randint(3, 9)
+    names = []
+    for _ in range(count):
+        event = draw.choice(EVENTS)
+        names.append(event.__name__)
+        try:
+            event(run, draw)
+        except Exception as error:
+            error.add_note(f"after {names} of {recipe}")
+            raise
+    if draw.random() < 0.5:
+        ampkit.close()
+    return count
+
+
+# What must not grow
+
+WARM_UP, ROUNDS, PER_ROUND = 8, 40, 4
+
+
+def measures() -> dict[str, float]:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    wrapped = sum(hasattr(value, "__wrapped__") for space in NAMESPACES for value in vars(space).values())
+    hooks = sum(
+        len(value) for name, value in vars(torch.nn.modules.module).items() if name.startswith("_global_") and value
+    )
+    return {
+        "KiB of memory": pages * os.sysconf("SC_PAGE_SIZE") / 1024,
+        "objects": len(gc.get_objects()),
+        "file descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": threading.active_count(),
+        "patches": wrapped,
+        "hooks": hooks,
+        "sessions": len(live_sessions),
+    }
+
+
+def slope(values: list[float]) -> tuple[float, float]:
+    """By least squares, per round, with its standard error."""
+    n = len(values)
+    middle, mean = (n - 1) / 2, sum(values) / n
+    spread = sum((x - middle) ** 2 for x in range(n))
+    a = sum((x - middle) * (y - mean) for x, y in enumerate(values)) / spread
+    left = sum((y - mean - a * (x - middle)) ** 2 for x, y in enumerate(values))
+    return a, math.sqrt(left / (n - 2) / spread)
+
+
+#: Per round of four lifetimes. Caches of Python and torch, such as those of isinstance, fill in steps; a session that stayed would
+#: be hundreds of objects.
+ALLOWED = {"KiB of memory": 48.0, "objects": 4.0}
+
+
+def lifetimes_leave_nothing(draw: random.Random) -> tuple[int, dict[str, float]]:
+    events, series = 0, []
+    gc.freeze()
+    with torch_left_as_found():
+        for number in range(WARM_UP + ROUNDS):
+            events += sum(lifetime(draw) for _ in range(PER_ROUND))
+            ampkit.close()
+            if number >= WARM_UP:
+                series.append(measures())
+    measured = {}
+    for name in series[0]:
+        a, error = slope([one[name] for one in series])
+        measured[f"{name} per round"] = a
+        measured[f"{name} per round, standard error"] = error
+        assert a - 3 * error <= ALLOWED.get(name, 0.0), (name, a, error, [one[name] for one in series])
+    return events, measured
+
+
+def random_scripts_train_as_in_float32(draw: random.Random) -> int:
+    """Those of tests/sessions: numbers that bfloat16 holds exactly, against plain float32."""
+    compared = 0
+    for _ in range(10):
+        seed = draw.randrange(10**6)
+        wanted = test_random_scripts.play(seed, judge=test_random_scripts.Inexact())
+        for settings in test_random_scripts.LEVELS:
+            found = test_random_scripts.play(seed, settings)
+            for (names, values), (_, seen) in zip(wanted, found):
+                for want, value in zip(values, seen, strict=True):
+                    assert torch.equal(value.float(), want), (seed, settings, names, value, want)
+                compared += 1
+    return compared
+
+
+PROMISES = [
+    Promise(
+        "Lifetimes leave nothing: memory, objects, file descriptors, threads, patches, hooks and sessions do not grow.",
+        "models that are initialized, trained, copied, pickled, saved, frozen, grown, evaluated and closed in random order",
+        lifetimes_leave_nothing,
+        share=2.0,
+        limit=400.0,
+    ),
+    Promise(
+        "Random scripts train as in float32 bit for bit.",
+        "scripts drawn from some twenty events, over numbers that bfloat16 holds, at O1, O2 and O5; counted in iterations",
+        random_scripts_train_as_in_float32,
+        share=2.0,
+    ),
+]

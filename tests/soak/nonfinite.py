@@ -1,0 +1,224 @@
+"""inf, NaN, overflow and underflow: in the batch, the loss, one element of a gradient, a whole gradient, every gradient."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+from helpers import ScaleOnPaper
+
+import ampkit
+from ampkit.iteration.loss_scale import SKIPS_AT_FLOOR_BEFORE_GIVING_UP
+
+from .promise import Promise
+from .runs import OPTIMIZERS, Fault, Recipe, Run, assert_same
+
+
+def a_skipped_step_leaves_nothing(draw: random.Random) -> int:
+    """Iterations of which some are spoiled; afterwards all is as in a run that has not had those."""
+    recipe = Recipe.drawn(draw)
+    plan = [(number, Fault.drawn(draw, recipe) if draw.random() < 0.4 else None) for number in range(12)]
+    run, what = Run(recipe), (recipe, plan)
+    papers = papers_of(recipe)
+    for number, fault in plan:
+        for player in range(len(run.players)):
+            ours = fault if fault is not None and fault.player == player else None
+            before = run.state()
+            skipped = run.turn(number, player, ours)
+            assert skipped == (ours is not None), (number, player, skipped, what)
+            if skipped:
+                assert_same(run.state(), before if player else {**before, **run.kept}, (number, player, what))
+            follow(papers, run, number, player, ours)
+    state, scales = run.state(), run.scales
+    ampkit.close()
+    undisturbed = Run(recipe, scales)
+    for number, fault in plan:
+        undisturbed.iterate(number, leaves_out=None if fault is None else fault.player)
+    assert_same(state, undisturbed.state(), what)
+    return sum(fault is not None for _, fault in plan)
+
+
+def papers_of(recipe: Recipe) -> list[ScaleOnPaper]:
+    """The loss scale of each loss by the rule in plain numbers; none for a scale that does not move."""
+    losses = 0 if recipe.rule is None else 2 if recipe.model == "gan" else 1
+    return [ScaleOnPaper(recipe.rule, 2.0**-14, recipe.settings["max_loss_scale"]) for _ in range(losses)]
+
+
+def follow(papers: list[ScaleOnPaper], run: Run, number: int, player: int, fault: Fault | None) -> None:
+    """The scale of every block of this turn was that on paper."""
+    for part in range(run.recipe.parts if papers else 0):
+        paper, found = papers[run.players[player].loss_id], run.scales[number, player, part]
+        assert found == paper.scale, (number, player, part, found, paper.scale, run.recipe)
+        paper.after(overflow=fault is not None and fault.part == part)
+
+
+class Heard(logging.Handler):
+    """The lines of the logger, while it is attached."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Heard:
+        logging.getLogger("ampkit").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("ampkit").removeHandler(self)
+
+
+def a_storm_ends_in_an_error_that_names_the_cause(draw: random.Random) -> int:
+    """Gradients of one parameter that are never finite: the scale falls to its floor and no further, and then training ends."""
+    recipe = Recipe.drawn(draw, level=draw.choice(["O1", "O2"]), model=draw.choice(["cnn", "llama"]), parts=1)
+    recipe = replace(recipe, rule=replace(recipe.rule, hysteresis=1))
+    run = Run(recipe)
+    run.iterate(0)
+    names = [name for name, param in run.players[0].model.named_parameters() if param.grad is not None]
+    place = draw.randrange(len(names))
+    fault = Fault(draw.choice(["element", "gradient"]), draw.choice([math.inf, math.nan]), where=place)
+    floor_at = round(math.log2(ampkit.state_dict()["loss_scaler0"]["loss_scale"]) + 14)
+    before, number = run.state(), 0
+    with Heard() as heard:
+        try:
+            for number in range(1, 200):
+                run.iterate(number, replace(fault, where=place + len(names) * draw.randrange(100)))
+                assert 2.0**-14 <= ampkit.state_dict()["loss_scaler0"]["loss_scale"] <= 2.0**20, recipe
+        except ampkit.LossScaleError as error:
+            assert f"{SKIPS_AT_FLOOR_BEFORE_GIVING_UP} steps in a row" in str(error), (error, recipe)
+        else:
+            raise AssertionError(f"200 skips in a row and no error: {recipe}")
+    # Raised in the step, or where the next block begins.
+    assert number - floor_at - SKIPS_AT_FLOOR_BEFORE_GIVING_UP in (0, 1), (number, floor_at, recipe)
+    assert any(repr(names[place]) in line for line in heard.lines), (names[place], heard.lines, recipe)
+    assert_same(run.state(), before, recipe)
+    return number
+
+
+def training_goes_on_after_a_storm(draw: random.Random) -> int:
+    """100 spoiled iterations in a row, or every second one, and then good ones, as if only these had been."""
+    recipe = Recipe.drawn(draw, parts=1)
+    alternates = draw.random() < 0.5
+    fault = Fault.drawn(draw, recipe)
+    spoiled = set(range(3, 203, 2)) if alternates else set(range(3, 103))
+    run = Run(recipe, initializes=False)
+    run.initialize(on_floor="warn")
+    last = max(spoiled) + 4
+    for number in range(last):
+        run.iterate(number, replace(fault, where=draw.randrange(10**6)) if number in spoiled else None)
+    state, scales = run.state(), run.scales
+    ampkit.close()
+    undisturbed = Run(recipe, scales)
+    for number in range(last):
+        undisturbed.iterate(number, leaves_out=fault.player if number in spoiled else None)
+    assert_same(state, undisturbed.state(), (recipe, fault, alternates))
+    return len(spoiled)
+
+
+def what_would_underflow_arrives(draw: random.Random) -> int:
+    """A loss too small for float16's gradients, at a scale that is as much larger: gradients are as many times smaller, exactly."""
+    recipe = Recipe.drawn(
+        draw, level=draw.choice(["O1", "O2"]), dtype=torch.float16, model=draw.choice(["cnn", "llama"]), parts=1
+    )
+    shrinks = draw.randint(8, 30)
+    rule = ampkit.DynamicLossScale(2.0 ** draw.randint(4, 10), growth_interval=10**6)
+    large = gradients(replace(recipe, rule=rule), 1.0)
+    small = gradients(replace(recipe, rule=replace(rule, init_scale=rule.init_scale * 2.0**shrinks)), 2.0**-shrinks)
+    for name, grad in large.items():
+        assert torch.equal(grad * 2.0**-shrinks, small[name]), (name, shrinks, recipe)
+    return len(large)
+
+
+def gradients(recipe: Recipe, factor: float) -> dict[str, torch.Tensor]:
+    """Those of the first batch, with the loss times ``factor``."""
+    run = Run(recipe, initializes=False)
+    player = run.players[0]
+    run.initialize(max_loss_scale=2.0**60)
+    torch.manual_seed(0)
+    loss = player.loss(run.batch(0, 0, 0)) * factor
+    with ampkit.scale_loss(loss, player.optimizer) as scaled:
+        scaled.backward()
+    found = {name: param.grad.float() for name, param in player.model.named_parameters() if param.grad is not None}
+    ampkit.close()
+    return found
+
+
+def steps_are_those_of_plain_torch(draw: random.Random) -> int:
+    """A long run with spoiled iterations, beside float32 weights that plain torch steps with the same gradients."""
+    plain = [name for name, maker in OPTIMIZERS.items() if maker.plain is not None]
+    recipe = Recipe.drawn(draw, level=draw.choice(["O0", "O1", "O2", "O4", "O5"]), optimizer=draw.choice(plain))
+    run = Run(recipe)
+    masters = [{name: value.float().clone() for name, value in one.model.state_dict().items()} for one in run.players]
+    params = [
+        {name: torch.nn.Parameter(own[name]) for name, _ in one.model.named_parameters()}
+        for own, one in zip(masters, run.players)
+    ]
+    optimizers = [OPTIMIZERS[recipe.optimizer].plain(list(own.values())) for own in params]
+    attacks = 0
+    for number in range(60):
+        fault = Fault.drawn(draw, recipe) if draw.random() < 0.2 else None
+        attacks += fault is not None
+        for player, one in enumerate(run.players):
+            gradients: dict[str, Any] = {}
+            one.optimizer.zero_grad()
+            ours = fault if fault is not None and fault.player == player else None
+            for part in range(recipe.parts):
+                run.block(number, player, part, ours if ours is not None and ours.part == part else None)
+            for name, param in one.model.named_parameters():
+                gradients[name] = None if param.grad is None else param.grad.detach().float().clone()
+            if recipe.max_norm is not None:
+                ampkit.clip_grad_norm_(one.optimizer, recipe.max_norm)
+            one.optimizer.step()
+            finite = all(bool(grad.isfinite().all()) for grad in gradients.values() if grad is not None)
+            assert finite == (ours is None), (number, recipe, fault)
+            if finite:
+                for name, param in params[player].items():
+                    param.grad = gradients[name]
+                if recipe.max_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(list(params[player].values()), recipe.max_norm)
+                with ampkit.disable_casts():
+                    optimizers[player].step()
+    for one, own in zip(run.players, params):
+        for name, value in one.model.state_dict().items():
+            if name in own:
+                assert torch.allclose(value, own[name], rtol=1e-4, atol=1e-5), (name, value, own[name], recipe)
+    return attacks
+
+
+PROMISES = [
+    Promise(
+        "A skipped step leaves nothing: weights, their rests, moments, counts and running statistics are those of a run that has "
+        "never seen the batch, bit for bit, and the loss scale moves by its rule.",
+        "inf or NaN in the batch, the loss, one element, one gradient or all; any level, optimizer, accumulation",
+        a_skipped_step_leaves_nothing,
+        share=3.0,
+    ),
+    Promise(
+        "A storm ends in an error that says why: the scale stays within its bounds, a warning names the parameter, and training "
+        "ends after 50 skips at the floor with weights as they were before it.",
+        "gradients of one parameter that are never finite again",
+        a_storm_ends_in_an_error_that_names_the_cause,
+    ),
+    Promise(
+        "Training goes on after a storm, bit for bit as if only the good iterations had been.",
+        "100 spoiled iterations in a row, or every second one of 200",
+        training_goes_on_after_a_storm,
+    ),
+    Promise(
+        "What would underflow in float16 arrives: gradients of a loss 2^-k are exactly 2^-k times those of the loss.",
+        "losses down to 2^-30, at a scale as much larger",
+        what_would_underflow_arrives,
+    ),
+    Promise(
+        "Steps are those of plain torch in float32 over the same gradients.",
+        "60 iterations at O0, O1, O2, O4, O5 with every fifth one spoiled, beside float32 weights stepped by torch",
+        steps_are_those_of_plain_torch,
+        share=2.0,
+    ),
+]

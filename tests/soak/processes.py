@@ -1,0 +1,383 @@
+"""Several processes over gloo: ranks that are late, raise, die, or see a NaN alone; and another number of them after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import ampkit
+from ampkit.parallel import convert_syncbn_model, fully_shard
+
+from .death import checkpoint
+from .promise import Promise
+from .runs import OPTIMIZERS, copied
+
+#: Of a collective that waits for others, in seconds; the bound within which every rank has ended.
+TIMEOUT, BOUND = 8.0, 40.0
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is drawn of a job: how it trains, and what happens to one of its ranks."""
+
+    wrapper: str
+    level: str
+    optimizer: str
+    ranks: int
+    parts: int
+    steps: int
+    seed: int
+    culprit: int
+    when: int
+
+    @classmethod
+    def drawn(cls, draw: random.Random, **fixed: Any) -> Job:
+        ranks = fixed.get("ranks") or draw.choice([2, 2, 4])
+        drawn = dict(
+            wrapper=draw.choice(["ddp", "ddp", "fsdp2"]),
+            level=draw.choice(["O1", "O2", "O5"]),
+            optimizer=draw.choice(["AdamW foreach", "FusedAdam", "SGD foreach", "FusedSGD"]),
+            ranks=ranks,
+            parts=draw.choice([1, 2]),
+            steps=6,
+            seed=draw.randrange(1000),
+            culprit=draw.randrange(ranks),
+            when=draw.randrange(1, 5),
+        )
+        return cls(**{**drawn, **fixed})
+
+
+class Trainer:
+    """One rank's part of a job, or the whole of it where there is one process."""
+
+    def __init__(self, job: Job, rank: int = 0, ranks: int = 1) -> None:
+        self.job, self.rank, self.ranks = job, rank, ranks
+        torch.manual_seed(job.seed)
+        model: nn.Module = nn.Sequential(
+            nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 8), nn.Linear(8, 3)
+        )
+        if job.wrapper == "fsdp2" and ranks > 1:
+            for part in (model[0], model[3], model):
+                fully_shard(part, opt_level=job.level)
+        self.optimizer = OPTIMIZERS[job.optimizer].make(model.parameters())
+        rule = ampkit.DynamicLossScale(2.0**8, growth_interval=3)
+        self.model, _ = ampkit.initialize(model, self.optimizer, opt_level=job.level, loss_scale=rule, verbosity=0)
+        self.called = DistributedDataParallel(model) if job.wrapper == "ddp" and ranks > 1 else model
+
+    def step(self, number: int, factor: float = 1.0, happens: Callable[[], None] = lambda: None) -> bool:
+        """One step of all ranks, whose loss is ``factor`` times its own here; ``happens`` in the midst of it. Was it skipped?"""
+        self.optimizer.zero_grad()
+        for part in range(self.job.parts):
+            is_last = part == self.job.parts - 1
+            if self.job.wrapper == "fsdp2" and self.ranks > 1:
+                self.model.set_requires_gradient_sync(is_last)
+            apart = self.job.wrapper == "ddp" and self.ranks > 1 and not is_last
+            with self.called.no_sync() if apart else nullcontext():
+                rows = torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(100 * number + part))
+                mine = rows.chunk(self.ranks)[self.rank]
+                loss = F.mse_loss(self.called(mine[:, :6]).float(), mine[:, 6:]) / self.job.parts
+                if is_last:
+                    happens()
+                with ampkit.scale_loss(loss * factor if is_last else loss, self.optimizer) as scaled:
+                    scaled.backward()
+        ampkit.clip_grad_norm_(self.optimizer, 1.0)
+        self.optimizer.step()
+        return ampkit.step_was_skipped(self.optimizer)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Whole, in float32."""
+        return {
+            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+            for name, value in self.model.state_dict().items()
+        }
+
+
+@dataclass
+class Ended:
+    """How a rank has ended: with a result, with an error in words, or by a signal; and after how many seconds."""
+
+    result: Any = None
+    error: str | None = None
+    status: int = 0
+    seconds: float = 0.0
+
+
+def on_ranks(count: int, work: Callable[[int], Any]) -> list[Ended]:
+    """``work(rank)`` in so many forks, which are a process group. AssertionError where one has not ended within the bound."""
+    folder, began = Path(tempfile.mkdtemp()), time.monotonic()
+    children = {}
+    for rank in range(count):
+        if (pid := os.fork()) == 0:
+            _be_rank(rank, count, folder, work)
+        children[pid] = rank
+    ended = [Ended() for _ in range(count)]
+    try:
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                time.sleep(0.01)
+                assert time.monotonic() - began < BOUND, (
+                    f"ranks {sorted(children.values())} hang after {BOUND:g} seconds"
+                )
+                continue
+            one = ended[children.pop(pid)]
+            one.status, one.seconds = os.waitstatus_to_exitcode(status), time.monotonic() - began
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    for rank, one in enumerate(ended):
+        if (path := folder / f"rank{rank}.pt").exists():
+            one.result, one.error = torch.load(path, weights_only=True)
+    return ended
+
+
+def _be_rank(rank: int, count: int, folder: Path, work: Callable[[int], Any]) -> None:
+    result, error = None, None
+    try:
+        timeout = datetime.timedelta(seconds=TIMEOUT)
+        store = dist.FileStore(str(folder / "store"), count)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
+        result = work(rank)
+    except BaseException as found:
+        traceback.print_exc()
+        error = f"{type(found).__name__}: {found}"
+    torch.save((result, error), folder / f".rank{rank}.pt")
+    os.rename(folder / f".rank{rank}.pt", folder / f"rank{rank}.pt")
+    if error is None:  # nobody leaves while others still talk to it
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+    sys.stdout.flush()
+    os._exit(0 if error is None else 1)
+
+
+def trained(
+    job: Job, rank: int, factor: float = 1.0, happens: Callable[[], None] = lambda: None, steps: Any = None
+) -> dict[str, Any]:
+    """What a rank comes to, if its loss has this factor, and this happens to it, in the step ``job.when``."""
+    trainer, skipped = Trainer(job, rank, dist.get_world_size()), []
+    for number in range(job.steps) if steps is None else steps:
+        is_it = number == job.when and rank == job.culprit
+        skipped.append(trainer.step(number, factor if is_it else 1.0, happens if is_it else lambda: None))
+    return {"weights": trainer.weights(), "skipped": skipped, "scale": ampkit.state_dict()["loss_scaler0"]}
+
+
+def results(ended: list[Ended], job: Job) -> list[dict[str, Any]]:
+    """What all ranks came to."""
+    for rank, one in enumerate(ended):
+        assert one.error is None and one.result is not None, (rank, one, job)
+    return [one.result for one in ended]
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any], job: Job) -> None:
+    """Weights bit for bit, skips and loss scale."""
+    for name, value in wanted["weights"].items():
+        assert torch.equal(found["weights"][name], value), (name, job)
+    assert found["skipped"] == wanted["skipped"] and found["scale"] == wanted["scale"], (found, wanted, job)
+
+
+def in_one_process(job: Job, leaves_out: int | None = None) -> dict[str, torch.Tensor]:
+    """The weights after the same steps on the joined batches."""
+    trainer = Trainer(job)
+    for number in range(job.steps):
+        if number != leaves_out:
+            trainer.step(number)
+    found = trainer.weights()
+    ampkit.close()
+    return found
+
+
+def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: Any) -> None:
+    """Weights as near as lower precision allows where sums have another order."""
+    for name, value in wanted.items():
+        assert (found[name] - value).abs().max() < 0.02, (name, found[name], value, what)
+
+
+def a_nan_on_one_rank_skips_the_step_on_all(draw: random.Random) -> int:
+    job, value = Job.drawn(draw), draw.choice([math.nan, math.inf, -math.inf])
+    found = results(on_ranks(job.ranks, lambda rank: trained(job, rank, factor=value)), job)
+    for one in found:
+        assert_equal(one, found[0], job)
+        assert one["skipped"] == [number == job.when for number in range(job.steps)], (one["skipped"], job)
+    assert_near(found[0]["weights"], in_one_process(job, leaves_out=job.when), job)
+    return 1
+
+
+def a_late_rank_changes_nothing(draw: random.Random) -> int:
+    job, seconds = Job.drawn(draw), draw.uniform(0.5, 3.0)
+    found = results(on_ranks(job.ranks, lambda rank: trained(job, rank, happens=lambda: time.sleep(seconds))), job)
+    wanted = results(on_ranks(job.ranks, lambda rank: trained(job, rank)), job)
+    for one in found:
+        assert_equal(one, wanted[0], job)
+    assert_near(found[0]["weights"], in_one_process(job), job)
+    return 1
+
+
+class Broken(Exception):
+    pass
+
+
+def raise_broken() -> None:
+    raise Broken("of the script's own")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def no_rank_waits_for_one_that_is_gone(draw: random.Random) -> int:
+    """It raises or is killed in the midst of a step: every other ends with an error, in time."""
+    job, happens = Job.drawn(draw), draw.choice([raise_broken, die])
+    ended = on_ranks(job.ranks, lambda rank: trained(job, rank, happens=happens))
+    for rank, one in enumerate(ended):
+        if rank == job.culprit:
+            assert one.status != 0 and (one.error is None or "of the script's own" in one.error), (one, job)
+        else:
+            assert one.error, f"rank {rank} has no error: {one} {job}"
+    return 1
+
+
+def no_rank_waits_for_batches_that_do_not_come(draw: random.Random) -> int:
+    """One rank has fewer batches: the others end with an error when the time limit of their group is over."""
+    job = Job.drawn(draw)
+
+    def work(rank: int) -> dict[str, Any]:
+        found = trained(job, rank, steps=range(job.when if rank == job.culprit else job.steps))
+        if rank == job.culprit:
+            time.sleep(TIMEOUT + 3)
+        return found
+
+    if job.wrapper == "fsdp2":  # whose weights it takes all ranks to gather
+        job = Job.drawn(draw, wrapper="ddp")
+    ended = on_ranks(job.ranks, work)
+    for rank, one in enumerate(ended):
+        assert (one.error is None) == (rank == job.culprit), (rank, one, job)
+    return 1
+
+
+def another_number_of_ranks_continues(draw: random.Random) -> int:
+    """Stopped after half of the steps, a job is continued by another number of processes."""
+    job, then = Job.drawn(draw), draw.choice([1, 2, 4])
+    folder = Path(tempfile.mkdtemp())
+
+    def first(rank: int) -> dict[str, Any]:
+        trainer = Trainer(job, rank, job.ranks)
+        for number in range(3):
+            trainer.step(number)
+        state = whole({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
+        if rank == 0:
+            torch.save({**state, "ampkit": ampkit.state_dict()}, folder / "checkpoint")
+        return {}
+
+    def second(rank: int) -> dict[str, Any]:
+        trainer = Trainer(job, rank, then)
+        state = torch.load(folder / "checkpoint", weights_only=True)
+        checkpoint.load_model(trainer.model, state["model"])
+        checkpoint.load_optimizer(trainer.optimizer, state["optimizer"])
+        ampkit.load_state_dict(state["ampkit"])
+        for name, value in trainer.weights().items():
+            assert torch.equal(value, state["model"][name]), name
+        skipped = [trainer.step(number) for number in range(3, job.steps)]
+        return {"weights": trainer.weights(), "skipped": skipped, "scale": ampkit.state_dict()["loss_scaler0"]}
+
+    results(on_ranks(job.ranks, first), job)
+    found = results(on_ranks(then, second), job)
+    for one in found:
+        assert_equal(one, found[0], job)
+    assert_near(found[0]["weights"], in_one_process(job), job)
+    return 1
+
+
+def whole(state: Any) -> Any:
+    """Every sharded tensor put together; all ranks call it."""
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, torch.Tensor):
+        return (state.full_tensor() if hasattr(state, "full_tensor") else state).detach().clone()
+    return copied(state)
+
+
+def batch_norm_over_ranks_survives_a_nan(draw: random.Random) -> int:
+    """Synchronised batch norm: a batch with NaN on one rank leaves the running statistics of all as they were."""
+    job = Job.drawn(draw, wrapper="ddp", ranks=2)
+
+    def work(rank: int) -> dict[str, Any]:
+        torch.manual_seed(job.seed)
+        model = convert_syncbn_model(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
+        optimizer = OPTIMIZERS[job.optimizer].make(model.parameters())
+        ampkit.initialize(model, optimizer, opt_level=job.level, loss_scale="dynamic", verbosity=0)
+        called, states, skipped = DistributedDataParallel(model), [], []
+        for number in range(job.steps):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+            if number == job.when and rank == job.culprit:
+                x[draw.randrange(4), draw.randrange(4)] = math.nan
+            optimizer.zero_grad()
+            with ampkit.scale_loss(called(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            skipped.append(ampkit.step_was_skipped(optimizer))
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+        return {"states": states, "skipped": skipped}
+
+    found = results(on_ranks(2, work), job)
+    for one in found:
+        assert one["skipped"] == [number == job.when for number in range(job.steps)], job
+        for name, value in one["states"][job.when].items():
+            assert torch.equal(value, one["states"][job.when - 1][name]), (name, job)
+        assert all(bool(value.isfinite().all()) for value in one["states"][-1].values()), job
+    return 1
+
+
+PROMISES = [
+    Promise(
+        "A NaN on one rank skips the step on all of them, and all go on with equal weights and scales.",
+        "inf or NaN in the loss of one of two or four ranks; DDP with no_sync, FSDP2",
+        a_nan_on_one_rank_skips_the_step_on_all,
+    ),
+    Promise(
+        "Synchronised batch norm keeps its running statistics through a NaN on one rank.",
+        "NaN in one rank's batch",
+        batch_norm_over_ranks_survives_a_nan,
+    ),
+    Promise(
+        "A late rank changes nothing, bit for bit.",
+        "up to three seconds of sleep between forward and backward",
+        a_late_rank_changes_nothing,
+    ),
+    Promise(
+        "No rank waits for one that is gone: each ends with an error.",
+        "an exception or SIGKILL in the midst of a step of one rank",
+        no_rank_waits_for_one_that_is_gone,
+    ),
+    Promise(
+        "No rank waits for ever for batches that do not come: each ends with an error within its group's time limit.",
+        "one rank with fewer batches",
+        no_rank_waits_for_batches_that_do_not_come,
+        share=0.6,
+    ),
+    Promise(
+        "Another number of ranks continues a run: weights bit for bit as saved, and afterwards near those of one process.",
+        "a checkpoint of two or four ranks continued by one, two or four; DDP and FSDP2",
+        another_number_of_ranks_continues,
+    ),
+]

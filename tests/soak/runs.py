@@ -1,0 +1,430 @@
+"""The training runs that are attacked: small, drawn at random, and the same each time, so that two can be compared bit for bit.
+
+A `Recipe` is what is drawn; `Run` trains it, one `iterate(number)` at a time. An iteration is a function of the run's state and its
+number: batches, latent vectors and dropout are drawn from that. `Fault` says what spoils an iteration, and where. `Run.state` is
+all that a step may change, for `assert_same`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+from ampkit.models.records import lower_entries
+from ampkit.optimizers import FusedAdam, FusedSGD
+
+# Models
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
+            *(nn.Conv2d(6, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(images).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = rotated(q), rotated(k)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down, self.dropout = nn.Linear(hidden, width, bias=False), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.dropout(self.down(F.silu(self.gate(normed)) * self.up(normed)))
+
+
+class Llama(nn.Module):
+    """RMSNorm, rotary positions, causal attention, SwiGLU, and a head that is the embedding."""
+
+    def __init__(self, vocabulary: int = 16, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(Attention(width, 2), GatedMLP(width, 24))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, time, width], each pair of features turned by an angle that grows with time."""
+    time, width = x.shape[-2:]
+    angles = torch.arange(time)[:, None] / 100.0 ** (torch.arange(0, width, 2) / width)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 6))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.body(z)
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.LeakyReLU(0.2), nn.Linear(12, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+# Optimizers, each with how plain torch does the same in float32; None where nothing in torch does
+
+
+@dataclass(frozen=True)
+class Maker:
+    make: Callable[[Any], Any]
+    plain: Callable[[Any], torch.optim.Optimizer] | None = None
+
+    @classmethod
+    def of_torch(cls, kind: type, **settings: Any) -> Maker:
+        return cls(lambda params: kind(params, **settings), lambda params: kind(params, **{**settings, "fused": None}))
+
+
+SGD, ADAMW = dict(lr=0.05, momentum=0.9), dict(lr=2e-3, weight_decay=0.1)
+OPTIMIZERS = {
+    "SGD": Maker.of_torch(torch.optim.SGD, **SGD, foreach=False),
+    "SGD foreach": Maker.of_torch(torch.optim.SGD, **SGD, foreach=True),
+    "SGD fused": Maker.of_torch(torch.optim.SGD, **SGD, fused=True),
+    "Adam": Maker.of_torch(torch.optim.Adam, lr=2e-3),
+    "AdamW foreach": Maker.of_torch(torch.optim.AdamW, **ADAMW, foreach=True),
+    "AdamW fused": Maker.of_torch(torch.optim.AdamW, **ADAMW, fused=True),
+    "RMSprop": Maker(*2 * (lambda params: torch.optim.RMSprop(params, lr=1e-3),)),
+    "FusedSGD": Maker(
+        lambda params: FusedSGD(params, **SGD, set_grad_none=True), lambda params: torch.optim.SGD(params, **SGD)
+    ),
+    "FusedAdam": Maker(lambda params: FusedAdam(params, **ADAMW), lambda params: torch.optim.AdamW(params, **ADAMW)),
+    "FusedAdam int8": Maker(lambda params: FusedAdam(params, **ADAMW, state_dtype="int8")),
+    "FusedAdam bfloat16": Maker(lambda params: FusedAdam(params, **ADAMW, state_dtype="bfloat16")),
+    "FusedSGD int8": Maker(lambda params: FusedSGD(params, **SGD, set_grad_none=True, state_dtype="int8")),
+}
+
+#: Where weights are stored without float32 values: in float16 Adam's eps is 0, and torch's fused SGD is refused on the CPU.
+AT_O3 = {
+    torch.bfloat16: OPTIMIZERS.keys() - {"SGD fused"},
+    torch.float16: {"SGD", "SGD foreach", "FusedSGD", "FusedAdam", "FusedSGD int8"},
+}
+
+# Runs
+
+#: Where a level may train in either precision, the setting that says which.
+PRECISION = {"O1": "patch_torch_functions_type", "O2": "cast_model_type", "O3": "cast_model_type"}
+RULE = dict(growth_factor=2.0, backoff_factor=0.5)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is drawn of a run. ``rule`` is that of a dynamic loss scale; without one the scale is 1, and steps check gradients."""
+
+    model: str
+    level: str
+    dtype: torch.dtype
+    optimizer: str
+    rule: ampkit.DynamicLossScale | None
+    parts: int = 1  # blocks per step
+    max_norm: float | None = None
+    seed: int = 0
+
+    @classmethod
+    def drawn(cls, draw: random.Random, **fixed: Any) -> Recipe:
+        level = fixed.get("level") or draw.choice(["O0", "O1", "O2", "O3", "O4", "O5"])
+        narrow = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16]) if level in PRECISION else torch.bfloat16
+        scaled = level in ("O1", "O2") or draw.random() < 0.3
+        rule = ampkit.DynamicLossScale(
+            2.0 ** draw.randint(0, 10 if narrow is torch.float16 else 16),
+            growth_interval=draw.choice([3, 7, 2000]),
+            hysteresis=draw.choice([1, 1, 2]),
+            **RULE,
+        )
+        drawn = cls(
+            model=draw.choice(["cnn", "llama", "gan"]),
+            level=level,
+            dtype=narrow,
+            optimizer=draw.choice([name for name in OPTIMIZERS if level != "O3" or name in AT_O3[narrow]]),
+            rule=rule if scaled else None,
+            parts=draw.choice([1, 1, 2, 3]),
+            max_norm=draw.choice([None, 0.5]),
+            seed=draw.randrange(1000),
+        )
+        return replace(drawn, **fixed)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For `ampkit.initialize`."""
+        highest = 2.0**12 if self.dtype is torch.float16 else 2.0**20  # at which these gradients are finite
+        settings: dict[str, Any] = {"opt_level": self.level, "verbosity": 0, "max_loss_scale": highest}
+        if self.level in PRECISION:
+            settings[PRECISION[self.level]] = self.dtype
+        if self.rule is None:
+            return {**settings, "loss_scale": 1.0, "check_gradients": True}
+        return {**settings, "loss_scale": self.rule, "num_losses": 2 if self.model == "gan" else 1}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What spoils the turn of a player in an iteration: ``value`` at a ``place``, in the block with number ``part``."""
+
+    place: str
+    value: float
+    player: int = 0
+    part: int = 0
+    where: int = 0  # which parameter, and which element
+
+    PLACES = ("batch", "loss", "element", "gradient", "every gradient")
+
+    @classmethod
+    def drawn(cls, draw: random.Random, recipe: Recipe) -> Fault:
+        player = draw.randrange(2 if recipe.model == "gan" else 1)
+        places = cls.PLACES
+        if recipe.model == "llama":  # whose batches are integers
+            places = places[1:]
+        elif player == 1:  # the critic's running statistics are spoiled by the same forward, or by none
+            places = places[:1]
+        return cls(
+            draw.choice(places),
+            draw.choice([math.inf, -math.inf, math.nan]),
+            player,
+            draw.randrange(recipe.parts),
+            draw.randrange(10**6),
+        )
+
+    def in_batch(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.place != "batch":
+            return batch
+        spoiled = batch.clone()
+        spoiled.view(-1)[self.where % spoiled.numel()] = self.value
+        return spoiled
+
+    def in_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.value if self.place == "loss" else loss
+
+    def in_gradients(self, params: list[nn.Parameter]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        one = grads[self.where % len(grads)]
+        if self.place == "element":
+            one.view(-1)[self.where % one.numel()] = self.value
+        elif self.place == "gradient":
+            one.fill_(self.value)
+        elif self.place == "every gradient":
+            for grad in grads:
+                grad.fill_(self.value)
+
+
+@dataclass
+class Player:
+    """A model, its optimizer, and how it loses: ``loss(run, batch)``."""
+
+    model: nn.Module
+    optimizer: Any
+    loss: Callable[[torch.Tensor], torch.Tensor]
+    loss_id: int = 0
+
+
+class Run:
+    """A recipe in training. ``scales`` are those of its blocks so far; a run that is given them uses the same."""
+
+    def __init__(self, recipe: Recipe, scales: dict[Any, float] | None = None, initializes: bool = True) -> None:
+        self.recipe = recipe
+        torch.manual_seed(recipe.seed)
+        build = {"cnn": self._classifier, "llama": self._language_model, "gan": self._adversaries}
+        self.players: list[Player] = build[recipe.model]()
+        self.given, self.scales = scales, {}
+        self.kept = self.statistics()
+        if initializes:
+            self.initialize()
+
+    def initialize(self, **changes: Any) -> None:
+        models, optimizers = [one.model for one in self.players], [one.optimizer for one in self.players]
+        ampkit.initialize(models, optimizers, **{**self.recipe.settings, **changes})
+        self.session = ampkit.current_session()
+
+    def _optimizer(self, model: nn.Module) -> Any:
+        return OPTIMIZERS[self.recipe.optimizer].make(model.parameters())
+
+    def _classifier(self) -> list[Player]:
+        model = ConvNet()
+        return [Player(model, self._optimizer(model), lambda x: F.cross_entropy(model(x).float(), labels_of(x)))]
+
+    def _language_model(self) -> list[Player]:
+        model = Llama()
+
+        def loss(tokens: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+        return [Player(model, self._optimizer(model), loss)]
+
+    def _adversaries(self) -> list[Player]:
+        critic, generator = Critic(), Generator()
+
+        def of_critic(real: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                fake = generator.eval()(torch.randn(4, 4))
+            generator.train()
+            return F.softplus(-critic(real).float()).mean() + F.softplus(critic(fake).float()).mean()
+
+        def of_generator(z: torch.Tensor) -> torch.Tensor:
+            return F.softplus(-critic(generator(z)).float()).mean()
+
+        last = 1 if self.recipe.rule is not None else 0
+        return [
+            Player(critic, self._optimizer(critic), of_critic),
+            Player(generator, self._optimizer(generator), of_generator, last),
+        ]
+
+    def batch(self, number: int, player: int, part: int) -> torch.Tensor:
+        drawn = torch.Generator().manual_seed(1000 * number + 10 * player + part)
+        if self.recipe.model == "llama":
+            return torch.randint(0, 16, (2, 7), generator=drawn)
+        shape = {"cnn": (4, 3, 6, 6), "gan": ((4, 6), (4, 4))[player]}[self.recipe.model]
+        return torch.randn(shape, generator=drawn)
+
+    def iterate(self, number: int, fault: Fault | None = None, leaves_out: int | None = None) -> list[bool]:
+        """One iteration, spoiled by ``fault``, without the turn of the player ``leaves_out``; which players skipped their steps."""
+        if leaves_out == 0:
+            for name, buffer in self.players[0].model.named_buffers():
+                buffer.copy_(self.kept[f"0 {name}"])
+        return [
+            self.turn(number, player, fault if fault is not None and fault.player == player else None)
+            for player in range(len(self.players))
+            if player != leaves_out
+        ]
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """The first player's buffers. A skip puts them back to what they were after its last step: a critic's have moved since."""
+        return {f"0 {name}": buffer.clone() for name, buffer in self.players[0].model.named_buffers()}
+
+    def turn(self, number: int, player: int, fault: Fault | None = None) -> bool:
+        """The turn of one player: clear, blocks, clip, step; whether the step was skipped."""
+        one = self.players[player]
+        one.optimizer.zero_grad()
+        for part in range(self.recipe.parts):
+            self.block(number, player, part, fault if fault is not None and fault.part == part else None)
+        if self.recipe.max_norm is not None:
+            ampkit.clip_grad_norm_(one.optimizer, self.recipe.max_norm)
+        one.optimizer.step()
+        was_skipped = ampkit.step_was_skipped(one.optimizer)
+        if player == 0 and not was_skipped:
+            self.kept = self.statistics()
+        return was_skipped
+
+    def block(self, number: int, player: int, part: int, fault: Fault | None = None) -> None:
+        """Forward and backward of one micro-batch."""
+        one, key = self.players[player], (number, player, part)
+        torch.manual_seed(1000 * number + 10 * player + part)
+        batch = self.batch(number, player, part)
+        loss = one.loss(batch if fault is None else fault.in_batch(batch)) / self.recipe.parts
+        if self.recipe.rule is not None:
+            scaler = self.session.scalers[one.loss_id]
+            if self.given is not None:
+                scaler.loss_scale = self.given[key]
+            self.scales[key] = scaler.loss_scale
+        with ampkit.scale_loss(
+            loss if fault is None else fault.in_loss(loss), one.optimizer, loss_id=one.loss_id
+        ) as scaled:
+            scaled.backward()
+            if fault is not None:
+                fault.in_gradients(list(one.model.parameters()))
+
+    def state(self) -> dict[str, Any]:
+        """All that a step may change, by name: weights and what their rounding left, buffers, optimizer state."""
+        found: dict[str, Any] = {}
+        for index, one in enumerate(self.players):
+            for name, value in (*one.model.named_parameters(), *one.model.named_buffers()):
+                found[f"{index} {name}"] = value.detach().clone()
+            for place, (_, entry) in enumerate(lower_entries(one.model)):
+                found[f"{index} rest {place}"] = None if entry.rest is None else entry.rest.clone()
+            for place, param in enumerate(one.model.parameters()):
+                for name, value in one.optimizer.state.get(param, {}).items():
+                    found[f"{index} state {place} {name}"] = value.clone() if isinstance(value, torch.Tensor) else value
+        return found
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What a script saves."""
+        return {
+            "models": [one.model.state_dict() for one in self.players],
+            "optimizers": [one.optimizer.state_dict() for one in self.players],
+            "ampkit": ampkit.state_dict(),
+        }
+
+    def resume(self, checkpoint: dict[str, Any]) -> None:
+        for one, model, optimizer in zip(self.players, checkpoint["models"], checkpoint["optimizers"]):
+            one.model.load_state_dict(model)
+            one.optimizer.load_state_dict(optimizer)
+        ampkit.load_state_dict(checkpoint["ampkit"])
+
+
+def labels_of(images: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(images)) % 4
+
+
+# Comparing
+
+
+def bits(value: Any) -> Any:
+    """What is equal where every bit is, NaN and -0.0 included."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.shape, value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any], what: Any) -> None:
+    """Two states bit for bit; a parameter that one optimizer has not stepped yet may have zeros in the other."""
+    for name in wanted.keys() | found.keys():
+        one, other = found.get(name), wanted.get(name)
+        if bits(one) != bits(other) and not (is_nothing(one) and is_nothing(other)):
+            raise AssertionError(f"{name} differs: {one} is not {other}\n{what}")
+
+
+def is_same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    try:
+        assert_same(found, wanted, "")
+    except AssertionError:
+        return False
+    return True
+
+
+def is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.Tensor) and not value.any())
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of nested dicts and lists of tensors and numbers."""
+    if isinstance(value, dict):
+        return {key: copied(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(one) for one in value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

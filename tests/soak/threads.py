@@ -1,0 +1,246 @@
+"""Threads, forks, workers of a DataLoader, and a garbage collector that runs at every allocation."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers import torch_left_as_found
+from o1.test_workers import Images, collate
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ampkit
+
+from .promise import Promise
+from .runs import Recipe, Run, assert_same
+
+ITERATIONS = 12
+
+
+def drawn(draw: random.Random, **fixed: Any) -> Recipe:
+    """In bfloat16, since sessions at O1 share a precision; without what draws random numbers, which threads share."""
+    return Recipe.drawn(draw, model=draw.choice(["cnn", "llama"]), dtype=torch.bfloat16, **fixed)
+
+
+def made(recipe: Recipe, initializes: bool = True) -> Run:
+    run = Run(recipe, initializes=False)
+    for module in run.players[0].model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if initializes:
+        run.initialize()
+    return run
+
+
+def alone(recipe: Recipe) -> dict[str, Any]:
+    """What a run comes to that nothing runs beside."""
+    run = made(recipe)
+    for number in range(ITERATIONS):
+        run.iterate(number)
+    state = run.state()
+    ampkit.close()
+    return state
+
+
+def in_threads(works: list[Callable[[], None]]) -> None:
+    """All of these at once; the first error of one of them."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    all_threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for one in all_threads:
+        one.start()
+    for one in all_threads:
+        one.join()
+    if errors:
+        raise errors[0]
+
+
+def four_threads_train_as_alone(draw: random.Random) -> int:
+    recipes = [drawn(draw) for _ in range(4)]
+    wanted, starts_inside = [alone(recipe) for recipe in recipes], draw.random() < 0.5
+    before = sys.getswitchinterval()
+    with torch_left_as_found():
+        runs = [made(recipe, initializes=not starts_inside) for recipe in recipes]
+        start = threading.Barrier(4)
+
+        def train(run: Run) -> None:
+            start.wait()
+            if starts_inside:
+                run.initialize()
+            for number in range(ITERATIONS):
+                run.iterate(number)
+
+        sys.setswitchinterval(1e-5)
+        try:
+            in_threads([lambda run=run: train(run) for run in runs])
+        finally:
+            sys.setswitchinterval(before)
+        for run, state in zip(runs, wanted):
+            assert_same(run.state(), state, (run.recipe, recipes, starts_inside))
+        ampkit.close()
+    return 4
+
+
+def evaluation_beside_training_changes_nothing(draw: random.Random) -> int:
+    """Threads that evaluate the model itself and others, while it is trained."""
+    recipe, other = drawn(draw), drawn(draw)
+    wanted = alone(recipe)
+    run, beside, is_done, passes = made(recipe), made(other), threading.Event(), [0]
+    is_safe = recipe.model == "llama"  # batch norm in a training forward writes to its statistics
+    models = [(beside, other)] + ([(run, recipe)] if is_safe else [])
+
+    def evaluate(one: Run) -> None:
+        batch = one.batch(99, 0, 0)
+        inputs = batch[:, :-1] if one.recipe.model == "llama" else batch
+        while not is_done.is_set():
+            with torch.no_grad():
+                assert one.players[0].model(inputs).isfinite().all()
+            passes[0] += 1
+
+    def train() -> None:
+        try:
+            for number in range(ITERATIONS):
+                run.iterate(number)
+        finally:
+            is_done.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        in_threads([train, *(lambda one=one: evaluate(one) for one, _ in models)])
+    finally:
+        sys.setswitchinterval(before)
+    assert_same(run.state(), wanted, (recipe, other))
+    ampkit.close()
+    return passes[0]
+
+
+def workers_see_no_casts(draw: random.Random) -> int:
+    """Batches that workers of all kinds make while a model trains at O1: those of plain torch."""
+    wanted = list(DataLoader(Images(), batch_size=1, collate_fn=collate))
+    recipe = drawn(draw, level=draw.choice(["O1", "O2", "O4", "O5"]))
+    state = alone(recipe)
+    run = made(recipe)
+    context = draw.choice(["fork", "fork", "fork", "spawn", "forkserver"])
+    loader = DataLoader(Images(), 1, collate_fn=collate, num_workers=2, multiprocessing_context=context)
+    number = 0
+    for batch, plain in zip(loader, wanted, strict=True):
+        assert torch.equal(batch, plain), (context, recipe)
+        for _ in range(ITERATIONS // len(wanted)):
+            run.iterate(number)
+            number += 1
+    assert number == ITERATIONS
+    assert_same(run.state(), state, (context, recipe))
+    ampkit.close()
+    return len(wanted)
+
+
+def a_fork_in_the_midst_of_a_block_changes_nothing(draw: random.Random) -> int:
+    """The child casts nothing, trains its own float32 model and ends; the parent goes on."""
+    recipe = drawn(draw)
+    wanted = alone(recipe)
+    run = made(recipe)
+    at = {draw.randrange(ITERATIONS) for _ in range(4)}
+    plain = run.players[0].loss
+
+    def forking(batch: torch.Tensor) -> torch.Tensor:
+        loss = plain(batch)
+        if number in at:
+            child = os.fork()
+            if child == 0:
+                os._exit(of_child())
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, recipe
+        return loss
+
+    run.players[0].loss = forking
+    for number in range(ITERATIONS):
+        run.iterate(number)
+    assert_same(run.state(), wanted, recipe)
+    ampkit.close()
+    return len(at)
+
+
+def of_child() -> int:
+    """In a fork: 0 where calls are not cast, and a model trains in float32 before and after `close`."""
+    try:
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+        for closes in (False, True):
+            if closes:
+                ampkit.close()
+            model = nn.Linear(3, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            before = model.weight.detach().clone()
+            out = model(torch.ones(2, 3))
+            out.sum().backward()
+            optimizer.step()
+            assert out.dtype is torch.float32
+            torch.testing.assert_close(model.weight.detach(), before - 0.2, rtol=0, atol=1e-6)
+        return 0
+    except BaseException as error:
+        print(error, flush=True)
+        return 1
+
+
+def a_collector_at_every_allocation_changes_nothing(draw: random.Random) -> int:
+    recipe = Recipe.drawn(draw)
+    run = Run(recipe)
+    for number in range(3):
+        run.iterate(number)
+    wanted = run.state()
+    ampkit.close()
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(1)
+    try:
+        run = Run(recipe)
+        for number in range(3):
+            run.iterate(number)
+        found = run.state()
+        ampkit.close()
+    finally:
+        gc.set_threshold(*before)
+    assert_same(found, wanted, recipe)
+    return 1
+
+
+PROMISES = [
+    Promise(
+        "Four threads train four models at different levels, each bit for bit as alone.",
+        "threads that are switched 100,000 times a second, initialized before or inside",
+        four_threads_train_as_alone,
+        share=2.0,
+    ),
+    Promise(
+        "Evaluation in other threads changes nothing in a training, bit for bit.",
+        "threads that evaluate the trained model and another one without pause",
+        evaluation_beside_training_changes_nothing,
+    ),
+    Promise(
+        "Workers of a DataLoader cast nothing, and change nothing in a training.",
+        "workers by fork, spawn and forkserver, while a model trains",
+        workers_see_no_casts,
+    ),
+    Promise(
+        "A fork in the midst of an iteration casts nothing, trains float32 models of its own, and changes nothing in its parent.",
+        "os.fork between forward and backward",
+        a_fork_in_the_midst_of_a_block_changes_nothing,
+    ),
+    Promise(
+        "Garbage collection may come at any time.",
+        "gc.set_threshold(1), which collects at every allocation, with faulthandler on",
+        a_collector_at_every_allocation_changes_nothing,
+    ),
+]
