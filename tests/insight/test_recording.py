@@ -267,6 +267,9 @@ def test_a_copy_inside_of_a_product_is_a_part_of_it():
     )  # copied for the batched product
     (row,) = recorded(lambda: q @ k.transpose(-2, -1)).calls
     assert (row.function, row.calls, row.flops) == ("matmul", 1, 2 * 2 * 3 * 10 * 10 * 8)
+    with torch.autocast("cpu", BF16):
+        (row,) = recorded(lambda: q @ k.transpose(-2, -1)).calls
+    assert (row.calls, row.casts, row.bytes_cast) == (1, 2, 2 * (q.numel() + k.numel()))
 
 
 def test_groups_of_a_convolution_and_a_mask_of_gradients_count():

@@ -1,19 +1,17 @@
 """`recording`: a dispatch mode that adds up, for each line of a script, what its functions compute in, and what that takes.
 
 A `Watch` says where each operator belongs. Here operators become rows: those of one function at one line, in modules whose paths
-differ in numbers alone, are a `_Group`, and each precision in it is a `CallRow`. Casts are no rows: they belong to the function
+differ in numbers alone, are a `Group`, and each precision in it is a `CallRow`. Casts are no rows: they belong to the function
 that they are made for. Times are those of the operators, without Python between them.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -26,12 +24,12 @@ from ...dtypes import LOWER_PRECISION
 from ...errors import ConfigurationError
 from ...patching import PatchSet, Undo
 from ...session import current_session, live_sessions
-from ..explain import class_name, ranges, short
-from ..sites import Site
+from ..explain import class_name, short
 from ..watching import Call, Watch
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
-from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow, add
+from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
+from .groups import Group, Precision, pattern, rows_of
 from .memory import CASTS, WEIGHTS, Memory, Storage
 from .reasons import Argument, Reasons, called_by_ampkit
 from .record import Record
@@ -43,7 +41,6 @@ _FLOATING = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 )
-_NUMBER = re.compile(r"\d+")
 _COMPILED = "torch.compile: recorded eagerly; compiled code fuses operators and takes other times"
 
 
@@ -56,42 +53,6 @@ class _Facts(NamedTuple):
     product: Any
 
 
-class _Precision(NamedTuple):
-    """What a function was given, made and computed in, and what Tensor Cores say of it: a row of its own each."""
-
-    dtypes_in: frozenset[torch.dtype] = frozenset()
-    out: torch.dtype | None = None
-    dtype: torch.dtype | None = None
-    tensor_cores: str = ""
-
-
-@dataclass
-class _Group:
-    """A function at a line, in one phase, in modules of one kind. Casts and seconds wait for the next call."""
-
-    site: Site | None
-    function: str
-    phase: str
-    paths: set[str] = field(default_factory=set)
-    rows: dict[_Precision, CallRow] = field(default_factory=dict)
-    last: CallRow | None = None
-    lead: Any = None  # the operator, or in backward autograd's node, that counts calls
-    number: int = -1  # of the last such node
-    has_product: bool = False
-    casts: int = 0
-    bytes_cast: int = 0
-    seconds: float = 0.0
-
-    def hand_over(self, row: CallRow) -> None:
-        """Give what waits to a row."""
-        row.casts += self.casts
-        row.bytes_cast += self.bytes_cast
-        row.seconds += self.seconds
-        row.cast_seconds += self.seconds
-        self.casts = self.bytes_cast = 0
-        self.seconds = 0.0
-
-
 class Recorder(Watch):
     """Records what runs inside ``with``. Then `finish` gives the `Record`."""
 
@@ -99,7 +60,7 @@ class Recorder(Watch):
 
     def __init__(self, on_iteration: Callable[[int], Any]) -> None:
         super().__init__()
-        self._groups: dict[Any, _Group] = {}
+        self._groups: dict[Any, Group] = {}
         self._facts: dict[Any, _Facts] = {}
         self._memory = Memory()
         self._reasons = Reasons()
@@ -111,7 +72,7 @@ class Recorder(Watch):
         self._last = 0  # node of the graph, when the last iteration ended
         self._precision: torch.dtype | None = None
         self._accelerator: str | None = None
-        self._timed: list[tuple[Any, CallRow | _Group, Any, Any]] = []
+        self._timed: list[tuple[Any, CallRow | Group, Any, Any]] = []
         self._on_iteration = on_iteration
         self.steps = Steps(self._memory, self._names.get, lambda: self._precision, self._after_step)
 
@@ -197,23 +158,23 @@ class Recorder(Watch):
         event.record()
         return event
 
-    def _group_of(self, call: Call) -> _Group:
+    def _group_of(self, call: Call) -> Group:
         phase = RECOMPUTED if call.recomputed else BACKWARD if call.node is not None else FORWARD
         function, module = call.function, call.module
         if self.steps.is_stepping:
             phase, function, module = STEP, "step", ""
         elif function == call.name and phase is FORWARD and called_by_ampkit(sys._getframe(3)):
             function = "ampkit"
-        key = call.site, function, _pattern(module), phase
+        key = call.site, function, pattern(module), phase
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = _Group(call.site, function, phase)
+            group = self._groups[key] = Group(call.site, function, phase)
         group.paths.add(module)
         return group
 
     # Casts
 
-    def _note_cast(self, group: _Group, read: torch.Tensor, made: torch.Tensor) -> None:
+    def _note_cast(self, group: Group, read: torch.Tensor, made: torch.Tensor) -> None:
         source, result = self._memory.at(read), self._memory.made(made)
         group.casts += 1
         group.bytes_cast += made.nbytes
@@ -232,8 +193,8 @@ class Recorder(Watch):
     # Calls
 
     def _note_call(
-        self, group: _Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> CallRow | _Group:
+        self, group: Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> CallRow | Group:
         floating = [tensor for tensor in read if tensor.dtype in _FLOATING]
         dtypes_in, hits = set(), 0
         for tensor in floating:
@@ -249,13 +210,13 @@ class Recorder(Watch):
         if dtype is None and group.last is None:  # indices and counts, before the call's own numbers
             return group
         verdict = tensor_cores(dtype, product.sizes) if product is not None else ""
-        precision = _Precision(frozenset(dtypes_in), out, dtype, verdict)
+        precision = Precision(frozenset(dtypes_in), out, dtype, verdict)
         if group.function == "ampkit":  # one row for all that it does at a line
             precision = next(iter(group.rows), precision)
         is_lead = dtype is not None and self._is_lead(group, call, product is not None)
         row = group.rows.get(precision) if is_lead or product is not None else group.last
         if row is None:
-            row = group.rows[precision] = self._new_row(group, precision)
+            row = group.rows[precision] = group.new_row(precision)
             self._explain(row, group, call, floating)
         group.last = row
         group.hand_over(row)
@@ -271,13 +232,13 @@ class Recorder(Watch):
         return row
 
     @staticmethod
-    def _before_cast(storage: Storage, tensor: torch.Tensor, group: _Group) -> torch.dtype:
+    def _before_cast(storage: Storage, tensor: torch.Tensor, group: Group) -> torch.dtype:
         """The dtype of an argument as the function was given it: before a cast that was made for it."""
         is_cast = storage.source is not None and group.phase is not BACKWARD
         is_for_this = is_cast and (storage.weight is not None or storage.group is group)
         return storage.source if is_for_this else tensor.dtype
 
-    def _is_lead(self, group: _Group, call: Call, is_product: bool) -> bool:
+    def _is_lead(self, group: Group, call: Call, is_product: bool) -> bool:
         """Whether a call of the function begins here: with its first product, or else its first operator.
 
         In the backward pass it begins with a node of autograd's, in an optimizer with a step.
@@ -294,25 +255,7 @@ class Recorder(Watch):
         group.number = number
         return True
 
-    @staticmethod
-    def _new_row(group: _Group, precision: _Precision) -> CallRow:
-        site = group.site
-        return CallRow(
-            function=group.function.rpartition(".")[2].strip("_") or group.function,
-            site=str(site or "(no line)"),
-            source=site.source if site else "",
-            file=site.file if site else "",
-            line=site.line if site else 0,
-            module="",
-            phase=group.phase,
-            dtypes_in=tuple(sorted(precision.dtypes_in, key=lambda one: (-one.itemsize, str(one)))),
-            dtypes_out=(precision.out,) if precision.out is not None else (),
-            dtype=precision.dtype,
-            reason="no floating-point numbers",
-            tensor_cores=precision.tensor_cores,
-        )
-
-    def _explain(self, row: CallRow, group: _Group, call: Call, read: Sequence[torch.Tensor]) -> None:
+    def _explain(self, row: CallRow, group: Group, call: Call, read: Sequence[torch.Tensor]) -> None:
         """Write the row's reason. One that is promoted is kept, for rows that compute with what it makes."""
         name = short(row.dtype)
         row.reason = self._why(row, group, call, read)
@@ -326,7 +269,7 @@ class Recorder(Watch):
         if row.tensor_cores == "no: float32":
             row.tensor_cores = f"no: float32, {self._promoted.get(id(row)) or row.reason.partition(': ')[2]}"
 
-    def _why(self, row: CallRow, group: _Group, call: Call, read: Sequence[torch.Tensor]) -> str:
+    def _why(self, row: CallRow, group: Group, call: Call, read: Sequence[torch.Tensor]) -> str:
         name, own = short(row.dtype), list(group.rows.values())
         if group.function == "ampkit":
             return "ampkit's own work on gradients and loss scale"
@@ -342,7 +285,7 @@ class Recorder(Watch):
         cause = self._reasons.why(call.function, row.dtype, arguments, running, sys._getframe(5), has_dtype)
         return f"{name}: {cause}"
 
-    def _argument(self, tensor: torch.Tensor, group: _Group) -> Argument:
+    def _argument(self, tensor: torch.Tensor, group: Group) -> Argument:
         storage = self._memory.at(tensor)
         weight = storage.weight or storage.name
         name = f"parameter {weight!r}" if weight else f"the result of {storage.row.site}" if storage.row else ""
@@ -364,7 +307,7 @@ class Recorder(Watch):
             row.seconds += begin.elapsed_time(end) / 1e3
         scale, tensors = self.steps.read(self._casts)
         record = Record(
-            calls=sorted(self._rows(), key=lambda row: -row.seconds),
+            calls=sorted(rows_of(self._groups.values()), key=lambda row: -row.seconds),
             tensors=tensors,
             scale=scale,
             memory=self._memory.peak(),
@@ -374,24 +317,6 @@ class Recorder(Watch):
         )
         record.advice = advise(record)
         return record
-
-    def _rows(self) -> Iterator[CallRow]:
-        by_line: dict[Any, list[CallRow]] = {}
-        for group in self._groups.values():
-            module = _collapsed(group.paths)
-            for row in _folded(group.rows.values()):
-                row.module = module
-                by_line.setdefault((group.site, group.phase), []).append(row)
-                yield row
-        for group in self._groups.values():
-            row = group.last or next(iter(by_line.get((group.site, group.phase), [])), None)
-            if row is None:  # a line that does nothing but convert, or computes with integers
-                row = self._new_row(group, _Precision())
-                row.module, row.calls = _collapsed(group.paths), group.casts
-                row.reason = "a cast of the script's" if group.casts else row.reason
-                by_line.setdefault((group.site, group.phase), []).append(row)
-                yield row
-            group.hand_over(row)
 
 
 _active = threading.Lock()  # one recording in a process at a time
@@ -454,35 +379,6 @@ def _computes_in(tensors: list[torch.Tensor]) -> torch.dtype | None:
     """The dtype that torch promotes these to; 0-dim tensors have no say where there are others."""
     dtypes = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
-
-
-def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
-    """Rows without products, such as the copy in front of a batched one, as a part of the function's row that has them."""
-    rows = list(rows)
-    products = [row for row in rows if row.flops]
-    for row in products:  # another product of the same calls, as backward has two
-        row.calls = row.calls or max(one.calls for one in rows)
-    for row in rows:
-        same = (one for one in products if one is not row and (one.dtype, one.reason) == (row.dtype, row.reason))
-        product = None if row.flops else next(same, None)
-        if product is None:
-            yield row
-        else:
-            calls = product.calls
-            add(product, row)
-            product.calls = calls
-
-
-@functools.cache
-def _pattern(path: str) -> str:
-    return _NUMBER.sub("#", path)
-
-
-def _collapsed(paths: set[str]) -> str:
-    """Paths that differ in numbers alone, as one: ``blocks.0-5.query``."""
-    columns = zip(*(map(int, _NUMBER.findall(path)) for path in paths))
-    texts = iter([ranges(set(column)) for column in columns])
-    return re.sub("#", lambda _: next(texts), _pattern(next(iter(paths))))
 
 
 def _about() -> str:

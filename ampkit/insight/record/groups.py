@@ -1,0 +1,123 @@
+"""`Group`: a function at a line, whose calls become rows by precision; and what is done with rows when a recording ends."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..explain import ranges
+from ..sites import Site
+from .data import CallRow, add
+
+_NUMBER = re.compile(r"\d+")
+
+
+class Precision(NamedTuple):
+    """What a function was given, made and computed in, and what Tensor Cores say of it: a row of its own each."""
+
+    dtypes_in: frozenset[torch.dtype] = frozenset()
+    out: torch.dtype | None = None
+    dtype: torch.dtype | None = None
+    tensor_cores: str = ""
+
+
+@dataclass
+class Group:
+    """A function at a line, in one phase, in modules of one kind. Casts and seconds wait for the next call."""
+
+    site: Site | None
+    function: str
+    phase: str
+    paths: set[str] = field(default_factory=set)
+    rows: dict[Precision, CallRow] = field(default_factory=dict)
+    last: CallRow | None = None
+    lead: Any = None  # the operator, or in backward autograd's node, that counts calls
+    number: int = -1  # of the last such node
+    has_product: bool = False
+    casts: int = 0
+    bytes_cast: int = 0
+    seconds: float = 0.0
+
+    def hand_over(self, row: CallRow) -> None:
+        """Give what waits to a row."""
+        row.casts += self.casts
+        row.bytes_cast += self.bytes_cast
+        row.seconds += self.seconds
+        row.cast_seconds += self.seconds
+        self.casts = self.bytes_cast = 0
+        self.seconds = 0.0
+
+    def new_row(self, precision: Precision) -> CallRow:
+        site = self.site
+        return CallRow(
+            function=self.function.rpartition(".")[2].strip("_") or self.function,
+            site=str(site or "(no line)"),
+            source=site.source if site else "",
+            file=site.file if site else "",
+            line=site.line if site else 0,
+            module="",
+            phase=self.phase,
+            dtypes_in=tuple(sorted(precision.dtypes_in, key=lambda one: (-one.itemsize, str(one)))),
+            dtypes_out=(precision.out,) if precision.out is not None else (),
+            dtype=precision.dtype,
+            reason="no floating-point numbers",
+            tensor_cores=precision.tensor_cores,
+        )
+
+
+def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
+    """The rows of all groups, each with its modules; what still waits goes to a row of the same line, or to one of its own."""
+    groups = list(groups)
+    by_line: dict[Any, list[CallRow]] = {}
+    for group in groups:
+        if group.last is not None:
+            group.hand_over(group.last)
+        module = _collapsed(group.paths)
+        for row in _folded(group.rows.values()):
+            row.module = module
+            by_line.setdefault((group.site, group.phase), []).append(row)
+            yield row
+    for group in (one for one in groups if one.last is None):
+        row = next(iter(by_line.get((group.site, group.phase), [])), None)
+        if row is None:  # a line that does nothing but convert, or computes with integers
+            row = group.new_row(Precision())
+            row.module, row.calls = _collapsed(group.paths), group.casts
+            row.reason = "a cast of the script's" if group.casts else row.reason
+            by_line.setdefault((group.site, group.phase), []).append(row)
+            yield row
+        group.hand_over(row)
+
+
+def _folded(rows: Iterable[CallRow]) -> Iterator[CallRow]:
+    """Rows without products, such as the copy in front of a batched one, as a part of the function's row that has them."""
+    rows = list(rows)
+    products = [row for row in rows if row.flops]
+    for row in products:  # another product of the same calls, as backward has two
+        row.calls = row.calls or max(one.calls for one in rows)
+    for row in rows:
+        same = (one for one in products if one is not row and (one.dtype, one.reason) == (row.dtype, row.reason))
+        product = None if row.flops else next(same, None)
+        if product is None:
+            yield row
+        else:
+            calls = product.calls
+            add(product, row)
+            product.calls = calls
+
+
+@functools.cache
+def pattern(path: str) -> str:
+    """``blocks.#.query``"""
+    return _NUMBER.sub("#", path)
+
+
+def _collapsed(paths: set[str]) -> str:
+    """Paths that differ in numbers alone, as one: ``blocks.0-5.query``."""
+    columns = zip(*(map(int, _NUMBER.findall(path)) for path in paths))
+    texts = iter([ranges(set(column)) for column in columns])
+    return re.sub("#", lambda _: next(texts), pattern(next(iter(paths))))
