@@ -530,6 +530,14 @@ def test_a_record_fits_100_columns_and_says_what_it_found():
     assert any(re.search(r'test_recording\S*:\d+ +linear +fp32 -> bf16 +row "linear"$', line) for line in lines)
 
 
+def test_colours_of_a_terminal_change_no_word(monkeypatch):
+    x = torch.randn(4, 8)
+    record = recorded(lambda: x @ x.t())
+    plain = str(record)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", str(record)) == plain  # plain without rich
+
+
 def test_an_empty_record_says_so():
     with ampkit.recording() as record:
         assert str(record).startswith("nothing recorded")

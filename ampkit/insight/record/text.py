@@ -1,10 +1,12 @@
-"""A record as text that fits 100 columns: what ``print(record)`` shows."""
+"""A record as text that fits 100 columns: what ``print(record)`` shows, in colours on a terminal where rich is."""
 
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +18,14 @@ from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Rows, add
 WIDTH = 100
 _MOST_ROWS = 25
 _MOST_TENSORS = 8
+#: On a terminal, where rich is installed.
+_STYLES = {
+    r"\b(bf16|fp16|bfloat16|float16)\b": "blue",
+    r"\b(fp32|float32)\b": "dark_orange3",
+    r"(?m)^(time|updates lost| +time).*$": "bold",
+    r"(?m)^\d+\. .*$": "bold",
+    r"\bskipped by '[^']*'": "red",
+}
 _PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 
@@ -24,7 +34,20 @@ def in_words(record: Rows) -> str:
     if not record.calls:
         return "nothing recorded: the block has not ended, or ran no function of torch"
     parts = [_overview(record), _calls(record), _tensors(record), _scale(record), _advice(record)]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    text = "\n\n".join("\n".join(part) for part in parts if part)
+    return _in_colours(text) if sys.stdout.isatty() and find_spec("rich") is not None else text
+
+
+def _in_colours(text: str) -> str:
+    from rich.console import Console
+    from rich.text import Text
+
+    console, styled = Console(), Text(text)
+    for pattern, style in _STYLES.items():
+        styled.highlight_regex(pattern, style)
+    with console.capture() as captured:
+        console.print(styled, soft_wrap=True, end="")
+    return captured.get()
 
 
 def _overview(record: Rows) -> list[str]:
