@@ -282,6 +282,9 @@ def test_lamb_in_one_call_and_in_two_halves(device):
             global_norm, tensors[1], False, tensors[2], tensors[3],
         )  # fmt: skip
         assert_close(lists[1], params if found_inf else wanted, 1e-4)
+    assert_close(
+        lists[2], [0.1 * x for x in g], 1e-4
+    )  # the first moments: of gradients that were clipped to a norm of 1
     assert all(torch.equal(low, p.half()) for low, p in zip(lower, lists[1]))
 
 

@@ -186,6 +186,7 @@ def test_state_dict_round_trip_continues_the_count():
     resumed = LossScaler()
     iterate(resumed, 1, 1)  # what it had counted is forgotten, on the device too
     resumed.load_state_dict(scaler.state_dict())
+    assert (resumed.skips_in_a_row, resumed.synchronize().skips_at_floor) == (0, 0)
     assert iterate(resumed, 0) == iterate(scaler, 0) == [65536.0]
 
 

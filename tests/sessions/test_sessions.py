@@ -302,6 +302,17 @@ def test_patches_stay_until_the_last_session_at_o1_closes():
 # Again and again
 
 
+def test_calls_outside_of_models_are_cast_no_more_after_the_last_session_at_o1():
+    x = torch.ones(2, 2)
+    at_o1, at_o2, later = make_pair(), make_pair(), make_pair()
+    ampkit.initialize(*at_o1, opt_level="O1", verbosity=0)
+    ampkit.initialize(*at_o2, opt_level="O2", verbosity=0)
+    assert torch.mm(x, x).dtype is torch.bfloat16
+    live_sessions[0].close()
+    ampkit.initialize(*later, opt_level="O2", verbosity=0)  # goes on with the engine of the second
+    assert torch.mm(x, x).dtype is torch.float32
+
+
 def everything():
     """Live tensors, objects of ours, hooks of torch.nn, torch's patches: counts that must not grow."""
     gc.collect()
