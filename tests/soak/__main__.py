@@ -59,7 +59,7 @@ class Row:
             "attempts": self.number,
             "attacks": self.attacks,
             "seconds": round(self.seconds, 1),
-            "violations": self.violations,
+            "violations": [f"{lines[0]}: {lines[-1]}" for lines in map(str.splitlines, self.violations)],
             "measured": {name: [round(value, 4) for value in values] for name, values in self.measured.items()},
             "left_out": self.left_out,
         }
@@ -146,8 +146,11 @@ def kill_all_of(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def soak(rows: list[Row], minutes: float, seed: int, workers: int) -> None:
-    """Attempts in ``workers`` processes at a time, until the time is over; those that have begun then may end."""
+def soak(rows: list[Row], minutes: float, seed: int, workers: int, first: bool = False) -> None:
+    """Attempts in ``workers`` processes at a time, until the time is over; those that have begun then may end.
+
+    With ``first`` it is over with the first violation.
+    """
     until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="ampkit-soak-") as name:
         folder, running = Path(name), []
@@ -160,7 +163,7 @@ def soak(rows: list[Row], minutes: float, seed: int, workers: int) -> None:
                         break
                     running.append(Attempt(row, seed, row.number, folder))
                     row.number += 1
-                if not running:
+                if not running or (first and any(row.violations for row in rows)):
                     return
                 ready, _, _ = select.select([one.ended for one in running], [], [], 0.2)
                 for one in [one for one in running if one.ended in ready or one.is_late]:
@@ -221,6 +224,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="drawn and printed, if none is given")
     parser.add_argument("--only", default=None, help="a group, or the name of a promise")
     parser.add_argument("--attempt", type=int, default=None, help="the one case with this number, in this process")
+    parser.add_argument("--first", action="store_true", help="end with the first violation")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="attempts at a time")
     parser.add_argument("--json", type=Path, default=None, help="where to write the table as JSON")
     arguments = parser.parse_args()
@@ -238,7 +242,7 @@ def main() -> int:
     gc.freeze()  # collections in attempts need not walk all of torch
     print(f"soak: {arguments.minutes:g} minutes, seed {seed}, {arguments.workers} processes", flush=True)
     began = time.monotonic()
-    soak(chosen, arguments.minutes, seed, arguments.workers)
+    soak(chosen, arguments.minutes, seed, arguments.workers, arguments.first)
     print_table(chosen)
     if arguments.json is not None:
         about = {

@@ -84,8 +84,17 @@ class Trainer:
         self.model, _ = ampkit.initialize(model, self.optimizer, opt_level=job.level, loss_scale=rule, verbosity=0)
         self.called = DistributedDataParallel(model) if job.wrapper == "ddp" and ranks > 1 else model
 
-    def step(self, number: int, factor: float = 1.0, happens: Callable[[], None] = lambda: None) -> bool:
-        """One step of all ranks, whose loss is ``factor`` times its own here; ``happens`` in the midst of it. Was it skipped?"""
+    def step(
+        self,
+        number: int,
+        factor: float = 1.0,
+        happens: Callable[[], None] = lambda: None,
+        in_gradient: float | None = None,
+    ) -> bool:
+        """One step of all ranks, whose loss is ``factor`` times its own here; ``happens`` in the midst of it. Was it skipped?
+
+        ``in_gradient`` takes the place of an element of the gradient that lies here.
+        """
         self.optimizer.zero_grad()
         for part in range(self.job.parts):
             is_last = part == self.job.parts - 1
@@ -100,6 +109,8 @@ class Trainer:
                     happens()
                 with ampkit.scale_loss(loss * factor if is_last else loss, self.optimizer) as scaled:
                     scaled.backward()
+                    if is_last and in_gradient is not None:
+                        self.model[3].weight.grad.to_local().view(-1)[0] = in_gradient
         ampkit.clip_grad_norm_(self.optimizer, 1.0)
         self.optimizer.step()
         return ampkit.step_was_skipped(self.optimizer)
@@ -171,14 +182,12 @@ def _be_rank(rank: int, count: int, folder: Path, work: Callable[[int], Any]) ->
     os._exit(0 if error is None else 1)
 
 
-def trained(
-    job: Job, rank: int, factor: float = 1.0, happens: Callable[[], None] = lambda: None, steps: Any = None
-) -> dict[str, Any]:
-    """What a rank comes to, if its loss has this factor, and this happens to it, in the step ``job.when``."""
+def trained(job: Job, rank: int, steps: Any = None, **what: Any) -> dict[str, Any]:
+    """What a rank comes to that does all ``steps``, if ``what`` is done to it in the step ``job.when``: see `Trainer.step`."""
     trainer, skipped = Trainer(job, rank, dist.get_world_size()), []
     for number in range(job.steps) if steps is None else steps:
         is_it = number == job.when and rank == job.culprit
-        skipped.append(trainer.step(number, factor if is_it else 1.0, happens if is_it else lambda: None))
+        skipped.append(trainer.step(number, **(what if is_it else {})))
     return {"weights": trainer.weights(), "skipped": skipped, "scale": ampkit.state_dict()["loss_scaler0"]}
 
 
@@ -215,7 +224,8 @@ def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 
 def a_nan_on_one_rank_skips_the_step_on_all(draw: random.Random) -> int:
     job, value = Job.drawn(draw), draw.choice([math.nan, math.inf, -math.inf])
-    found = results(on_ranks(job.ranks, lambda rank: trained(job, rank, factor=value)), job)
+    where = "in_gradient" if job.wrapper == "fsdp2" and draw.random() < 0.7 else "factor"
+    found = results(on_ranks(job.ranks, lambda rank: trained(job, rank, **{where: value})), job)
     for one in found:
         assert_equal(one, found[0], job)
         assert one["skipped"] == [number == job.when for number in range(job.steps)], (one["skipped"], job)
@@ -351,7 +361,7 @@ def batch_norm_over_ranks_survives_a_nan(draw: random.Random) -> int:
 PROMISES = [
     Promise(
         "A NaN on one rank skips the step on all of them, and all go on with equal weights and scales.",
-        "inf or NaN in the loss of one of two or four ranks; DDP with no_sync, FSDP2",
+        "inf or NaN in the loss of one of two or four ranks, or in its shard of a gradient; DDP with no_sync, FSDP2",
         a_nan_on_one_rank_skips_the_step_on_all,
     ),
     Promise(
