@@ -37,9 +37,9 @@ GROUPS = {
 }
 #: By the name of a promise: what is known of an attack that broke it, and is not mended.
 UNMENDED = {
-    "four_threads_train_as_alone": "**Four threads that train at once have crashed**, with a corrupted heap or an error of autograd, "
-    "in one of some 100 attempts with the transformer. 302 attempts with the convolutional network did not, nor 709 with plain torch. "
-    "The cause is not known yet. Until it is mended, train each model in a process of its own.",
+    "four_threads_train_as_alone": "**Four threads that train at once have crashed**, with a corrupted heap or an error of "
+    "autograd, in one of some 100 attempts with the transformer. 302 attempts with the convolutional network did not, nor 709 "
+    "with plain torch. The cause is not known yet. Until it is mended, train each model in a process of its own.",
     "a_torn_checkpoint_is_refused": "**A bit that flips between the records of a checkpoint** can have torch read a tensor from "
     "another place of the file: one of 6,761 attacks did that. Such bits have no checksum, and the attack leaves them out since. "
     "Compare a digest of the file where disks are not trusted.",
