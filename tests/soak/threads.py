@@ -221,7 +221,8 @@ PROMISES = [
         "Four threads train four models at different levels, each bit for bit as alone.",
         "threads that are switched 100,000 times a second, initialized before or inside",
         four_threads_train_as_alone,
-        share=0.25,  # see UNMENDED in docs/make_reliability.py
+        share=0.25,
+        is_broken=True,  # see UNMENDED in docs/make_reliability.py
     ),
     Promise(
         "Evaluation in other threads changes nothing in a training, bit for bit.",
