@@ -1,6 +1,7 @@
 """A skipped step leaves no trace in running statistics: they are those of a run that never saw the batch."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -395,6 +396,32 @@ def test_a_generators_bad_batch_is_not_left_in_its_critics_statistics(settings, 
     backward(critic(generator(torch.randn(6, 3))).float().mean() * math.inf, optimizers[0])
     optimizers[0].step()
     assert critic[1].num_batches_tracked == 2 and generator[1].num_batches_tracked == 0
+
+
+def test_a_skip_leaves_statistics_alone_that_another_thread_trains():
+    def pair():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        return ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+
+    bad, others, has_run, may_end = torch.full((6, 3), math.nan), [], threading.Event(), threading.Event()
+
+    def beside():
+        others.append(pair()[0])
+        others[0](bad)  # its own step is the one to put this back
+        has_run.set()
+        may_end.wait(60)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    assert has_run.wait(60)
+    try:
+        model, optimizer = pair()
+        backward(model(bad).float().mean(), optimizer)
+        optimizer.step()
+        assert model[1].running_mean.eq(0).all() and others[0][1].running_mean.isnan().all()
+    finally:
+        may_end.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD], ids=["raised in the step", "raised in the next block"])
