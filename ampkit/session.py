@@ -33,7 +33,7 @@ from .iteration.advice import calls_of_torch, tell_of_unowned
 from .iteration.block import Block, LossScaling
 from .iteration.loss_scale import LossScaler
 from .iteration.one_pass import one_pass_steps
-from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
+from .iteration.optimizer_wrapper import OptimizerWrapper, is_alive_beside, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.slots import Slots
 from .iteration.stand_ins import inner_optimizers
@@ -93,6 +93,7 @@ class Session:
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self._widens = widens
+        self.made_in = threading.get_ident()  # the thread that called `initialize`
         self.scaling = LossScaling(plan)
         self._statistics = RunningStatistics()
         self.casting: Casting | None = None
@@ -341,7 +342,8 @@ class Session:
             ]
             here = [one for one in others if not one.trains_beside(thread, self)]
             unnamed += here
-            if len(here) == len(others):
+            # One that another thread makes at the moment has no wrappers yet, and all of its gradients are that thread's.
+            if len(here) == len(others) and (session is self or not is_alive_beside(session.made_in, thread)):
                 session.scaling.find_unowned(session)
                 if session.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
                     tell_of_unowned(session)

@@ -69,7 +69,6 @@ class OptimizerWrapper:
         self._patches = PatchSet()
         self.block: Any = None  # the scale_loss block that is open, whether it names this optimizer or not
         self.thread: int | None = None  # that has entered the last of them
-        self._made_in = threading.get_ident()
         self.delayed_with: LossScaler | None = None
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
         self.active = True
@@ -114,8 +113,8 @@ class OptimizerWrapper:
 
         Before its first block, in another session than this one, it counts as trained where it was initialized.
         """
-        own = self._made_in if self.thread is None and self.owner is not session else self.thread
-        return own not in (None, thread) and any(one.ident == own for one in threading.enumerate())
+        own: int | None = self.owner.made_in if self.thread is None and self.owner is not session else self.thread
+        return own is not None and is_alive_beside(own, thread)
 
     def detach(self) -> None:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
@@ -481,6 +480,11 @@ class OptimizerWrapper:
     def _know_params(self, params: list[Tensor]) -> None:
         self.gradients.add(self._slots.of(params, self.owner.float32_values()))
         self._params = params
+
+
+def is_alive_beside(other: int, thread: int) -> bool:
+    """Whether these are idents of two threads, the first of which is alive."""
+    return other != thread and any(one.ident == other for one in threading.enumerate())
 
 
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:

@@ -253,6 +253,31 @@ def test_two_threads_have_blocks_at_once_beside_what_a_third_has_trained():
     assert all(not ampkit.step_was_skipped(optimizer) for _, optimizer in pairs)
 
 
+def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_made():
+    """Also while that thread is still in initialize, when no optimizer is known to be its own yet."""
+    other, has_begun, may_end = nn.Linear(2, 2), threading.Event(), threading.Event()
+
+    def beside():
+        ampkit.initialize(other, opt_level="O1", verbosity=0)
+        other.weight.grad = torch.ones(2, 2)
+        has_begun.set()
+        may_end.wait(60)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    assert has_begun.wait(60)
+    model, optimizer = make_pair()
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    try:
+        with ampkit.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
+            inside = other.weight.grad
+            scaled.backward()
+        assert inside is other.weight.grad is not None and other.weight.grad.eq(1).all()
+    finally:
+        may_end.set()
+        thread.join()
+
+
 def test_forward_of_another_level_runs_uncast():
     seen = []
 
