@@ -78,6 +78,7 @@ def test_it_is_whole_and_asks_for_nothing_from_elsewhere(page):
             assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
     assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|import\s*\(", html)
     assert "prefers-color-scheme: dark" in html
+    assert str(ROOT) not in html  # a page is shown to others: it names files, and no folder of this machine
 
 
 def test_it_shows_the_rows_and_the_source(page):
