@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from helpers import initialize_quietly
+from helpers import ROOT, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import linear as bound_early
@@ -412,12 +412,126 @@ def test_a_closure_is_no_part_of_the_step():
         loss.backward()
         return loss
 
+    with torch.no_grad():
+        model.weight.fill_(0.5), model.bias.zero_()
+    x = torch.ones(4, 8)
     record = recorded(lambda: [optimizer.step(closure), optimizer.step(closure=closure)])
     assert record.iterations == 2 and [step.iteration for step in record.scale] == [1, 2]
     calls = {row.phase: row.calls for row in record.calls if row.function in ("linear", "step")}
     assert calls == {"forward": 2, "backward": 2, "step": 2}
-    # Of the second gradient, which the step used: that of the first step's weights.
-    assert record.tensors[next(iter(record.tensors))].grad_absmax > 0
+    # Each output is 4 at first, so its gradient 4 * 2 / 8 = 1, the first step's own; it is smaller in the second.
+    assert record.tensors["weight"].grad_absmax == 1.0
+
+
+def test_parameters_of_one_name_are_told_apart():
+    heads = [nn.Linear(8, 2 + i) for i in range(3)]
+    optimizer = torch.optim.SGD([param for head in heads for param in head.parameters()], 0.1)
+    x = torch.randn(4, 8)
+
+    def iteration():
+        with torch.autocast("cpu", BF16):
+            sum(head(x).float().sum() for head in heads).backward()
+        optimizer.step()
+
+    record = recorded(iteration)
+    weights = {name: row.elements for name, row in record.tensors.items() if "weight" in name}
+    assert weights == {"weight": 16, "Linear.weight": 24, "Linear.weight (2)": 32}
+    assert {row.casts for row in record.tensors.values()} == {1.0}
+
+
+def test_each_optimizer_has_its_own_scale():
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizers = [torch.optim.SGD(one.parameters(), 2.0**-10) for one in (model, other)]
+    (model, other), optimizers = ampkit.initialize([model, other], optimizers, opt_level="O1", verbosity=0)
+    x = torch.randn(4, 8) * 2.0**-12
+
+    def iteration():
+        with ampkit.scale_loss(other(model(x)).float().mean() * 2.0**-8, optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    record = recorded(iteration)
+    assert [step.loss_scale for step in record.scale] == [65536.0, 65536.0]
+
+
+class _OwnStep(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_the_step_of_a_class_that_extends_torchs_is_one():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    plain, optimizer = torch.optim.SGD(model.parameters(), 0.1), _OwnStep(model.parameters(), 0.1)
+
+    def closure():
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    def iteration():
+        optimizer.step(closure)
+        optimizer.step()
+
+    record = recorded(iteration)
+    assert plain is not None and record.iterations == 2 and len(record.scale) == 2
+
+
+def test_after_a_step_that_raises_steps_go_on():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def iteration():
+        for is_first in (True, False, False):
+            model(x).sum().backward()
+            optimizer.param_groups[0]["lr"] = None if is_first else 0.1
+            try:
+                optimizer.step()
+            except TypeError:
+                assert is_first
+
+    record = recorded(iteration)
+    assert record.iterations == 3 and [step.iteration for step in record.scale] == [2, 3]  # the first has not ended
+
+
+def test_iterations_are_those_of_the_optimizer_that_steps_first():
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    generator, critic = (torch.optim.SGD(one.parameters(), 0.1) for one in models)
+
+    def iteration():
+        for _ in range(3):
+            for optimizer, model, times in ((generator, models[0], 1), (critic, models[1], 5)):
+                for _ in range(times):
+                    model(torch.ones(2, 8)).sum().backward()
+                    optimizer.step()
+
+    assert recorded(iteration).iterations == 3
+
+
+def test_what_a_function_made_and_left_is_in_the_record():
+    def train():
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(5):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+    record = recorded(train)
+    assert record.iterations == 5 and list(record.tensors) == ["weight", "bias"]
+
+
+def test_rows_of_one_line_name_their_own_modules():
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 10)).bfloat16()
+    record = recorded(lambda: model(torch.ones(4, 64, dtype=BF16)))
+    of = {row.module: "N = 10" in row.tensor_cores for row in record.calls if row.function == "linear"}
+    assert of == {"0": False, "1": True}
+
+
+def test_json_names_no_folders(tmp_path):
+    record = recorded(lambda: torch.ones(4, 4) @ torch.ones(4, 4))
+    record.to_json(tmp_path / "record.json")
+    text = (tmp_path / "record.json").read_text()
+    assert '"file": "test_recording.py"' in text and str(ROOT) not in text
 
 
 def test_compiled_code_is_recorded_eagerly_and_the_record_says_so():

@@ -252,6 +252,13 @@ def test_the_recommended_way_follows_the_rule(others, name):
     assert str(tuning(PLAIN, AUTOCAST, *others).recommended.way) == name
 
 
+def test_nothing_follows_an_autocast_that_ends_in_nan():
+    autocast = row("autocast float16", 8, 90, off=math.nan)
+    found = tuning(PLAIN, autocast, row("O3 float16", 2, 70, off=math.nan), row("O1 float16", 5, 95, off=0.009))
+    assert str(found.recommended.way) == "O1 float16" and "1% are allowed" in found.reason
+    assert str(tuning(PLAIN, autocast, row("O1 float16", 5, 95, off=0.011)).recommended.way) == "float32"
+
+
 def test_float32_is_recommended_where_nothing_is_faster_and_needs_no_line():
     found = tuning(row("float32", 10, 100), row("autocast bfloat16", 9.9, 101), row("O1 bfloat16", 12, 105))
     assert str(found.recommended.way) == "float32" and found.lines == [] and ALIKE == 1.03
@@ -279,12 +286,42 @@ def test_a_line_for_the_fused_optimizer_computes_the_same(make):
         optimizer = make(model.parameters(), lr=0.05, weight_decay=0.1, **settings)
         assert optimizers_for(optimizer) == ["given", "fused", "int8"]
         if words:
-            optimizer = eval(fused_in_words(optimizer), {"ampkit": ampkit, "model": model})
+            optimizer = eval(
+                fused_in_words(optimizer, model), {"ampkit": ampkit, "model": model, "optimizer": optimizer}
+            )
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.arange(8.0).view(2, 4)).square().sum().backward()
             optimizer.step()
         results.append(model.weight.detach())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["two groups", "a part", "a scheduler"])
+def test_a_line_for_the_fused_optimizer_has_the_settings_of_groups(case):
+    results = []
+    for is_fused in (False, True):
+        model = torch.nn.Linear(4, 2)
+        torch.nn.init.constant_(model.weight, 0.25)
+        torch.nn.init.zeros_(model.bias)
+        groups = [{"params": [model.weight], "lr": 0.5, "weight_decay": 0.1}]
+        groups += [{"params": [model.bias]}] if case == "two groups" else []
+        given = model.parameters() if case == "a scheduler" else groups
+        optimizer = torch.optim.SGD(given, lr=0.01, momentum=0.9)
+        if case == "a scheduler":  # that multiplies the rate by 0 at first
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))
+            assert "lr=0.01" in fused_in_words(optimizer, model) and "model.parameters()" in fused_in_words(
+                optimizer, model
+            )
+            return
+        if is_fused:
+            names = {"ampkit": ampkit, "model": model, "optimizer": optimizer}
+            optimizer = eval(fused_in_words(optimizer, model), names)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(8.0).view(2, 4)).square().mean().backward()
+            optimizer.step()
+        results.append((model.weight.detach(), model.bias.detach()))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 

@@ -91,10 +91,9 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
     often = [row for row in record.tensors.values() if row.casts > 1.5]
     if often:
         most = max(often, key=lambda row: row.casts * row.bytes["casts"])
-        once = ', "O1" casts each once' if record.about.startswith("no session") else ""
         size = sum(row.casts * row.bytes["casts"] for row in often) * record.iterations * record.ranks
         found = f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times)"
-        change = f'opt_level="O2" or "O5" stores weights in lower precision{once}'
+        change = 'opt_level="O2" or "O5" stores weights in lower precision'
         yield Advice(_gain_of_casts(record, size / 2), "", found, change)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,7 +34,10 @@ class Group:
     site: Site | None
     function: str
     phase: str
-    paths: set[str] = field(default_factory=set)
+    module: str = ""  # of the latest call
+    paths: defaultdict[int, set[str]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # of modules, by id of the row, or of this
     rows: dict[Precision, CallRow] = field(default_factory=dict)
     last: CallRow | None = None
     lead: Any = None  # the operator, or in backward autograd's node, that counts calls
@@ -77,16 +81,15 @@ def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
     for group in groups:
         if group.last is not None:
             group.hand_over(group.last)
-        module = _collapsed(group.paths)
         for row in _folded(group.rows.values()):
-            row.module = module
+            row.module = _collapsed(group.paths[id(row)])
             by_line.setdefault((group.site, group.phase), []).append(row)
             yield row
     for group in (one for one in groups if one.last is None):
         row = next(iter(by_line.get((group.site, group.phase), [])), None)
         if row is None:  # a line that does nothing but convert, or computes with integers
             row = group.new_row(Precision())
-            row.module, row.calls = _collapsed(group.paths), group.casts
+            row.module, row.calls = _collapsed(group.paths[id(group)]), group.casts
             row.reason = "a cast of the script's" if group.casts else row.reason
             by_line.setdefault((group.site, group.phase), []).append(row)
             yield row

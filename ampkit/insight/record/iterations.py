@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +20,21 @@ from ..repeating import unwatched
 class StepHooks:
     """Calls `before` and `after` around the steps of all optimizers, skipped ones included, from `watch` to the undoing.
 
-    ``scales`` are those of `scale_loss` blocks and of torch's GradScaler, in order. Iterations are counted by the optimizer that
-    steps first: ``on_step`` is called after each step, with the number of the one that it ends, or None where it ends none.
+    ``scales`` are those of the last `scale_loss` block, or step of torch's GradScaler, of each optimizer; ``scale`` is the latest
+    of all. ``iterations`` are counted by the optimizer that steps first: ``on_step`` is called after each step, with the number of
+    the one that it ends, or None where it ends none.
     """
 
     def __init__(self, on_step: Callable[[int | None], None]) -> None:
         self.on_step = on_step
         self.begun = 0  # steps of all optimizers
-        self.scales: list[float | torch.Tensor] = []
+        self.iterations = 0
+        self.scale: float | torch.Tensor = 1.0
+        self.scales: weakref.WeakKeyDictionary[Any, float | torch.Tensor] = weakref.WeakKeyDictionary()
         self.counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._first: Callable[[], Any] = lambda: None
         self._stepping: Any = None
+        self._depth = 0  # of the stack, where that step began
 
     @property
     def is_stepping(self) -> bool:
@@ -40,10 +45,6 @@ class StepHooks:
 
     def after(self, optimizer: Any, skipped: bool) -> None:
         """It was taken, or skipped."""
-
-    @property
-    def iterations(self) -> int:
-        return max(self.counts.values(), default=0)
 
     def watch(self, undo: Undo) -> None:
         patches = PatchSet()
@@ -62,21 +63,26 @@ class StepHooks:
         def evaluate() -> Any:
             outer, self._stepping = self._stepping, None  # forward and backward are no part of the step
             result = closure()
-            self._stepping = outer
-            if outer is None:
+            if outer is not None:
+                self._stepping = outer
+            elif self._stepping is None:
                 self._begin(optimizer)
             return result
 
         return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
 
     def _begin(self, optimizer: Any) -> None:
-        if self._stepping not in (None, optimizer):  # a part of the step of another optimizer
+        depth = _depth_of_stack()
+        if (
+            self._stepping is not None and depth > self._depth
+        ):  # a part of the step of another, or of the class that it extends
             return
-        self._stepping = optimizer
+        self._stepping, self._depth = optimizer, depth  # one that is no deeper than the last has raised
         self.begun += 1
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         if self._first() is None:
             self._first = weakref.ref(optimizer)
+        self.iterations += optimizer is self._first()
         with unwatched(), torch.no_grad():
             self.before(optimizer)
 
@@ -86,10 +92,7 @@ class StepHooks:
         self._stepping = None
         with unwatched(), torch.no_grad():
             self.after(optimizer, skipped)
-        is_first = optimizer is self._first()
-        if is_first:
-            self.scales.clear()
-        self.on_step(self.counts[optimizer] if is_first else None)
+        self.on_step(self.iterations if optimizer is self._first() else None)
 
     def _on_skip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def skip(wrapper: OptimizerWrapper) -> Any:
@@ -103,7 +106,8 @@ class StepHooks:
         def __exit__(block: Block, *error: Any) -> Any:
             scale = block.scale  # it moves when the block ends
             with unwatched():
-                self.scales.append(scale.clone() if isinstance(scale, torch.Tensor) else scale)
+                self.scale = scale.clone() if isinstance(scale, torch.Tensor) else scale
+            self.scales.update((wrapper.optimizer, self.scale) for wrapper in block.named)
             return original(block, *error)
 
         return __exit__
@@ -112,7 +116,7 @@ class StepHooks:
         def step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             with unwatched():
                 if scaler._scale is not None:
-                    self.scales.append(scaler._scale.clone())
+                    self.scale = self.scales[optimizer] = scaler._scale.clone()
             count = self.counts.get(optimizer, 0)
             result = original(scaler, optimizer, *args, **kwargs)
             if self.counts.get(optimizer, 0) == count:  # it did not call the optimizer
@@ -121,3 +125,10 @@ class StepHooks:
             return result
 
         return step
+
+
+def _depth_of_stack() -> int:
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth

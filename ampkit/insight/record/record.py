@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,8 +52,9 @@ class Record(Rows):
         return merged
 
     def to_json(self, path: str | Path) -> None:
-        """Write all rows as JSON: this class's fields, dtypes as ``"bfloat16"``; NaN and inf are strings."""
-        Path(path).write_text(json.dumps(_plain(asdict(self)), indent=1, allow_nan=False) + "\n")
+        """Write all rows as JSON: the fields, files without their folders, dtypes as ``"bfloat16"``, NaN and inf as strings."""
+        fields = asdict(replace(self, calls=[replace(row, file=os.path.basename(row.file)) for row in self.calls]))
+        Path(path).write_text(json.dumps(_plain(fields), indent=1, allow_nan=False) + "\n")
 
     def to_html(self, path: str | Path) -> None:
         """Write one page that needs no network and no server: overview, source with figures at each line, tables that sort.
@@ -72,10 +75,14 @@ def _joined(rows: list[TensorRow]) -> TensorRow:
     shares = ("underflow", "denormal", "lost_updates", "lost_without_masters")
     return replace(
         rows[0],
-        absmax=max(row.absmax for row in rows),
-        grad_absmax=max(row.grad_absmax for row in rows),
+        absmax=max((row.absmax for row in rows), key=_nan_first),
+        grad_absmax=max((row.grad_absmax for row in rows if row.grad_absmax == row.grad_absmax), default=math.nan),
         **{name: mean(name) for name in shares},
     )
+
+
+def _nan_first(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _plain(value: Any) -> Any:

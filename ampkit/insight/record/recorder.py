@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
@@ -64,7 +65,8 @@ class Recorder(Watch):
         self._facts: dict[Any, _Facts] = {}
         self._memory = Memory()
         self._reasons = Reasons()
-        self._names = WeakIdKeyDictionary()  # of parameters
+        self._names = WeakIdKeyDictionary()  # of parameters, and of each name how many have it
+        self._bearers: Counter[str] = Counter()
         self._roots: list[nn.Module] = []
         self._casts: dict[str, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
         self._promoted: dict[int, str] = {}  # where a row's dtype comes from, by id of the row
@@ -74,7 +76,7 @@ class Recorder(Watch):
         self._accelerator: str | None = None
         self._timed: list[tuple[Any, CallRow | Group, Any, Any]] = []
         self._on_iteration = on_iteration
-        self.steps = Steps(self._memory, self._names.get, lambda: self._precision, self._after_step)
+        self.steps = Steps(self._memory, self._name_of, lambda: self._precision, self._after_step)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -109,11 +111,18 @@ class Recorder(Watch):
             if "_orig_mod" in part._modules and _COMPILED not in self._notes:
                 self._notes.append(_COMPILED)
         for name, param in module.named_parameters():
-            if param not in self._names:
-                self._names[param] = f"{prefix}.{name}" if prefix else name
-                self._memory.is_a(WEIGHTS, param).name = self._names[param]
+            self._memory.is_a(WEIGHTS, param).name = self._name_of(param, f"{prefix}.{name}" if prefix else name)
         for buffer in module.buffers():
             self._memory.is_a(WEIGHTS, buffer)
+
+    def _name_of(self, param: torch.Tensor, proposed: str) -> str:
+        """The name that a parameter has, or gets: the proposed one, with a number where others bear it."""
+        if param not in self._names:
+            self._bearers[proposed] += 1
+            number = self._bearers[proposed]
+            self._names[param] = f"{proposed} ({number})" if number > 1 else proposed
+        name: str = self._names[param]
+        return name
 
     def around(self, call: Call) -> Any:
         facts = self._facts.get(call.op) or self._learn(call.op)
@@ -138,6 +147,7 @@ class Recorder(Watch):
             row: Any = group
         else:
             row = self._note_call(group, call, facts.product, read, made)
+        group.paths[id(row)].add(group.module)
         if begin is None:
             row.seconds += seconds
             if made and not made[0].is_cpu:
@@ -169,7 +179,7 @@ class Recorder(Watch):
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = Group(call.site, function, phase)
-        group.paths.add(module)
+        group.module = module
         return group
 
     # Casts

@@ -6,7 +6,6 @@ whether a step was skipped, once a step, and everything else when the recording 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,13 +44,14 @@ class _Step:
 class Steps(StepHooks):
     """Measures what each step does to its parameters; `read` gives the figures.
 
-    ``name_of`` gives a parameter's path in its model, or None; ``precision`` the lower precision that is in use.
+    ``name_of`` gives the one name of a parameter, from what its optimizer calls it; ``precision`` the lower precision in use.
+    Optimizers are held until then: a script may make its own in a function that has returned.
     """
 
     def __init__(
         self,
         memory: Memory,
-        name_of: Callable[[torch.Tensor], str | None],
+        name_of: Callable[[torch.Tensor, str], str],
         precision: Callable[[], torch.dtype | None],
         on_step: Callable[[int | None], None],
     ) -> None:
@@ -64,10 +64,10 @@ class Steps(StepHooks):
         # Where torch's GradScaler has a fused optimizer skip on the device.
         found_inf = getattr(optimizer, "found_inf", None)
         step = _Step(
-            weakref.ref(optimizer),
+            optimizer,
             type(optimizer).__name__,
             self.counts[optimizer],
-            self.scales[-1] if self.scales else 1.0,
+            self.scales.get(optimizer, self.scale),
             dict(self._named(optimizer)),
             False if found_inf is None else found_inf,
             Weights(optimizer, SAMPLE),
@@ -115,7 +115,7 @@ class Steps(StepHooks):
 
     def _named(self, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True):
-            yield self._name_of(param) or name, param
+            yield self._name_of(param, name), param
 
     def _note_memory(self, optimizer: Any) -> None:
         memory, wrapper = self._memory, wrapper_of(optimizer)
@@ -143,7 +143,7 @@ class Steps(StepHooks):
             bad = (name for (name, figure), value in figures.items() if figure == "grad_absmax" and value - value != 0)
             step.skipped = bool(step.skipped)
             rows.append(StepRow(step.iteration, step.kind, scale, step.skipped, next(bad, None)))
-        optimizers = dict.fromkeys(one for step in self.steps if (one := step.optimizer()) is not None)
+        optimizers = {id(step.optimizer): step.optimizer for step in self.steps}.values()
         params = {name: (param, one) for one in optimizers for name, param in self._named(one)}
         with torch.no_grad():
             largest = to_host({name: _absmax(local(param.detach())) for name, (param, _) in params.items()})

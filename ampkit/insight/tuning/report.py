@@ -84,7 +84,8 @@ class Tuning:
         """How far from float32's the losses of a way may be."""
         yardsticks = [row for row in self.rows.values() if row.way.level == AUTOCAST and row.error is None]
         own = [row for row in yardsticks if row.way.dtype == way.dtype] or yardsticks
-        return max((TIMES_AUTOCAST * row.distance(self.rows[FLOAT32]) for row in own), default=WITHOUT_AUTOCAST)
+        distances = [row.distance(self.rows[FLOAT32]) for row in own]
+        return TIMES_AUTOCAST * max(filter(math.isfinite, distances), default=WITHOUT_AUTOCAST / TIMES_AUTOCAST)
 
     def why_not(self, row: Row) -> str | None:
         """Why a way is not recommended, however fast; None for one that follows the rule, as float32 does."""

@@ -42,7 +42,7 @@ class Trainer:
             "model": type(self.model).__name__,
             "optimizer": type(given).__name__,
             "optimizers": optimizers,
-            "fused": fused_in_words(given) if "fused" in optimizers else None,
+            "fused": fused_in_words(given, self.model) if "fused" in optimizers else None,
             "parameters": sum(param.numel() for param in self.model.parameters()),
             "samples": len(next(tensors_in(self.batches[0][0]))),
             "device": self.device.type,

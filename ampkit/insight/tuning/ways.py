@@ -87,11 +87,13 @@ def fused(optimizer: Any, **besides: Any) -> Any:
     return kind(groups, lr=groups[0]["lr"], **own, **besides)
 
 
-def fused_in_words(optimizer: Any) -> str:
-    """How a script makes it, with the settings that are not its defaults."""
+def fused_in_words(optimizer: Any, model: torch.nn.Module) -> str:
+    """How a script makes it, with the settings that are not its defaults; over the groups that it has where they say more."""
     kind, names, own = _FUSED[type(optimizer)]
     defaults = inspect.signature(kind).parameters
-    given = {**{name: optimizer.defaults[name] for name in names}, **own}
+    groups = optimizer.param_groups
+    given = {name: groups[0][name] for name in names} | {"lr": groups[0].get("initial_lr", groups[0]["lr"])} | own
     words = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
-    params = "model.parameters()" if len(optimizer.param_groups) == 1 else "groups"
+    is_whole = len(groups) == 1 and set(groups[0]["params"]) == set(model.parameters())
+    params = "model.parameters()" if is_whole else "optimizer.param_groups"
     return f"ampkit.optimizers.{kind.__name__}({', '.join([params, *words])})"
