@@ -33,7 +33,7 @@ from .iteration.advice import calls_of_torch, tell_of_unowned
 from .iteration.block import Block, LossScaling
 from .iteration.loss_scale import LossScaler
 from .iteration.one_pass import one_pass_steps
-from .iteration.optimizer_wrapper import OptimizerWrapper, is_alive_beside, wrapper_of
+from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
 from .iteration.running_statistics import RunningStatistics
 from .iteration.slots import Slots
 from .iteration.stand_ins import inner_optimizers
@@ -93,7 +93,8 @@ class Session:
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self._widens = widens
-        self.made_in = threading.get_ident()  # the thread that called `initialize`
+        #: The thread of its last block, and before that of `initialize`: blocks of others leave its gradients and statistics alone.
+        self.thread = threading.get_ident()
         self.scaling = LossScaling(plan)
         self._statistics = RunningStatistics()
         self.casting: Casting | None = None
@@ -327,7 +328,7 @@ class Session:
             if wrapper is None:
                 raise not_initialized(optimizer)
             wrapper.follow_groups()
-            wrapper.thread = thread
+            wrapper.owner.thread = thread
             wrappers.append(wrapper)
         if not self._knows_sharding:
             validation.changed_since(self.models, self._sharded_at_first, self.plan)
@@ -337,18 +338,16 @@ class Session:
         self._statistics.enter_block(wrappers)
         unnamed, unowned = [], []
         for session in live_sessions:
-            others = [
+            if session.thread != thread:
+                continue
+            unnamed += [
                 one for ref in session._optimizers if (one := wrapper_of(ref())) is not None and one not in wrappers
             ]
-            here = [one for one in others if not one.trains_beside(thread, self)]
-            unnamed += here
-            # One that another thread makes at the moment has no wrappers yet, and all of its gradients are that thread's.
-            if len(here) == len(others) and (session is self or not is_alive_beside(session.made_in, thread)):
-                session.scaling.find_unowned(session)
-                if session.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
-                    tell_of_unowned(session)
-                elif session.scaling.unowned.slots:
-                    unowned.append(session.scaling.unowned)
+            session.scaling.find_unowned(session)
+            if session.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
+                tell_of_unowned(session)
+            elif session.scaling.unowned.slots:
+                unowned.append(session.scaling.unowned)
         is_unreduced = self._is_unreduced
         return Block(
             self.scaling, loss, wrappers, unnamed, unowned, scaler, delay_unscale, delay_overflow_check, is_unreduced

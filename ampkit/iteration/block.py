@@ -55,11 +55,6 @@ class Block:
     #: The backward passes inside of the block that were not limited to some ``inputs=``.
     whole_passes: int = 0
 
-    @property
-    def thread(self) -> int | None:
-        """That it was made in."""
-        return self.named[0].thread
-
     def backward(self, *_: object, **__: object) -> None:
         """Raise for a script that writes ``scale_loss(loss, optimizer).backward()``, as with GradScaler.scale."""
         raise TypeError(
@@ -68,7 +63,6 @@ class Block:
         )
 
     def __enter__(self) -> torch.Tensor:
-        self.unnamed = [one for one in self.unnamed if one.block is None or one.block.thread == self.thread]
         self._wrappers = [*self.named, *self.unnamed]
         self._refuse()
         try:
@@ -120,21 +114,12 @@ class Block:
                     f"The session of this {type(wrapper.optimizer).__name__} was closed. Call initialize() again, or leave out "
                     "scale_loss."
                 )
-            if wrapper.block is not None and wrapper.block.thread != self.thread and wrapper in wrapper.block.unnamed:
-                wrapper.block.leave(wrapper)
             if wrapper.block is not None:
                 raise ConfigurationError(
                     "scale_loss was entered inside of another scale_loss block. Leave the first block before entering the second: "
-                    "gradients of several losses add up across blocks."
+                    "gradients of several losses add up across blocks. Of threads that train at once, each calls initialize() for "
+                    "its own models and optimizers."
                 )
-
-    def leave(self, wrapper: OptimizerWrapper) -> None:
-        """Leave an optimizer that the block does not name to the thread that turns out to train it."""
-        self.unnamed = [one for one in self.unnamed if one is not wrapper]
-        self._wrappers = [*self.named, *self.unnamed]
-        if not self._is_plain:
-            wrapper.gradients.put_back(BackwardPass(self.scale, done=set()))
-        wrapper.block = None
 
     def _stash_gradients(self) -> None:
         """Stash the gradients that are there. No optimizer's are touched where those of one have to be refused."""

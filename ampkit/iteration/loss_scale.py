@@ -266,10 +266,11 @@ class LossScaler:
         if self._state is None or self._state.device != device:
             refuse_to_begin("the loss scale", device)
             known = self.synchronize()
-            self._state = torch.zeros(len(known), dtype=torch.int32, device=device)
-            self._scale = self._state.view(torch.float32)[0]
-            self._copy = HostCopy(self._state)
-            self._put(known)
+            words = torch.tensor([0, *known[1:]], dtype=torch.int32)
+            words.view(torch.float32)[0] = known.scale
+            state = words.to(device)
+            self._scale, self._copy, self._snapshot = state.view(torch.float32)[0], HostCopy(state), None
+            self._state = state  # last: another thread may read the scale meanwhile
 
     def _write(self, **changes: float) -> None:
         """Change words of the state."""

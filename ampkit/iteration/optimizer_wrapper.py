@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +67,6 @@ class OptimizerWrapper:
         self.owner = owner
         self._patches = PatchSet()
         self.block: Any = None  # the scale_loss block that is open, whether it names this optimizer or not
-        self.thread: int | None = None  # that has entered the last of them
         self.delayed_with: LossScaler | None = None
         self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
         self.active = True
@@ -107,14 +105,6 @@ class OptimizerWrapper:
     @property
     def optimizer(self) -> Any:
         return self._optimizer()
-
-    def trains_beside(self, thread: int, session: Any) -> bool:
-        """Whether another thread than this one trains it: the gradients that it has at the moment are that one's alone.
-
-        Before its first block, in another session than this one, it counts as trained where it was initialized.
-        """
-        own: int | None = self.owner.made_in if self.thread is None and self.owner is not session else self.thread
-        return own is not None and is_alive_beside(own, thread)
 
     def detach(self) -> None:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
@@ -171,7 +161,7 @@ class OptimizerWrapper:
     def is_outside_of_blocks(self, thread: int) -> bool:
         """Whether a backward pass of this thread would bring gradients that come through no block."""
         is_to_look = not (self.gradients.is_open or self.findings.came_through_no_block) and self.has_scale
-        return is_to_look and not self.trains_beside(thread, None)
+        return is_to_look and self.owner.thread == thread
 
     def has_scaled(self, params: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
@@ -480,11 +470,6 @@ class OptimizerWrapper:
     def _know_params(self, params: list[Tensor]) -> None:
         self.gradients.add(self._slots.of(params, self.owner.float32_values()))
         self._params = params
-
-
-def is_alive_beside(other: int, thread: int) -> bool:
-    """Whether these are idents of two threads, the first of which is alive."""
-    return other != thread and any(one.ident == other for one in threading.enumerate())
 
 
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:

@@ -9,7 +9,6 @@ a GAN's discriminator leaves alone what the same forward did to the generator, u
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Sequence
 from operator import is_
@@ -150,7 +149,7 @@ def after_step(owner: Owner, skipped: bool | torch.Tensor | None) -> None:
     """
     may_be_skipped = isinstance(skipped, torch.Tensor) or bool(skipped)
     for other in watched() if may_be_skipped else ():
-        if other is not owner and not other.trains_beside(threading.get_ident(), owner.owner):
+        if other is not owner and other.owner.thread == owner.owner.thread:
             for snapshot in reversed(other.snapshots):
                 snapshot.put_back_if_broken(skipped)
     while owner.snapshots:

@@ -220,37 +220,63 @@ def test_threads_initialize_and_train_as_alone(where):
         assert all(map(torch.equal, found[level], values)), level
 
 
-def test_two_threads_have_blocks_at_once_beside_what_a_third_has_trained():
-    pairs = [make_pair() for _ in range(3)]
-    for pair in pairs:
-        ampkit.initialize(*pair, opt_level="O2", verbosity=0)
-    third = threading.Thread(target=shrink_output, args=pairs[2])
-    third.start()
-    third.join()
+def in_a_thread(work):
+    """The exception that this raises in a thread of its own, or None."""
+    raised = []
 
-    def train(pair, meanwhile):
-        loss = pair[0](torch.ones(2, 4)).float().square().mean()
-        with ampkit.scale_loss(loss, pair[1]) as scaled:
-            scaled.backward()
-            meanwhile()
-        pair[1].step()
+    def guarded():
+        try:
+            work()
+        except Exception as error:
+            raised.append(error)
 
-    def in_a_thread():
-        failed = []
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
 
-        def work():
-            try:
-                train(pairs[1], lambda: None)
-            except Exception as error:
-                failed.append(error)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert not failed
+def train_while(pair, meanwhile):
+    """An iteration at O2, with something else in the midst of its block."""
+    loss = pair[0](torch.ones(2, 4)).float().square().mean()
+    with ampkit.scale_loss(loss, pair[1]) as scaled:
+        scaled.backward()
+        meanwhile()
+    pair[1].step()
 
-    train(pairs[0], in_a_thread)
-    assert all(not ampkit.step_was_skipped(optimizer) for _, optimizer in pairs)
+
+def initialized_pair():
+    return ampkit.initialize(*make_pair(), opt_level="O2", verbosity=0)
+
+
+def test_blocks_of_two_threads_are_open_at_once_beside_what_a_third_has_trained():
+    pair, errors = initialized_pair(), []
+    errors.append(in_a_thread(lambda: shrink_output(*initialized_pair())))
+    train_while(pair, lambda: errors.append(in_a_thread(lambda: shrink_output(*initialized_pair()))))
+    assert errors == [None, None] and not ampkit.step_was_skipped(pair[1])
+
+
+def test_gradients_of_what_a_thread_has_left_behind_are_touched_by_no_other():
+    """Two threads at once at one ``.grad`` corrupt torch's heap."""
+    model, optimizer = initialized_pair()
+    assert in_a_thread(lambda: shrink_output(model, optimizer)) is None
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    kept, seen = model[0].weight.grad, []
+    train_while(initialized_pair(), lambda: seen.append(model[0].weight.grad))
+    assert seen[0] is kept is model[0].weight.grad
+
+
+@pytest.mark.parametrize("many", ["sessions", "optimizers"])
+def test_a_thread_is_told_to_initialize_what_it_trains_itself(many):
+    """Else blocks of the thread that has initialized would touch gradients while it computes them."""
+    if many == "sessions":
+        pairs = [initialized_pair(), initialized_pair()]
+    else:
+        pairs = list(zip(*ampkit.initialize(*zip(make_pair(), make_pair()), opt_level="O2", verbosity=0)))
+    refused = []
+    train_while(pairs[0], lambda: refused.append(in_a_thread(lambda: shrink_output(*pairs[1]))))
+    assert isinstance(refused[0], ampkit.ConfigurationError) and "each calls initialize()" in str(refused[0])
+    shrink_output(*pairs[0])
 
 
 def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_made():

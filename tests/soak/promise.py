@@ -17,8 +17,7 @@ class Promise:
 
     ``attempt`` is given the case's random numbers. It raises for a promise that does not hold, and returns how often it has
     attacked, None for once; or this number and what it has measured, by name. ``share`` is its part of the time in proportion to
-    others, and ``limit`` the seconds after which an attempt counts as hung. One that ``is_broken``, as docs/reliability.md says, is
-    left out of runs of less than five minutes, unless it is asked for.
+    others, and ``limit`` the seconds after which an attempt counts as hung.
     """
 
     promise: str
@@ -26,7 +25,6 @@ class Promise:
     attempt: Callable[[random.Random], int | tuple[int, dict[str, float]] | None]
     share: float = 1.0
     limit: float = 120.0
-    is_broken: bool = False
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import ampkit
 from ampkit.models.records import lower_entries
 from ampkit.optimizers import FusedAdam, FusedSGD
+from ampkit.session import session_of
 
 # Models
 
@@ -270,7 +271,7 @@ class Run:
     def initialize(self, **changes: Any) -> None:
         models, optimizers = [one.model for one in self.players], [one.optimizer for one in self.players]
         ampkit.initialize(models, optimizers, **{**self.recipe.settings, **changes})
-        self.session = ampkit.current_session()
+        self.session = session_of(optimizers[0])  # other threads may have initialized since
 
     def _optimizer(self, model: nn.Module) -> Any:
         return OPTIMIZERS[self.recipe.optimizer].make(model.parameters())

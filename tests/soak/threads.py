@@ -222,7 +222,6 @@ PROMISES = [
         "threads that are switched 100,000 times a second, initialized before or inside",
         four_threads_train_as_alone,
         share=0.25,
-        is_broken=True,  # see UNMENDED in docs/make_reliability.py
     ),
     Promise(
         "Evaluation in other threads changes nothing in a training, bit for bit.",
