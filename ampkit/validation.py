@@ -244,7 +244,7 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
         if in_parts and getattr(optimizer, "needs_whole_tensors", False):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
-                "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD, FusedAdagrad."
+                "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD."
             )
 
 

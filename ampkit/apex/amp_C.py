@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from . import multi_tensor_steps
 from .tensor_lists import Lists, checked_lists, found_inf_for, is_raised, raise_flag
 
 
@@ -191,7 +192,9 @@ def multi_tensor_adagrad(
 ) -> None:
     """Adagrad on the lists (g, p, sum); ``mode`` as in multi_tensor_adam."""
     grads, params, sums = checked_lists("multi_tensor_adagrad", tensor_lists, 3, noop_flag)
-    kernels.multi_tensor_adagrad(grads, params, sums, lr=lr, eps=eps, decoupled=mode == 1, weight_decay=weight_decay)
+    multi_tensor_steps.multi_tensor_adagrad(
+        grads, params, sums, lr=lr, eps=eps, decoupled=mode == 1, weight_decay=weight_decay
+    )
 
 
 def multi_tensor_novograd(
@@ -212,7 +215,7 @@ def multi_tensor_novograd(
 ) -> None:
     """NovoGrad on the lists (g, p, m); updates ``grad_norms``. ``mode`` 0 normalises inside the momentum."""
     grads, params, exp_avgs = checked_lists("multi_tensor_novograd", tensor_lists, 3, noop_flag)
-    kernels.multi_tensor_novograd(
+    multi_tensor_steps.multi_tensor_novograd(
         grads,
         params,
         exp_avgs,
@@ -248,7 +251,7 @@ def multi_tensor_lamb(
 ) -> None:
     """LAMB on the lists (g, p, m, v). The gradients are overwritten by the directions taken."""
     grads, params, exp_avgs, exp_avg_sqs = checked_lists("multi_tensor_lamb", tensor_lists, 4, noop_flag)
-    kernels.multi_tensor_lamb(
+    multi_tensor_steps.multi_tensor_lamb(
         grads,
         params,
         exp_avgs,
@@ -263,7 +266,7 @@ def multi_tensor_lamb(
         bias_correction=bool(bias_correction),
         grad_averaging=bool(grad_averaging),
         trusts=bool(use_nvlamb) or weight_decay != 0,
-        clip=kernels.clip_factor(global_grad_norm, max_grad_norm),
+        clip=multi_tensor_steps.clip_factor(global_grad_norm, max_grad_norm),
     )
 
 
@@ -293,7 +296,7 @@ def multi_tensor_lamb_mp(
     grads, params, exp_avgs, exp_avg_sqs, *lower = checked_lists(
         "multi_tensor_lamb_mp", tensor_lists, (4, 5), noop_flag
     )
-    kernels.multi_tensor_lamb(
+    multi_tensor_steps.multi_tensor_lamb(
         grads,
         params,
         exp_avgs,
@@ -310,7 +313,7 @@ def multi_tensor_lamb_mp(
         grad_averaging=bool(grad_averaging),
         trusts=bool(use_nvlamb) or weight_decay != 0,
         inv_scale=inv_scale,
-        clip=kernels.clip_factor(global_grad_norm, max_grad_norm),
+        clip=multi_tensor_steps.clip_factor(global_grad_norm, max_grad_norm),
         found_inf=found_inf,
     )
 
@@ -335,7 +338,7 @@ def multi_tensor_lamb_stage1_cuda(
     decays = torch.as_tensor(per_tensor_decay).expand(len(grads)).tolist()
     for decay in dict.fromkeys(decays):
         own = [i for i, one in enumerate(decays) if one == decay]
-        kernels.multi_tensor_lamb(
+        multi_tensor_steps.multi_tensor_lamb(
             *([column[i] for i in own] for column in columns),
             directions=[outputs[i] for i in own],
             lr=0.0,
@@ -343,7 +346,7 @@ def multi_tensor_lamb_stage1_cuda(
             eps=eps,
             step=step,
             weight_decay=decay,
-            clip=kernels.clip_factor(global_grad_norm, max_global_grad_norm),
+            clip=multi_tensor_steps.clip_factor(global_grad_norm, max_global_grad_norm),
         )
 
 

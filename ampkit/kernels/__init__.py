@@ -11,12 +11,7 @@ from ampkit.kernels.reference import multi_tensor_split as multi_tensor_split
 from ampkit.kernels.reference import multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm
 from ampkit.kernels.reference import update_scale as update_scale
 from ampkit.kernels.reference_optimizers import clip_coefficient as clip_coefficient
-from ampkit.kernels.reference_optimizers import clip_factor as clip_factor
-from ampkit.kernels.reference_optimizers import gradient_norms as gradient_norms
-from ampkit.kernels.reference_optimizers import multi_tensor_adagrad as multi_tensor_adagrad
 from ampkit.kernels.reference_optimizers import multi_tensor_adam as multi_tensor_adam
-from ampkit.kernels.reference_optimizers import multi_tensor_lamb as multi_tensor_lamb
-from ampkit.kernels.reference_optimizers import multi_tensor_novograd as multi_tensor_novograd
 from ampkit.kernels.reference_optimizers import multi_tensor_sgd as multi_tensor_sgd
 from ampkit.kernels.routing import NO_BAD as NO_BAD
 from ampkit.kernels.split import join as join

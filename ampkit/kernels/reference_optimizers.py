@@ -1,7 +1,7 @@
-"""The optimizers' multi-tensor steps in plain torch: one function for each rule, over lists of tensors.
+"""The multi-tensor steps of SGD and Adam in plain torch, over lists of tensors, and what steps of all rules share.
 
 A step updates ``params`` and states in place, and writes the new values, rounded, into ``lower`` if there is one; the kernels do it
-in one pass. A formula (`_adam`, ...) says what becomes of float32 gradients, parameters and states; `_formula` widens them before,
+in one pass. A formula (`adam`, ...) says what becomes of float32 gradients, parameters and states; `formula` widens them before,
 and rounds and writes them after. Where a parameter is wider than float32, its update is.
 
 Every step takes, besides the settings of its rule, `Common` ones: ``lr`` and ``step``, the number of this step, 1 for the first;
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ampkit.kernels.checks import check_lists, compute_dtype
 from ampkit.kernels.moments import Rounding
-from ampkit.kernels.reference import multi_tensor_l2norm
 from ampkit.kernels.routing import Number, Tensors, number, on, serve
 from ampkit.kernels.split import join, split
 
@@ -67,7 +66,7 @@ class _Settings:
         return 1.0 - beta1**step, 1.0 - beta2**step
 
 
-def _formula(formula: Callable[..., None]) -> Callable[..., None]:
+def formula(formula: Callable[..., None]) -> Callable[..., None]:
     """The reference of a step: called as its operator (csrc/ops.h), with the lists by name.
 
     ``formula(settings, gradients, params, *states)`` changes wide params and states in place.
@@ -79,7 +78,7 @@ def _formula(formula: Callable[..., None]) -> Callable[..., None]:
         wide = [compute_dtype(p) for p in params]
         d = [g.to(dtype) for g, dtype in zip(grads, wide, strict=True)]
         if isinstance(s.factor, Tensor) or s.factor != 1.0:
-            d = torch._foreach_mul(d, _for_each(d, s.factor))
+            d = torch._foreach_mul(d, for_each(d, s.factor))
         is_rest = [bool(lower) and lower[i].dtype is torch.int16 for i in range(len(params))]
         values = [join(p, lower[i]) if is_rest[i] else p.to(wide[i], copy=copies) for i, p in enumerate(params)]
         columns = [
@@ -117,12 +116,12 @@ def _write(found_inf: Tensor | None, results: list[tuple[Tensor, Tensor]]) -> No
         torch._foreach_copy_(*map(list, zip(*results)))
 
 
-def _for_each(tensors: Tensors, number: Number) -> list[Tensor] | float:
+def for_each(tensors: Tensors, number: Number) -> list[Tensor] | float:
     return [number.reshape(()).to(t) for t in tensors] if isinstance(number, Tensor) else float(number)
 
 
-def _subtract(p: list[Tensor], update: list[Tensor], lr: Number) -> None:
-    torch._foreach_sub_(p, torch._foreach_mul(update, _for_each(update, lr)))
+def subtract(p: list[Tensor], update: list[Tensor], lr: Number) -> None:
+    torch._foreach_sub_(p, torch._foreach_mul(update, for_each(update, lr)))
 
 
 def multi_tensor_sgd(
@@ -149,10 +148,10 @@ def multi_tensor_sgd(
     if momentum:
         lists["momenta"], rule = momenta, "sgd with momentum"  # type: ignore[assignment]
     own = (momentum, dampening, weight_decay, nesterov, first_run, wd_after_momentum)
-    _step(rule, _sgd, lists, lower, own, each=trust, **common)
+    take_step(rule, _sgd, lists, lower, own, each=trust, **common)
 
 
-@_formula
+@formula
 def _sgd(s, d, p, m=None):
     momentum, dampening, decay, nesterov, first_run, decays_after = s.own
     if decay and not decays_after:
@@ -168,7 +167,7 @@ def _sgd(s, d, p, m=None):
         d = torch._foreach_add(d, m, alpha=momentum) if nesterov else m
     if decay and decays_after:
         d = torch._foreach_add(d, p, alpha=decay)
-    _subtract(p, d, s.lr)
+    subtract(p, d, s.lr)
 
 
 def multi_tensor_adam(
@@ -188,15 +187,15 @@ def multi_tensor_adam(
     """Adam (Kingma and Ba 2015), with L2 regularisation or, ``decoupled``, the weight decay of AdamW."""
     lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     own = (*betas, 1.0 - betas[0], eps, weight_decay, decoupled, bias_correction)
-    _step("adam", _adam, lists, lower, own, **common)
+    take_step("adam", adam, lists, lower, own, **common)
 
 
-@_formula
-def _adam(s, d, p, m, v):
-    _subtract(p, _adam_direction(s, d, p, m, v), s.lr)
+@formula
+def adam(s, d, p, m, v):
+    subtract(p, adam_direction(s, d, p, m, v), s.lr)
 
 
-def _adam_direction(s, d, p, m, v):
+def adam_direction(s, d, p, m, v):
     """Moves the moments; returns first moment / (root of the second + eps), both corrected, and decayed."""
     beta1, beta2, share, eps, decay, decoupled, corrects_bias = s.own
     if decay and not decoupled:
@@ -206,158 +205,17 @@ def _adam_direction(s, d, p, m, v):
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, d, d, value=1.0 - beta2)
     correction1, correction2 = s.corrections(beta1, beta2, corrects_bias)
-    denominator = torch._foreach_div(v, _for_each(v, correction2))
+    denominator = torch._foreach_div(v, for_each(v, correction2))
     torch._foreach_sqrt_(denominator)
     torch._foreach_add_(denominator, eps)
-    update = torch._foreach_div(m, _for_each(m, correction1))
+    update = torch._foreach_div(m, for_each(m, correction1))
     torch._foreach_div_(update, denominator)
     if decay and decoupled:
         torch._foreach_add_(update, p, alpha=decay)
     return update
 
 
-def multi_tensor_adagrad(
-    grads: Tensors,
-    params: Tensors,
-    sums: Tensors,
-    lower: Tensors | None = None,
-    *,
-    eps: float,
-    decoupled: bool = False,
-    weight_decay: float = 0.0,
-    **common: Unpack[Common],
-) -> None:
-    """Adagrad (Duchi et al. 2011), with L2 regularisation or ``decoupled`` weight decay."""
-    lists = {"grads": grads, "params": params, "sums": sums}
-    _step("adagrad", _adagrad, lists, lower, (eps, weight_decay, decoupled), **common)
-
-
-@_formula
-def _adagrad(s, d, p, h):
-    eps, decay, decoupled = s.own
-    if decay and not decoupled:
-        d = torch._foreach_add(d, p, alpha=decay)
-    torch._foreach_addcmul_(h, d, d)
-    denominator = torch._foreach_sqrt(h)
-    torch._foreach_add_(denominator, eps)
-    update = torch._foreach_div(d, denominator)
-    if decay and decoupled:
-        torch._foreach_add_(update, p, alpha=decay)
-    _subtract(p, update, s.lr)
-
-
-def multi_tensor_lamb(
-    grads: Tensors,
-    params: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    lower: Tensors | None = None,
-    directions: Tensors | None = None,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool = True,
-    bias_correction: bool = True,
-    grad_averaging: bool = True,
-    trusts: bool = True,
-    **common: Unpack[Common],
-) -> None:
-    """LAMB (You et al. 2020, algorithm 2): Adam's direction; where ``trusts``, a step as long as ``lr`` times the weights' norm.
-
-    ``directions`` (may be the gradients) receives the directions taken, which no kernel does. For LAMB's own clipping,
-    ``clip=clip_factor(unscaled norm of all gradients, max_grad_norm)``.
-    """
-    lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    own = (*betas, 1.0 - betas[0] if grad_averaging else 1.0, eps, weight_decay, decoupled, bias_correction)
-    if directions is None:
-        rule, reference = ("lamb", _lamb) if trusts else ("adam", _adam)
-        return _step(rule, reference, lists, lower, own, **common)
-    lists.update({"directions": directions}, **({"lower": lower} if lower else {}))
-    check_lists("multi_tensor_lamb", lists)
-    with torch.no_grad():
-        (_lamb if trusts else _adam_told)(*_arguments(own, **common), **lists)
-
-
-@_formula
-def _lamb(s, d, p, m, v, told=None):
-    update = _adam_direction(s, d, p, m, v)
-    if told is not None:
-        torch._foreach_copy_(told, update)
-    w, u = gradient_norms(p), gradient_norms(update)
-    ratios = torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
-    _subtract(p, torch._foreach_mul(update, [ratio.to(x) for ratio, x in zip(ratios.unbind(), update)]), s.lr)
-
-
-@_formula
-def _adam_told(s, d, p, m, v, told):
-    torch._foreach_copy_(told, _adam_direction(s, d, p, m, v))
-    _subtract(p, told, s.lr)
-
-
-def multi_tensor_novograd(
-    grads: Tensors,
-    params: Tensors,
-    exp_avgs: Tensors,
-    norms: Tensor,
-    lower: Tensors | None = None,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    bias_correction: bool = True,
-    weight_decay: float = 0.0,
-    grad_averaging: bool = True,
-    reg_inside_moment: bool = False,
-    norm_type: int = 2,
-    grad_norms: Tensor | None = None,
-    **common: Unpack[Common],
-) -> None:
-    """NovoGrad (Ginsburg et al. 2019): Adam with one second moment for each tensor.
-
-    ``norms`` holds the running norm of every gradient (not its square), one element a tensor, and is updated first: for
-    ``norm_type`` 2 in the mean of squares, for 0 (the maximum norm) in the mean. ``grad_norms``, the norms of these
-    gradients (unscaled and clipped), are computed in a pass before unless they are given.
-    """
-    moved = _moved_norms(norms, grads, grad_norms, norm_type, betas[1], common) if grads else norms
-    own = (*betas, 1.0 - betas[0] if grad_averaging else 1.0, eps, weight_decay, reg_inside_moment, bias_correction)
-    lists = {"grads": grads, "params": params, "exp_avgs": exp_avgs}
-    _step("novograd", _novograd, lists, lower, own, each=moved, **common)
-    norms.copy_(moved)
-
-
-@torch.no_grad()
-def _moved_norms(norms: Tensor, grads: Tensors, now: Any, norm_type: int, beta2: float, common: Common) -> Tensor:
-    if now is None:
-        now = multi_tensor_l2norm(grads, True)[1] if norm_type == 2 else gradient_norms(grads, norm_type)
-        for factor in (common.get("inv_scale"), common.get("clip")):
-            if factor is not None:
-                now = now * (factor.to(now) if isinstance(factor, Tensor) else factor)
-    now, found_inf = now.to(norms), common.get("found_inf")
-    if norm_type == 2:
-        moved = (norms.square() * beta2 + now.square() * (1.0 - beta2)).sqrt()
-    else:
-        moved = norms * beta2 + now * (1.0 - beta2)
-    return moved if found_inf is None else torch.where(found_inf.to(norms.device) != 0, norms, moved)
-
-
-@_formula
-def _novograd(s, d, p, m):
-    beta1, beta2, share, eps, decay, inside_moment, corrects_bias = s.own
-    correction1, correction2 = s.corrections(beta1, beta2, corrects_bias)
-    denominators = [(norm / correction2**0.5 + eps).to(x) for norm, x in zip(s.each.unbind(), d)]
-    if inside_moment:
-        d = torch._foreach_div(d, denominators)
-        torch._foreach_add_(d, p, alpha=decay)
-    torch._foreach_mul_(m, beta1)
-    torch._foreach_add_(m, d, alpha=share)
-    update = torch._foreach_div(m, _for_each(m, correction1))
-    if not inside_moment:
-        torch._foreach_div_(update, denominators)
-        torch._foreach_add_(update, p, alpha=decay)
-    _subtract(p, update, s.lr)
-
-
-def _step(
+def take_step(
     rule: str,
     reference: Callable[..., None],
     lists: dict[str, Tensors],
@@ -365,7 +223,7 @@ def _step(
     own: tuple[float, ...],
     **common: Any,
 ) -> None:
-    """The step of a rule, whose own settings are ``own``, over ``lists``; ``common`` is what `_arguments` takes besides."""
+    """The step of a rule, whose own settings are ``own``, over ``lists``; ``common`` is what `step_arguments` takes besides."""
     if lower:
         lists["lower"] = lower
     count = len(lists["grads"])
@@ -373,10 +231,10 @@ def _step(
         if len(column) != count:
             check_lists(f"multi_tensor_{rule.partition(' ')[0]}", lists)
     if count:
-        serve("multi_tensor_step", reference, lists, _arguments(own, **common), (), rule)
+        serve("multi_tensor_step", reference, lists, step_arguments(own, **common), (), rule)
 
 
-def _arguments(
+def step_arguments(
     own: tuple[float, ...],
     lr: Number,
     step: Number = 1.0,
@@ -400,28 +258,6 @@ def _arguments(
         clip, clip_tensor = number(clip)
     settings = (lr, step, inv_scale * clip, seed & 0xFFFFFFFF, seed >> 32, round_params, *own)
     return settings, lr_tensor, step_tensor, inv_scale_tensor, clip_tensor, found_inf, each, positions
-
-
-@torch.no_grad()
-def gradient_norms(tensors: Tensors, norm_type: int = 2) -> Tensor:
-    """The norm of each tensor, at least float32, on the first one's device; ``norm_type`` 2, or 0 for the maximum."""
-    if not tensors:
-        return torch.zeros(0)
-    if norm_type not in (0, 2):
-        raise RuntimeError(f"norm_type is {norm_type}; expected 2, or 0 for the maximum norm")
-    order = 2 if norm_type == 2 else float("inf")
-    filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
-    norms = [torch.linalg.vector_norm(t, order, dtype=compute_dtype(t)) for t in filled]
-    return torch.stack([norm.to(norms[0]) for norm in norms])
-
-
-@torch.no_grad()
-def clip_factor(norm: Number, max_norm: Number) -> Tensor:
-    """What to multiply gradients of a norm by so that they do not exceed the maximum; 0 or less means no maximum."""
-    norm = norm.reshape(()) if isinstance(norm, Tensor) else torch.tensor(float(norm))
-    # A number is written where the norm lies: a copy from the host would wait for the device.
-    max_norm = max_norm.reshape(()).to(norm) if isinstance(max_norm, Tensor) else norm.new_full((), float(max_norm))
-    return torch.where((max_norm > 0) & (norm > max_norm), max_norm / norm, torch.ones_like(norm))
 
 
 @torch.no_grad()

@@ -1,6 +1,4 @@
 """The fused optimizers. Apex's rarer ones are in the drop-in: ``ampkit.apex.optimizers``."""
 
-from .fused_adagrad import FusedAdagrad as FusedAdagrad
 from .fused_adam import FusedAdam as FusedAdam
-from .fused_lamb import FusedLAMB as FusedLAMB
 from .fused_sgd import FusedSGD as FusedSGD

@@ -23,7 +23,7 @@ struct Rule {
   AMPKIT_INLINE float each(float value) const { return value; }
 };
 
-// own: the settings of the rule, in the order in which reference_optimizers.py gives them; betas come first. Flags are 0 or 1.
+// own: the settings of the rule, in the order in which its function in Python gives them; betas come first. Flags are 0 or 1.
 template <int kCount_>
 struct StepSettings {
   static constexpr int kCount = kCount_;

@@ -59,7 +59,7 @@ def test_resume_from_own_state_is_bit_for_bit(name, dtype):
     assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
 
 
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedAdagrad", "FusedSGD"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
 def test_state_goes_between_apexs_layout_and_the_cores(name):
     params = several_params(torch.float32)
     apex = getattr(optimizers, name)(params, **FUSED_SETTINGS[name])

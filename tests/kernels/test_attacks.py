@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ampkit import kernels
+from ampkit.apex import multi_tensor_steps
 from ampkit.kernels import backend
 
 F32, F16, BF16, I16 = torch.float32, torch.float16, torch.bfloat16, torch.int16
@@ -43,11 +44,16 @@ OPS = {
     ),
     "adam": Op(kernels.multi_tensor_adam, FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, decoupled=True)),
     "adagrad": Op(
-        kernels.multi_tensor_adagrad, dict(grads=F32, params=F32, sums=F32), ("params", "sums"), dict(lr=0.1, eps=1e-6)
+        multi_tensor_steps.multi_tensor_adagrad,
+        dict(grads=F32, params=F32, sums=F32),
+        ("params", "sums"),
+        dict(lr=0.1, eps=1e-6),
     ),
-    "lamb": Op(kernels.multi_tensor_lamb, FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, weight_decay=0.1)),
+    "lamb": Op(
+        multi_tensor_steps.multi_tensor_lamb, FOUR, ("params", "exp_avgs", "exp_avg_sqs"), dict(RULE, weight_decay=0.1)
+    ),
     "novograd": Op(
-        kernels.multi_tensor_novograd,
+        multi_tensor_steps.multi_tensor_novograd,
         dict(grads=F32, params=F32, exp_avgs=F32),
         ("params", "exp_avgs"),
         RULE,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ampkit import kernels
+from ampkit.apex import multi_tensor_steps
 from ampkit.kernels import moments
 
 F32, F16, BF16, F64, I16 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16
@@ -90,11 +91,11 @@ def steps(device):
         "packed adam": (
             lambda f: kernels.multi_tensor_adam(*packed, *codes, decoupled=True, found_inf=f, **shared), [*packed, *codes],
         ),
-        "lamb": (lambda f: kernels.multi_tensor_lamb(*lamb, weight_decay=0.1, found_inf=f, **shared), lamb),
+        "lamb": (lambda f: multi_tensor_steps.multi_tensor_lamb(*lamb, weight_decay=0.1, found_inf=f, **shared), lamb),
         "sgd": (lambda f: kernels.multi_tensor_sgd(*sgd, lr=0.1, momentum=0.9, found_inf=f), sgd),
-        "adagrad": (lambda f: kernels.multi_tensor_adagrad(*adagrad, lr=0.1, eps=1e-6, found_inf=f), adagrad),
+        "adagrad": (lambda f: multi_tensor_steps.multi_tensor_adagrad(*adagrad, lr=0.1, eps=1e-6, found_inf=f), adagrad),
         "novograd": (
-            lambda f: kernels.multi_tensor_novograd(*novograd, norms, found_inf=f, **shared), [*novograd, [norms]],
+            lambda f: multi_tensor_steps.multi_tensor_novograd(*novograd, norms, found_inf=f, **shared), [*novograd, [norms]],
         ),
     }  # fmt: skip
 
@@ -152,7 +153,7 @@ def test_second_moments_below_the_least_normal_number_are_kept(ops, device):
     assert seconds[0].tolist() == [2.0**-142] * 9
     torch.testing.assert_close(params[0], torch.full((9,), -1.0, device=device), rtol=1e-6, atol=0)
     sums, params = [torch.zeros(9, device=device)], [torch.zeros(9, device=device)]
-    ops.multi_tensor_adagrad(grads, params, sums, lr=1.0, eps=0.0)
+    multi_tensor_steps.multi_tensor_adagrad(grads, params, sums, lr=1.0, eps=0.0)
     assert sums[0].tolist() == [2.0**-140] * 9
     torch.testing.assert_close(params[0], torch.full((9,), -1.0, device=device), rtol=1e-6, atol=0)
 
@@ -208,7 +209,7 @@ def test_bias_correction_is_float64s(ops, device, where, step, beta2):
     # NovoGrad's norm: the root of the mean of 2^2 and |g|^2 = 3/4.
     param, first = torch.zeros(size, device=device), torch.full((size,), 0.25, device=device)
     norms = torch.full((1,), 2.0, device=device)
-    ops.multi_tensor_novograd([grad], [param], [first], norms, **settings)
+    multi_tensor_steps.multi_tensor_novograd([grad], [param], [first], norms, **settings)
     norm = math.sqrt(beta2 * 4.0 + (1 - beta2) * 0.75) / math.sqrt(c2)
     assert (-param).tolist() == pytest.approx([(0.9 * 0.25 + 0.1 * 0.5) / c1 / norm] * size, rel=1e-6)
 
@@ -238,7 +239,7 @@ def test_lamb_without_eps_divides_by_nothing_behind_the_end(ops, device, size):
     g, p, m, v = (x.float().to(device) for x in wide)
     rule = LAMB | {"eps": 0.0}
     expected = lamb64(*(x.double() for x in (g, p, m, v)), rule)
-    ops.multi_tensor_lamb([g], [p], [m], [v], **rule)
+    multi_tensor_steps.multi_tensor_lamb([g], [p], [m], [v], **rule)
     torch.testing.assert_close(p.double(), expected, rtol=3e-6, atol=3e-6)
 
 
@@ -250,5 +251,5 @@ def test_lambs_direction_is_of_the_moments_before_they_are_rounded(ops, device, 
     m, v = torch.full((size,), 1.0, device=device).to(dtype), torch.full((size,), 2.0**-8, device=device).to(dtype)
     rule = LAMB | {"eps": 1e-6, "weight_decay": 0.0}
     expected = lamb64(*(x.double() for x in (g, p, m, v)), rule)
-    ops.multi_tensor_lamb([g], [p], [m], [v], **rule)
+    multi_tensor_steps.multi_tensor_lamb([g], [p], [m], [v], **rule)
     torch.testing.assert_close(p.double(), expected, rtol=1e-6, atol=1e-6)

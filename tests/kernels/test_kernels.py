@@ -12,6 +12,7 @@ from helpers import ScaleOnPaper, others_slow
 from hypothesis import strategies
 
 from ampkit import DynamicLossScale, kernels
+from ampkit.apex import multi_tensor_steps
 from ampkit.kernels import backend
 from ampkit.libraries import cuda_is_emulated
 
@@ -375,7 +376,7 @@ def test_lists_of_several_dtypes_copy_nothing_from_the_host(ops, device, monkeyp
     tensors[5][1] = float("inf")
     ops.multi_tensor_unscale_l2norm(tensors, None, third, found_inf, True, first_bad)
     rule = dict(lr=1.0, betas=(0.0, 0.0), eps=0.0, step=1, bias_correction=False, grad_norms=norms)
-    ops.multi_tensor_novograd(*lists, norms.clone(), **rule)
+    multi_tensor_steps.multi_tensor_novograd(*lists, norms.clone(), **rule)
     monkeypatch.undo()
     assert found_inf.item() == 1.0 and first_bad.item() == 5
     values = [1.0 if x.dtype is torch.float64 else i + 1.0 for i, x in enumerate(tensors)]
@@ -811,9 +812,9 @@ def test_clip_coefficient_is_torchs():
         clipped = parameter.grad * kernels.clip_coefficient(norm, max_norm)
         torch.nn.utils.clip_grad_norm_([parameter], max_norm)
         torch.testing.assert_close(clipped, parameter.grad, rtol=1e-6, atol=0)
-    assert kernels.clip_factor(torch.tensor([2.0]), 0.0).item() == 1.0
-    assert kernels.clip_factor(torch.tensor([2.0]), 0.5).item() == 0.25
-    assert kernels.clip_factor(torch.tensor([0.5]), 2.0).item() == 1.0
+    assert multi_tensor_steps.clip_factor(torch.tensor([2.0]), 0.0).item() == 1.0
+    assert multi_tensor_steps.clip_factor(torch.tensor([2.0]), 0.5).item() == 0.25
+    assert multi_tensor_steps.clip_factor(torch.tensor([0.5]), 2.0).item() == 1.0
 
 
 @pytest.mark.compiled("kernels")

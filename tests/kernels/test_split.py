@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ampkit import kernels
+from ampkit.apex import multi_tensor_steps
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 I16 = torch.int16
@@ -291,4 +292,4 @@ def test_other_steps_take_no_weights_with_rests(ops, device):
     one = lambda: [torch.ones(3, device=device)]  # noqa: E731
     weights, rests = kernels.split(one()[0], BF16)
     with pytest.raises(RuntimeError, match=r"lower\[0\]"):
-        ops.multi_tensor_adagrad(one(), [weights], one(), [rests], lr=0.1, eps=1e-6)
+        multi_tensor_steps.multi_tensor_adagrad(one(), [weights], one(), [rests], lr=0.1, eps=1e-6)

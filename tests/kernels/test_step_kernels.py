@@ -16,6 +16,7 @@ from helpers import ROOT, others_slow
 from hypothesis import strategies
 
 from ampkit import kernels
+from ampkit.apex import multi_tensor_steps
 from ampkit.kernels import backend
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -159,7 +160,7 @@ def make_lists(shapes, dtypes, states, device="cpu"):
 def run_step(ops, name, lists, **changes):
     op, _, _, vector, settings = STEPS[name]
     settings = {**settings, **changes}
-    function = getattr(ops, f"multi_tensor_{op}")
+    function = getattr(ops, f"multi_tensor_{op}", None) or getattr(multi_tensor_steps, f"multi_tensor_{op}")
     if vector == "norms":
         function(lists.grads, lists.params, *lists.states, lists.vector, lists.lower, **settings)
     else:

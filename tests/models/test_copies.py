@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import ampkit
+from ampkit.apex.optimizers import FusedLAMB
 from ampkit.apex.parallel.LARC import LARC
-from ampkit.optimizers import FusedAdam, FusedLAMB
+from ampkit.optimizers import FusedAdam
 
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

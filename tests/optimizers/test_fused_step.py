@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex import optimizers as apex_optimizers
-from ampkit.apex.optimizers import FusedLARS, FusedNovoGrad
+from ampkit.apex.optimizers import FusedAdagrad, FusedLAMB, FusedLARS, FusedNovoGrad
 from ampkit.apex.parallel.LARC import LARC
-from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
+from ampkit.optimizers import FusedAdam, FusedSGD
 
 pytestmark = pytest.mark.switch
 
@@ -480,7 +480,7 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(name):
     assert all(torch.equal(a, b) for a, b in zip(expected, masters(optimizer)))
 
 
-@pytest.mark.parametrize("name", [name for name in TWINS if not name.startswith("apex")])
+@pytest.mark.parametrize("name", [name for name in TWINS if not name.startswith("apex") and name != "FusedAdagrad"])
 def test_state_goes_to_the_torch_twin_and_on(name):
     make, make_twin = TWINS[name]
     model, optimizer = with_fused(make, "O5")

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
-from ampkit.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from ampkit.apex.optimizers import FusedLAMB
+from ampkit.optimizers import FusedAdam, FusedSGD
 
 STEPS = 4
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.optimizers import FusedAdagrad, FusedSGD
+from ampkit.apex.optimizers import FusedAdagrad
+from ampkit.optimizers import FusedSGD
 
 pytestmark = pytest.mark.switch
 

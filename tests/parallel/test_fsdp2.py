@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from ampkit.apex.optimizers import FusedLAMB
+from ampkit.optimizers import FusedAdam, FusedSGD
 from ampkit.parallel import fully_shard
 
 STEPS = 3

@@ -18,9 +18,9 @@ OURS = {
     "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2),
     "FusedAdam, int8": lambda p: optimizers.FusedAdam(p, lr=1e-2, state_dtype="int8"),
     "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2),
+    "FusedLAMB": lambda p: apex_optimizers.FusedLAMB(p, lr=1e-2),
     "FusedNovoGrad": lambda p: apex_optimizers.FusedNovoGrad(p, lr=1e-2),
-    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=1e-2),
+    "FusedAdagrad": lambda p: apex_optimizers.FusedAdagrad(p, lr=1e-2),
     "FusedLARS": lambda p: apex_optimizers.FusedLARS(p, lr=0.05, momentum=0.9),
 }
 TORCHS = {

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit import DynamicLossScale
-from ampkit.apex.optimizers import FusedLARS, FusedNovoGrad
+from ampkit.apex.optimizers import FusedAdagrad, FusedLAMB, FusedLARS, FusedNovoGrad
 from ampkit.iteration import found_inf, optimizer_wrapper
 from ampkit.iteration.loss_scale import HostCopy, LossScaler
 from ampkit.iteration.optimizer_wrapper import wrapper_of
 from ampkit.kernels import reference
-from ampkit.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
+from ampkit.optimizers import FusedAdam, FusedSGD
 
 pytestmark = pytest.mark.switch
 

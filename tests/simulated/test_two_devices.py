@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit import kernels
-from ampkit.apex.optimizers import FusedNovoGrad
-from ampkit.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from ampkit.apex import multi_tensor_steps
+from ampkit.apex.optimizers import FusedLAMB, FusedNovoGrad
+from ampkit.optimizers import FusedAdam, FusedSGD
 
 TWO = pytest.mark.cuda(count=2)
 LEVELS = others_slow("O1", "O2", of=("O0", "O1", "O2", "O3", "O4", "O5"))
@@ -185,7 +186,7 @@ def test_kernels_run_on_the_device_and_the_stream_of_their_tensors():
         kernels.multi_tensor_join([weight], [rest], [x])
         rule = dict(lr=1.0, betas=(0.5, 0.5), eps=0.0, step=1.0)
         kernels.multi_tensor_adam([x], [y], [m], [v], decoupled=True, **rule)
-        kernels.multi_tensor_lamb([x], [y], [m], [v], weight_decay=0.0, **rule)
+        multi_tensor_steps.multi_tensor_lamb([x], [y], [m], [v], weight_decay=0.0, **rule)
         state = torch.tensor([0x41000000, 0, 1, 0, 0, 0, 0], dtype=torch.int32, device="cuda:1")  # a scale of 8
         kernels.update_scale(state, torch.ones(1, device="cuda:1"))
         assert torch.cuda.current_device() == 0

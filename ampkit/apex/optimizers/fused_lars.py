@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from ... import kernels
 from ...optimizers.fused import Batch
 from .. import amp_C
+from ..multi_tensor_steps import tensor_norms
 from .fused_sgd import FusedSGD
 from .layout import gradient_norms
 
@@ -50,7 +50,7 @@ class FusedLARS(FusedSGD):
             return None
         return amp_C.lars_trust(
             gradient_norms(batch),
-            kernels.gradient_norms(batch.params),
+            tensor_norms(batch.params),
             trust_coefficient=group["trust_coefficient"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ...dtypes import LOWER_PRECISION
-from ...optimizers import FusedLAMB
 from ...optimizers.fused import Batch
 from ...optimizers.scales import Scale, on
+from .fused_lamb import LAMB
 from .own_masters import OwnMasters
 
 
-class FusedMixedPrecisionLamb(OwnMasters, FusedLAMB):
+class FusedMixedPrecisionLamb(OwnMasters, LAMB):
     """`FusedLAMB` that owns float32 copies of lower-precision parameters, with rate and step count in tensors.
 
     ``reduced_precision_dtype`` names the parameters' lower precision; by default every float16 or bfloat16 parameter gets

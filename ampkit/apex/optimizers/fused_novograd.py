@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ... import kernels
 from ...errors import CheckpointError
 from ...optimizers.fused import Batch, FusedOptimizer, refuse_amsgrad
 from ...optimizers.scales import Scale, on
 from .. import amp_C
+from ..multi_tensor_steps import multi_tensor_novograd
 from .layout import StepsInGroups, gradient_norms
 from .subclassing import ForSubclasses
 
@@ -58,7 +58,7 @@ class FusedNovoGrad(ForSubclasses, StepsInGroups, FusedOptimizer):
     def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         now = gradient_norms(batch, group["norm_type"])
         norms, before = self._running_norms(group, batch.params, now)
-        kernels.multi_tensor_novograd(
+        multi_tensor_novograd(
             batch.grads,
             batch.params,
             self.moments(batch, "exp_avg"),

@@ -11,6 +11,7 @@ from ... import kernels
 from ...dtypes import CASTABLE
 from ...optimizers.fused import Batch
 from ...optimizers.scales import on
+from ..multi_tensor_steps import tensor_norms
 
 
 class StepsInGroups:
@@ -51,7 +52,7 @@ def gradient_norms(batch: Batch, norm_type: int = 2) -> torch.Tensor:
         ]
         is_unscaled = True
     else:
-        norms, is_unscaled = kernels.gradient_norms(batch.grads, norm_type), False
+        norms, is_unscaled = tensor_norms(batch.grads, norm_type), False
     for factor in (None if is_unscaled else batch.inv_scale, batch.clip):
         if factor is not None:
             norms = norms * on(factor, norms.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ... import kernels
+from ..multi_tensor_steps import tensor_norms
 
 
 class LARC:
@@ -109,7 +109,7 @@ class LARC:
         if not params:
             return
         grads = [param.grad for param in params]
-        w, g = kernels.gradient_norms(params), kernels.gradient_norms(grads)
+        w, g = tensor_norms(params), tensor_norms(grads)
         rates = self.trust_coefficient * w / (g + w * weight_decay + self.eps)
         if self.clip:
             rates = (rates / group["lr"]).clamp(max=1.0)
