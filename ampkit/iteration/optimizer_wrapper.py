@@ -256,7 +256,7 @@ class OptimizerWrapper:
                 return self.skip()
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
         try:
-            with _casting_disabled(), self._over_stand_ins(one_pass, found_inf):
+            with self._uncast(), self._over_stand_ins(one_pass, found_inf):
                 result = original(*args, **kwargs)
                 after_step(self, found_inf)
             self.end_step()
@@ -270,6 +270,11 @@ class OptimizerWrapper:
                 optimizer.inputs = None
             elif self._takes_found_inf:
                 del optimizer.grad_scale, optimizer.found_inf
+
+    def _uncast(self) -> AbstractContextManager[None]:
+        """Casts off for a step. The fused optimizers, and torch's SGD, Adam and AdamW, call nothing that the tables cast."""
+        is_to_switch = not (self._takes_step_inputs or OnePassStep.is_for(self.optimizer)) or _has_hooks(self.optimizer)
+        return _casting_disabled() if is_to_switch else nullcontext()
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
