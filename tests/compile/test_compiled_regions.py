@@ -109,6 +109,14 @@ def test_switching_makes_a_graph_for_each_state_and_no_more():
     assert len(graphs) == 2
 
 
+def test_a_compiled_call_leaves_regions_of_the_script_their_cache():
+    model = initialized(nn.Linear(8, 8), scope="forward")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled(torch.randn(4, 8))
+    with torch.autocast("cpu"):
+        assert torch.is_autocast_cache_enabled()
+
+
 def test_compiled_model_in_another_thread_is_cast_and_a_region_there_is_kept():
     model = initialized(nn.Linear(8, 8))
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -9,6 +9,7 @@ import torch
 from helpers import o1
 from torch import nn
 
+from ampkit.casting import engine as engine_module
 from ampkit.casting.library import dispatch
 
 LOW = torch.bfloat16
@@ -180,6 +181,20 @@ def test_traces_that_overlap_leave_the_cache_as_it_was(casting):
     assert new.bypassed, "it came into being in the midst of a trace"
     second.__exit__(None, None, None)
     assert not cache.bypassed and not new.bypassed
+
+
+@pytest.mark.parametrize("in_python", [True, False])
+def test_what_another_thread_calls_while_torch_is_patched_is_not_cast(monkeypatch, in_python):
+    seen = []
+
+    def patch(patches, engine):
+        with torch.autocast("cpu"):
+            seen.append(torch.softmax(torch.ones(2, dtype=LOW), 0).dtype)  # torch has no row for it, O1 has
+
+    monkeypatch.setattr(engine_module, "patch_torch", patch)
+    with o1(in_python=in_python):
+        seen.append(torch.softmax(torch.ones(2, dtype=LOW), 0).dtype)
+    assert seen == [LOW, torch.float32]
 
 
 def test_switches_nest_where_the_collector_runs_one_inside_another(casting):

@@ -94,6 +94,16 @@ def test_bfloat16_is_not_handed_to_autocast_which_makes_float16_of_it_on_gpus(mo
     assert calls == [({torch.bfloat16}, False)]
 
 
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("for_cudnn", [True, False])
+def test_weights_are_autocasts_to_cast_only_in_float16_and_for_cudnn(monkeypatch, precision, for_cudnn):
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: for_cudnn)
+    calls = note_calls(monkeypatch, "cpu")
+    with o1(precision):
+        nn.LSTM(4, 6)(torch.rand(5, 3, 4))
+    assert calls == [({torch.float32}, True) if for_cudnn and precision is torch.float16 else ({precision}, False)]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
 def test_weights_for_cudnn_are_cast_by_autocast_into_one_chunk_in_float16_alone(monkeypatch, precision):
