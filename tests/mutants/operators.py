@@ -26,6 +26,7 @@ OF_WORDS = {"__repr__", "__str__", "__dir__", "extra_repr", "_describe", "descri
 CALLS_OF_WORDS = {"warn", "warning", "info", "debug", "log", "print"}
 UNSEEN_KEYWORDS = {"stacklevel", "maxsize", "maxlen"}
 OF_TYPES = {"isinstance", "issubclass", "getattr", "setattr", "hasattr"}
+SYMMETRIC = {"min", "max", "promote_types"}
 SIMPLE_CONDITIONS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 
 
@@ -97,6 +98,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def _may_be_swapped(function: ast.expr, first: ast.expr, second: ast.expr) -> bool:
-    """Swapped arguments of `isinstance` and the like raise TypeError at once, which shows nothing about tests."""
+    """Swapped arguments of `isinstance` and the like raise TypeError at once, and those of `max` change nothing."""
     is_plain = not any(isinstance(one, ast.Starred) for one in (first, second))
-    return is_plain and ast.dump(first) != ast.dump(second) and getattr(function, "id", None) not in OF_TYPES
+    name = getattr(function, "attr", getattr(function, "id", None))
+    return is_plain and ast.dump(first) != ast.dump(second) and name not in OF_TYPES | SYMMETRIC

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from . import reach
@@ -217,11 +217,12 @@ def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
     random.Random(seed).shuffle(faults)
     unreached = [fault for fault, first in faults if not tests_of[f"{fault.file}:{first}"]]
     print(f"{len(faults)} faults can be planted; {len(unreached)} are in functions that no test reaches")
+    functions_in = Counter(test for tests in tests_of.values() for test in tests)
     planted: list[Fault] = []
 
     def jobs() -> Iterator[Callable[[int], Job]]:
         for fault, first in faults:
-            tests = chosen(tests_of[f"{fault.file}:{first}"], seconds_of)
+            tests = chosen(tests_of[f"{fault.file}:{first}"], seconds_of, functions_in)
             if time.monotonic() > until:
                 return
             try:
@@ -236,15 +237,16 @@ def plant_sample(seed: int, until: float, only: str, scratch: Path) -> Tally:
     return tally
 
 
-def chosen(tests: set[str], seconds_of: dict[str, float]) -> list[str]:
-    """The fastest case of each test function, then the second one of each, and so on, as the time allows."""
-    cases = defaultdict(list)
-    for test in sorted(tests, key=lambda test: (seconds_of[test], test)):
-        cases[test.partition("[")[0]].append(test)
-    turns = [(turn, seconds_of[test], test) for some in cases.values() for turn, test in enumerate(some)]
+def chosen(tests: set[str], seconds_of: dict[str, float], functions_in: Mapping[str, int]) -> list[str]:
+    """As many as the time allows, from those that are fast and about little else; other cases of a test have to wait."""
+    cases, order = Counter(), []
+    for cost, test in sorted(((seconds_of[test] + 0.01) * functions_in[test], test) for test in tests):
+        function = test.partition("[")[0]
+        cases[function] += 1
+        order.append((cases[function] * cost, test))
     picked, total = [], 0.0
-    for _, seconds, test in sorted(turns):
-        total += seconds + 0.01
+    for _, test in sorted(order):
+        total += seconds_of[test] + 0.01
         if picked and total > SECONDS_OF_TESTS:
             break
         picked.append(test)
