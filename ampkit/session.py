@@ -404,7 +404,7 @@ class Session:
         first = next((param for one in walk(model) for param in one._parameters.values() if param is not None), None)
         if first is not None and first.device.type in self.casting.device_types:
             return
-        here = device_types([model]) if first is None else {first.device.type}
+        here = device_types([model])
         if not here <= self.casting.device_types:
             self.casting.cast_on(self.casting.device_types | here)
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import net_with_norm, random_batch
+from helpers import backward, net_with_norm, random_batch
 from torch.optim.swa_utils import AveragedModel
 
 import ampkit
+from ampkit.integrations.clipping import updated
 
 FRAMEWORKS = ("lightning", "lightning.pytorch", "pytorch_lightning", "accelerate", "timm", "timm.utils", "transformers")
 
@@ -42,6 +43,17 @@ def test_what_a_framework_lacks_itself_is_not_hidden(monkeypatch, tmp_path):
 @pytest.mark.parametrize("adapter", ("accelerate", "timm", "transformers"))
 def test_an_adapter_that_is_given_the_frameworks_objects_imports_without_it(adapter, without_frameworks):
     assert importlib.import_module(f"ampkit.integrations.{adapter}").__doc__
+
+
+def test_clipping_by_value_is_done_in_float32():
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O5", policy="apex", verbosity=0)
+    backward(model(torch.ones(1, 2)).sum(), optimizer)
+    torch.nn.utils.clip_grad_value_(updated([optimizer], model.parameters()), 0.1)
+    optimizer.step()
+    assert model.state_dict()["weight"].tolist() == [[pytest.approx(0.9, abs=1e-7)] * 2]  # 0.1 is 0.1001 in bfloat16
 
 
 def test_the_plugin_for_lightning_meets_sessions_as_they_are(without_frameworks, monkeypatch):

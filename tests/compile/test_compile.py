@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ResNet, others_slow
+from helpers import ResNet, o1, others_slow
 from torch import nn
 
 import ampkit
@@ -369,6 +369,24 @@ def test_initialize_takes_a_compiled_model_and_returns_it(level):
     assert dtypes == want[0] and losses == pytest.approx(want[1], rel=4e-3)
 
 
+def test_float32_gradients_of_float16_weights_wait_while_dynamo_traces():
+    """At a loss scale what a block leaves is float32: "dtype mismatch between tensor and its gradient"."""
+    weights = []
+    for wrap in (lambda model: model, compiled_module):
+        model, optimizer, inputs, targets = initialized(
+            make_mlp, "O2", cast_model_type=torch.float16, loss_scale=1024.0
+        )
+        forward = wrap(model)
+        for part in (slice(4), slice(5, 8)):  # two blocks to a step, and a new shape, so that dynamo traces again
+            with ampkit.scale_loss(F.cross_entropy(forward(inputs[part]), targets[part]), optimizer) as scaled:
+                scaled.backward()
+            assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+        optimizer.step()
+        weights.append(torch.cat([value.flatten() for value in model.state_dict().values()]))
+        ampkit.close()
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 @pytest.mark.switch
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
 def test_step_compiled_with_its_loss_trains_as_uncompiled(level):
@@ -538,6 +556,18 @@ def test_disable_casts_and_its_end_reach_compiled_code(make_model, backend):
     assert forward(x).dtype is torch.bfloat16
     ampkit.close()
     assert forward(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", None], ids=["O1", "O2", "casts without a model"])
+def test_dynamo_is_as_it_was_after_close(level):
+    before, model = torch._dynamo.eval_frame._callback_from_stance, nn.Linear(2, 2)
+    if level is not None:
+        compiled_module(ampkit.initialize(model, opt_level=level, verbosity=0))(torch.ones(2))
+        assert torch._dynamo.eval_frame._callback_from_stance is not before
+        ampkit.close()
+    with o1() if level is None else contextlib.nullcontext():
+        compiled_module(model)(torch.ones(2))
+    assert torch._dynamo.eval_frame._callback_from_stance is before
 
 
 def test_another_level_reaches_compiled_code():

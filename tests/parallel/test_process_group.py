@@ -265,6 +265,21 @@ def test_nan_written_behind_the_block_skips_the_step_of_a_group_of_one(group_of_
     ampkit.close()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_torch_counts_as_no_write_is_looked_for_where_there_are_several_processes(
+    group_of_one, monkeypatch, processes
+):
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: processes)
+    model = net_with_norm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+    backward(model(torch.ones(2, 6)).square().mean(), optimizer)
+    model[0].weight.grad.data[0, 0] = math.nan  # as a collective writes
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer) is (processes > 1)
+    ampkit.close()
+
+
 def test_process_group_that_is_none_is_refused():
     model = net_with_norm()
     with pytest.raises(TypeError, match=r"process_group= as a torch\.distributed\.ProcessGroup, found 'world'"):

@@ -1,5 +1,6 @@
 """Who hears what: the banner, the overflow lines, the culprit after many skips, and where they are written."""
 
+import contextlib
 import importlib
 import inspect
 import logging
@@ -16,7 +17,9 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit.casting.library import Dispatch
+from ampkit.errors import ExtensionError
 from ampkit.kernels.backend import Implementation
+from ampkit.libraries import load_library
 
 session_module = importlib.import_module("ampkit.session")  # the name in the package is the function
 
@@ -155,6 +158,18 @@ def test_libraries_that_were_not_built_are_told_once_with_the_cure(kernels, wrap
     assert [line.split(";")[0] for line in lines if "missing" in line] == (
         [f"The {missing} are missing: {cure}"] if missing else []
     )
+
+
+@pytest.mark.parametrize("wish", ["auto", "require"])
+@pytest.mark.parametrize("error", [ModuleNotFoundError("not built"), ImportError("undefined symbol")])
+def test_of_a_library_that_is_not_required_the_log_has_only_that_it_is_broken(wish, error, caplog, monkeypatch):
+    def load():
+        raise error
+
+    monkeypatch.setenv("AMPKIT_EXTENSION", wish)
+    with pytest.raises(ExtensionError, match=str(error)) if wish == "require" else contextlib.nullcontext():
+        assert load_library("it", load) == (None, f"it could not be loaded: {error}")
+    assert (str(error) in caplog.text) is (wish == "auto" and type(error) is ImportError)
 
 
 @pytest.mark.parametrize(
