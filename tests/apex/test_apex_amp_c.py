@@ -125,6 +125,15 @@ def test_l2norm_with_scaling(device):
     assert all(torch.equal(a, b) for a, b in zip(before, inputs))
 
 
+@pytest.mark.parametrize("value, wanted", [(float("inf"), 1), (float("nan"), 1), (60000.0, 0)])
+def test_l2norm_with_scaling_sets_the_flag(value, wanted, device):
+    inputs = [torch.ones(3, device=device), torch.full((2,), value, device=device)]
+    scaled, unscaled = zeros(device), zeros(device)
+    amp_C.multi_tensor_l2norm_scale(65536, scaled, [inputs, [torch.empty_like(x) for x in inputs]], 0.5)
+    amp_C.multi_tensor_unscale_l2norm(65536, unscaled, [inputs], torch.full((1,), 0.5, device=device))
+    assert [scaled.item(), unscaled.item()] == [wanted, wanted]
+
+
 @pytest.mark.parametrize(
     "g_type, p_type, copies", [(HALF, HALF, False), (FULL, FULL, False), (HALF, FULL, True), (FULL, FULL, True)]
 )
@@ -252,6 +261,7 @@ def test_lamb_in_one_call_and_in_two_halves(device):
     )
     assert_close(lists[1], wanted, 1e-4)
     assert_close(lists[0], r, 1e-3)  # gradients become the directions
+    assert_close(lists[2], [0.1 * x for x in g], 1e-4)  # clipped, which directions of a first step do not show
 
     lists = fresh()
     updates = [torch.empty_like(p) for p in params]

@@ -54,7 +54,14 @@ def test_convert_network_and_fp16model_keep_affine_batch_norms():
     model = fp16_utils.FP16Model(ConvWithNorms())
     assert {n.removeprefix("network."): d for n, d in dtypes(model).items()}.items() >= KEPT.items()
     assert model(torch.randn(2, 2, 3, 3)).dtype is HALF
-    lstm = fp16_utils.convert_network(nn.LSTM(2, 2), HALF)
+
+
+def test_weights_of_recurrent_layers_are_one_chunk_again_after_their_cast(monkeypatch):
+    flattened = []
+    lstm = nn.LSTM(2, 2)
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda layer: flattened.append(layer.weight_hh_l0.dtype))
+    fp16_utils.convert_network(nn.Sequential(lstm, nn.Linear(2, 2)), HALF)
+    assert flattened == [HALF]
     assert lstm(torch.randn(1, 1, 2).half())[0].dtype is HALF
 
 

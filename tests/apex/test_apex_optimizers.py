@@ -20,6 +20,7 @@ from ampkit import optimizers as core
 from ampkit.apex import amp_C, optimizers
 from ampkit.apex.contrib import optimizers as contrib
 from ampkit.apex.multi_tensor_apply import multi_tensor_applier
+from ampkit.errors import CheckpointError
 
 pytestmark = pytest.mark.switch
 
@@ -99,6 +100,21 @@ def test_apexs_layout_of_novograd_has_norms_in_the_group():
     optimizer.step()
     half, full = optimizer.state_dict()["param_groups"][0]["exp_avg_sq"]
     assert_all_close([half, full], [torch.tensor([2.0]).sqrt(), torch.tensor([3.0, 4.0]).sqrt()], 1e-6)
+
+
+def test_norms_of_another_number_of_tensors_than_moments_are_refused():
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    optimizer = optimizers.FusedNovoGrad(params)
+    optimizer.load_state_dict(optimizer.state_dict())  # before the first step there are neither
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["exp_avg_sq"][1] = torch.ones(3)
+    with pytest.raises(CheckpointError, match="norms of 3 tensors and the moments of 2"):
+        optimizer.load_state_dict(state)
+    state["param_groups"][0]["exp_avg_sq"][1] = torch.zeros(0)  # as for float16 parameters, of which there are none
+    optimizer.load_state_dict(state)
 
 
 def test_apexs_layout_of_adagrad_is_the_sum_alone():

@@ -233,6 +233,15 @@ def test_functions_of_the_user(amp):
     assert Box.twice(x).dtype is FLOAT
 
 
+def test_lists_have_apexs_promoted_functions_without_sequences_and_writes():
+    from apex.amp.lists import tensor_overrides as tensor
+    from apex.amp.lists import torch_overrides as functions
+
+    assert {"addcdiv", "addcmul", "atan2", "cross", "bilinear", "dot"} <= set(functions.CASTS)
+    assert {"__add__", "__iadd__", "__eq__", "atan2"} <= set(tensor.CASTS)
+    assert not {"cat", "stack", "add_", "__ipow__"} & {*functions.CASTS, *tensor.CASTS}
+
+
 def test_lists_edited_by_a_script_are_followed(amp):
     from apex.amp.lists import functional_overrides as functions
 
@@ -256,7 +265,7 @@ class WithLoss(nn.Module):
         super().__init__()
         self.fc = nn.Linear(H, H)
         self.norm = nn.LayerNorm(H)
-        self.seen = []
+        self.seen, self.outputs = [], []
 
     def loss(self, x):
         self.seen.append(x.dtype)
@@ -266,7 +275,7 @@ class WithLoss(nn.Module):
         return self.loss(self.fc(torch.softmax(self.norm(self.fc(x)), dim=-1) + F.softmax(x, dim=-1)))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_init_beside_initialize_casts_in_models_of_every_level(amp, level, when):
     """ESPnet calls init after initialize, whatever the level, to have its loss in float32."""
@@ -279,13 +288,14 @@ def test_init_beside_initialize_casts_in_models_of_every_level(amp, level, when)
     amp.register_float_function(WithLoss, "loss")
     handles += [amp.init()] if when == "after" else []
     model.seen.clear()
+    model.fc.register_forward_hook(lambda module, args, out: model.outputs.append(out.dtype))
     loss = model(x)
     assert model.seen == [FLOAT] and loss.dtype is FLOAT
+    assert model.outputs[-1] is HALF
     torch.testing.assert_close(loss, exact, rtol=1e-2, atol=1e-3)
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     assert all(param.grad.isfinite().all() for param in amp.master_params(optimizer))
     handles[0]._deactivate()
     model(x)
-    if level == "O2":
-        assert model.seen[-1] is HALF
+    assert model.seen[-1] is model.outputs[-1] is (HALF if level == "O2" else FLOAT)

@@ -163,6 +163,20 @@ except pickle.UnpicklingError:
 """
 
 
+def test_the_code_of_a_module_or_of_a_package_is_found(tmp_path, monkeypatch):
+    (tmp_path / "found_tool").mkdir()
+    (tmp_path / "found_tool" / "__init__.py").write_text("")
+    for path in ("found_single.py", "found_tool/__main__.py"):
+        (tmp_path / path).write_text(f"name = {path!r}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for target, path in (("found_single", "found_single.py"), ("found_tool", "found_tool/__main__.py")):
+        names = running.execute(running.Run(target, is_module=True), [])
+        assert names["name"] == path and names["__file__"] == str(tmp_path / path)
+    with pytest.raises(ModuleNotFoundError, match="found_nothing"):
+        running.execute(running.Run("found_nothing", is_module=True), [])
+
+
 @pytest.mark.parametrize("allowed, lr", [(False, None), (True, 0.5)])
 def test_old_checkpoints_load_where_pickles_are_allowed(allowed, lr, tmp_path, capsys):
     script = tmp_path / "script.py"

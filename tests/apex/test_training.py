@@ -1,6 +1,8 @@
 """Training through ``apex.amp``: gradients and weights against plain float32 torch, over levels, losses and overflows."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -419,6 +421,18 @@ def test_the_first_api_without_a_wrapped_optimizer(amp, capsys, caplog):
     with handle.scale_loss(torch.ones(1), optimizer) as scaled:
         assert torch.equal(scaled, torch.ones(1))
     assert "does nothing useful" not in caplog.text  # what is cast to float16 can underflow
+
+
+def test_a_handle_that_has_ended_keeps_no_optimizer(amp):
+    handle = amp.init()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    with handle.scale_loss(torch.ones(1), optimizer):
+        pass
+    handle._deactivate()
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("level", LEVELS)

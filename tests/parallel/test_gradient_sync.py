@@ -109,12 +109,13 @@ def passes_with_checkpoints(rank, results):
 
 def passes_after_a_failure_and_after_freezing(rank, results):
     synced = Synced(TwoHeads())
-    try:
-        x = synced(batch_of_rank(rank))[0]
-        x.register_hook(lambda gradient: 1 / 0)
-        x.backward()
-    except ZeroDivisionError:
-        pass
+    sum(synced.model(batch_of_rank(rank))).backward()  # a first one without a wrapper's forward pass
+    results["without_a_forward_pass"] = synced.gradients
+    fails = synced.model.trunk.weight.register_hook(lambda gradient: 1 / 0)  # when the heads have their gradients
+    with pytest.raises(ZeroDivisionError):
+        sum(synced(batch_of_rank(rank))).backward()
+    fails.remove()
+    synced.model.zero_grad()
     sum(synced(batch_of_rank(rank))).backward()
     results["after_a_failure"] = synced.gradients
 
@@ -210,6 +211,7 @@ def test_checkpoints_and_shared_weights(results, reentrant):
 
 def test_a_backward_pass_that_failed_is_forgotten(results):
     for found in results:
+        assert_gradients_close(found["without_a_forward_pass"], gradients_over_ranks(1))
         assert_gradients_close(found["after_a_failure"], gradients_over_ranks(1))
 
 
