@@ -8,6 +8,7 @@ import torch
 from helpers import initialize_quietly
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 
@@ -102,6 +103,25 @@ def test_in_float32_nothing_differs():
     x = torch.randn(3, requires_grad=True)
     found = ampkit.diagnose(lambda: (x.exp() - x.exp().clone()).sum().backward(), against="fp32")
     assert (found.loss, found.gradient, found.rows) == (0.0, 0.0, ())
+
+
+def test_what_an_operator_writes_is_written_once_and_each_operator_counts_once():
+    x, total, seen, operators = torch.full((3,), 1.1), torch.zeros(3), [], []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operators.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def iteration():
+        total.add_(x.bfloat16())
+        seen.append(total.tolist())
+
+    with Count():
+        iteration()
+    found = ampkit.diagnose(iteration, against="fp32")
+    assert seen == [[step * 1.1015625] * 3 for step in (1, 2)]  # what bfloat16 makes of 1.1
+    assert found.operations == len(operators) == 2
 
 
 def test_running_statistics_are_put_back_and_random_numbers_are_shared():

@@ -260,6 +260,24 @@ def test_flops_and_tensor_cores_follow_from_shapes_and_dtypes(product):
         assert record.tensor_core_share == 1.0
 
 
+def test_tensor_cores_need_multiples_of_what_lies_side_by_side_in_memory():
+    upright, transposed = torch.randn(30, 16, dtype=BF16), torch.randn(8, 30, dtype=BF16)
+    rows = recorded(lambda: (upright.t() @ torch.randn(30, 8, dtype=BF16), upright.t() @ transposed.t())).calls
+    verdicts = [row.tensor_cores for row in rows if row.flops]
+    assert verdicts == ["yes", "no: K = 30 is no multiple of 8; pad it to 32"]
+    vector = torch.ones(30, dtype=BF16)
+    (row,) = recorded(lambda: upright.t() @ vector).calls
+    assert row.flops == 2 * 16 * 30 and row.tensor_cores == "no: K = 30 is no multiple of 8; pad it to 32"
+
+
+def test_seconds_are_those_of_an_iteration():
+    x = torch.randn(8, 8)
+    with ampkit.recording() as record:
+        x @ x
+    assert record.seconds_each == pytest.approx(sum(row.seconds for row in record.calls))
+    assert record.ranks == 1 and "1 iteration: " in str(record)
+
+
 def test_a_copy_inside_of_a_product_is_a_part_of_it():
     q, k = (
         torch.randn(2, 10, 3, 8).transpose(1, 2),

@@ -283,13 +283,16 @@ ADVICE = {
 @pytest.mark.parametrize("case", ADVICE, ids=lambda case: case.__name__)
 def test_advice_names_line_figure_and_change(case):
     found, change = ADVICE[case]
-    advice = recorded(case()).advice
+    record = recorded(case())
+    advice = record.advice
     lines, first = inspect.getsourcelines(case)
     here = [first + i for i, line in enumerate(lines) if line.endswith("# here\n")]
     (one,) = [one for one in advice if one.found.startswith(found)]
     assert one.change == change
     assert one.site == (f"test_recording_tensors.py:{here[0]}" if here else "")
     assert [one.gain for one in advice] == sorted((one.gain for one in advice), reverse=True)
+    words = " ".join(str(record).split())
+    assert all(part in words for part in (one.site, one.found, one.change))
 
 
 # Out
