@@ -58,8 +58,6 @@ def _matrix(a: torch.Tensor, b: torch.Tensor) -> Product:
 
 def _along(matrix: torch.Tensor, names: str) -> tuple[str, int]:
     """The size whose elements are neighbours in memory."""
-    if matrix.dim() < 2:
-        return names[1], matrix.shape[-1]
     is_transposed = matrix.stride(-2) == 1 and matrix.stride(-1) != 1
     return (names[0], matrix.shape[-2]) if is_transposed else (names[1], matrix.shape[-1])
 
