@@ -7,6 +7,7 @@ import pytest
 from helpers import ROOT
 from mutants.fault import StaleRow, named, rows
 from mutants.operators import faults_of
+from mutants.run import chosen
 
 
 def test_each_named_fault_has_its_place_and_changes_it():
@@ -68,6 +69,19 @@ def test_operators_plant_each_kind_and_leave_words_and_annotations_alone(tmp_pat
     assert {f"{fault.old} -> {fault.new}" for fault in faults} == CHANGES
     for fault in faults:
         ast.parse(fault.planted(tmp_path))
+
+
+def test_arguments_are_swapped_where_that_means_something_else(tmp_path):
+    (tmp_path / "source.py").write_text(
+        "def f(a, b):\n    max(a, b), promote.promote_types(a, b), isinstance(a, b), g(a, b), a.g(a, b)"
+    )
+    assert [fault.new for fault, _ in faults_of(tmp_path, "source.py")] == ["(g(b, a))", "(a.g(b, a))"]
+
+
+def test_tests_are_chosen_that_are_fast_and_about_little_else_while_time_lasts():
+    seconds_of = {"slow": 44.0, "about much": 0.1, "unit[1]": 0.1, "unit[2]": 0.1, "unit[3]": 0.2, "slower": 44.0}
+    functions_in = {**dict.fromkeys(seconds_of, 4), "about much": 100, "slower": 400}
+    assert chosen(set(seconds_of), seconds_of, functions_in) == ["unit[1]", "unit[2]", "unit[3]", "about much", "slow"]
 
 
 def test_a_named_fault_is_found_in_another_layout_and_not_where_it_stands_twice(tmp_path):
