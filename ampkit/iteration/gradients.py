@@ -312,8 +312,7 @@ def _put_stash_back(slot: Slot, backward: BackwardPass) -> None:
 def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
     """Unscale gradients where they are, or into float32 where the weight's precision cannot hold the result."""
     inv = backward.inv
-    multiplies = not is_one(inv)
-    if not multiplies and found is None:
+    if is_one(inv):  # at a static scale of 1.0 nothing is found either
         return
     inexact = (torch.float16,) if backward.exact_in_place else (torch.float16, torch.bfloat16)
     params, inputs, outputs, is_in_place = [], [], [], True
@@ -322,10 +321,10 @@ def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf 
         if gradient.layout is not torch.strided:
             _unscale_sparse(slot, gradient, inv, found)
             continue
-        if multiplies and gradient.grad_fn is not None:
+        if gradient.grad_fn is not None:
             gradient, output = _put_recorded(slot, gradient, inv)
             is_in_place = False
-        elif multiplies and slot.entry is not None and gradient.dtype in inexact:
+        elif slot.entry is not None and gradient.dtype in inexact:
             output = torch.empty_like(gradient, dtype=torch.float32)
             put_gradient(slot.param, output)
             is_in_place = False

@@ -286,6 +286,8 @@ LEGACY = """
 import time, torch, torch.nn as nn
 from torch.autograd import Variable
 torch.cuda.set_device(0); torch.cuda.manual_seed_all(3); torch.cuda.empty_cache()
+assert torch.cuda.is_available() and torch.cuda.is_bf16_supported() and not torch.cuda.is_current_stream_capturing()
+assert torch.cuda.device_count() == 1 and torch.cuda.current_device() == torch.cuda.memory_allocated() == 0
 x = Variable(torch.cuda.FloatTensor([[1, 2]]))
 assert x.cuda(0, non_blocking=True).sum().item() == 3
 assert isinstance(torch.zeros(1, device="cuda:0"), torch.cuda.FloatTensor)
@@ -299,6 +301,7 @@ start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timin
 start.record(); time.sleep(0.01); end.record(); torch.cuda.synchronize(); assert start.elapsed_time(end) > 5
 print(torch.cuda.memory_allocated(), torch.cuda.get_device_name(0), torch.cuda.device_count(), torch.cuda.current_device())
 with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()): pass
+assert torch.zeros(1, device=torch.cuda.Stream().device).item() == 0
 torch.cuda.nvtx.range_push("x"); torch.cuda.nvtx.range_pop()
 g = torch.Generator(device="cuda"); g.manual_seed(1); torch.randn(2, generator=g, device="cuda")
 torch.save({"a": torch.ones(1)}, PATH); assert torch.load(PATH, map_location="cuda:0")["a"].item() == 1

@@ -147,6 +147,17 @@ def test_bytes_of_a_weight(level, weight, master, gradient, casts):
     assert found == {name: size * 16 * 8 for name, size in each.items() if name != "moments"}
 
 
+def test_what_an_optimizer_holds_outside_of_modules_is_a_weight_too():
+    weight = nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def iteration():
+        (weight * 2).sum().backward()
+        optimizer.step()
+
+    assert recorded(iteration).memory["weights and buffers"] == 4000
+
+
 # Loss scale
 
 

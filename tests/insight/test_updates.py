@@ -1,5 +1,6 @@
 """`check_updates` against float64 arithmetic, and on a small Llama that was born in bfloat16."""
 
+import gc
 import logging
 from contextlib import nullcontext
 
@@ -9,6 +10,7 @@ from helpers import initialize_quietly
 from torch import nn
 
 import ampkit
+from ampkit.insight import updates
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +137,16 @@ def test_steps_that_change_nothing_by_intent_are_not_measured():
         if factor != torch.inf:  # as a loss scale would do
             optimizer.step()
     assert (check.steps, check.shares) == (1, {"param_groups[0]['params'][0]": 0.0})
+
+
+def test_weights_of_before_a_step_are_kept_no_longer_than_the_step():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    check = ampkit.check_updates(optimizer)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert check.steps == 1 and not any(type(one) is updates.Weights for one in gc.get_objects())
 
 
 def test_after_five_steps_every_tenth_one_is_measured_until_it_is_removed():

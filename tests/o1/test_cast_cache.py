@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ampkit
+from ampkit.casting.engine import active_casting
 from ampkit.optimizers import FusedSGD
 
 pytestmark = pytest.mark.switch
@@ -482,6 +483,20 @@ def test_leaf_is_cast_anew_since_scripts_edit_it_by_data(casting):
         leaf.data += 1.0
         assert not shares(before, torch.mm(leaf, w))
         assert torch.equal(torch.mm(leaf, w).float(), torch.full((3, 2), 2.0))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_casts_of_weights_are_autograds_alone_in_a_block_unless_another_follows(delayed):
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+    loss = model(torch.rand(2, 3)).float().sum()
+    caches = active_casting().caches
+    assert len(caches.pairs()) == 2
+    with ampkit.scale_loss(loss, optimizer, delay_unscale=delayed) as scaled:
+        assert len(caches.pairs()) == (2 if delayed else 0)
+        scaled.backward()
+    ampkit.close()
 
 
 def test_leaf_is_cast_anew_since_its_memory_is_others_too(casting):

@@ -345,6 +345,26 @@ def test_only_the_optimizers_of_an_overflowing_loss_skip():
     assert [state[f"loss_scaler{i}"]["loss_scale"] for i in range(2)] == [32768.0, 65536.0]
 
 
+def test_gradients_that_wait_follow_the_scale_of_a_block_that_fails():
+    model = nn.Linear(2, 1, bias=False)
+    model, optimizer = initialize_quietly(model, lambda params: torch.optim.SGD(params, 1.0), "O0", loss_scale=8.0)
+
+    def block(error=None, **flags):
+        with ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer, **flags) as scaled:
+            if error is not None:
+                raise error
+            scaled.backward()
+
+    block(delay_unscale=True)
+    assert model.weight.grad.tolist() == [[8.0, 8.0]]
+    ampkit.current_session().scalers[0].loss_scale = 2.0
+    with pytest.raises(KeyError):
+        block(KeyError(), delay_unscale=True)
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]
+    block()
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]  # two of 1
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
