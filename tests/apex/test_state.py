@@ -296,6 +296,7 @@ def test_the_stash_with_masters(amp):
     assert [p is q for p, q in zip(stash.all_fp32_from_fp32_params, model[1].parameters())] == [True, True]
     assert len(stash.fp16_groups) == len(stash.fp32_from_fp16_groups) == len(stash.fp32_from_fp32_groups) == 1
     assert not hasattr(stash, "all_fp32_params")
+    assert (stash.all_fp16_grad_stash, stash.all_fp32_from_fp32_grad_stash) == ([None] * 4, [None] * 2)
     masters = list(amp.master_params(optimizer))
     assert stash.all_fp32_from_fp16_params[0] is masters[0] and stash.fp32_from_fp16_groups[0][0] is masters[0]
     assert stash.all_fp16_params[0] is optimizer.param_groups[0]["params"][0]
@@ -307,9 +308,11 @@ def test_the_stash_with_masters(amp):
 def test_the_stash_without_masters_and_its_end(amp):
     import ampkit
 
-    _model, optimizer = initialized_by(amp, "O1")
+    model, optimizer = initialized_by(amp, "O1")
     stash = optimizer._amp_stash
-    assert len(stash.all_fp32_params) == 6 and stash.all_fp16_params == [] and not hasattr(stash, "fp16_groups")
+    assert all(a is b for a, b in zip(stash.all_fp32_params, model.parameters(), strict=True))
+    assert stash.all_fp32_grad_stash == [None] * 6
+    assert stash.all_fp16_params == stash.all_fp16_grad_stash == [] and not hasattr(stash, "fp16_groups")
     ampkit.close()
     assert not hasattr(optimizer, "_amp_stash") and not hasattr(optimizer, "_prepare_amp_backward")
 
