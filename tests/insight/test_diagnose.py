@@ -683,3 +683,18 @@ def test_the_warning_after_25_skips_and_the_error_after_50_at_the_floor_end_with
     with pytest.raises(ampkit.LossScaleError) as raised:
         skip(26)
     assert str(raised.value).endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("write", "kind"), [("mul_", "not finite before the iteration"), ("copy_", "overflow of the format")]
+)
+def test_what_a_tensor_held_counts_where_an_operator_reads_what_it_writes(write, kind):
+    weight = leaf(1.0, 1.0)
+    held = torch.full((2,), torch.nan, dtype=torch.float16)
+    large = torch.tensor([1e6, 1.0])
+
+    def iteration():
+        getattr(held, write)(large)
+        (weight * held).sum().backward()
+
+    assert diagnose(iteration).culprit.kind == kind

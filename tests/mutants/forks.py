@@ -99,7 +99,7 @@ def _run_pytest(job: Job) -> int:
         print(f"ampkit is not imported from the copy in {job.folder}")
         return 3
     part = "switch and not slow" if job.extension == "off" else "not slow"  # of make test
-    options = ["-q", "-rf", "--tb=short", "-m", part, "-p", "no:cacheprovider", *job.options]
+    options = ["-q", "-rfE", "--tb=short", "-m", part, "-p", "no:cacheprovider", *job.options]
     return int(pytest.main([*options, *job.tests], plugins=job.plugins()))
 
 

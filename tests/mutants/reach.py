@@ -41,8 +41,24 @@ class Plugin:
     def __init__(self):
         self.begin_anew = start()
         self.seconds = {}
+        self.fixture = None  # while it is set up: the test that it is set up for
 
     def pytest_runtest_logstart(self, nodeid):
+        self.begin_anew()
+        self.fixture = None
+
+    def pytest_fixture_setup(self, fixturedef, request):
+        """What a fixture of several tests reaches has lines with its own name, and each of these tests has a line with that."""
+        test = os.environ["PYTEST_CURRENT_TEST"] if self.fixture is None else self.fixture
+        self.fixture = None
+        if fixturedef.scope != "function":
+            self.fixture, name = test, f"fixture:{fixturedef.baseid}::{fixturedef.argname}"
+            known = [(one.nodeid, one._fixtureinfo.name2fixturedefs) for one in request.session.items]
+            sharing = {nodeid for nodeid, fixtures in known if fixturedef in fixtures.get(fixturedef.argname, ())}
+            with open(os.environ[RECORD], "a") as record:
+                record.writelines(f"{nodeid}\t{name}\n" for nodeid in sharing | {test.rpartition(" (")[0]})
+            test = f"{name} (setup)"
+        os.environ["PYTEST_CURRENT_TEST"] = test
         self.begin_anew()
 
     def pytest_runtest_logreport(self, report):

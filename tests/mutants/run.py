@@ -264,8 +264,12 @@ def record_of_reach(copies: list[Path], scratch: Path) -> tuple[dict[str, set[st
     lines = [line.split("\t") for line in RECORD.read_text().splitlines()[1:]]
     seconds_of = {test: float(what[8:]) for test, what in lines if what.startswith("seconds:")}
     for test, what in lines:
-        if test in seconds_of:
+        if test in seconds_of or test.startswith("fixture:"):
             tests_of[what].add(test)
+    for tests in list(tests_of.values()):
+        for fixture in [test for test in tests if test.startswith("fixture:")]:
+            tests.remove(fixture)
+            tests |= tests_of[fixture]
     return tests_of, seconds_of
 
 

@@ -1,5 +1,6 @@
 """Tensor parallelism by hand, alone and under FSDP2: judged by one process in float32 on the joined batch."""
 
+import contextlib
 import math
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 
 import ampkit
+from ampkit.errors import ConfigurationError
 from ampkit.parallel import fully_shard
 from ampkit.sharding import by_placement, gathered
 
@@ -187,6 +189,14 @@ def test_gradients_that_are_parts_of_sums_are_summed_up(group_of_one, level):
     optimizer.zero_grad()
     model(data(0, 0, 1)[0]).square().mean().backward()
     assert any(placement.is_partial() for placement in model.norm.weight.grad.placements)  # torch's own
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_casts_of_whole_weights_that_lie_on_several_processes_are_refused(level, group_of_one):
+    model = parallelized(init_device_mesh("cpu", (1,)), sequence=False)
+    refused = pytest.raises(ConfigurationError, match=r"lies on several processes.*Use O1 or O4")
+    with refused if level in ("O2", "O5") else contextlib.nullcontext():
+        ampkit.initialize(model, opt_level=level, verbosity=0)
 
 
 def test_norms_under_tensor_parallelism_get_groups_of_their_own(group_of_one):
