@@ -570,3 +570,22 @@ def test_running_statistics_follow_those_of_float32(norm, level, settings):
     torch.testing.assert_close(model[1].running_mean, twin[1].running_mean, rtol=0.01, atol=0.02)
     torch.testing.assert_close(model[1].running_var, twin[1].running_var, rtol=0.02, atol=0.02)
     assert twin[1].running_mean.abs().max() > 0.5  # they have moved
+
+
+class Attends(nn.Linear):
+    def forward(self, x):
+        scores = super().forward(x)
+        self.seen = [
+            nn.functional.softmax(scores, -1).dtype,
+            nn.functional.softmax(scores, -1, dtype=torch.float32).dtype,
+            scores.softmax(-1, torch.float32).dtype,
+        ]
+        return scores
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_dtype_that_a_call_names_is_the_dtype_of_its_result(level):
+    model = Attends(4, 4)
+    ampkit.initialize(model, opt_level=level, cast_model_type=torch.bfloat16, verbosity=0)
+    model(torch.rand(2, 4))
+    assert model.seen == [torch.bfloat16, torch.float32, torch.float32]

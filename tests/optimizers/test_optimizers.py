@@ -571,6 +571,18 @@ def test_a_sparse_gradient_that_a_script_replaces_is_stepped_with(dtype):
     torch.testing.assert_close(before - model.state_dict()["weight"], moved, rtol=0.01, atol=1e-6)
 
 
+def test_sparse_gradients_that_wait_at_a_scale_are_added():
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = sgd(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level="O0", loss_scale=4.0, verbosity=0)
+    before = model.weight.detach().clone()
+    for row, waits in ((1, False), (3, True), (3, False)):
+        backward(model(torch.tensor([row])).sum(), optimizer, delay_unscale=waits)
+    optimizer.step()
+    moved = torch.tensor([0.0, 1.0, 0.0, 2.0])[:, None].expand(4, 2)
+    torch.testing.assert_close(before - model.weight.detach(), moved, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("level", ("O1", "O2"))
 def test_overflow_in_a_sparse_gradient_skips_the_step(level):
     model = nn.Embedding(6, 3, sparse=True)

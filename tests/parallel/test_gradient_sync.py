@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import (
     TwoHeads,
     as_one_of_two_ranks,
@@ -234,6 +235,16 @@ def test_average_of_tensors_of_two_dtypes(results):
     for found in results:
         one, two = found["average"]
         assert torch.equal(one, torch.full((2,), 0.5)) and torch.equal(two, torch.full((3,), 0.5).half())
+
+
+@pytest.mark.parametrize(("settings", "sums"), [({}, 1), ({"bucket_elements": 15}, 3), ({"bucket_elements": 1}, 8)])
+def test_buckets_are_full_at_their_number_of_elements(group_of_one, monkeypatch, settings, sums):
+    taken, original = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda flat, **kwargs: taken.append(flat) or original(flat, **kwargs))
+    synced = Synced(TwoHeads(), **settings)
+    sum(synced(batch_of_rank(0))).backward()
+    # From the last: 2 + 4 + 3 + 15 (unused, b), 2 + 10 + 5 (a, the bias of the trunk), 20.
+    assert len(taken) == sums
 
 
 if __name__ == "__main__":
