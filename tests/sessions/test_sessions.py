@@ -153,6 +153,16 @@ def test_optimizers_of_two_sessions_share_a_loss(levels):
         assert [entry["unskipped"] for entry in ampkit.state_dict().values()] == [unskipped, 0]
 
 
+def test_gradients_outside_of_a_block_are_told_of_after_another_session_has_closed(caplog):
+    first, second = (make_pair() for _ in range(2))
+    for pair in (first, second):
+        ampkit.initialize(*pair, opt_level="O2", loss_scale=8.0, verbosity=0)
+    live_sessions[0].close()
+    second[0](torch.ones(2, 4)).float().sum().backward()
+    second[1].step()
+    assert "outside of every scale_loss block" in caplog.text
+
+
 def test_a_loss_is_not_shared_with_a_disabled_session():
     first, second = make_pair(), make_pair()
     ampkit.initialize(*first, verbosity=0)
