@@ -220,6 +220,10 @@ def attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def grouped(a, b):
+    return F.grouped_mm(a, b, offs=None if a.dim() == b.dim() == 3 else torch.tensor([8, 32], dtype=torch.int32))
+
+
 def products():
     """Function, its arguments, FLOPs forward and backward, and whether Tensor Cores can run it in bfloat16."""
     yield F.linear, [(4, 16), (8, 16)], 2 * 4 * 16 * 8, 2, "yes"
@@ -241,6 +245,11 @@ def products():
         "no: C_in = 3 is no multiple of 8; pad it to 8",
     )
     yield F.conv_transpose2d, [(2, 8, 4, 4), (8, 16, 3, 3)], 2 * 2 * 8 * 4 * 4 * 16 * 9, 2, "yes"
+    if hasattr(F, "grouped_mm"):  # newer torch
+        yield grouped, [(32, 16), (2, 16, 8)], 2 * 32 * 16 * 8, 2, "yes"  # rows 0-7 by the first, 8-31 by the second
+        yield grouped, [(2, 24, 16), (2, 16, 8)], 2 * 2 * 24 * 16 * 8, 2, "yes"
+        yield grouped, [(2, 8, 16), (16, 32)], 2 * 8 * 16 * 32, 2, "yes"
+        yield grouped, [(8, 32), (32, 16)], 2 * 8 * 32 * 16, 2, "yes"
     # Scores and values; backward the scores once more, and a product for the gradient of each of four matrices.
     yield attention, [(2, 3, 10, 8)] * 3, 2 * 2 * (2 * 3) * 10 * 10 * 8, 2.5, "yes"
 

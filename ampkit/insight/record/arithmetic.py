@@ -56,6 +56,12 @@ def _matrix(a: torch.Tensor, b: torch.Tensor) -> Product:
     return Product(2 * rows * a.shape[-1] * n, tuple((name, sizes[name]) for name in "KNM" if name in sizes))
 
 
+def _grouped(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Product:
+    """A product per group: of rows, of columns, or of parts of K, which alone add a dimension."""
+    groups = len(out) if out.dim() > a.dim() else 1
+    return _matrix(a, b)._replace(flops=2 * out.numel() * a.shape[-1] // groups)
+
+
 def _along(matrix: torch.Tensor, names: str) -> tuple[str, int]:
     """The size whose elements are neighbours in memory."""
     is_transposed = matrix.stride(-2) == 1 and matrix.stride(-1) != 1
@@ -110,6 +116,7 @@ _FORMULAS: dict[str, Callable[[Any, Any], Product]] = {
     "bmm": lambda args, out: _matrix(args[0], args[1]),
     "mv": lambda args, out: _matrix(args[0], args[1]),
     "_scaled_mm": lambda args, out: _matrix(args[0], args[1]),
+    "_grouped_mm": lambda args, out: _grouped(args[0], args[1], out),
     "addmm": lambda args, out: _matrix(args[1], args[2]),
     "addmm_": lambda args, out: _matrix(args[1], args[2]),
     "addmv": lambda args, out: _matrix(args[1], args[2]),
