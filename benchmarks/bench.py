@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import platform
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -153,12 +152,16 @@ class Holder:
 
         way, cell, options = self.arguments
         on_cpu = options["device"] == "cpu"
-        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() if on_cpu else 0
+        before = resident("VmRSS") if on_cpu else 0
         Trainer(way, cell, options).train(STEPS_FOR_MEMORY)
         if not on_cpu:
             return torch.cuda.max_memory_allocated()
-        (peak,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        return int(peak) * 1024 - before
+        return resident("VmHWM") - before
+
+
+def resident(which):
+    """Bytes of this process's resident memory: now (VmRSS), or at most (VmHWM)."""
+    return 1024 * int(re.findall(rf"{which}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
 class Processes:

@@ -10,17 +10,15 @@ free.
 import argparse
 import contextlib
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import cases
 import torch
 import ways
-from bench import GIVE_BACK
+from bench import GIVE_BACK, resident
 
 import ampkit
 
@@ -91,10 +89,6 @@ def peak(name, what, short):
     with ampkit.recording() if what == "recording" else contextlib.nullcontext():
         train(case, way)
     return resident("VmHWM") - before
-
-
-def resident(which):
-    return 1024 * int(re.findall(rf"{which}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..iteration.slots import values_of
 from .sites import Site, look
@@ -173,7 +172,20 @@ def operator_name(op: Any) -> str:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Those in tuples, lists and dicts, which operators take; faster than `casting.tensors`, which knows of more."""
+    found: list[torch.Tensor] = []
+    _gather((tree,), found)
+    return found
+
+
+def _gather(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _gather(value, found)
+        elif isinstance(value, dict):
+            _gather(value.values(), found)
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -347,7 +347,6 @@ def test_a_weight_that_is_used_twice_is_cast_once_at_o1_and_never_at_o2(level):
     iteration()
     record = recorded(iteration)
     rows = [row for row in record.calls if row.function == "linear" and row.phase == "forward"]
-    assert sum(row.cache_hits for row in rows) == (2 if level == "O1" else 0)  # weight and bias
     assert record.tensors["weight"].casts == record.tensors["bias"].casts == (1.0 if level == "O1" else 0.0)
     # Two inputs; at O1 weight and bias, at O2 two outputs of the model, to float32.
     wanted = 2 * 2 * 4 * 8 + (2 * (8 * 8 + 8) - 2 * 4 * 8 if level == "O1" else 2 * 4 * 4 * 8)
@@ -669,14 +668,6 @@ def test_a_record_fits_100_columns_and_says_what_it_found():
     assert lines[0].startswith("O1: torch functions cast to bfloat16")
     assert any(line.split()[:1] == ["time"] for line in lines)
     assert any(re.search(r'test_recording\S*:\d+ +linear +fp32 -> bf16 +row "linear"$', line) for line in lines)
-
-
-def test_colours_of_a_terminal_change_no_word(monkeypatch):
-    x = torch.randn(4, 8)
-    record = recorded(lambda: x @ x.t())
-    plain = str(record)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert re.sub(r"\x1b\[[0-9;]*m", "", str(record)) == plain  # plain without rich
 
 
 def test_an_empty_record_says_so():

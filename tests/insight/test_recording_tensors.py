@@ -1,8 +1,11 @@
 """What `ampkit.recording` says of parameters, loss scale and memory, beside float64 and sums on paper; and its advice."""
 
 import inspect
+import itertools
 import json
 import pickle
+from dataclasses import replace
+from math import isnan, nan
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit.insight.record.data import TensorRow
+from ampkit.insight.record.record import Record
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -43,7 +48,7 @@ class Products(nn.Module):
 
 
 def test_underflow_and_the_largest_values_at_a_loss_scale_of_four():
-    # In float16 2^-14 is the smallest normal number and 2^-24 the smallest of all: four times these are 2^-13, 2^-20, 2^-24, 2^-26.
+    # In float16 2^-24 is the smallest number: four times these are 2^-13, 2^-20, 2^-24, 2^-26.
     model = Products([2.0**-15, 2.0**-22, 2.0**-26, 2.0**-28, 0.0])
     settings = {"patch_torch_functions_type": FP16, "loss_scale": 4.0}
     model, optimizer = initialize_quietly(model, lambda params: torch.optim.SGD(params, 0.125), "O1", **settings)
@@ -56,7 +61,7 @@ def test_underflow_and_the_largest_values_at_a_loss_scale_of_four():
         optimizer.step()
 
     row = recorded(iteration, times=2).tensors["weight"]
-    assert (row.underflow, row.denormal) == (1 / 4, 3 / 4)
+    assert row.underflow == 1 / 4
     assert row.absmax == 3.0 + 0.125 * 2 * 2.0**-15 and row.grad_absmax == 2.0**-15
     assert (row.elements, row.dtype) == (5, FP32)
 
@@ -340,3 +345,25 @@ def test_records_of_several_processes_become_one():
     assert both.flops == 2 * first.flops and both.calls[0].calls == 2
     assert both.seconds == pytest.approx(first.seconds + second.seconds)
     assert first.calls[0].calls == 1  # and these are as they were
+
+
+def of_a_rank(absmax, grad_absmax, underflow, lost, **memory):
+    row = TensorRow("weight", 4, FP32, absmax, grad_absmax, underflow, lost, None, {"weight": 16}, 1.0)
+    return Record(tensors={"weight": row}, memory=memory)
+
+
+def test_tensors_of_several_processes_become_one():
+    first = of_a_rank(2.0, 0.5, 0.25, 0.5, moments=100, gradients=20)
+    second = of_a_rank(3.0, nan, None, 1.0, moments=90, gradients=50)
+    second.tensors["expert"] = replace(second.tensors["weight"], name="expert")
+    ruined = of_a_rank(nan, 4.0, 0.75, 0.0)
+    for ranks in itertools.permutations([first, second, ruined]):
+        both = ranks[0].merge(ranks[1:])
+        row = both.tensors["weight"]
+        assert isnan(row.absmax) and row.grad_absmax == 4.0 and both.ranks == 3
+        # Means of those that measured them: of 1/4 and 3/4, of 1/2, 1 and 0, and of none.
+        assert (row.underflow, row.lost_updates, row.lost_without_masters) == (0.5, 0.5, None)
+        assert (row.elements, row.bytes, row.casts) == (4, {"weight": 16}, 1.0)
+        assert both.memory == {"moments": 90, "gradients": 50}  # 140 bytes, the most of any
+        assert isnan(both.tensors["expert"].grad_absmax) and both.tensors["expert"].absmax == 3.0
+    assert first.merge([second]).tensors["weight"].absmax == 3.0

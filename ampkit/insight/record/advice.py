@@ -9,6 +9,7 @@ import torch
 from ...dtypes import LOWER_PRECISION
 from ...policy.tables import tables_for
 from ..explain import short
+from ..words import in_bytes
 from .data import FORWARD, STEP, Advice, CallRow, Rows
 
 #: Shares below this are no finding.
@@ -168,10 +169,3 @@ def _gain_of_casts(record: Rows, size: float) -> float:
     """The share of the time that casts of so many bytes take, of all that were written."""
     written, seconds = (sum(getattr(row, name) for row in record.calls) for name in ("bytes_cast", "cast_seconds"))
     return min(1.0, size / max(1, written)) * seconds / max(record.seconds, 1e-9)
-
-
-def in_bytes(size: float) -> str:
-    """``1.2 MB``"""
-    power = next((power for power in (0, 1, 2) if abs(size) < 999.5 * 1000**power), 3)
-    unit, size = ("B", "kB", "MB", "GB")[power], size / 1000**power
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.5 else f"{size:.1f} {unit}"

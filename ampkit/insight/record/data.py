@@ -23,10 +23,10 @@ class CallRow:
     those of the arguments before any cast, ``dtypes_out`` those of results. ``reason`` says in words what it computes in and why.
 
     ``calls`` counts runs of the function's first operator. ``seconds`` are those of its operators alone, ``flops`` floating-point
-    operations in matrix products and convolutions (a multiplication and an addition are two), ``casts``, ``bytes_cast``,
-    ``cast_seconds`` what was converted for it (bytes that are written), and ``cache_hits`` weights whose cast was there already.
-    ``ping_pong`` are those of the bytes that go from lower precision to float32 and back around it. ``tensor_cores`` is ``"yes"``
-    or ``"no: ..."`` with the reason, and empty for what is no matrix product.
+    operations in matrix products and convolutions (a multiplication and an addition are two), and ``casts``, ``bytes_cast``,
+    ``cast_seconds`` what was converted for it (bytes that are written). ``ping_pong`` are those of the bytes that go from lower
+    precision to float32 and back around it. ``tensor_cores`` is ``"yes"`` or ``"no: ..."`` with the reason, and empty for what is
+    no matrix product.
     """
 
     function: str
@@ -47,7 +47,6 @@ class CallRow:
     casts: int = 0
     bytes_cast: int = 0
     cast_seconds: float = 0.0
-    cache_hits: int = 0
     ping_pong: int = 0
 
     @property
@@ -60,7 +59,7 @@ class CallRow:
 
 
 #: What is added up where rows of several processes become one.
-SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cast_seconds", "cache_hits", "ping_pong")
+SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cast_seconds", "ping_pong")
 
 
 @dataclass
@@ -69,10 +68,9 @@ class TensorRow:
 
     ``absmax`` is of the weight at the end, ``grad_absmax`` of its unscaled gradient over all steps that were taken; NaN where
     there was no gradient. Shares count elements whose gradient is not 0, in a sample of at most 2,048 elements, and are None
-    where nothing was measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``denormal``, those below
-    its smallest normal number, which have lost digits; ``lost_updates``, those that a step left as they were;
-    ``lost_without_masters``, those that it would have left so if the weight were stored in the lower precision alone. ``bytes``
-    has ``weight``, ``gradient``, ``master`` (float32 value or rest), ``moments`` and ``casts`` (of one forward pass). ``casts``
+    where nothing was measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``lost_updates``, those that
+    a step left as they were; ``lost_without_masters``, those that it would have left so if the weight were stored in the lower
+    precision alone. ``bytes`` has ``weight``, ``gradient``, ``master`` (float32 value or rest), ``moments`` and ``casts`` (of one forward pass). ``casts``
     counts casts of the weight in an iteration.
     """
 
@@ -82,7 +80,6 @@ class TensorRow:
     absmax: float
     grad_absmax: float
     underflow: float | None
-    denormal: float | None
     lost_updates: float | None
     lost_without_masters: float | None
     bytes: dict[str, int]

@@ -17,15 +17,14 @@ class Storage:
 
     ``name`` is that of a parameter. ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from
     (``source``), the name of the ``weight`` it is the cast of, None for an activation, and the ``group`` of the call that it was
-    made for; ``is_fresh`` until it is used.
+    made for.
     """
 
-    __slots__ = ("bytes", "group", "is_fresh", "kind", "name", "ref", "row", "source", "weight")
+    __slots__ = ("bytes", "group", "kind", "name", "ref", "row", "source", "weight")
 
     def __init__(self, size: int, kind: str) -> None:
         self.bytes, self.kind = size, kind
         self.name = self.row = self.source = self.weight = self.group = None
-        self.is_fresh = False
 
 
 class Memory:
@@ -57,9 +56,8 @@ class Memory:
         now: dict[str, int] = {}
         for storage in self._before:
             now[storage.kind] = now.get(storage.kind, 0) + storage.bytes
-        most, at_peak, total = 0, dict(now), sum(now.values())
-        begun = set(map(id, self._before))
-        most = total
+        at_peak, most = dict(now), sum(now.values())
+        total, begun = most, set(map(id, self._before))
         for storage in self._events:
             sign = -1 if id(storage) in begun else 1
             begun.add(id(storage)) if sign > 0 else begun.discard(id(storage))

@@ -14,8 +14,9 @@ from importlib import resources
 from typing import Any
 
 from ..explain import short
+from ..words import in_bytes, in_seconds, percent
 from .data import CallRow, Rows, StepRow
-from .text import dtypes, function_of, in_bytes, in_seconds
+from .text import dtypes, function_of
 
 #: Lines of source around each that was recorded.
 _CONTEXT = 2
@@ -58,13 +59,12 @@ def render(record: Rows) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters.update(
-        percent=_percent,
+        percent=percent,
         bytes=in_bytes,
         dtype=short,
         dtypes=dtypes,
         function=function_of,
         seconds=in_seconds,
-        share=_share,
     )
     template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     return environment.from_string(template).render(
@@ -85,11 +85,11 @@ def _tiles(record: Rows) -> Iterator[tuple[str, str, str]]:
         share = record.flops_by_dtype().get(lower, 0.0) if lower is not None else 0.0
         name = short(lower) if lower is not None else "lower precision"
         yield (
-            _percent(share),
+            percent(share),
             f"of FLOPs in {name}",
             f"{record.flops / record.iterations / record.ranks / 1e9:.3g} GFLOP an iteration",
         )
-        yield _percent(record.tensor_core_share), "of FLOPs fit Tensor Cores", "by shapes and dtypes"
+        yield percent(record.tensor_core_share), "of FLOPs fit Tensor Cores", "by shapes and dtypes"
     yield in_bytes(record.peak_bytes), "in tensors at the peak", ""
     cast = sum(row.bytes_cast for row in record.calls) / record.iterations / record.ranks
     yield in_bytes(cast), "cast, per iteration", ""
@@ -98,13 +98,13 @@ def _tiles(record: Rows) -> Iterator[tuple[str, str, str]]:
         yield f"{record.scale[-1].loss_scale:g}", "loss scale", f"{skipped} of {len(record.scale)} steps skipped"
     lost = [row.lost_updates for row in record.tensors.values() if row.lost_updates is not None]
     if lost:
-        yield _percent(max(lost)), "of updates lost", "in the tensor that loses most"
+        yield percent(max(lost)), "of updates lost", "in the tensor that loses most"
 
 
 def _bars(record: Rows) -> Iterator[dict[str, Any]]:
     """Stacked bars: a title, and parts with name, share and words."""
     if record.flops:
-        parts = [(short(dtype), share, _percent(share)) for dtype, share in record.flops_by_dtype().items()]
+        parts = [(short(dtype), share, percent(share)) for dtype, share in record.flops_by_dtype().items()]
         yield {"title": "FLOPs by dtype", "parts": parts, "kind": "dtype"}
     times: dict[str, float] = {}
     for row in record.calls:
@@ -113,7 +113,7 @@ def _bars(record: Rows) -> Iterator[dict[str, Any]]:
     ordered = sorted(times.items(), key=lambda item: -item[1])
     yield {
         "title": "Time by dtype",
-        "parts": [(name, share, _percent(share)) for name, share in ordered],
+        "parts": [(name, share, percent(share)) for name, share in ordered],
         "kind": "dtype",
     }
     if record.peak_bytes:
@@ -167,13 +167,3 @@ def _files(record: Rows) -> Iterator[dict[str, Any]]:
         if stretches:
             share = sum(line.share for stretch in stretches for line in stretch)
             yield {"name": os.path.basename(path), "share": share, "stretches": stretches}
-
-
-def _percent(share: float) -> str:
-    if 0 < share < 0.0005:
-        return "< 0.1%"
-    return f"{share:.0%}" if share >= 0.0995 or share == 0 else f"{share:.1%}"
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else _percent(share)

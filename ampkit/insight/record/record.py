@@ -72,7 +72,7 @@ def _joined(rows: list[TensorRow]) -> TensorRow:
         known = [value for row in rows if (value := getattr(row, name)) is not None]
         return sum(known) / len(known) if known else None
 
-    shares = ("underflow", "denormal", "lost_updates", "lost_without_masters")
+    shares = ("underflow", "lost_updates", "lost_without_masters")
     return replace(
         rows[0],
         absmax=max((row.absmax for row in rows), key=_nan_first),

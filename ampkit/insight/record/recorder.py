@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from ...errors import ConfigurationError
 from ...patching import PatchSet, Undo
 from ...session import current_session, live_sessions
 from ..explain import class_name, short
-from ..watching import Call, Watch
+from ..watching import Call, Watch, tensors_in
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
 from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
@@ -132,11 +132,7 @@ class Recorder(Watch):
         start = perf_counter()
         out = call()
         seconds = perf_counter() - start
-        read, made = [], []
-        _flatten(call.args, read)
-        if call.kwargs:
-            _flatten(call.kwargs.values(), read)
-        _flatten((out,), made)
+        read, made = call.inputs(), tensors_in(out)
         if not read and (not made or facts.is_empty):  # marks of the profiler, and memory
             for tensor in made:
                 self._memory.made(tensor)
@@ -189,7 +185,7 @@ class Recorder(Watch):
         group.casts += 1
         group.bytes_cast += made.nbytes
         if group.function.rpartition(".")[2] not in _EXPLICIT and group.phase is not BACKWARD:
-            result.source, result.group, result.is_fresh = read.dtype, group, True
+            result.source, result.group = read.dtype, group
             result.weight = source.name
             if result.weight is not None:
                 result.kind = CASTS
@@ -206,13 +202,7 @@ class Recorder(Watch):
         self, group: Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
     ) -> CallRow | Group:
         floating = [tensor for tensor in read if tensor.dtype in _FLOATING]
-        dtypes_in, hits = set(), 0
-        for tensor in floating:
-            storage = self._memory.at(tensor)
-            before = self._before_cast(storage, tensor, group)
-            dtypes_in.add(before)
-            hits += storage.weight is not None and not storage.is_fresh and before is not tensor.dtype
-            storage.is_fresh = False
+        dtypes_in = {self._before_cast(self._memory.at(tensor), tensor, group) for tensor in floating}
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
         product = formula(call.args, made[0]) if formula is not None and made else None
         is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
@@ -231,7 +221,6 @@ class Recorder(Watch):
         group.last = row
         group.hand_over(row)
         row.calls += is_lead
-        row.cache_hits += hits
         if product is not None:
             row.flops += product.flops
             if dtype in LOWER_PRECISION:
@@ -371,14 +360,6 @@ def recorded(on_iteration: Callable[[int], Any]) -> Iterator[Record]:
             vars(record).update(vars(recorder.finish()))
     finally:
         _active.release()
-
-
-def _flatten(values: Iterable[Any], found: list[torch.Tensor]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _flatten(value, found)
 
 
 def _is_conversion(read: torch.Tensor, made: torch.Tensor) -> bool:

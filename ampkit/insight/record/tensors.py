@@ -100,9 +100,9 @@ class Steps(StepHooks):
             scaled = torch.cat(samples).float().abs()
             scaled *= on(step.scale, device) if divisor is None else 1.0
             is_some = scaled > 0
-            masks = is_some, is_some & (scaled.to(precision) == 0), is_some & (scaled < torch.finfo(precision).tiny)
+            masks = is_some, is_some & (scaled.to(precision) == 0)
             sizes = [len(sample) for sample in samples]
-            for figure, mask in zip(("nonzero", "underflow", "denormal"), masks):
+            for figure, mask in zip(("nonzero", "underflow"), masks):
                 for (name, _), part in zip(named, mask.split(sizes)):
                     step.figures[name, figure] = part.sum()
 
@@ -170,7 +170,6 @@ class Steps(StepHooks):
             absmax,
             max((step[name, "grad_absmax"] for step in taken if (name, "grad_absmax") in step), default=float("nan")),
             share("underflow", of="nonzero"),
-            share("denormal", of="nonzero"),
             share("lost_updates", of="updates"),
             share("lost_without_masters", of="updates"),
             {

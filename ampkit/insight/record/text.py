@@ -1,31 +1,21 @@
-"""A record as text that fits 100 columns: what ``print(record)`` shows, in colours on a terminal where rich is."""
+"""A record as text that fits 100 columns: what ``print(record)`` shows."""
 
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from ..explain import columns, short
-from .advice import in_bytes
+from ..words import in_bytes, in_seconds, percent
 from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Rows, add
 
 WIDTH = 100
 _MOST_ROWS = 25
 _MOST_TENSORS = 8
-#: On a terminal, where rich is installed.
-_STYLES = {
-    r"\b(bf16|fp16|bfloat16|float16)\b": "blue",
-    r"\b(fp32|float32)\b": "dark_orange3",
-    r"(?m)^(time|updates lost| +time).*$": "bold",
-    r"(?m)^\d+\. .*$": "bold",
-    r"\bskipped by '[^']*'": "red",
-}
 _PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 
@@ -34,20 +24,7 @@ def in_words(record: Rows) -> str:
     if not record.calls:
         return "nothing recorded: the block has not ended, or ran no function of torch"
     parts = [_overview(record), _calls(record), _tensors(record), _scale(record), _advice(record)]
-    text = "\n\n".join("\n".join(part) for part in parts if part)
-    return _in_colours(text) if sys.stdout.isatty() and find_spec("rich") is not None else text
-
-
-def _in_colours(text: str) -> str:
-    from rich.console import Console
-    from rich.text import Text
-
-    console, styled = Console(), Text(text)
-    for pattern, style in _STYLES.items():
-        styled.highlight_regex(pattern, style)
-    with console.capture() as captured:
-        console.print(styled, soft_wrap=True, end="")
-    return captured.get()
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _overview(record: Rows) -> list[str]:
@@ -97,10 +74,9 @@ def _tensors(record: Rows) -> list[str]:
         return []
     rows = [("updates lost", "without masters", "underflow", "max |w|", "max |grad|", "stored in", "tensor")]
     for row in worst:
-        shares = (row.lost_updates, row.lost_without_masters, row.underflow)
         rows.append(
             (
-                *("" if share is None else f"{share:.1%}" for share in shares),
+                *map(percent, (row.lost_updates, row.lost_without_masters, row.underflow)),
                 f"{row.absmax:.3g}",
                 f"{row.grad_absmax:.3g}",
                 short(row.dtype),
@@ -162,11 +138,6 @@ def why(row: CallRow) -> str:
 def _line(site: str) -> str:
     file, colon, number = site.rpartition(":")
     return _cut(file, 18 - len(number)) + colon + number if colon else site
-
-
-def in_seconds(seconds: float) -> str:
-    """``12.3 ms``"""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _cut(text: str, most: int) -> str:

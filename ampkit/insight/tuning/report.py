@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..explain import columns
+from ..words import percent
 from .ways import AUTOCAST, FLOAT32, Way
 
 WIDTH = 100
@@ -92,9 +93,9 @@ class Tuning:
         if row.error is not None:
             return "failed"
         if (distance := row.distance(self.rows[FLOAT32])) > self.allowed(row.way):
-            return f"its losses are {_percent(distance)} from float32's, {_percent(self.allowed(row.way))} are allowed"
+            return f"its losses are {percent(distance)} from float32's, {percent(self.allowed(row.way))} are allowed"
         if row.lost_updates > self.rows[FLOAT32].lost_updates + MORE_LOST:
-            return f"it loses {_percent(row.lost_updates)} of the updates"
+            return f"it loses {percent(row.lost_updates)} of the updates"
         return None
 
     @property
@@ -112,7 +113,7 @@ class Tuning:
         words[0] += f" (float32 {_mib(plain)})."
         if row is not plain:
             distance, allowed = row.distance(plain), self.allowed(row.way)
-            words.append(f"Its losses are {_percent(distance)} from float32's, {_percent(allowed)} are allowed.")
+            words.append(f"Its losses are {percent(distance)} from float32's, {percent(allowed)} are allowed.")
         out = [(other, self.why_not(other)) for other in self.rows.values() if other.error is None]
         faster = [f"{other.way}, {why}" for other, why in out if why and other.quartiles[1] < row.quartiles[1]]
         words += [f"Faster, and out: {'; '.join(faster)}."] if faster else []
@@ -133,7 +134,7 @@ class Tuning:
         )
         table = [("way", "ms", "quartiles", "samples/s", "MiB", "gradient", "loss", "off", "skips", "lost")]
         table += [self._cells(row) for row in self.rows.values() if row.error is None]
-        worst = ", ".join(f"{module} {_percent(error)}" for module, error in self.recommended.worst_modules)
+        worst = ", ".join(f"{module} {percent(error)}" for module, error in self.recommended.worst_modules)
         told = [f"failed: {row.way}: {row.error}" for row in self.rows.values() if row.error is not None]
         told += [f"left out: {words}" for words in about["left_out"]]
         told += [f"recommended: {self.reason} {RULE}", *[f"gradients furthest from float32's: {worst}"] * bool(worst)]
@@ -144,8 +145,8 @@ class Tuning:
     def _cells(self, row: Row) -> tuple[str, ...]:
         low, median, high = (_number(1e3 * seconds) for seconds in row.quartiles)
         plain, rate = self.rows[FLOAT32], _number(self.about["samples"] / row.quartiles[1])
-        compared = ["-", "-"] if row is plain else [_percent(row.gradient_error), _percent(row.distance(plain))]
-        lost = _percent(row.lost_updates)
+        compared = ["-", "-"] if row is plain else [percent(row.gradient_error), percent(row.distance(plain))]
+        lost = percent(row.lost_updates)
         figures = (median, f"{low}-{high}", rate, _mib(row), compared[0], f"{row.loss:.4g}", compared[1])
         return (str(row.way), *figures, str(row.skipped), lost)
 
@@ -188,8 +189,3 @@ def _mib(row: Row) -> str:
 def _number(value: float) -> str:
     """Three digits at least."""
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
-
-
-def _percent(share: float) -> str:
-    """Two digits, however small."""
-    return f"{100 * share:.2g}%" if share < 0.995 else f"{share:.0%}"
