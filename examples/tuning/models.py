@@ -2,7 +2,7 @@
 
 $ ampkit tune examples/tuning/models.py:resnet
 $ ampkit tune examples/tuning/models.py:lstm --seconds 30
-$ ampkit tune examples/tuning/models.py:gpt --json gpt.json --png gpt.png
+$ ampkit tune examples/tuning/models.py:gpt --json gpt.json
 
 A factory returns (model, optimizer, batches, loss_fn): what a training script has when its loop begins.
 """

@@ -72,7 +72,7 @@ def test_lost_updates_and_skips_are_those_on_paper(on_paper):
 
 def test_gradients_that_are_exact_have_no_error(on_paper):
     for name, row in on_paper.rows.items():
-        assert (row.gradient_error, row.cosine) == (0.0, pytest.approx(1.0, abs=1e-12)), name
+        assert row.gradient_error == 0.0, name
 
 
 def test_memory_is_that_of_tensors(on_paper):
@@ -114,8 +114,6 @@ def test_errors_of_gradients_are_those_computed_here(failing):
     row = failing.rows["autocast bfloat16"]
     assert 0.0005 < error(exact) < 0.02  # bfloat16 rounds by up to 0.4%
     assert row.gradient_error == pytest.approx(error(exact), rel=1e-2)
-    one, other = (torch.cat([found[name].flatten() for name in exact]) for found in (rounded, exact))
-    assert row.cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(one, other, 0)), abs=1e-8)
     modules = {module: error([f"{module}.weight", f"{module}.bias"]) for module in ("one", "other", "head")}
     assert [module for module, _ in row.worst_modules] == sorted(modules, key=modules.get, reverse=True)
     assert dict(map(tuple, row.worst_modules)) == pytest.approx(modules, rel=1e-2)
@@ -354,27 +352,19 @@ def test_the_table_has_every_figure_in_100_columns():
     assert "189.92 times as fast as float32" in text and "projection 1.2%" in text
 
 
-def test_json_and_png_have_the_figures(tmp_path, monkeypatch):
+def test_json_has_the_figures(tmp_path):
     found = tuning(PLAIN, AUTOCAST, row("O2 bfloat16", 6, 80), row("O3 bfloat16", 5, 70, lost=0.5))
     found.to_json(tmp_path / "found.json")
     read = json.loads((tmp_path / "found.json").read_text())
     assert read["recommended"] == "O2 bfloat16" and read["lines"] == found.lines
     assert read["rows"]["O2 bfloat16"]["seconds"] == [0.006] * 4 and read["rows"]["O2 bfloat16"]["why_not"] is None
     assert read["rows"]["O3 bfloat16"]["why_not"] == "it loses 50% of the updates"
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        found.to_png(tmp_path / "found.png")
-    monkeypatch.undo()
-    pytest.importorskip("matplotlib")
-    found.to_png(tmp_path / "found.png")
-    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_progress_is_a_line_for_each_tenth_without_tqdm(monkeypatch, capsys):
+def test_progress_is_a_line_for_each_tenth(monkeypatch, capsys):
     from ampkit.insight.tuning import tune as module
 
     shares = [("about", {"left_out": []}), *(("share", share) for share in (0.05, 0.11, 0.19, 0.52, 1.0))]
-    monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(module, "_measured", lambda task: iter(shares))
     ampkit.tune(tuned.net)
     assert capsys.readouterr().err.split() == "ampkit tune: 11% ampkit tune: 52% ampkit tune: 100%".split()
@@ -444,12 +434,6 @@ def test_a_factory_of_the_script_is_found_by_its_path_or_module(monkeypatch, tmp
 def test_the_command_refuses_with_exit_code_2(words, capsys):
     assert main(["tune", *words]) == 2
     assert "ampkit tune: " in capsys.readouterr().err
-
-
-def test_the_command_asks_for_matplotlib_before_it_measures(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["tune", HERE + ":net", "--png", "found.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 SCRIPT = """

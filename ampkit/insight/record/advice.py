@@ -92,7 +92,7 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
     often = [row for row in record.tensors.values() if row.casts > 1.5]
     if often:
         most = max(often, key=lambda row: row.casts * row.bytes["casts"])
-        size = sum(row.casts * row.bytes["casts"] for row in often) * record.iterations * record.ranks
+        size = sum(row.casts * row.bytes["casts"] for row in often) * record.runs
         found = f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times)"
         change = 'opt_level="O2" or "O5" stores weights in lower precision'
         yield Advice(_gain_of_casts(record, size / 2), "", found, change)
@@ -106,7 +106,7 @@ def _ping_pong(record: Rows) -> Iterator[Advice]:
             rows.setdefault((row.site, row.function), []).append(row)
     for (site, function), own in sorted(rows.items(), key=lambda item: -sum(row.ping_pong for row in item[1]))[:3]:
         size = sum(row.ping_pong for row in own)
-        each = in_bytes(size / max(1, record.iterations * record.ranks))
+        each = in_bytes(size / record.runs)
         lower = short(record.lower_precision or torch.bfloat16)
         reason = _forward_reason(record, own)
         change = _instead_of_float32(function, reason)

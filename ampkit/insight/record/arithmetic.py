@@ -111,19 +111,12 @@ def _recurrent(args: Any, out: Any, passes: int = 1) -> Product:
     return Product(2 * steps * sum(one.numel() for one in weights) * passes, sizes)
 
 
+#: Products that are added to the first argument.
+_ADDED_TO = ("addmm", "addmm_", "addmv", "baddbmm", "baddbmm_", "addbmm", "_addmm_activation")
 _FORMULAS: dict[str, Callable[[Any, Any], Product]] = {
-    "mm": lambda args, out: _matrix(args[0], args[1]),
-    "bmm": lambda args, out: _matrix(args[0], args[1]),
-    "mv": lambda args, out: _matrix(args[0], args[1]),
-    "_scaled_mm": lambda args, out: _matrix(args[0], args[1]),
+    **dict.fromkeys(("mm", "bmm", "mv", "_scaled_mm"), lambda args, out: _matrix(args[0], args[1])),
+    **dict.fromkeys(_ADDED_TO, lambda args, out: _matrix(args[1], args[2])),
     "_grouped_mm": lambda args, out: _grouped(args[0], args[1], out),
-    "addmm": lambda args, out: _matrix(args[1], args[2]),
-    "addmm_": lambda args, out: _matrix(args[1], args[2]),
-    "addmv": lambda args, out: _matrix(args[1], args[2]),
-    "baddbmm": lambda args, out: _matrix(args[1], args[2]),
-    "baddbmm_": lambda args, out: _matrix(args[1], args[2]),
-    "addbmm": lambda args, out: _matrix(args[1], args[2]),
-    "_addmm_activation": lambda args, out: _matrix(args[1], args[2]),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "mkldnn_rnn_layer": _recurrent,

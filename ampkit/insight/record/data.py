@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,10 +67,10 @@ class TensorRow:
 
     ``absmax`` is of the weight at the end, ``grad_absmax`` of its unscaled gradient over all steps that were taken; NaN where
     there was no gradient. Shares count elements whose gradient is not 0, in a sample of at most 2,048 elements, and are None
-    where nothing was measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``lost_updates``, those that
-    a step left as they were; ``lost_without_masters``, those that it would have left so if the weight were stored in the lower
-    precision alone. ``bytes`` has ``weight``, ``gradient``, ``master`` (float32 value or rest), ``moments`` and ``casts`` (of one forward pass). ``casts``
-    counts casts of the weight in an iteration.
+    where nothing was measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``lost_updates``, those
+    that a step left as they were; ``lost_without_masters``, those that it would have left so if the weight were stored in the
+    lower precision alone. ``bytes`` has ``weight``, ``gradient``, ``master`` (float32 value or rest), ``moments`` and ``casts``
+    (of one forward pass). ``casts`` counts casts of the weight in an iteration.
     """
 
     name: str
@@ -129,9 +128,9 @@ class Rows:
         return sum(row.seconds for row in self.calls)
 
     @property
-    def seconds_each(self) -> float:
-        """Of an iteration, on one process."""
-        return self.seconds / self.ranks / max(1, self.iterations)
+    def runs(self) -> int:
+        """Iterations of all processes, of which sums are: at least 1."""
+        return self.ranks * max(1, self.iterations)
 
     @property
     def flops(self) -> int:
@@ -144,7 +143,12 @@ class Rows:
     @property
     def lower_precision(self) -> torch.dtype | None:
         """The 16-bit (or smaller) dtype in which most is computed; None where all is float32."""
-        return most_used(row for row in self.calls if row.dtype in LOWER_PRECISION)
+        sums: dict[torch.dtype, tuple[int, int]] = {}  # FLOPs, or calls where there are none
+        for row in self.calls:
+            if row.dtype in LOWER_PRECISION:
+                flops, calls = sums.get(row.dtype, (0, 0))
+                sums[row.dtype] = flops + row.flops, calls + row.calls
+        return max(sums, key=sums.__getitem__, default=None)
 
     def flops_by_dtype(self) -> dict[torch.dtype, float]:
         """The share of all FLOPs by the dtype they are computed in, the largest first. Empty where there are none."""
@@ -171,12 +175,3 @@ def add(row: CallRow, other: CallRow) -> None:
     """Add the figures of another row to those of ``row``."""
     for name in SUMS:
         setattr(row, name, getattr(row, name) + getattr(other, name))
-
-
-def most_used(rows: Iterable[CallRow]) -> torch.dtype | None:
-    """The dtype of these rows with most FLOPs, or most calls where there are none."""
-    sums: dict[torch.dtype, tuple[int, int]] = {}
-    for row in rows:
-        flops, calls = sums.get(row.dtype, (0, 0))
-        sums[row.dtype] = flops + row.flops, calls + row.calls
-    return max(sums, key=sums.__getitem__, default=None)

@@ -6,7 +6,6 @@ The source is read from the script's files as they are when the page is written.
 from __future__ import annotations
 
 import linecache
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ from typing import Any
 
 from ..explain import short
 from ..words import in_bytes, in_seconds, percent
-from .data import CallRow, Rows, StepRow
-from .text import dtypes, function_of
+from .data import CallRow, Rows
+from .text import dtypes, function_of, scale_in_words
 
 #: Lines of source around each that was recorded.
 _CONTEXT = 2
@@ -71,27 +70,17 @@ def render(record: Rows) -> str:
         record=record,
         tiles=list(_tiles(record)),
         bars=list(_bars(record)),
-        scale=_scale_chart(record.scale),
+        scale=scale_in_words(record),
         files=list(_files(record)),
-        iterations=max(1, record.iterations * record.ranks),
     )
 
 
 def _tiles(record: Rows) -> Iterator[tuple[str, str, str]]:
     """Figure, name and remark."""
-    yield in_seconds(record.seconds_each), "in operators, per iteration", f"{record.iterations} recorded"
-    lower = record.lower_precision
+    yield in_seconds(record.seconds / record.runs), "in operators, per iteration", f"{record.iterations} recorded"
     if record.flops:
-        share = record.flops_by_dtype().get(lower, 0.0) if lower is not None else 0.0
-        name = short(lower) if lower is not None else "lower precision"
-        yield (
-            percent(share),
-            f"of FLOPs in {name}",
-            f"{record.flops / record.iterations / record.ranks / 1e9:.3g} GFLOP an iteration",
-        )
         yield percent(record.tensor_core_share), "of FLOPs fit Tensor Cores", "by shapes and dtypes"
-    yield in_bytes(record.peak_bytes), "in tensors at the peak", ""
-    cast = sum(row.bytes_cast for row in record.calls) / record.iterations / record.ranks
+    cast = sum(row.bytes_cast for row in record.calls) / record.runs
     yield in_bytes(cast), "cast, per iteration", ""
     if record.scale:
         skipped = sum(step.skipped for step in record.scale)
@@ -101,41 +90,20 @@ def _tiles(record: Rows) -> Iterator[tuple[str, str, str]]:
         yield percent(max(lost)), "of updates lost", "in the tensor that loses most"
 
 
-def _bars(record: Rows) -> Iterator[dict[str, Any]]:
-    """Stacked bars: a title, and parts with name, share and words."""
+def _bars(record: Rows) -> Iterator[tuple[str, str, list[tuple[str, float, str]]]]:
+    """Stacked bars: a title, what the parts are, and these with name, share and words."""
     if record.flops:
         parts = [(short(dtype), share, percent(share)) for dtype, share in record.flops_by_dtype().items()]
-        yield {"title": "FLOPs by dtype", "parts": parts, "kind": "dtype"}
+        yield f"FLOPs by dtype: {record.flops / record.runs / 1e9:.3g} G an iteration", "dtype", parts
     times: dict[str, float] = {}
     for row in record.calls:
         name = short(row.dtype) if row.dtype is not None else "no floating-point numbers"
         times[name] = times.get(name, 0.0) + record.share_of_time(row)
     ordered = sorted(times.items(), key=lambda item: -item[1])
-    yield {
-        "title": "Time by dtype",
-        "parts": [(name, share, percent(share)) for name, share in ordered],
-        "kind": "dtype",
-    }
+    yield "Time by dtype", "dtype", [(name, share, percent(share)) for name, share in ordered]
     if record.peak_bytes:
         parts = [(kind, size / record.peak_bytes, in_bytes(size)) for kind, size in record.memory.items()]
-        yield {"title": "Memory at the peak", "parts": parts, "kind": "memory"}
-
-
-def _scale_chart(steps: list[StepRow]) -> dict[str, Any] | None:
-    """Places of the steps in a drawing of 360 x 120: exponents of two upward."""
-    if not steps or all(step.loss_scale == 1.0 for step in steps):
-        return None
-    powers = [math.log2(step.loss_scale) for step in steps]
-    low, high = math.floor(min(powers)), math.ceil(max(powers))
-    low, high = (low - 1, high + 1) if low == high else (low, high)
-    places = [
-        (60 + 295 * (i + 0.5) / len(steps), 100 - 80 * (power - low) / (high - low)) for i, power in enumerate(powers)
-    ]
-    return {
-        "line": " ".join(f"{x:.1f},{y:.1f}" for x, y in places),
-        "points": [(x, y, step) for (x, y), step in zip(places, steps)],
-        "labels": [(20.0, f"{2.0**high:g}"), (100.0, f"{2.0**low:g}")],
-    }
+        yield f"Memory at the peak: {in_bytes(record.peak_bytes)}", "memory", parts
 
 
 def _files(record: Rows) -> Iterator[dict[str, Any]]:
@@ -159,11 +127,6 @@ def _files(record: Rows) -> Iterator[dict[str, Any]]:
                 stretches[-1].append(line)
             else:
                 stretches.append([line])
-        for stretch in stretches:  # no blank line at either end
-            while not stretch[0].text.strip():
-                del stretch[0]
-            while not stretch[-1].text.strip():
-                del stretch[-1]
         if stretches:
             share = sum(line.share for stretch in stretches for line in stretch)
             yield {"name": os.path.basename(path), "share": share, "stretches": stretches}

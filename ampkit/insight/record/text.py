@@ -23,7 +23,8 @@ def in_words(record: Rows) -> str:
     """Overview, lines by time, tensors that lose most, memory, loss scale and advice."""
     if not record.calls:
         return "nothing recorded: the block has not ended, or ran no function of torch"
-    parts = [_overview(record), _calls(record), _tensors(record), _scale(record), _advice(record)]
+    scale = textwrap.wrap(scale_in_words(record), WIDTH, subsequent_indent="  ")
+    parts = [_overview(record), _calls(record), _tensors(record), scale, _advice(record)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -33,7 +34,7 @@ def _overview(record: Rows) -> list[str]:
     plural = "s" * (record.iterations != 1)
     lines = [
         record.about,
-        f"{record.iterations} iteration{plural}{ranks}: {in_seconds(record.seconds_each)} in operators each",
+        f"{record.iterations} iteration{plural}{ranks}: {in_seconds(record.seconds / record.runs)} in operators each",
     ]
     if shares:
         lines.append(f"FLOPs: {shares}; Tensor Cores can run {record.tensor_core_share:.0%}")
@@ -49,7 +50,7 @@ def _calls(record: Rows) -> list[str]:
     rows = [("time", "FLOPs", "cast", "line", "function", "in -> out", "why")]
     for row in shown:
         flops = f"{record.share_of_flops(row):.0%}" if row.flops else ""
-        cast = in_bytes(row.bytes_cast / record.iterations / record.ranks) if row.bytes_cast else ""
+        cast = in_bytes(row.bytes_cast / record.runs) if row.bytes_cast else ""
         rows.append(
             (
                 f"{record.share_of_time(row):.0%}",
@@ -89,14 +90,15 @@ def _tensors(record: Rows) -> list[str]:
     return lines
 
 
-def _scale(record: Rows) -> list[str]:
+def scale_in_words(record: Rows) -> str:
+    """``loss scale by step: 65536 skipped by 'head.weight', 32768``; nothing where none is."""
     if all(row.loss_scale == 1.0 and not row.skipped for row in record.scale):
-        return []
+        return ""
     steps = [
         f"{row.loss_scale:g}" + " skipped" * row.skipped + f" by {row.nonfinite!r}" * bool(row.nonfinite)
         for row in record.scale
     ]
-    return textwrap.wrap("loss scale by step: " + ", ".join(steps[-12:]), WIDTH, subsequent_indent="  ")
+    return "loss scale by step: " + ", ".join(steps[-12:])
 
 
 def _advice(record: Rows) -> list[str]:

@@ -33,8 +33,8 @@ class Row:
 
     ``seconds`` of a step, turn by turn; ``peak_bytes``, the most that tensors took; ``losses`` of the first steps, of which
     ``skipped`` were skipped for an overflow; ``lost_updates``, the share that rounding lost in the last five of them.
-    ``gradient_error`` is the norm of what separates the first gradients from float32's over the norm of these, ``cosine`` that of
-    the angle between both, and ``worst_modules`` are the five modules with the largest error, (name, error).
+    ``gradient_error`` is the norm of what separates the first gradients from float32's over the norm of these, and
+    ``worst_modules`` are the five modules with the largest error, (name, error).
     """
 
     way: Way
@@ -45,7 +45,6 @@ class Row:
     skipped: int = 0
     lost_updates: float = math.nan
     gradient_error: float = math.nan
-    cosine: float = math.nan
     worst_modules: list[tuple[str, float]] = field(default_factory=list)
 
     @property
@@ -107,7 +106,7 @@ class Tuning:
 
     @property
     def reason(self) -> str:
-        """Why, and what is faster or smaller."""
+        """Why, and what is faster."""
         row, plain = self.recommended, self.rows[FLOAT32]
         words = [f"{row.way}: {1 / row.ratio(plain):.2f} times as fast as float32, {_mib(row)} MiB"]
         words[0] += f" (float32 {_mib(plain)})."
@@ -117,8 +116,6 @@ class Tuning:
         out = [(other, self.why_not(other)) for other in self.rows.values() if other.error is None]
         faster = [f"{other.way}, {why}" for other, why in out if why and other.quartiles[1] < row.quartiles[1]]
         words += [f"Faster, and out: {'; '.join(faster)}."] if faster else []
-        smallest = _smallest(other for other, why in out if why is None)
-        words += [f"Smallest: {smallest.way}, {_mib(smallest)} MiB."] if _smallest([row, smallest]) is not row else []
         return " ".join(words)
 
     @property
@@ -155,25 +152,6 @@ class Tuning:
         rows = {name: {**asdict(row), "why_not": self.why_not(row)} for name, row in self.rows.items()}
         told = {"recommended": str(self.recommended.way), "reason": self.reason, "rule": RULE, "lines": self.lines}
         Path(path).write_text(json.dumps({"about": self.about, "rows": rows, **told}, indent=1) + "\n")
-
-    def to_png(self, path: str | Path) -> None:
-        """Draw times, with quartiles, and memory. Raises ImportError where matplotlib is not installed."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("to_png draws with matplotlib, which is not installed: pip install matplotlib") from error
-        rows = [row for row in reversed(self.rows.values()) if row.error is None]
-        figure = Figure(figsize=(11, 1.2 + 0.3 * len(rows)), layout="constrained")
-        times, memory = figure.subplots(1, 2, sharey=True)
-        look = {"color": ["C2" if row is self.recommended else "C7" if self.why_not(row) else "C0" for row in rows]}
-        names, quartiles = [str(row.way) for row in rows], [[1e3 * one for one in row.quartiles] for row in rows]
-        whiskers = list(zip(*((median - low, high - median) for low, median, high in quartiles)))
-        times.barh(names, [median for _, median, _ in quartiles], xerr=whiskers, **look)
-        times.set_xlabel("milliseconds of a step, with quartiles")
-        memory.barh(names, [(row.peak_bytes or 0) / 2**20 for row in rows], **look)
-        memory.set_xlabel("MiB of tensors, at most")
-        figure.suptitle(f"{self.about['model']}: green is recommended, grey does not follow the rule")
-        figure.savefig(path, dpi=120)
 
 
 def _smallest(rows: Iterable[Row]) -> Row:

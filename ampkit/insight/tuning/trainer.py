@@ -197,20 +197,17 @@ class _Peak:
 
 
 def errors_of(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
-    """The fields of a row: ``gradient_error``, ``cosine`` and ``worst_modules``, of gradients by name."""
+    """The fields of a row: ``gradient_error`` and ``worst_modules``, of gradients by name."""
     off: dict[str, float] = {}  # squares of norms, by module
     size: dict[str, float] = {}
-    product = found_size = 0.0
     for name, wanted in exact.items():
         own = found.get(name, torch.zeros_like(wanted))
         module = name.rpartition(".")[0] or name
         off[module] = off.get(module, 0.0) + float((own - wanted).square().sum())
         size[module] = size.get(module, 0.0) + float(wanted.square().sum())
-        product, found_size = product + float((own * wanted).sum()), found_size + float(own.square().sum())
     whole = sum(size.values())
     by_module = {module: math.sqrt(off[module] / size[module]) for module in off if size[module]}
     return {
         "gradient_error": math.sqrt(sum(off.values()) / whole) if whole else 0.0,
-        "cosine": product / math.sqrt(whole * found_size) if whole and found_size else math.nan,
         "worst_modules": sorted(by_module.items(), key=lambda item: -item[1])[:5],
     }

@@ -6,8 +6,6 @@ The measurements are made in other processes (measuring.py), so that this one, i
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -77,21 +75,23 @@ def tune(
     }
     about: dict[str, Any] = {}
     rows: dict[str, Row] = {}
-    with contextlib.closing(_progress()) as bar:
-        for name, found in _measured(task):
-            if name == "about":
-                about = found
-            elif name == "share":
-                bar.update(round(100 * found) - bar.n)
+    tenths = 0
+    for name, found in _measured(task):
+        if name == "about":
+            about = found
+        elif name == "share":
+            if int(10 * found) > tenths:
+                tenths = int(10 * found)
+                print(f"ampkit tune: {found:.0%}", file=sys.stderr)
+        else:
+            way, value = Way(**found[0]), found[1]
+            row = rows.setdefault(str(way), Row(way))
+            if name == "failed":
+                row.error = value
+            elif name == "timed":
+                row.seconds.append(value)
             else:
-                way, value = Way(**found[0]), found[1]
-                row = rows.setdefault(str(way), Row(way))
-                if name == "failed":
-                    row.error = value
-                elif name == "timed":
-                    row.seconds.append(value)
-                else:
-                    vars(row).update(value)
+                vars(row).update(value)
     return Tuning(about, rows)
 
 
@@ -126,29 +126,6 @@ def _measured(task: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise RuntimeError(f"tune: the measurements ended with exit code {process.returncode}: {errors.read()}")
 
 
-class _Lines:
-    """In the place of tqdm's bar: lines on standard error."""
-
-    n = 0
-
-    def update(self, more: int) -> None:
-        before, self.n = self.n, self.n + more
-        if before // 10 != self.n // 10:
-            print(f"ampkit tune: {self.n}%", file=sys.stderr)
-
-    def close(self) -> None:
-        """Lines stay."""
-
-
-def _progress() -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _Lines()
-    form = "ampkit tune {percentage:.0f}%|{bar}| {elapsed}"
-    return tqdm(total=100, bar_format=form, file=sys.stderr, leave=False)
-
-
 # The command
 
 
@@ -160,16 +137,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS, help="only these levels")
     parser.add_argument("--float16", action="store_true", default=None, help="try float16 on a CPU too, which is slow")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
-    parser.add_argument("--png", metavar="FILE", help="draw times and memory, with matplotlib")
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Print the table. The exit code is 1 where the factory or float32 training fails, 2 for a mistake on the command line."""
-    if arguments.png and importlib.util.find_spec("matplotlib") is None:
-        print(
-            "ampkit tune: --png draws with matplotlib, which is not installed: pip install matplotlib", file=sys.stderr
-        )
-        return 2
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -184,6 +155,4 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     print(found)
     if arguments.json:
         found.to_json(arguments.json)
-    if arguments.png:
-        found.to_png(arguments.png)
     return 0
