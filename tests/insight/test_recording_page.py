@@ -56,14 +56,14 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "link", "input", "line", "rect", "circle", "polyline"):
+        if tag not in ("meta", "link", "input", "rect"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
 
     def handle_endtag(self, tag):
-        assert tag in ("rect", "circle", "polyline") or self.open.pop() == tag, (tag, self.getpos())
+        assert tag == "rect" or self.open.pop() == tag, (tag, self.getpos())
 
     def handle_data(self, data):
         self.text.append(data)

@@ -54,11 +54,8 @@ class Memory:
     def peak(self) -> dict[str, int]:
         """Bytes by kind, when all of them together were the most."""
         now: dict[str, int] = {}
-        for storage in self._before:
-            now[storage.kind] = now.get(storage.kind, 0) + storage.bytes
-        at_peak, most = dict(now), sum(now.values())
-        total, begun = most, set(map(id, self._before))
-        for storage in self._events:
+        at_peak, begun, total, most = now, set(), 0, 0
+        for storage in (*self._before, *self._events):
             sign = -1 if id(storage) in begun else 1
             begun.add(id(storage)) if sign > 0 else begun.discard(id(storage))
             now[storage.kind] = now.get(storage.kind, 0) + sign * storage.bytes

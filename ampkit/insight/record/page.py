@@ -127,6 +127,11 @@ def _files(record: Rows) -> Iterator[dict[str, Any]]:
                 stretches[-1].append(line)
             else:
                 stretches.append([line])
+        for stretch in stretches:  # no blank line at either end
+            while not stretch[0].text.strip():
+                del stretch[0]
+            while not stretch[-1].text.strip():
+                del stretch[-1]
         if stretches:
             share = sum(line.share for stretch in stretches for line in stretch)
             yield {"name": os.path.basename(path), "share": share, "stretches": stretches}
