@@ -57,14 +57,7 @@ def render(record: Rows) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters.update(
-        percent=percent,
-        bytes=in_bytes,
-        dtype=short,
-        dtypes=dtypes,
-        function=function_of,
-        seconds=in_seconds,
-    )
+    environment.filters.update(percent=percent, bytes=in_bytes, dtype=short, dtypes=dtypes, function=function_of)
     template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     return environment.from_string(template).render(
         record=record,
