@@ -98,7 +98,9 @@ def test_apexs_layout_of_novograd_has_norms_in_the_group():
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    half, full = optimizer.state_dict()["param_groups"][0]["exp_avg_sq"]
+    state = optimizer.state_dict()
+    assert [set(one) for one in state["state"].values()] == [{"exp_avg"}] * 3
+    half, full = state["param_groups"][0]["exp_avg_sq"]
     assert_all_close([half, full], [torch.tensor([2.0]).sqrt(), torch.tensor([3.0, 4.0]).sqrt()], 1e-6)
 
 
