@@ -53,7 +53,7 @@ def is_saved_and_loaded(run: Run, draw: random.Random) -> None:
 
 
 def is_frozen(run: Run, draw: random.Random) -> None:
-    if run.recipe.optimizer == "SGD fused":  # torch's own raises for a parameter that is trained only from a later step on
+    if run.recipe.optimizer == "SGD fused":  # which raises for one that thaws later
         return
     params = list(run.players[0].model.parameters())
     for param in draw.sample(params, 2):
