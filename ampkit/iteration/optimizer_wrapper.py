@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -232,6 +233,12 @@ class OptimizerWrapper:
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer, found_inf = self.optimizer, None
         self.synchronize_gradients()
+        if self.owner.thread != threading.get_ident() and self.has_scale and not self.findings.has_new:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() was called in another thread than its session's, and no scale_loss block has "
+                "named it since its last step: what blocks of this thread have left in its gradients is at their loss scale. Call "
+                "initialize() once for all that trains together, or in the thread that trains."
+            )
         one_pass = self._one_pass_now()
         checks = self.checks_now()
         if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
@@ -272,9 +279,9 @@ class OptimizerWrapper:
                 del optimizer.grad_scale, optimizer.found_inf
 
     def _uncast(self) -> AbstractContextManager[None]:
-        """Casts off for a step. The fused optimizers, and torch's SGD, Adam and AdamW, call nothing that the tables cast."""
-        is_to_switch = not (self._takes_step_inputs or OnePassStep.is_for(self.optimizer)) or _has_hooks(self.optimizer)
-        return _casting_disabled() if is_to_switch else nullcontext()
+        """Casts off for a step. One of a single kernel, FusedAdam's, FusedSGD's or of torch's fused ones, calls nothing to cast."""
+        is_one_kernel = self._takes_rests or (self._takes_found_inf and OnePassStep.is_for(self.optimizer))
+        return nullcontext() if is_one_kernel and not _has_hooks(self.optimizer) else _casting_disabled()
 
     @contextmanager
     def _updating(self) -> Iterator[None]:

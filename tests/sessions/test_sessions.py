@@ -289,6 +289,23 @@ def test_a_thread_is_told_to_initialize_what_it_trains_itself(many):
     shrink_output(*pairs[0])
 
 
+def test_a_step_of_what_another_thread_has_initialized_apart_is_refused():
+    """A generator's gradients come through the critic's block, which cannot know that this thread trains both."""
+    generator, critic = initialized_pair(), initialized_pair()
+    before = [value.clone() for value in generator[0].state_dict().values()]
+
+    def train():
+        loss = critic[0](torch.ones(2, 4) * generator[0](torch.ones(2, 4)).float()).float().sum()
+        with ampkit.scale_loss(loss, critic[1]) as scaled:
+            scaled.backward()
+        critic[1].step()
+        generator[1].step()
+
+    error = in_a_thread(train)
+    assert isinstance(error, ampkit.ConfigurationError) and "once for all that trains together" in str(error)
+    assert all(map(torch.equal, generator[0].state_dict().values(), before))
+
+
 def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_made():
     """Also while that thread is still in initialize, when no optimizer is known to be its own yet."""
     other, has_begun, may_end = nn.Linear(2, 2), threading.Event(), threading.Event()
