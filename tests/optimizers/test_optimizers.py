@@ -685,3 +685,38 @@ def test_step_without_scale_loss_trains_all_the_same(level):
         loss_of(model).backward()
         optimizer.step()
     assert_close_to_plain(model, expected)
+
+
+STEPS_UNDER_CHANGED_ROWS = {
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1, weight_decay=0.1, foreach=False),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=False),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("name", STEPS_UNDER_CHANGED_ROWS)
+def test_a_step_is_float32_where_rows_of_arithmetic_are_lower(name, hooked):
+    """A script's own rows are for its model: an optimizer calls ``add``, ``mul`` and ``lerp`` too."""
+
+    def weights(casts):
+        model, seen = net_with_norm(), []
+        optimizer = STEPS_UNDER_CHANGED_ROWS[name](model.parameters())
+        if casts:
+            rows = {f"torch.Tensor.{one}": "lower" for one in ("add", "mul", "lerp")}
+            settings = dict(opt_level="O1", policy=rows, loss_scale=1.0, verbosity=0)
+            ampkit.initialize(model, optimizer, check_gradients=False, **settings)
+            assert (torch.ones(2) + 0).dtype is torch.float32 and torch.ones(2).add(1.0).dtype is torch.bfloat16
+        if hooked:
+            optimizer.register_step_pre_hook(lambda *_: seen.append(torch.ones(2).add(1.0).dtype))
+        for seed in range(3):
+            drawn = torch.Generator().manual_seed(seed)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=drawn)
+            optimizer.step()
+        ampkit.close()
+        assert seen == [torch.float32] * 3 * hooked
+        return [param.detach() for param in model.parameters()]
+
+    assert all(map(torch.equal, weights(True), weights(False)))
