@@ -312,7 +312,7 @@ def _put_stash_back(slot: Slot, backward: BackwardPass) -> None:
 def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
     """Unscale gradients where they are, or into float32 where the weight's precision cannot hold the result."""
     inv = backward.inv
-    if is_one(inv):  # at a static scale of 1.0 nothing is found either
+    if is_one(inv) and found is None:
         return
     inexact = (torch.float16,) if backward.exact_in_place else (torch.float16, torch.bfloat16)
     params, inputs, outputs, is_in_place = [], [], [], True

@@ -613,3 +613,17 @@ def test_hook_on_a_parameter_is_not_told_where_it_is_right(scale, of_torch, capl
     with ampkit.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as loss:
         loss.backward()
     assert not [record for record in caplog.records if "hook" in record.getMessage()]
+
+
+def test_gradients_that_wait_at_a_scale_of_one_are_checked_at_a_scale_set_since():
+    model = net_with_norm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = dict(opt_level="O5", loss_scale=1.0, check_gradients=False, verbosity=0)
+    ampkit.initialize(model, optimizer, **settings)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with ampkit.scale_loss(model(torch.ones(2, 6)).float().sum() * math.inf, optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    ampkit.current_session().scalers[0].loss_scale = 4.0
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
