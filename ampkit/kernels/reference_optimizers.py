@@ -66,10 +66,10 @@ class _Settings:
         return 1.0 - beta1**step, 1.0 - beta2**step
 
 
-def formula(formula: Callable[..., None]) -> Callable[..., None]:
+def formula(rule: Callable[..., None]) -> Callable[..., None]:
     """The reference of a step: called as its operator (csrc/ops.h), with the lists by name.
 
-    ``formula(settings, gradients, params, *states)`` changes wide params and states in place.
+    ``rule(settings, gradients, params, *states)`` changes wide params and states in place.
     """
 
     def reference(*given, grads, params, lower=None, **states):
@@ -88,7 +88,7 @@ def formula(formula: Callable[..., None]) -> Callable[..., None]:
             ]
             for k, column in enumerate(states.values())
         ]
-        formula(s, d, values, *columns)
+        rule(s, d, values, *columns)
         results = [
             (t, s.rounding.store(i, t, value, is_signed=not k))
             for k, (column, moved) in enumerate(zip(states.values(), columns))

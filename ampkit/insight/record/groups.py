@@ -35,9 +35,8 @@ class Group:
     function: str
     phase: str
     module: str = ""  # of the latest call
-    paths: defaultdict[int, set[str]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # of modules, by id of the row, or of this
+    #: Of modules, by the id of the row, or of this group where no row has them.
+    paths: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     rows: dict[Precision, CallRow] = field(default_factory=dict)
     last: CallRow | None = None
     lead: Any = None  # the operator, or in backward autograd's node, that counts calls
