@@ -145,7 +145,7 @@ class GradScaler(TorchGradScaler):
             raise ConfigurationError(
                 "The loss scale of this session is static and does not move. Use loss_scale='dynamic' in initialize()."
             )
-        scaler.rule = replace(scaler.rule, **changes)
+        scaler.change_rule(replace(scaler.rule, **changes))
 
     def _owner(self) -> Session:
         session = current_session() if self._session is None else self._session()
@@ -213,14 +213,14 @@ def _load(scaler: LossScaler, state: Mapping[str, Any]) -> None:
     entry = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
     validate_scaler_state(entry)
     if scaler.dynamic:
-        scaler.rule = replace(
+        rule = replace(
             scaler.rule,
             growth_factor=float(state["growth_factor"]),
             backoff_factor=float(state["backoff_factor"]),
             growth_interval=int(state["growth_interval"]),
         )
         # A GradScaler has no floor: its scale is taken over exactly, and is the floor then.
-        scaler.min_loss_scale = min(scaler.min_loss_scale, float(state["scale"]))
+        scaler.change_rule(rule, min_loss_scale=min(scaler.min_loss_scale, float(state["scale"])))
     scaler.load_state_dict(entry)
 
 

@@ -175,7 +175,10 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
     Those that are added to gradients which wait at a loss scale, of a loss without a scale, are told of at once.
     """
 
+    @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
+        if _compiling():  # dynamo would guard every gradient
+            return torch._dynamo.disable(backward)(*args, **kwargs)
         if _running_backward() != -1:  # reentrant, as torch.utils.checkpoint is: a part of the pass around it
             return original(*args, **kwargs)
         blocks, outside = set(), []
@@ -196,11 +199,7 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
                 wrapper.advice.tell("beside delayed")
         return None
 
-    @functools.wraps(original)
-    def uncompiled(*args: Any, **kwargs: Any) -> None:  # dynamo would guard every gradient
-        return torch._dynamo.disable(backward)(*args, **kwargs) if _compiling() else backward(*args, **kwargs)
-
-    return uncompiled
+    return backward
 
 
 def _some_gradients(slots: list[Any]) -> list[Seen]:

@@ -206,8 +206,6 @@ def collect(
     """
     # What blocks with delay_overflow_check=True found belongs to this iteration.
     found = None if scaler.is_one else scaler.delayed_check or new_finding(named, scaler)
-    if found is not None and loss is not None:
-        found.loss = loss.detach()
     for gradients in unowned:
         gradients.collect(backward, found)
     for wrapper in named:
@@ -226,6 +224,8 @@ def collect(
         wrapper.findings.add(of_unnamed)
     if found is None:
         return
+    if loss is not None and not is_known_clean(found.flag):
+        found.loss = loss.detach()
     _combine(found, named)
     _drop_overflowed(unowned, found)
     if delay_overflow_check:

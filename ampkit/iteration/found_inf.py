@@ -85,7 +85,7 @@ def is_set(flag: torch.Tensor) -> bool:
 
 def is_known_clean(flag: torch.Tensor) -> bool:
     """Whether the host can tell without waiting that a flag is 0: on the CPU."""
-    return flag.device.type == "cpu" and flag.item() == 0.0
+    return flag.is_cpu and flag.item() == 0.0
 
 
 def places_for(

@@ -12,7 +12,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +121,7 @@ class HostCopy:
     def ready(self) -> bool:
         """Whether a copy has arrived that was not read. CUDA allows no question about an event while a graph is captured."""
         if self._event is None:
-            return self._words.device.type == "cpu"
+            return self._words.is_cpu
         return self._is_sent and not is_capturing(self._words) and self._event.query()
 
     def read(self, wait: bool = False) -> ScaleState:
@@ -169,6 +168,7 @@ class LossScaler:
         self._snapshot: tuple[torch.Tensor, bool] | None = (
             None  # a copy of the scale, and whether a CUDA graph captured it
         )
+        self.change_rule()
 
     @property
     def loss_scale(self) -> float:
@@ -198,17 +198,25 @@ class LossScaler:
         """Whether this is a static scale of 1.0, which multiplies and checks nothing."""
         return not self.dynamic and self._known.scale == 1.0
 
-    @property
-    def floor(self) -> float:
-        """What no overflow brings the scale below: ``min_loss_scale``, a lower scale that was set by hand, or a static scale."""
-        return min(self.min_loss_scale, self._set_by_hand) if self.dynamic else self._known.scale
-
-    @property
-    def is_power_of_two(self) -> bool:
-        """Whether the scale, wherever it moves, is one: bfloat16 can then be divided by it without rounding."""
-        rule, scale = self.rule, self._known.scale
-        factors = (self.floor, self.max_loss_scale, rule.growth_factor, rule.backoff_factor) if self.dynamic else ()
-        return _are_powers_of_two(scale, *factors)
+    def change_rule(
+        self,
+        rule: DynamicLossScale | None = None,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = None,
+    ) -> None:
+        """Have a dynamic scale move by another rule, or between other bounds, from the next iteration on."""
+        self.rule = self.rule if rule is None else rule
+        self.min_loss_scale = self.min_loss_scale if min_loss_scale is None else float(min_loss_scale)
+        self.max_loss_scale = self.max_loss_scale if max_loss_scale is None else float(max_loss_scale)
+        rule, scale = self.rule, self.synchronize().scale
+        #: What no overflow brings the scale below: ``min_loss_scale``, a lower scale that was set by hand, or a static scale.
+        self.floor = min(self.min_loss_scale, self._set_by_hand) if self.dynamic else scale
+        factors = (rule.growth_factor, rule.backoff_factor) if self.dynamic else (1.0, 1.0)
+        bounds = (self.floor, self.max_loss_scale if self.dynamic else scale)
+        interval = rule.growth_interval if self.dynamic else 2**31 - 1
+        self._arguments = (*factors, interval, rule.hysteresis, *bounds)  # of kernels.update_scale
+        #: Whether the scale, wherever it moves, is one: bfloat16 can then be divided by it without rounding.
+        self.is_power_of_two = all(math.frexp(number)[0] == 0.5 for number in (scale, *factors, *bounds))
 
     # The iteration
 
@@ -238,17 +246,8 @@ class LossScaler:
         if self.delayed_check is found:
             self.delayed_check = None
         self._live_on(found.flag.device)
-        rule, is_dynamic = self.rule, self.dynamic
-        kernels.update_scale(
-            self._state,
-            found.flag if moves_scale else torch.zeros_like(found.flag),
-            growth_factor=rule.growth_factor if is_dynamic else 1.0,
-            backoff_factor=rule.backoff_factor if is_dynamic else 1.0,
-            growth_interval=rule.growth_interval if is_dynamic else 2**31 - 1,
-            hysteresis=rule.hysteresis,
-            min_scale=self.floor,
-            max_scale=self.max_loss_scale if is_dynamic else self._known.scale,
-        )
+        flag = found.flag if moves_scale else torch.zeros_like(found.flag)
+        kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
         self._recent.append(found)
         self._copy.send()
@@ -274,14 +273,12 @@ class LossScaler:
 
     def _write(self, **changes: float) -> None:
         """Change words of the state."""
-        self._put(self.synchronize()._replace(**changes))
-
-    def _put(self, known: ScaleState) -> None:
-        self._known, self._snapshot = known, None
+        self._known, self._snapshot = self.synchronize()._replace(**changes), None
         if self._state is not None:
             self._scale.fill_(self._known.scale)
             for word, count in zip(self._state[1:], self._known[1:]):
                 word.fill_(count)
+        self.change_rule()
 
     # What the host learns
 
@@ -292,10 +289,11 @@ class LossScaler:
             self._learn(wait=True)
         return self._known
 
-    def _learn(self, wait: bool) -> None:
-        """Read what has arrived, or wait; a static scale need not be a number that float32 has."""
-        learned = self._copy.read(wait)
-        self._known = learned if self.dynamic else learned._replace(scale=self._known.scale)
+    def _learn(self, wait: bool = False) -> None:
+        """Read what has arrived, if anything has, or wait; a static scale need not be a number that float32 has."""
+        if self._state is not None and (wait or self._copy.ready()):
+            learned = self._copy.read(wait)
+            self._known = learned if self.dynamic else learned._replace(scale=self._known.scale)
 
     def report(
         self, *, wait: bool = False, raises: bool = True, unnamed: Callable[[], str | None] = lambda: None
@@ -307,8 +305,8 @@ class LossScaler:
         """
         if wait:
             self.synchronize()
-        elif self._state is not None and self._copy.ready():
-            self._learn(wait=False)
+        else:
+            self._learn()
         told, self._told = self._told, self._known
         if self._known.skips_apart != told.skips_apart:
             logger.info(
@@ -405,11 +403,6 @@ class LossScaler:
 def _passes(count: int, newest: int, interval: int) -> bool:
     """Whether a count has come past a multiple of ``interval`` with its ``newest`` ones."""
     return count // interval > max(0, count - newest) // interval
-
-
-@lru_cache
-def _are_powers_of_two(*numbers: float) -> bool:
-    return all(math.frexp(number)[0] == 0.5 for number in numbers)
 
 
 def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, Any]) -> None:

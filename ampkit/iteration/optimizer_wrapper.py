@@ -252,14 +252,16 @@ class OptimizerWrapper:
         except LossScaleError:  # a script that saves its model now saves statistics without this batch
             after_step(self, True)
             raise
-        if found_inf is not None and not self._takes_step_inputs and is_known_clean(found_inf):
-            found_inf = None  # with a flag torch's take longer, on the CPU by a third
+        if found_inf is not None and is_known_clean(found_inf):
+            found_inf = None  # with a flag a step takes longer, torch's on the CPU by a third
         if self._takes_step_inputs:
             optimizer.inputs = StepInputs(
                 found_inf=found_inf, total_norm=self.gradients.total_norm, around=self._updating
             )
-        elif self._takes_found_inf:  # torch's own fused optimizers, to which GradScaler hands the flag like this
-            if found_inf is not None and lacks_momenta(optimizer) and is_set(found_inf):
+        elif (
+            found_inf is not None and self._takes_found_inf
+        ):  # torch's own, to which GradScaler hands the flag like this
+            if lacks_momenta(optimizer) and is_set(found_inf):
                 return self.skip()
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
         try:
@@ -275,7 +277,7 @@ class OptimizerWrapper:
         finally:
             if self._takes_step_inputs:
                 optimizer.inputs = None
-            elif self._takes_found_inf:
+            elif found_inf is not None and self._takes_found_inf:
                 del optimizer.grad_scale, optimizer.found_inf
 
     def _uncast(self) -> AbstractContextManager[None]:
@@ -472,10 +474,11 @@ class OptimizerWrapper:
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
         if not (self.gradients.is_open or self.stand_ins.are_in_place):
+            params: list[Tensor] = []
             for group in self.optimizer.param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this
                     group["params"] = list(group["params"])
-            params = params_of(self.optimizer)
+                params += group["params"]
             if len(params) != len(self._params) or not all(map(is_, params, self._params)):
                 self._know_params(params)
 

@@ -186,7 +186,6 @@ def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Ten
 def update_scale(
     state: Tensor,
     found_inf: Tensor,
-    *,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
