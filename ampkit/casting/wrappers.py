@@ -118,9 +118,9 @@ def _narrow(wrapper: Callable, native: Callable | None, state: CastingState) -> 
     def narrow(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
         dtype = getattr(x, "dtype", None)
-        if dtype not in LOWER_PRECISION or not state.is_on() or not state.is_narrow() or _has_dtype(args, kwargs):
+        if dtype not in LOWER_PRECISION or not state.is_on() or not state.is_narrow():
             return wrapper(*args, **kwargs)
-        if native is not None:
+        if native is not None:  # in another precision too, where a call names one
             return native(*args, **kwargs)
         result = wrapper(*args, **kwargs)
         return result.to(dtype) if isinstance(result, Tensor) and result.dtype is torch.float32 else result
