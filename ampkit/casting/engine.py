@@ -399,7 +399,7 @@ def register_rule(kind: CastKind, owner: Any, name: str) -> None:
 def switch_off_left_on() -> None:
     """Switch this thread off where an engine was closed in another one. For all that a script calls."""
     # The end of a region brings back what was before it: too early inside of one.
-    if _left_on and _active is None and number_of_regions() == 0:
+    if not _compiling() and _left_on and _active is None and number_of_regions() == 0:
         before = _left_on.pop(threading.get_ident(), None)
         if before is not None:
             restore(before)

@@ -331,6 +331,23 @@ def test_disable_casts_inside_and_around_compiled_code():
     assert both(low)[:2] == (LOW, LOW)
 
 
+def test_compiled_code_disables_casts_after_a_session_of_another_thread():
+    """That thread is still to be switched off, which is no part of a trace."""
+    torch._dynamo.reset()
+    model, low = torch.nn.Linear(2, 2), torch.ones(2).bfloat16()
+    thread = threading.Thread(target=ampkit.initialize, args=(model,), kwargs={"opt_level": "O1", "verbosity": 0})
+    thread.start()
+    thread.join()
+    ampkit.close()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def twice(x):
+        with ampkit.disable_casts():
+            return x * 2
+
+    assert twice(low).dtype is LOW
+
+
 def test_sessions_of_both_kinds_count_together():
     """A session at O1 is live, and one at O2: each ends for itself."""
     function, low = float_function(dtypes), torch.ones(2).bfloat16()
