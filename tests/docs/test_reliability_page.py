@@ -1,4 +1,4 @@
-"""docs/reliability.md is what the last full soak makes, and says of each promise that was broken what is known of it."""
+"""docs/reliability.md is what the last full soak makes, which attacked every promise and broke none."""
 
 import importlib.util
 import json
@@ -17,10 +17,9 @@ def test_the_page_is_made_of_the_results():
     assert make.PAGE.read_text() == make.page(RESULTS), "run docs/make_reliability.py"
 
 
-def test_every_promise_was_attacked_and_what_was_broken_is_told():
+def test_every_promise_was_attacked_and_none_was_broken():
     assert set(make.GROUPS) == set(GROUPS)
     promises = [promise.name for module in GROUPS.values() for promise in module.PROMISES]
     assert [row["name"] for row in RESULTS["rows"]] == promises
     for row in RESULTS["rows"]:
-        assert row["attacks"] > 0, row["name"]
-        assert not row["violations"] or make.UNMENDED[row["name"]] in make.PAGE.read_text()
+        assert row["attacks"] > 0 and row["violations"] == [], row["name"]
