@@ -2,7 +2,7 @@
 #
 #   make test         what to run after each change, with the compiled kernels, without, and with the CUDA kernels on the host: minutes
 #   make simulated    the tests for CUDA on two GPUs that are simulated on the host, kernels included; make test runs some of them
-#   make test-all     every test, all three ways, the last under AddressSanitizer
+#   make test-all     every test, all three ways, the last under AddressSanitizer; the kernels for the CPU under ThreadSanitizer
 #   make mutants      plants faults in copies, and tells which of them the tests notice, within about MINUTES=20; SEED=1 for another sample,
 #                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files
 #   make soak         injects faults into training runs for MINUTES=10, and prints how often each promise was attacked and did not hold;

@@ -41,7 +41,8 @@ Attacked are small training runs, drawn at random: a convolutional network with 
 a GAN with two optimizers; O0 to O5, in bfloat16 and float16; torch's loops, foreach and fused optimizers, FusedAdam and
 FusedSGD, also with moments in 8 bits; one to three blocks in a step; with and without clipping. Each attempt is a process of
 its own with a limit on its time, so that a crash and a hang are violations too. A run is compared bit for bit with one that
-nothing has disturbed, or with plain torch in float32. The code is in [tests/soak](../tests/soak/__init__.py).
+nothing has disturbed, or with plain torch in float32. The code is in [tests/soak](../tests/soak/__init__.py). Besides,
+`make test-all` runs the kernels for the CPU under ThreadSanitizer, and those for CUDA, on the host, under AddressSanitizer.
 
 """
 NOT_PROMISED = """## What is not promised
@@ -57,7 +58,6 @@ NOT_PROMISED = """## What is not promised
   have torch read a tensor from another place of the file: where disks are not trusted, compare a digest of the file.
 - **torch does not load in a sub-interpreter** (2.11 hangs in its import), so ampkit does not either. Python without a global
   lock is untried.
-- **Threads inside of the kernels** are not checked by ThreadSanitizer. `make test-all` runs the kernels under AddressSanitizer.
 """
 
 
