@@ -145,9 +145,10 @@ def test_arguments_that_fused_adam_took_once_are_refused():
 
 
 @pytest.mark.parametrize("none", [False, True])
-def test_zero_grad_does_by_default_what_the_constructor_said(none):
+@pytest.mark.parametrize("make", [optimizers.FusedAdam, optimizers.FusedAdagrad])
+def test_zero_grad_does_by_default_what_the_constructor_said(make, none):
     params = several_params(torch.float32)
-    optimizer = optimizers.FusedAdam(params, set_grad_none=none)
+    optimizer = make(params, set_grad_none=none)
     take_steps(optimizer, params, range(1))
     optimizer.zero_grad()
     assert all((p.grad is None) is none for p in params)

@@ -38,6 +38,22 @@ def frameworks_step(scaler, optimizer, loss):
     scaler.update()
 
 
+def test_an_overflow_does_not_stay_where_no_optimizer_clears_it():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)  # the bias has none
+    ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=RULE, verbosity=0)
+    scaler, x = ampkit.GradScaler("cpu"), torch.ones(3, 2)
+    scaler.scale(model(x).float().sum() * float("inf")).backward()
+    scaler.unscale_(optimizer)
+    assert torch.equal(model.bias.grad, torch.zeros(2))
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(x).float().sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch.equal(model.bias.grad, torch.full((2,), 3.0))
+
+
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ("O0", "O1", "O2", "O4", "O5"))
 def test_the_loop_of_a_framework_trains_as_scale_loss(level, optimizer_name):
