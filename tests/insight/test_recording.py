@@ -676,3 +676,18 @@ def test_an_empty_record_says_so():
     with ampkit.recording() as record:
         assert str(record).startswith("nothing recorded")
     assert str(record).startswith("nothing recorded")
+
+
+def test_skips_at_a_loss_scale_of_one_are_told():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O5", check_gradients=True, verbosity=0)
+    with ampkit.recording() as record:
+        for factor in (1.0, float("inf"), float("inf")):
+            optimizer.zero_grad()
+            with ampkit.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    told = " ".join(str(record).split())
+    assert "loss scale by step: 1, 1 skipped by 'weight', 1 skipped by 'weight'" in told
+    assert "2 of 3 steps were skipped" in told
