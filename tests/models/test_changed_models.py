@@ -768,3 +768,25 @@ def test_a_weight_given_float32_values_before_an_evaluation_in_inference_mode_tr
     iterate(lambda: model(torch.ones(1, 2)).sum(), optimizer)
     # 2 - 1 within half of the last place of 2, which is 2^-6.
     assert (model.state_dict()["weight"] - 1.0).abs().max() <= 2.0**-7
+
+
+class Decoder(torch.nn.Module):
+    """Multiplies by the weight of an encoder, which it does not call."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.encoder.weight.t())
+
+
+def test_float32_values_of_a_part_that_is_a_model_itself_are_taken_by_the_whole():
+    encoder = torch.nn.Linear(2, 3)
+    decoder = Decoder(encoder)
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.1)
+    ampkit.initialize([encoder, decoder], optimizer, opt_level="O5", verbosity=0)
+    encoder.weight.data = torch.full((3, 2), 1.0 + 2.0**-12)
+    decoder(torch.ones(1, 3))
+    assert encoder.weight.dtype is torch.bfloat16
+    assert torch.equal(decoder.state_dict()["encoder.weight"], torch.full((3, 2), 1.0 + 2.0**-12))
