@@ -348,9 +348,8 @@ def close() -> None:
 
 def _session_for(optimizers: Sequence[Any]) -> Session | None:
     """The session that owns the first of these optimizers; None where the newest session is disabled and no session owns one."""
-    if len(optimizers) == 1 and (wrapper := wrapper_of(optimizers[0])) is not None and wrapper.active:
-        owner: Session = wrapper.owner
-        return owner
+    if len(optimizers) == 1 and (owner := session_of(optimizers[0])) is not None:
+        return owner  # asked in every iteration
     owners = [session_of(optimizer) for optimizer in optimizers]
     sessions = _unique(owners)
     newest = current_session()

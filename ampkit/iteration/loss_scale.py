@@ -211,10 +211,8 @@ class LossScaler:
         rule, scale = self.rule, self.synchronize().scale
         #: What no overflow brings the scale below: ``min_loss_scale``, a lower scale that was set by hand, or a static scale.
         self.floor = min(self.min_loss_scale, self._set_by_hand) if self.dynamic else scale
-        bounds = (
-            self.floor,
-            self.max_loss_scale if self.dynamic else scale,
-        )  # a static scale lies between itself and itself
+        # A static scale has itself for both bounds, so that no factor moves it.
+        bounds = (self.floor, self.max_loss_scale if self.dynamic else scale)
         factors = (rule.growth_factor, rule.backoff_factor)
         interval = rule.growth_interval if self.dynamic else 2**31 - 1
         self._arguments = (*factors, interval, rule.hysteresis, *bounds)  # of kernels.update_scale

@@ -43,8 +43,10 @@ def sanitized(tmp_path_factory):
     subprocess.run(command, cwd=project, check=True)
     build = {
         **os.environ,
-        **{"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "0"},
-        **{"CFLAGS": "-fsanitize=thread", "LDFLAGS": "-fsanitize=thread"},
+        "AMPKIT_BUILD_EXT": "1",
+        "AMPKIT_CUDA": "0",
+        "CFLAGS": "-fsanitize=thread",
+        "LDFLAGS": "-fsanitize=thread",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # where ninja is
     }
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
@@ -55,9 +57,12 @@ def sanitized(tmp_path_factory):
             report.unlink()
         options = f"log_path={project}/report suppressions={project}/suppressed allocator_may_return_null=1 exitcode=0"
         environment = {
-            **{"PATH": os.environ["PATH"], "PYTHONPATH": str(project)},
-            **{"AMPKIT_EXTENSION": "require", "OMP_NUM_THREADS": "4"},
-            **{"LD_PRELOAD": f"{sanitizer} {openmp}", "TSAN_OPTIONS": options},
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(project),
+            "AMPKIT_EXTENSION": "require",
+            "OMP_NUM_THREADS": "4",
+            "LD_PRELOAD": f"{sanitizer} {openmp}",
+            "TSAN_OPTIONS": options,
         }
         # The sanitizer has a place in the address space of its own, which may be taken where addresses are random.
         command = [*(["setarch", "-R"] if shutil.which("setarch") else []), sys.executable, *arguments]

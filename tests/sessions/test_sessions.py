@@ -619,3 +619,23 @@ def test_scheduler_made_after_each_initialize_warns_of_nothing():
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
             shrink_output(model, optimizer)
             scheduler.step()
+
+
+def test_a_copy_of_an_optimizer_was_not_initialized():
+    """One that does not say what a copy takes along, as torch's do, shares everything with it."""
+
+    class Plain:
+        def __init__(self, params):
+            self.param_groups, self.state = [{"params": list(params)}], {}
+
+        def step(self):
+            pass
+
+        def zero_grad(self):
+            pass
+
+    model = nn.Linear(2, 2)
+    optimizer = Plain(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with pytest.raises(ampkit.NotInitializedError, match="not passed to initialize"):
+        ampkit.scale_loss(model(torch.ones(1, 2)).sum(), copy.copy(optimizer))
