@@ -13,7 +13,7 @@ from torch import nn
 
 from . import validation
 from .casting.decorators import CastsOfCallsDisabled, casts_of_calls_disabled
-from .casting.engine import switch_off_left_on
+from .casting.engine import active_casting, switch_off_left_on
 from .casting.tensors import cast_state, params_of, states_to_cast
 from .devices import device_type_of
 from .dtypes import LOWER_PRECISION
@@ -314,6 +314,27 @@ def disable_casts() -> Any:
     """
     switch_off_left_on()
     return casts_of_calls_disabled() if torch.compiler.is_compiling() else CastsOfCallsDisabled()
+
+
+def keep_casts(models: Any) -> AbstractContextManager[None]:
+    """``with keep_casts(model):`` casts each weight of these models once, for loops by hand that write no weight.
+
+    Decoding and rollouts call a model many times. Inside, casts that this thread makes of its weights serve all the calls;
+    otherwise a cast lives to the end of the call. Takes a module, or a list or tuple of them, which need not be initialized;
+    blocks nest. Gradients of the calls add up in float32. Writes that torch counts, and steps of torch's optimizers, are seen
+    inside; a write through an alias from before (a NumPy view, a kept ``.data``) is not. Without casts of calls it does nothing.
+    Raises TypeError for anything but modules.
+    """
+    modules = validation.flatten(models)
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"keep_casts takes the module whose casts it keeps, or a list of modules; found {module!r}."
+            )
+    casting = None if torch.compiler.is_compiling() else active_casting()
+    if casting is None:
+        return nullcontext()
+    return casting.caches.keep(tuple(param for module in modules for param in module.parameters()))
 
 
 @contextmanager

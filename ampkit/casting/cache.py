@@ -1,129 +1,137 @@
-"""The cast cache: each weight is cast once, and a stale cast is never used.
+"""The cast cache: a weight is cast once in a call of an initialized model, and a stale cast is never used.
 
-The engine owns one cache per target dtype and decides when it is dropped; the wrappers ask it for casts of weights. An
-entry holds as long as the version counters and the storage of the weight are what they were.
-Writes that torch itself does not count move neither. So the engine forgets a parameter's casts, and those of all
-activations, when a script asks for ``.data``, ``numpy()`` or ``__dlpack__()``. A write through one of these that the script
-has kept from before is unseen until the cache is dropped.
+The engine owns one cache per target dtype; the wrappers ask it for casts of weights. How long a cast lives `store.py` says:
+to the end of the call, of `keep_casts`, or, between micro-batches of ``delay_unscale=True``, to the optimizer step. Until then
+it holds as long as the version counter and the storage of its weight are what they were. Writes that torch does not count move
+neither. So the engine forgets the casts of a storage when a script asks for ``.data``, ``numpy()`` or ``__dlpack__()``, and all
+casts when a torch optimizer has stepped. Within one call, a write through an alias that the script has kept from before is unseen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from ..labels import labelled
 from .store import CastStore
 
 # Bound once: each is asked on every call with a weight.
-_grad_enabled = torch.is_grad_enabled
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler = torch.compiler
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-class CastCache:
-    """Casts of weights to one dtype.
-
-    Keys are weak, yet a cast that autograd recorded leads back to its weight and so keeps it alive until the next drop.
-    """
+class CastCaches:
+    """The stores of one engine, one for each dtype, made by ``make_store`` when first asked for; who looks into them, and when."""
 
     #: How many dispatch modes only watch: a cast that they do not see being made is nothing that they miss.
     watchers = 0
 
-    def __init__(self, store: CastStore) -> None:
-        #: A `CastStore`, or its twin in C++.
-        self.store = store
-        if torch.cuda.is_available():
-            self.store.capturing = torch.cuda.is_current_stream_capturing
-        self._find = self.store.find
-
-    def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """The kept cast of ``weight``, or ``convert(weight)``, which is kept where that is safe."""
-        # A tensor from outside would be frozen into a trace or a CUDA graph, and a mode that counts or saves operations would
-        # miss the cast.
-        if _dynamo_compiling() or _compiler._is_compiling_flag:
-            return convert(weight)
-        store = self.store
-        if store.bypassed or _dispatch_modes() > self.watchers or (store.capturing is not None and store.capturing()):
-            return convert(weight)
-        cast = self._find(weight)
-        return self._cast_anew(weight, convert) if cast is None else cast
-
-    @labelled("cast weights")
-    def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        store = self.store
-        # The storage stays alive until the stamp is compared, so that no other comes to lie at its address.
-        made_of = (store.stamp(weight), weight.untyped_storage()) if _is_plain(weight) else None
-        cast = convert(weight)
-        if cast is weight:  # on a device that is not the session's
-            return cast
-        store.casts_made += 1
-        recording = _grad_enabled()
-        if made_of is not None and (recording or store.keep_without_grad) and _means_the_same(cast, recording):
-            store.keep(weight, cast, made_of[0])
-        return cast
-
-
-class CastCaches:
-    """The caches of one engine, one for each dtype, made by ``make_store`` when first asked for."""
-
-    def __init__(self, make_store: Callable[[], CastStore]) -> None:
+    def __init__(self, make_store: type[CastStore]) -> None:
         self._make_store = make_store
-        self._caches: dict[torch.dtype, CastCache] = {}
-        self._forwards = 0
+        self._by_dtype: dict[torch.dtype, CastStore] = {}
         self._bypasses = 0
+        self._keeps_all = False
+        self._kept = _Kept()
         # Reentrant: garbage that is collected under it may come here again.
         self._lock = threading.RLock()
 
-    def of(self, dtype: torch.dtype) -> CastCache:
-        """The cache of tensors cast to ``dtype``."""
-        cache = self._caches.get(dtype)
-        if cache is None:
+    def of(self, dtype: torch.dtype) -> CastStore:
+        """The store of tensors cast to ``dtype``: a `CastStore`, or its twin in C++."""
+        store = self._by_dtype.get(dtype)
+        if store is None:
             with self._lock:
-                cache = self._caches.setdefault(dtype, CastCache(self._make_store()))
+                store = self._by_dtype.setdefault(dtype, self._make_store())
+                if torch.cuda.is_available():
+                    store.capturing = torch.cuda.is_current_stream_capturing
                 self._tell_stores()
-        return cache
+        return store
+
+    def caster(self, dtype: torch.dtype) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
+        """A function of a weight and what casts it to ``dtype``: the kept cast, or a new one, which is kept where that is safe."""
+        store = self.of(dtype)
+
+        def cast(weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+            # A tensor from outside would be frozen into a trace or a CUDA graph, and a mode that counts or saves operations
+            # would miss the cast.
+            if _dynamo_compiling() or _compiler._is_compiling_flag:
+                return convert(weight)
+            if (
+                store.bypassed
+                or _dispatch_modes() > self.watchers
+                or (store.capturing is not None and store.capturing())
+            ):
+                return convert(weight)
+            return store.cast(weight, convert)
+
+        return cast
 
     def _tell_stores(self) -> None:
         for store in self._stores():
-            store.keep_without_grad, store.bypassed = self._forwards > 0, self._bypasses > 0
+            store.bypassed, store.keeps_all = self._bypasses > 0, self._keeps_all
 
-    def drop(self, before_backward: bool = False) -> None:
-        """Forget all casts of weights; ``before_backward`` tells that no forward pass follows."""
-        for cache in list(self._caches.values()):  # another thread may need one more meanwhile
-            cache.store.drop(before_backward=before_backward)
+    def call(self, region: AbstractContextManager[Any] | None = None) -> Call:
+        """A call of an initialized model or of a method of it, in a region: casts of weights live to the end of the outermost."""
+        return Call(self, region or nullcontext())
+
+    def set_call(self, number: int) -> int:
+        """Which outermost call runs in this thread, 0 for none; returns which one did."""
+        return self._make_store.set_call(number)
+
+    def end(self, number: int) -> None:
+        """The call, or `keep`, with this number has ended."""
+        for store in self._stores():
+            store.end(number)
+
+    @contextlib.contextmanager
+    def keep(self, weights: tuple[Tensor, ...]) -> Iterator[None]:
+        """Casts of these weights that this thread makes live on inside. The script promises no writes that torch does not count."""
+        kept, number = self._kept, next(_numbers)
+        outer = kept.weights
+        kept.weights = (*outer, *weights)
+        before = self._make_store.set_kept(number, kept.weights)
+        try:
+            yield
+        finally:
+            kept.weights = outer
+            self._make_store.set_kept(before, outer)
+            self.end(number)
+
+    def keep_all(self) -> None:
+        """Keep casts to the next `drop`, wherever they are made, as the handle of Apex's ``amp.init`` does."""
+        self._keeps_all = True
+        self._tell_stores()
+
+    def keep_to_step(self, weights: tuple[Tensor, ...]) -> None:
+        """A micro-batch with ``delay_unscale=True``: casts of these weights live to the next `drop`."""
+        for store in self._stores():
+            store.keep_to_step(weights)
+
+    def drop_ended(self) -> None:
+        """A backward pass begins: autograd frees each cast when it is done with it."""
+        for store in self._stores():
+            store.drop_ended()
+
+    def drop(self) -> None:
+        """Forget all casts of weights: a backward pass begins, or a step has written to weights."""
+        for store in self._stores():
+            store.drop()
 
     def pairs(self) -> dict[Tensor, Tensor]:
         """The casts of weights that are kept now, by weight."""
         return {weight: cast for store in self._stores() for weight, cast in store.pairs()}
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget the casts of one tensor, and of all activations, before a write that torch does not count."""
+        """Forget the casts of what lies in a tensor's memory, and of all activations, before a write that torch does not count."""
         for store in self._stores():
             store.forget(tensor)
-
-    def enter_forward(self) -> None:
-        """The forward pass of an initialized model begins: casts made without grad mode are kept until its outermost end."""
-        with self._lock:
-            self._forwards += 1
-            if self._forwards == 1:
-                self._tell_stores()
-
-    def leave_forward(self) -> None:
-        """Undo `enter_forward`."""
-        with self._lock:
-            self._forwards -= 1
-            if self._forwards == 0:
-                self._tell_stores()
-                for store in self._stores():
-                    store.drop_without_grad()
 
     def bypass(self, more: int = 1) -> None:
         """Have weights be cast at every use from now on, or with -1 take that back."""
@@ -146,7 +154,47 @@ class CastCaches:
 
     def _stores(self) -> list[CastStore]:
         """Those of now: another thread may need one more meanwhile."""
-        return [cache.store for cache in list(self._caches.values())]
+        return list(self._by_dtype.values())
+
+
+_numbers = itertools.count(1)
+
+
+class _Kept(threading.local):
+    weights: tuple[Tensor, ...] = ()
+
+
+class Call:
+    """See `CastCaches.call`: a context manager."""
+
+    __slots__ = ("_caches", "_number", "_region")
+
+    def __init__(self, caches: CastCaches, region: AbstractContextManager[Any]) -> None:
+        self._caches = caches
+        self._region = region
+        self._number = 0  # also inside of another call of its thread
+
+    def __enter__(self) -> None:
+        self._number = next(_numbers)
+        try:
+            if outer := self._caches.set_call(self._number):
+                self._caches.set_call(outer)
+                self._number = 0
+            self._region.__enter__()
+        except BaseException:  # KeyboardInterrupt comes between any two lines
+            self._leave()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._region.__exit__(*error)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._number:
+            self._caches.set_call(0)
+            self._caches.end(self._number)
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -156,22 +204,3 @@ def is_weight(tensor: Tensor) -> bool:
     transfer). Subclasses (fake and distributed tensors among them) carry more than a storage and a version.
     """
     return type(tensor) is Parameter
-
-
-def _is_plain(weight: Tensor) -> bool:
-    """Whether the weight has a version counter and a storage of its own to watch."""
-    return (
-        weight.layout is torch.strided
-        and not weight.is_inference()
-        and not is_functorch_wrapped_tensor(weight)
-        and torch._C._has_storage(weight)
-    )
-
-
-def _means_the_same(cast: Tensor, recording: bool) -> bool:
-    """Whether the cast means the same to a later caller.
-
-    It does not when it belongs to a transform of torch.func or to a fake mode that is active now, or when it was made in
-    inference mode with grad mode on.
-    """
-    return type(cast) is Tensor and not is_functorch_wrapped_tensor(cast) and not (recording and cast.is_inference())

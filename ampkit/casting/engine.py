@@ -225,7 +225,7 @@ class Casting:
         ``stored_in`` is the lower precision of the model's weights, if they are stored so. A trace does without the cache.
         """
         region = self._unless_a_region_decides(stored_in)
-        return region if _compiling() else _ForwardScope(self.caches, region)
+        return region if _compiling() else self.caches.call(region)
 
     def _unless_a_region_decides(self, stored_in: torch.dtype | None) -> AbstractContextManager[Any]:
         if self._out_of_date and not _compiling():
@@ -358,30 +358,6 @@ class Casting:
         if self.cpp is not None:
             self.cpp.close()
         self.caches.drop()
-
-
-class _ForwardScope:
-    """A region, in which casts made without grad mode are kept."""
-
-    __slots__ = ("_caches", "_region")
-
-    def __init__(self, caches: CastCaches, region: AbstractContextManager[Any]) -> None:
-        self._caches = caches
-        self._region = region
-
-    def __enter__(self) -> None:
-        self._caches.enter_forward()
-        try:
-            self._region.__enter__()
-        except BaseException:
-            self._caches.leave_forward()
-            raise
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._region.__exit__(*error)
-        finally:
-            self._caches.leave_forward()
 
 
 def active_casting() -> Casting | None:

@@ -55,7 +55,6 @@ class CastingState:
         self.lower_precision = lower_precision
         self.verbosity = verbosity
         self.caches = caches
-        self.cache = caches.of
         #: Device types whose tensors are cast, and the engine's word for whether any are.
         self.device_types: tuple[str, ...] = ()
         self.installed = False

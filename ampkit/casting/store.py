@@ -1,36 +1,79 @@
-"""Where casts of weights are kept until they are dropped.
+"""Where casts of weights are kept, and for how long.
 
-A store only keeps and looks up, and checks on each look-up that the entry still holds; `CastCache` decides which casts are
-kept, and for how long. This class is the specification of ampkit._casting.CastStore, its twin in C++, in which the wrappers in
-C++ find their casts. Two things that change no result, only the twin does: it casts weights ahead (`CastStore.drop`), and it
-remembers the last four casts of activations, weakly on both sides, so that query, key and value share one.
+A cast lives to the end of the outermost call of an initialized model in its thread. Two things make it live on:
+`keep_casts`, for the weights that it is given, and blocks with ``delay_unscale=True``, for what initialized optimizers hold,
+to the optimizer step. Elsewhere nothing is kept: torch does not count every write (fused optimizers, NumPy, a kept ``.data``),
+and only within a call may a script be trusted not to write so. `CastStore.lifetime_of` asks this rule, and nothing else does.
+
+Uses in one call share the node of the cast, sixteen of them; in other calls they share its memory alone, so that gradients add
+up in float32. `CastCaches` decides who looks. This class is the specification of ampkit._casting.CastStore, its twin
+in C++, in which the wrappers in C++ find their casts. Two things that change no result, only the twin does: it casts weights
+ahead (`CastStore.end`), and it remembers the last four casts of activations, weakly on both sides, so that query, key and
+value share one.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from ..labels import labelled
 
 # Bound once: each is asked on every call with a weight.
 _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
 
+# Lifetimes that no call ends; those of calls are counted from 1.
+_NOT_KEPT, _ENDED, _TO_STEP = 0, -1, -2
+
+# The uses of a cast by one call of which the gradients add up in the cast's precision.
+_USES_OF_A_NODE = 16
+
+
+class _ThisThread(threading.local):
+    """The number of the outermost call that runs, and of the innermost `keep_casts`, with its weights."""
+
+    def __init__(self) -> None:
+        self.call = _NOT_KEPT
+        self.kept = _NOT_KEPT
+        self.kept_weights: tuple[Tensor, ...] = ()
+
+
+_this_thread = _ThisThread()
 
 Stamp = tuple[int, int, int, int]
 """What a weight is: the generation of the store, the weight's version and address, and whether it requires gradients."""
 
 
-class _WeightCast(NamedTuple):
+@dataclass
+class _WeightCast:
     weight: weakref.ref[Tensor]
     cast: Tensor
+    lifetime: int
+    call: int
+    uses: int
     cast_version: int
     stream: int
     stamp: Stamp
     storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at the stamp's address
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether this is of ``weight`` as it is now, and the cast as it was made. A dead weight takes its entry along."""
+        _, version, data_ptr, requires_grad = self.stamp
+        return (
+            weight._version == version
+            and weight.data_ptr() == data_ptr
+            and weight.requires_grad == requires_grad
+            and (weight.is_cpu or _stream_of(weight) == self.stream)
+            and (self.cast_version < 0 or self.cast._version == self.cast_version)
+        )
 
 
 class CastStore:
@@ -44,108 +87,167 @@ class CastStore:
     def __init__(self) -> None:
         #: Nothing is looked up or kept.
         self.bypassed = False
+        #: Whatever autograd records is kept to the next `drop`.
+        self.keeps_all = False
         #: What tells whether the current stream is being captured into a CUDA graph, which counts as bypassed.
         self.capturing: Callable[[], bool] | None = None
-        #: Casts that autograd did not record are kept too, until `drop_without_grad`.
-        self.keep_without_grad = False
         #: How many casts of weights were made, kept or not.
         self.casts_made = 0
-        self._with_grad: dict[int, _WeightCast] = {}
-        self._without_grad: dict[int, _WeightCast] = {}
-        self._in_inference: dict[int, _WeightCast] = {}
+        self._casts: dict[tuple[int, bool, bool], _WeightCast] = {}  # by the address of the weight, and the mode
+        self._to_step: set[Tensor] = set()
         self._generation = 0
 
-    def __len__(self) -> int:
-        """The number of casts of weights."""
-        return sum(map(len, self._modes))
+    # What runs in this thread, for all stores.
 
-    def find(self, weight: Tensor) -> Tensor | None:
-        """The cast of ``weight``, if there is one, neither side was written to since, and grad mode is the same."""
-        casts = self._of_this_mode()
-        entry = casts.get(id(weight))
-        if entry is not None:
-            # A dead weight takes its entry along, before another can have its id.
-            _, cast, cast_version, stream, (_, version, data_ptr, requires_grad), _ = entry
-            if (
-                weight._version == version
-                and weight.data_ptr() == data_ptr
-                and weight.requires_grad == requires_grad
-                and (weight.is_cpu or _stream_of(weight) == stream)
-                and (cast_version < 0 or cast._version == cast_version)
-            ):
-                return cast
-        return None
+    @staticmethod
+    def set_call(number: int) -> int:
+        """The outermost call of an initialized model, 0 for none. Returns what it was before."""
+        before, _this_thread.call = _this_thread.call, number
+        return before
 
-    def stamp(self, weight: Tensor) -> Stamp:
-        """What ``weight`` is now; taken before it is cast."""
+    @staticmethod
+    def set_kept(number: int, weights: tuple[Tensor, ...]) -> int:
+        """The innermost `keep_casts`, 0 for none, and the weights whose casts it keeps. Returns which it was before."""
+        before, _this_thread.kept, _this_thread.kept_weights = _this_thread.kept, number, weights
+        return before
+
+    def lifetime_of(self, weight: Tensor) -> int:
+        """How long a cast of ``weight`` that is made now, in this thread, is kept."""
+        if any(kept is weight for kept in _this_thread.kept_weights):
+            return _this_thread.kept
+        if _grad_enabled() and (self.keeps_all or (_this_thread.call and weight in self._to_step)):
+            return _TO_STEP
+        return _this_thread.call
+
+    # Finding and keeping.
+
+    def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """The cast of ``weight`` that this thread may use, if neither side was written to since; else what ``convert`` makes of it.
+
+        After sixteen uses, and in another call, it is the same memory with a node of its own.
+        """
+        entry = self._casts.get(_key_of(weight))
+        here = _this_thread
+        lives = entry is not None and (entry.lifetime == _TO_STEP or entry.lifetime in (here.call, here.kept))
+        if not lives or not entry.holds(weight):
+            return self._cast_anew(weight, convert)
+        entry.uses += 1
+        if entry.cast.requires_grad and (entry.call != here.call or entry.uses > _USES_OF_A_NODE):
+            entry.cast, entry.call, entry.uses = _Use.apply(weight, entry.cast.detach()), here.call, 1
+        return entry.cast
+
+    @labelled("cast weights")
+    def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """It is kept unless another thread has written to the weight, or dropped casts, while it was being made."""
+        is_plain = _is_plain(weight)
+        # The storage stays alive until the stamp is compared, so that no other comes to lie at its address.
+        made_of, storage = (self._stamp(weight), weight.untyped_storage()) if is_plain else (None, None)
+        cast = convert(weight)
+        if cast is weight:  # on a device that is not the session's
+            return cast
+        self.casts_made += 1
+        lifetime = self.lifetime_of(weight)
+        if made_of is not None and lifetime != _NOT_KEPT and _means_the_same(cast):
+            reference = weakref.ref(weight, self._discard)
+            version = -1 if cast.is_inference() else cast._version
+            stream, call = _stream_of(weight), _this_thread.call
+            self._casts[_key_of(weight)] = _WeightCast(
+                reference, cast, lifetime, call, 1, version, stream, made_of, storage
+            )
+            # Only now: what another thread does after this look takes the entry along.
+            if self._stamp(weight) != made_of:
+                self._casts.pop(_key_of(weight), None)
+        return cast
+
+    def _stamp(self, weight: Tensor) -> Stamp:
         return self._generation, weight._version, weight.data_ptr(), int(weight.requires_grad)
 
-    def keep(self, weight: Tensor, cast: Tensor, made_of: Stamp) -> None:
-        """Keep ``cast`` for as long as ``weight`` lives, to which it must not lead back other than by autograd.
-
-        Unless the weight is not any more what it was ``made_of``: another thread may have written to it, or dropped the
-        casts, while this one was being made.
-        """
-        casts = self._of_this_mode()
-        address, discard = id(weight), self._discard
-        casts[address] = _WeightCast(
-            weakref.ref(weight, lambda dead: discard(address, dead)),
-            cast,
-            _version_of(cast),
-            _stream_of(weight),
-            made_of,
-            weight.untyped_storage(),
-        )
-        # Only now: what another thread does after this look takes the entry along.
-        if self.stamp(weight) != made_of:
-            casts.pop(address, None)
+    # Letting go.
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget the casts of one weight. The twin in C++ forgets those of all activations, which may share the weight's memory."""
+        """Forget the casts of all weights in the memory of ``tensor``. The twin in C++ forgets those of all activations too."""
         self._generation += 1
-        for casts in self._modes:
-            casts.pop(id(tensor), None)
+        storage = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+        self._take_out(lambda entry: entry.weight() is tensor or entry.storage._cdata == storage)
 
-    def drop(self, *, before_backward: bool = False) -> None:
-        """Forget every cast.
+    def drop(self) -> None:
+        """Forget every cast, and which weights' casts were to live to the optimizer step."""
+        self._generation += 1
+        self._to_step = set()
+        self._take_out(lambda entry: True)
 
-        The twin in C++ also casts ahead. At the first miss after a drop that was not ``before_backward``, with grad mode
-        on, it casts with the weight that is asked for its companions: the weights whose casts were found or made, and not
-        only made ahead, between the drops of the last forward pass. They must be parameters of the same dtype and device
-        that require gradients, with their storage allocated, and small where they are on the CPU.
+    def end(self, lifetime: int) -> None:
+        """No call uses the casts any more that were kept with this number: those that autograd recorded wait for `drop_ended`.
+
+        The twin in C++ also remembers which weights the call used. At the first miss of the next call that begins with the same
+        weight, with grad mode on, it casts them all with that one. They must be parameters of the same dtype and device that
+        require gradients, with their storage allocated, and small where they are on the CPU.
         """
-        self.drop_without_grad()
-        self._with_grad.clear()
+        for entry in list(self._casts.values()):
+            if entry.lifetime == lifetime and entry.cast.requires_grad:
+                entry.lifetime = _ENDED
+        self._take_out(lambda entry: entry.lifetime == lifetime)
 
-    def drop_without_grad(self) -> None:
-        """Forget the casts that autograd did not record."""
-        self._generation += 1
-        self._without_grad.clear()
-        self._in_inference.clear()
+    def drop_ended(self) -> None:
+        """Let go of the casts of calls that have ended: autograd alone keeps those that a backward pass needs."""
+        self._take_out(lambda entry: entry.lifetime == _ENDED)
+
+    def keep_to_step(self, weights: tuple[Tensor, ...]) -> None:
+        """Have the casts of these weights live to the next `drop`: those of calls that have ended, and later ones."""
+        self._to_step = set(weights)
+        for entry in list(self._casts.values()):
+            if entry.lifetime == _ENDED and entry.weight() in self._to_step:
+                entry.lifetime = _TO_STEP
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Every weight that has a cast here, with it."""
-        entries = [entry for casts in self._modes for entry in list(casts.values())]
-        return [(weight, entry.cast) for entry in entries if (weight := entry.weight()) is not None]
+        alive = [entry for entry in list(self._casts.values()) if entry.lifetime != _ENDED]
+        return [(weight, entry.cast) for entry in alive if (weight := entry.weight()) is not None]
 
-    def _discard(self, address: int, reference: weakref.ref) -> None:
+    def _take_out(self, ends: Callable[[_WeightCast], bool]) -> None:
+        for key in [key for key, entry in list(self._casts.items()) if ends(entry)]:
+            self._casts.pop(key, None)
+
+    def _discard(self, reference: weakref.ref) -> None:
         """Forget a weight that died. Its address may belong to another one by now, with another reference."""
-        for casts in self._modes:
-            if address in casts and casts[address].weight is reference:
-                del casts[address]
-
-    def _of_this_mode(self) -> dict[int, _WeightCast]:
-        if _grad_enabled():
-            return self._with_grad
-        return self._in_inference if _inference_mode() else self._without_grad
-
-    @property
-    def _modes(self) -> tuple[dict[int, _WeightCast], ...]:
-        return self._with_grad, self._without_grad, self._in_inference
+        self._take_out(lambda entry: entry.weight is reference)
 
 
-def _version_of(cast: Tensor) -> int:
-    return -1 if cast.is_inference() else cast._version
+def _key_of(weight: Tensor) -> tuple[int, bool, bool]:
+    return id(weight), _grad_enabled(), _inference_mode()
+
+
+class _Use(torch.autograd.Function):
+    """The memory of a cast, for one more call: its gradient is converted, and added up, by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, memory: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return memory
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether the weight has a version counter and a storage of its own to watch."""
+    return (
+        weight.layout is torch.strided
+        and not weight.is_inference()
+        and not is_functorch_wrapped_tensor(weight)
+        and torch._C._has_storage(weight)
+    )
+
+
+def _means_the_same(cast: Tensor) -> bool:
+    """Whether the cast means the same to a later caller.
+
+    It does not when it belongs to a transform of torch.func or to a fake mode that is active now, or when it was made in
+    inference mode with grad mode on.
+    """
+    of_inference = _grad_enabled() and cast.is_inference()
+    return type(cast) is Tensor and not is_functorch_wrapped_tensor(cast) and not of_inference
 
 
 def _stream_of(tensor: Tensor) -> int:

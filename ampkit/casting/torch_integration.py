@@ -32,7 +32,7 @@ _MEAN_THE_DTYPE = frozenset({"torch", "ampkit"})
 def patch_torch(patches: PatchSet, engine: Any) -> None:
     """Patch them all, for a `Casting` (engine.py)."""
     state = engine.state
-    _patch_data(patches, state)
+    _patch_writes(patches, state)
     _patch_autograd(patches, state)
     _patch_checkpoints(patches)
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
@@ -63,6 +63,7 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
     def run_uncast(*args: Any, **kwargs: Any) -> Any:
         if not state.installed:
             return run_backward(*args, **kwargs)
+        state.caches.drop_ended()
         on = [one for one in state.device_types if torch.is_autocast_enabled(one)]
         try:
             for one in on:
@@ -130,8 +131,8 @@ class _Data(property):
     __name__ = "data"
 
 
-def _patch_data(patches: PatchSet, state: CastingState) -> None:
-    """Writes through ``.data``, NumPy and DLPack are not counted: a script that asks for one of them may be about to write."""
+def _patch_writes(patches: PatchSet, state: CastingState) -> None:
+    """torch does not count writes through ``.data``, NumPy and DLPack, which scripts ask for before, nor those of fused steps."""
     data, forget = torch._C.TensorBase.data, state.caches.forget
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,6 +159,13 @@ def _patch_data(patches: PatchSet, state: CastingState) -> None:
     patches.set(torch.Tensor, "data", _Data(get, put, data.__delete__, data.__doc__))
     for name in ("numpy", "__dlpack__"):
         patches.set(torch.Tensor, name, forgetting(getattr(torch.Tensor, name)))
+
+    def after_step(_: torch.optim.Optimizer) -> None:
+        if not torch.compiler.is_compiling():
+            state.caches.drop()
+
+    # torch calls it after the step of every optimizer, for profilers. A hook of all optimizers cannot be taken away inside of one.
+    patches.set(torch.optim.Optimizer, "_optimizer_step_code", after_step)
 
 
 def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callable) -> Callable:

@@ -92,7 +92,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     target = _target(kind, state)
     weights = {}
     if kind in (CastKind.LOWER_PRECISION_FP, CastKind.BFLOAT16):
-        weights = {"store": state.cache(target).store, "cast_weight": caster(kind, state, name)}
+        weights = {"store": state.caches.of(target), "cast_weight": caster(kind, state, name)}
     # What C++ refuses in lower precision it leaves to Python.
     fast = cpp.around(wrapper, original, owner, name, CastKind.BANNED if saving else kind, target, **weights)
     if isinstance(fast, FunctionType):
@@ -192,7 +192,7 @@ def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | 
         return lambda x: convert(x) if x.dtype in LOWER_PRECISION else x
     if dtype is not None and torch.compiler.is_compiling():  # a trace cannot make a cache, and needs none
         return lambda x: convert(x) if x.dtype in CASTABLE and x.dtype is not target else x
-    cached = state.cache(target).cast
+    cached = state.caches.caster(target)
 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
@@ -226,7 +226,7 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     untouchable = frozenset() if kind is CastKind.FP32 else _EXACT
     # Parameters go to the cache directly: a weight that is in it costs no more than the look-up.
     convert = _converter(target, state, name)
-    cached = (lambda x, _: cast(x)) if kind is CastKind.FP32 else state.cache(target).cast
+    cached = (lambda x, _: cast(x)) if kind is CastKind.FP32 else state.caches.caster(target)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not is_on():

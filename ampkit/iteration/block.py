@@ -25,7 +25,7 @@ from .advice import Advice, watched
 from .found_inf import FoundInf, constant, is_known_clean
 from .gradients import Gradients
 from .loss_scale import LossScaler
-from .optimizer_wrapper import OptimizerWrapper, drop_casts
+from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
 from .running_statistics import after_step
 from .slots import BackwardPass, Slots
 
@@ -71,9 +71,10 @@ class Block:
             for wrapper in self._wrappers:
                 after_step(wrapper, True)
             raise
-        if not self.delay_unscale:
-            # From here on autograd keeps the casts of weights that the backward pass needs, and frees each when it is done with it.
-            drop_casts(before_backward=True)
+        if self.delay_unscale:
+            keep_casts_to_step(self._wrappers)
+        else:  # autograd keeps those that the backward pass needs, and frees each when it is done with it
+            drop_casts()
         self._scaled = scaled = self.loss.float()
         self._is_plain = self.scaler.is_one and not self.scaling.plan.master_weights
         if not self._is_plain:
@@ -99,8 +100,6 @@ class Block:
                 self._end()
             else:
                 self._put_back(BackwardPass(self.scale, done=set()))
-        if error_type is not None or not self.delay_unscale:
-            drop_casts()
 
     def _tell_wrappers(self, block: Block | None) -> None:
         for wrapper in self._wrappers:

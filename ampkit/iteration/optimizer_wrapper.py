@@ -500,11 +500,18 @@ def _has_hooks(optimizer: Any) -> bool:
     return own is not None and bool(own or _pre_hooks_of_all or _post_hooks_of_all)
 
 
-def drop_casts(before_backward: bool = False) -> None:
-    """Forget O1's casts of weights; ``before_backward`` tells that no forward pass follows."""
+def drop_casts() -> None:
+    """Forget the casts of weights."""
     casting = active_casting()
     if casting is not None:
-        casting.caches.drop(before_backward)
+        casting.caches.drop()
+
+
+def keep_casts_to_step(wrappers: Sequence[OptimizerWrapper]) -> None:
+    """Have the casts of what these optimizers hold serve further micro-batches, until `drop_casts`."""
+    casting = active_casting()
+    if casting is not None:
+        casting.caches.keep_to_step(tuple(slot.param for one in wrappers for slot in one.gradients.slots))
 
 
 def _casting_disabled() -> Any:

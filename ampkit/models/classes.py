@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import nn
 
 _OWN_KEY = "_ampkit_own_class"
 
@@ -22,10 +25,13 @@ class InFront:
             super().__init_subclass__(**kwargs)
 
 
-def put_in_front(own: type, mixin: type[InFront], around: Callable[..., Any]) -> type:
-    """A subclass of ``own`` whose forward is ``around(module, own.forward, args, kwargs)``."""
+Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
+
+
+def put_in_front(own: type, mixin: type[InFront], around: Around, around_method: Around) -> type:
+    """A subclass of ``own`` whose forward is ``around(module, own.forward, args, kwargs)``; other methods likewise."""
     if _is_parametrized(own):
-        return _parametrized(own, put_in_front(own.__base__, mixin, around))
+        return _parametrized(own, put_in_front(own.__base__, mixin, around, around_method))
     made = _made.get(own)
     if made is None:
 
@@ -37,6 +43,7 @@ def put_in_front(own: type, mixin: type[InFront], around: Callable[..., Any]) ->
         forward.__code__ = forward.__code__.replace()
         namespace = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
         namespace |= {_OWN_KEY: own, "forward": forward}
+        namespace |= {name: _wrapped(own, name, around_method) for name in _methods_of(own)}
         if _lays_out_instances_alone(own):
             bases, settings = (mixin, own), {}
         else:
@@ -44,6 +51,26 @@ def put_in_front(own: type, mixin: type[InFront], around: Callable[..., Any]) ->
         made = types.new_class(own.__name__, bases, settings, lambda names: names.update(namespace))
         _made[own] = made
     return made
+
+
+def _methods_of(own: type) -> Iterator[str]:
+    """The public methods that are the model's own, such as ``generate``: not torch's, and no generators, which begin later."""
+    for name in dir(own):
+        method = inspect.getattr_static(own, name)
+        if name.startswith("_") or hasattr(nn.Module, name) or not isinstance(method, types.FunctionType):
+            continue
+        begins_later = inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method)
+        if not begins_later and method.__module__.partition(".")[0] != "torch":
+            yield name
+
+
+def _wrapped(own: type, name: str, around: Around) -> Callable[..., Any]:
+    @functools.wraps(getattr(own, name))
+    def method(self, *args, **kwargs):
+        return around(self, getattr(own, name), args, kwargs)
+
+    method.__code__ = method.__code__.replace()
+    return method
 
 
 def _lays_out_instances_alone(cls: type) -> bool:

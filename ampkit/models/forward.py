@@ -122,7 +122,7 @@ def install(model: nn.Module, casts: ForwardCasts) -> None:
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
     model.__dict__[CASTS_KEY] = casts
-    model.__class__ = put_in_front(own_class(type(model)), _Shell, _around)
+    model.__class__ = put_in_front(own_class(type(model)), _Shell, _around, _in_a_call)
     hand_out_plain_copies(model)
 
 
@@ -165,6 +165,15 @@ def cast_inputs(function: Callable) -> Callable:
 def _around(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
     inner = model.__dict__.get(INNER_FORWARD_KEY)
     return _run(model, inner or functools.partial(forward, model), args, kwargs)
+
+
+def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
+    """What a method calls of the model is one call of it: the cache keeps casts to its end."""
+    casting, casts = active_casting(), model.__dict__.get(CASTS_KEY)
+    if casting is None or casts is None or not casts.casts_calls or _compiling():
+        return method(model, *args, **kwargs)
+    with casting.caches.call():
+        return method(model, *args, **kwargs)
 
 
 @labelled("forward")

@@ -1,11 +1,11 @@
 #include "call.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/ops/to_ops.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
-#include <structmember.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Size.h>
@@ -171,7 +171,7 @@ PyObject* cast(const Binding* binding, PyObject* argument, Held& held) {
       }
       if (!bypassed && !tensor.is_inference() && !in_forward_mode()) {
         at::Tensor found = binding->store->find_recent(tensor);
-        if (found.defined()) return THPVariable_Wrap(held.emplace_back(another_use_of(tensor, found)));
+        if (found.defined()) return THPVariable_Wrap(held.emplace_back(another_use_of(tensor, found, at::sequence_number::get_and_increment())));
         if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
         const uint32_t version = version_of(tensor);
         at::Tensor made = convert(tensor, binding->target);
@@ -415,11 +415,6 @@ PyObject* call_bind(PyObject* object, PyObject* args, PyObject* kwargs) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* call_slow(PyObject* object, void*) {
-  const Binding* binding = call_of(object)->binding;
-  return Py_NewRef(binding != nullptr ? binding->slow : call_of(object)->original);
-}
-
 PyObject* call_function(PyObject* object, PyObject*) {
   Call* self = call_of(object);
   return PyCFunction_NewEx(&self->definition, object, self->module);
@@ -455,14 +450,6 @@ PyMethodDef call_methods[] = {
     {"__reduce__", call_reduce, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef call_members[] = {
-    {"original", T_OBJECT, offsetof(Call, original), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
-
-PyGetSetDef call_getters[] = {
-    {"slow", call_slow, nullptr, "the wrapper in Python; the original while nothing is bound", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
 PyTypeObject make_call_type() {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
   type.tp_name = "ampkit._casting.Call";
@@ -472,8 +459,6 @@ PyTypeObject make_call_type() {
   type.tp_new = call_new;
   type.tp_dealloc = call_dealloc;
   type.tp_methods = call_methods;
-  type.tp_members = call_members;
-  type.tp_getset = call_getters;
   return type;
 }
 

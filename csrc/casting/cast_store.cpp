@@ -5,18 +5,37 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
 #include <new>
+#include <utility>
+
+#include "shared_cast.h"
+#include "weight_casts.h"
 
 namespace ampkit {
+
+thread_local ThisThread this_thread;
 
 uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 namespace {
+
+// Uses of a weight in one call share a node, in which their gradients add up in the cast's precision: so many of them, and
+// the sums of these add up in float32.
+constexpr int kUsesOfANode = 16;
+
+constexpr size_t kMaxCompanions = 64;
+
+// Casts made with and without grad mode, and in inference mode, are kept apart: the lowest bits of an address are free.
+uintptr_t key_of(PyObject* weight, bool recording = c10::GradMode::is_enabled()) {
+  return reinterpret_cast<uintptr_t>(weight) | (recording ? 0 : c10::InferenceMode::is_enabled() ? 1 : 2);
+}
+
+PyObject* weight_of(uintptr_t key) { return reinterpret_cast<PyObject*>(key & ~uintptr_t{3}); }
+bool is_recorded(uintptr_t key) { return (key & 3) == 0; }
 
 // Where kernels on the tensor are queued now. Another stream would read a cast before it is written.
 c10::StreamId stream_of(const at::Tensor& tensor) {
@@ -26,70 +45,95 @@ c10::StreamId stream_of(const at::Tensor& tensor) {
 
 const void* data_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->data(); }
 
-// Frees tensors, which lets other threads run.
-void release(WeightCast& entry) {
-  Py_XDECREF(entry.weight);
-  Py_XDECREF(entry.cast);
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// The map is emptied first: releasing a cast may run Python code that comes back to it.
-void release_all(WeightCasts& casts) {
-  WeightCasts doomed;
-  doomed.swap(casts);
-  for (auto& item : doomed) release(item.second);
+// Takes out the entries of weights that `ends` says. They are released afterwards, since that may run Python code that comes
+// back to them, and frees tensors, which lets other threads run.
+template <typename Ends>
+void take_out(Casts& casts, Ends&& ends) {
+  std::vector<WeightCast> doomed;
+  for (auto place = casts.of_weights.begin(); place != casts.of_weights.end();) {
+    if (!ends(*place)) {
+      ++place;
+      continue;
+    }
+    doomed.push_back(std::move(place->second));
+    place = casts.of_weights.erase(place);
+  }
 }
 
-void take_out(WeightCasts& casts, WeightCasts::iterator place) {
-  if (place == casts.end()) return;
-  WeightCast doomed = std::move(place->second);
-  casts.erase(place);
-  release(doomed);
-}
-
-template <typename Do>
-void for_each_map(CastStore* store, Do&& act) {
-  for (WeightCasts* casts : {&store->with_grad, &store->without_grad, &store->in_inference}) act(*casts);
-}
-
-void forget_last_used(CastStore* store) {
-  std::vector<PyObject*> doomed;
-  doomed.swap(store->last_used);
-  for (PyObject* reference : doomed) Py_DECREF(reference);
-}
+void forget_recent(Casts& casts) { casts.recent.fill(RecentCast()); }
 
 // The callback of the weak references to weights: the address may belong to another weight by now.
 PyObject* discard(PyObject* store, PyObject* reference) {
-  for_each_map(reinterpret_cast<CastStore*>(store), [&](WeightCasts& casts) {
-    take_out(casts, std::find_if(casts.begin(), casts.end(), [&](const auto& item) { return item.second.weight == reference; }));
-  });
+  take_out(reinterpret_cast<CastStore*>(store)->casts, [&](const auto& item) { return item.second.weight.get() == reference; });
   Py_RETURN_NONE;
 }
 
 PyMethodDef discard_definition = {"discard", discard, METH_O, nullptr};
 
+// Remembers which weights a call used, for the next call that begins with the same one.
+void note_companions(Casts& casts, Lifetime call) {
+  std::vector<WeightCast*> used;
+  for (auto& [key, entry] : casts.of_weights) {
+    if (is_recorded(key) && entry.call == call && entry.uses > 0) used.push_back(&entry);
+  }
+  std::sort(used.begin(), used.end(), [](auto* a, auto* b) { return a->order < b->order; });
+  THPObjectPtr first = used.empty() ? THPObjectPtr() : referent(used.front()->weight.get());
+  if (!first) return;
+  if (casts.companions.size() >= kMaxCompanions) casts.companions.clear();
+  std::vector<THPObjectPtr>& companions = casts.companions[first.get()];
+  companions.clear();
+  for (WeightCast* entry : used) companions.emplace_back(Py_NewRef(entry->weight.get()));
+}
+
 }  // namespace
 
-RecentCast::RecentCast()
-    : activation(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
-      cast(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {}
+Lifetime CastStore::lifetime_of(PyObject* weight) const {
+  if (this_thread.kept_weights.count(weight) > 0) return this_thread.kept;
+  const bool to_step = keeps_all || (this_thread.call != kNotKept && casts.to_step.count(weight) > 0);
+  return to_step && c10::GradMode::is_enabled() ? kToStep : this_thread.call;
+}
 
-WeightCasts& CastStore::of_this_mode() {
-  if (c10::GradMode::is_enabled()) return with_grad;
-  return c10::InferenceMode::is_enabled() ? in_inference : without_grad;
+WeightCast* CastStore::usable(PyObject* weight) {
+  auto found = casts.of_weights.find(key_of(weight));
+  if (found == casts.of_weights.end()) return nullptr;
+  WeightCast& entry = found->second;
+  const bool lives = entry.lifetime == kToStep || entry.lifetime == this_thread.call || entry.lifetime == this_thread.kept;
+  if (!lives) return nullptr;
+  const at::Tensor& tensor = THPVariable_Unpack(weight);
+  const bool holds = referent(entry.weight.get()).get() == weight && version_of(tensor) == entry.stamp.version &&
+      data_of(tensor) == entry.stamp.data && storage_of(tensor) == entry.storage._unsafe_get_target() &&
+      tensor.requires_grad() == entry.stamp.requires_grad && stream_of(tensor) == entry.stream &&
+      version_of(entry.held) == entry.cast_version;
+  return holds ? &entry : nullptr;
 }
 
 PyObject* CastStore::find(PyObject* weight) {
-  WeightCasts& casts = of_this_mode();
-  auto found = casts.find(weight);
-  if (found == casts.end()) return nullptr;
-  WeightCast& entry = found->second;
-  const at::Tensor& tensor = THPVariable_Unpack(weight);
-  const bool holds = referent(entry.weight).get() == weight && version_of(tensor) == entry.stamp.version &&
-      data_of(tensor) == entry.stamp.data && tensor.requires_grad() == entry.stamp.requires_grad &&
-      stream_of(tensor) == entry.stream && version_of(entry.held) == entry.cast_version;
-  if (!holds) return nullptr;
-  entry.used = true;
-  return entry.cast;
+  WeightCast* entry = usable(weight);
+  if (entry == nullptr) return nullptr;
+  ++entry->uses;
+  const bool shares_node = entry->call == this_thread.call && entry->uses <= kUsesOfANode;
+  return shares_node || !entry->stamp.requires_grad || !is_recorded(key_of(weight)) ? entry->cast.get() : nullptr;
+}
+
+PyObject* CastStore::another_use(PyObject* weight) {
+  WeightCast* entry = usable(weight);
+  if (entry == nullptr) return nullptr;
+  const at::Tensor cast = entry->held;
+  at::Tensor made = another_use_of(THPVariable_Unpack(weight), cast, kAtOnce);
+  PyObject* use = THPVariable_Wrap(made);
+  entry = usable(weight);  // other threads ran meanwhile
+  if (use == nullptr || entry == nullptr || !entry->held.is_same(cast)) return use;
+  THPObjectPtr before(Py_NewRef(use));
+  std::swap(before, entry->cast);
+  std::swap(made, entry->held);
+  entry->call = this_thread.call;
+  entry->uses = 1;
+  return use;
 }
 
 Stamp CastStore::stamp(const at::Tensor& weight) const {
@@ -97,25 +141,34 @@ Stamp CastStore::stamp(const at::Tensor& weight) const {
 }
 
 bool CastStore::keep(PyObject* weight, PyObject* cast, const Stamp& made_of, bool used) {
+  const Lifetime lifetime = lifetime_of(weight);
+  if (lifetime == kNotKept) return true;
   if (on_death == nullptr) {
     PyObject* callback = PyCFunction_New(&discard_definition, reinterpret_cast<PyObject*>(this));
     if (callback == nullptr) return false;
     Py_XSETREF(on_death, callback);  // making it may have collected garbage, and that come here
   }
-  const at::Tensor& tensor = THPVariable_Unpack(weight);
-  c10::Storage storage = tensor.storage();
-  PyObject* reference = PyWeakref_NewRef(weight, on_death);
-  if (reference == nullptr) return false;
+  WeightCast entry;
+  entry.weight = PyWeakref_NewRef(weight, on_death);
+  if (!entry.weight) return false;
   // From here to the swap nothing lets other threads run.
-  const at::Tensor& held = THPVariable_Unpack(cast);
-  WeightCast entry{reference, Py_NewRef(cast), held, used, version_of(held), stream_of(tensor), made_of, std::move(storage)};
-  if (stamp(tensor) == made_of) std::swap(of_this_mode()[weight], entry);
-  release(entry);
+  const at::Tensor& tensor = THPVariable_Unpack(weight);
+  entry.cast = Py_NewRef(cast);
+  entry.held = THPVariable_Unpack(cast);
+  entry.lifetime = lifetime;
+  entry.call = this_thread.call;
+  entry.uses = used ? 1 : 0;
+  entry.order = ++casts.kept;
+  entry.cast_version = version_of(entry.held);
+  entry.stream = stream_of(tensor);
+  entry.stamp = made_of;
+  entry.storage = tensor.storage().getWeakStorageImpl();
+  if (stamp(tensor) == made_of) std::swap(casts.of_weights[key_of(weight)], entry);
   return true;
 }
 
 at::Tensor CastStore::find_recent(const at::Tensor& activation) {
-  for (const RecentCast& entry : recent) {
+  for (const RecentCast& entry : casts.recent) {
     if (entry.activation._unsafe_get_target() != activation.unsafeGetTensorImpl()) continue;
     if (entry.version != version_of(activation) || entry.stream != stream_of(activation)) continue;
     at::Tensor cast(entry.cast.lock());
@@ -125,10 +178,10 @@ at::Tensor CastStore::find_recent(const at::Tensor& activation) {
 }
 
 void CastStore::keep_recent(const at::Tensor& activation, const at::Tensor& cast, uint32_t version) {
-  RecentCast& entry = recent[next_recent];
-  next_recent = (next_recent + 1) % recent.size();
-  entry.activation = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(activation.getIntrusivePtr());
-  entry.cast = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(cast.getIntrusivePtr());
+  RecentCast& entry = casts.recent[casts.next_recent];
+  casts.next_recent = (casts.next_recent + 1) % casts.recent.size();
+  entry.activation = RecentCast::WeakTensor(activation.getIntrusivePtr());
+  entry.cast = RecentCast::WeakTensor(cast.getIntrusivePtr());
   entry.version = version;
   entry.cast_version = version_of(cast);
   entry.stream = stream_of(activation);
@@ -146,140 +199,139 @@ int is_bypassed(CastStore* store) {
 
 namespace {
 
+CastStore* store_of(PyObject* self) { return reinterpret_cast<CastStore*>(self); }
+
+PyObject* store_new(PyTypeObject* type, PyObject*, PyObject*) {
+  auto* self = reinterpret_cast<CastStore*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->capturing = Py_NewRef(Py_None);
+  new (&self->casts) Casts();
+  return reinterpret_cast<PyObject*>(self);
+}
+
+// Casts lead to weights by way of autograd, where the collector of Python does not come: `drop` ends them.
+int store_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(store_of(self)->capturing);
+  Py_VISIT(store_of(self)->on_death);
+  return 0;
+}
+
+int store_clear(PyObject* self) {
+  take_out(store_of(self)->casts, [](const auto&) { return true; });
+  Py_CLEAR(store_of(self)->on_death);
+  Py_CLEAR(store_of(self)->capturing);
+  return 0;
+}
+
+void store_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  store_clear(self);
+  store_of(self)->casts.~Casts();
+  Py_TYPE(self)->tp_free(self);
+}
+
 bool check_tensor(PyObject* object, const char* name) {
   if (THPVariable_Check(object)) return true;
   PyErr_Format(PyExc_TypeError, "%s is a %s; expected a Tensor", name, Py_TYPE(object)->tp_name);
   return false;
 }
 
-PyObject* store_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  if (PyTuple_GET_SIZE(args) != 0 || (kwargs != nullptr && PyDict_GET_SIZE(kwargs) != 0)) {
-    PyErr_SetString(PyExc_TypeError, "CastStore takes no arguments");
-    return nullptr;
-  }
-  auto* self = reinterpret_cast<CastStore*>(type->tp_alloc(type, 0));
-  if (self == nullptr) return nullptr;
-  self->capturing = Py_NewRef(Py_None);
-  for_each_map(self, [](WeightCasts& casts) { new (&casts) WeightCasts(); });
-  new (&self->last_used) std::vector<PyObject*>();
-  new (&self->recent) std::array<RecentCast, 4>();
-  return reinterpret_cast<PyObject*>(self);
+Weights addresses_in(PyObject* tuple) {
+  Weights weights;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) weights.insert(PyTuple_GET_ITEM(tuple, i));
+  return weights;
 }
 
-CastStore* store_of(PyObject* self) { return reinterpret_cast<CastStore*>(self); }
-
-int store_traverse(PyObject* object, visitproc visit, void* arg) {
+PyObject* store_cast(PyObject* object, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *weight, *convert;
+  if (!PyArg_ParseTuple(args, "OO:cast", &weight, &convert) || !check_tensor(weight, "weight")) return nullptr;
   CastStore* self = store_of(object);
-  Py_VISIT(self->capturing);
-  Py_VISIT(self->on_death);
-  for (PyObject* reference : self->last_used) Py_VISIT(reference);
-  for (WeightCasts* casts : {&self->with_grad, &self->without_grad, &self->in_inference}) {
-    for (auto& item : *casts) {
-      Py_VISIT(item.second.weight);
-      Py_VISIT(item.second.cast);
-    }
-  }
-  return 0;
-}
-
-int store_clear(PyObject* self) {
-  for_each_map(store_of(self), release_all);
-  forget_last_used(store_of(self));
-  Py_CLEAR(store_of(self)->on_death);
-  Py_CLEAR(store_of(self)->capturing);
-  return 0;
-}
-
-void store_dealloc(PyObject* object) {
-  PyObject_GC_UnTrack(object);
-  CastStore* self = store_of(object);
-  store_clear(object);
-  for_each_map(self, [](WeightCasts& casts) { casts.~WeightCasts(); });
-  self->last_used.~vector();
-  self->recent.~array();
-  Py_TYPE(object)->tp_free(object);
-}
-
-PyObject* store_find(PyObject* self, PyObject* weight) {
-  HANDLE_TH_ERRORS
-  if (!check_tensor(weight, "weight")) return nullptr;
-  PyObject* cast = store_of(self)->find(weight);
-  return Py_NewRef(cast != nullptr ? cast : Py_None);
+  if (PyObject* found = self->find(weight)) return Py_NewRef(found);
+  if (PyObject* use = self->another_use(weight); use != nullptr || PyErr_Occurred()) return use;
+  const at::Tensor tensor = THPVariable_Unpack(weight);
+  const bool is_plain = is_plain_weight(tensor);
+  const c10::Storage storage = is_plain ? tensor.storage() : c10::Storage();
+  const Stamp made_of = is_plain ? self->stamp(tensor) : Stamp();
+  THPObjectPtr cast(PyObject_CallOneArg(convert, weight));
+  if (!cast || cast.get() == weight) return cast.release();
+  ++self->casts_made;
+  const bool keeps = is_plain && means_the_same(cast.get());
+  return keeps && !self->keep(weight, cast.get(), made_of, /*used=*/true) ? nullptr : cast.release();
   END_HANDLE_TH_ERRORS
-}
-
-// For Python a stamp is a tuple.
-PyObject* store_stamp(PyObject* self, PyObject* weight) {
-  HANDLE_TH_ERRORS
-  if (!check_tensor(weight, "weight")) return nullptr;
-  const Stamp now = store_of(self)->stamp(THPVariable_Unpack(weight));
-  return Py_BuildValue(
-      "(KIKi)", static_cast<unsigned long long>(now.generation), now.version,
-      static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(now.data)), static_cast<int>(now.requires_grad));
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* store_keep(PyObject* self, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *weight, *cast;
-  unsigned long long generation, data;
-  unsigned int version;
-  int requires_grad;
-  if (!PyArg_ParseTuple(args, "OO(KIKi):keep", &weight, &cast, &generation, &version, &data, &requires_grad)) return nullptr;
-  if (!check_tensor(weight, "weight") || !check_tensor(cast, "cast")) return nullptr;
-  const Stamp made_of{generation, version, reinterpret_cast<const void*>(static_cast<uintptr_t>(data)), requires_grad != 0};
-  if (!store_of(self)->keep(weight, cast, made_of, /*used=*/true)) return nullptr;
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-void forget_recent(CastStore* store) {
-  for (RecentCast& entry : store->recent) entry = RecentCast();
 }
 
 PyObject* store_forget(PyObject* self, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  if (!check_tensor(tensor, "tensor")) return nullptr;
   ++store_of(self)->generation;
-  forget_recent(store_of(self));
-  for_each_map(store_of(self), [&](WeightCasts& casts) { take_out(casts, casts.find(tensor)); });
+  forget_recent(store_of(self)->casts);
+  const c10::StorageImpl* storage = storage_of(THPVariable_Unpack(tensor));
+  take_out(store_of(self)->casts, [&](const auto& item) {
+    return weight_of(item.first) == tensor || (storage != nullptr && item.second.storage._unsafe_get_target() == storage);
+  });
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* store_drop(PyObject* self, PyObject*) {
+  ++store_of(self)->generation;
+  store_of(self)->casts.to_step.clear();
+  THPObjectPtr held = std::move(store_of(self)->casts.held_to_step);
+  take_out(store_of(self)->casts, [](const auto&) { return true; });
+  forget_recent(store_of(self)->casts);
   Py_RETURN_NONE;
 }
 
-PyObject* store_drop(PyObject* object, PyObject* args, PyObject* kwargs) {
-  static const char* keywords[] = {"before_backward", nullptr};
-  int before_backward = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$p:drop", const_cast<char**>(keywords), &before_backward)) return nullptr;
-  CastStore* self = store_of(object);
-  // Activation checkpointing casts in the backward pass what one segment uses; that is no forward pass to go by.
-  if (!self->in_backward && !self->with_grad.empty()) {
-    forget_last_used(self);
-    for (const auto& item : self->with_grad) {
-      if (item.second.used) self->last_used.push_back(Py_NewRef(item.second.weight));
-    }
+PyObject* store_drop_ended(PyObject* self, PyObject*) {
+  take_out(store_of(self)->casts, [](const auto& item) { return item.second.lifetime == kEnded; });
+  Py_RETURN_NONE;
+}
+
+PyObject* store_end(PyObject* self, PyObject* number) {
+  const Lifetime lifetime = PyLong_AsUnsignedLongLong(number);
+  Casts& casts = store_of(self)->casts;
+  note_companions(casts, lifetime);
+  for (auto& [key, entry] : casts.of_weights) {
+    if (entry.lifetime == lifetime && entry.held.requires_grad()) entry.lifetime = kEnded;
   }
-  self->in_backward = static_cast<char>(before_backward);
-  ++self->generation;
-  for_each_map(self, release_all);
-  forget_recent(self);
+  take_out(casts, [&](const auto& item) { return item.second.lifetime == lifetime; });
   Py_RETURN_NONE;
 }
 
-PyObject* store_drop_without_grad(PyObject* self, PyObject*) {
-  ++store_of(self)->generation;
-  release_all(store_of(self)->without_grad);
-  release_all(store_of(self)->in_inference);
+PyObject* store_keep_to_step(PyObject* self, PyObject* args) {
+  PyObject* weights;
+  if (!PyArg_ParseTuple(args, "O!:keep_to_step", &PyTuple_Type, &weights)) return nullptr;
+  Casts& casts = store_of(self)->casts;
+  casts.to_step = addresses_in(weights);
+  for (auto& [key, entry] : casts.of_weights) {
+    if (entry.lifetime == kEnded && casts.to_step.count(weight_of(key)) > 0) entry.lifetime = kToStep;
+  }
+  THPObjectPtr before(Py_NewRef(weights));
+  std::swap(before, casts.held_to_step);
   Py_RETURN_NONE;
+}
+
+PyObject* store_set_call(PyObject*, PyObject* number) {
+  return PyLong_FromUnsignedLongLong(std::exchange(this_thread.call, PyLong_AsUnsignedLongLong(number)));
+}
+
+PyObject* store_set_kept(PyObject*, PyObject* args) {
+  PyObject* weights;
+  unsigned long long number;
+  if (!PyArg_ParseTuple(args, "KO!:set_kept", &number, &PyTuple_Type, &weights)) return nullptr;
+  this_thread.kept_weights = addresses_in(weights);
+  return PyLong_FromUnsignedLongLong(std::exchange(this_thread.kept, number));
 }
 
 PyObject* store_pairs(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   // First hold them all: making Python objects may collect garbage, and that may discard entries.
   std::vector<std::pair<THPObjectPtr, THPObjectPtr>> held;
-  for_each_map(store_of(self), [&](WeightCasts& casts) {
-    for (auto& item : casts) {
-      THPObjectPtr weight = referent(item.second.weight);
-      if (weight) held.emplace_back(std::move(weight), Py_NewRef(item.second.cast));
-    }
-  });
+  for (auto& [key, entry] : store_of(self)->casts.of_weights) {
+    THPObjectPtr weight = referent(entry.weight.get());
+    if (weight && entry.lifetime != kEnded) held.emplace_back(std::move(weight), Py_NewRef(entry.cast.get()));
+  }
   THPObjectPtr pairs(PyList_New(0));
   if (!pairs) return nullptr;
   for (auto& [weight, cast] : held) {
@@ -290,52 +342,24 @@ PyObject* store_pairs(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* store_find_recent(PyObject* self, PyObject* activation) {
-  HANDLE_TH_ERRORS
-  if (!check_tensor(activation, "activation")) return nullptr;
-  at::Tensor cast = store_of(self)->find_recent(THPVariable_Unpack(activation));
-  if (!cast.defined()) Py_RETURN_NONE;
-  return THPVariable_Wrap(std::move(cast));
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* store_keep_recent(PyObject* self, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *activation, *cast;
-  unsigned int version;
-  if (!PyArg_ParseTuple(args, "OOI:keep_recent", &activation, &cast, &version)) return nullptr;
-  if (!check_tensor(activation, "activation") || !check_tensor(cast, "cast")) return nullptr;
-  store_of(self)->keep_recent(THPVariable_Unpack(activation), THPVariable_Unpack(cast), version);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-Py_ssize_t store_length(PyObject* self) {
-  size_t length = 0;
-  for_each_map(store_of(self), [&](WeightCasts& casts) { length += casts.size(); });
-  return static_cast<Py_ssize_t>(length);
-}
-
 PyMethodDef store_methods[] = {
-    {"find", store_find, METH_O, nullptr},
-    {"stamp", store_stamp, METH_O, nullptr},
-    {"keep", store_keep, METH_VARARGS, nullptr},
+    {"cast", store_cast, METH_VARARGS, nullptr},
     {"forget", store_forget, METH_O, nullptr},
-    {"drop", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&store_drop)), METH_VARARGS | METH_KEYWORDS, nullptr},
-    {"drop_without_grad", store_drop_without_grad, METH_NOARGS, nullptr},
+    {"drop", store_drop, METH_NOARGS, nullptr},
+    {"drop_ended", store_drop_ended, METH_NOARGS, nullptr},
+    {"end", store_end, METH_O, nullptr},
+    {"keep_to_step", store_keep_to_step, METH_VARARGS, nullptr},
+    {"set_call", store_set_call, METH_O | METH_STATIC, nullptr},
+    {"set_kept", store_set_kept, METH_VARARGS | METH_STATIC, nullptr},
     {"pairs", store_pairs, METH_NOARGS, nullptr},
-    {"find_recent", store_find_recent, METH_O, nullptr},
-    {"keep_recent", store_keep_recent, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef store_members[] = {
     {"bypassed", T_BOOL, offsetof(CastStore, bypassed), 0, nullptr},
-    {"keep_without_grad", T_BOOL, offsetof(CastStore, keep_without_grad), 0, nullptr},
+    {"keeps_all", T_BOOL, offsetof(CastStore, keeps_all), 0, nullptr},
     {"casts_made", T_PYSSIZET, offsetof(CastStore, casts_made), 0, nullptr},
     {"capturing", T_OBJECT, offsetof(CastStore, capturing), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
-
-PySequenceMethods store_as_sequence = {store_length};
 
 PyTypeObject make_store_type() {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -349,7 +373,6 @@ PyTypeObject make_store_type() {
   type.tp_clear = store_clear;
   type.tp_methods = store_methods;
   type.tp_members = store_members;
-  type.tp_as_sequence = &store_as_sequence;
   return type;
 }
 

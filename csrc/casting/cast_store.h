@@ -1,5 +1,7 @@
 // Casts of weights and of recent activations to one dtype: the C++ twin of ampkit.casting.store.CastStore, which says
-// what the methods mean. Call looks things up in it, and fills it, without going through Python.
+// what the methods mean. Call looks things up in it, and fills it, without going through Python. How long a cast lives is asked
+// in one place, `lifetime_of`: to the end of the outermost call of an initialized model in this thread, to the end of
+// keep_casts, or to the optimizer step. Elsewhere nothing is kept.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -7,6 +9,7 @@
 
 #include <array>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace ampkit {
@@ -34,53 +37,81 @@ inline THPObjectPtr referent(PyObject* reference) {
 #endif
 }
 
+// The number of the call, or of the keep_casts, with which a cast ends.
+using Lifetime = uint64_t;
+constexpr Lifetime kNotKept = 0, kEnded = UINT64_MAX - 1, kToStep = UINT64_MAX;
+
+// Weights by their addresses, which belong to no others as long as a reference to each is held elsewhere.
+using Weights = std::unordered_set<PyObject*>;
+
+// What runs in this thread: the outermost call of an initialized model, and the innermost keep_casts with its weights.
+struct ThisThread {
+  Lifetime call = kNotKept;
+  Lifetime kept = kNotKept;
+  Weights kept_weights;
+};
+extern thread_local ThisThread this_thread;
+
 struct WeightCast {
-  PyObject* weight = nullptr;  // a weak reference, whose callback discards the entry
-  PyObject* cast = nullptr;
+  THPObjectPtr weight;  // a weak reference, whose callback discards the entry
+  THPObjectPtr cast;
   // A second reference to the cast, in C++: a tensor that only its Python object holds needs the GIL wherever a function in C++
   // keeps it (autograd saves it for the backward pass) and lets it go.
   at::Tensor held;
-  bool used = false;  // not only cast ahead
+  Lifetime lifetime = kNotKept;
+  Lifetime call = kNotKept;  // the call that has made the uses of this node
+  int uses = 0;              // 0: cast ahead
+  Py_ssize_t order = 0;
   uint32_t cast_version = 0;
   c10::StreamId stream = 0;
   Stamp stamp = {};
-  c10::Storage storage;  // kept alive, so that no other storage can come to lie at the stamp's address
+  // As long as it is referred to, no other storage comes to lie at its address.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
 };
-
-using WeightCasts = std::unordered_map<PyObject*, WeightCast>;
 
 // Weak on both sides: the graph or the call that uses the cast keeps it alive, the store never does.
 struct RecentCast {
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> activation;
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> cast;
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  WeakTensor activation{at::Tensor().getIntrusivePtr()};
+  WeakTensor cast{at::Tensor().getIntrusivePtr()};
   uint32_t version = 0;
   uint32_t cast_version = 0;
   c10::StreamId stream = 0;
+};
 
-  RecentCast();
+struct Casts {
+  std::unordered_map<uintptr_t, WeightCast> of_weights;  // by address and mode
+  std::array<RecentCast, 4> recent;
+  size_t next_recent = 0;
+  Py_ssize_t kept = 0;       // so far
+  Weights to_step;           // the weights whose casts live to the optimizer step
+  THPObjectPtr held_to_step;  // a tuple of them
+  // The weights that a call used, by the first of them: weak references, that of the first foremost.
+  std::unordered_map<PyObject*, std::vector<THPObjectPtr>> companions;
 };
 
 struct CastStore {
   PyObject_HEAD
-  char bypassed;           // look nothing up, keep nothing
-  char keep_without_grad;  // keep casts of evaluation too
-  char in_backward;        // from a drop before a backward pass to the next drop
+  char bypassed;   // look nothing up, keep nothing
+  char keeps_all;  // keep whatever autograd records to the next drop
   Py_ssize_t casts_made;
   uint64_t generation;  // goes up when anything is dropped or forgotten
   PyObject* capturing;  // None, or what tells whether the current stream is being captured into a CUDA graph
   PyObject* on_death;   // the callback of the weak references
-  WeightCasts with_grad, without_grad, in_inference;
-  std::vector<PyObject*> last_used;  // weak references to the weights that the last forward pass used
-  std::array<RecentCast, 4> recent;
-  size_t next_recent;
+  Casts casts;
 
-  // The casts of weights that are of use in the grad mode of now.
-  WeightCasts& of_this_mode();
-  // A borrowed reference, or null. Does not ask whether the store is bypassed.
+  // How long a cast of the weight that is made now, in this thread, is kept.
+  Lifetime lifetime_of(PyObject* weight) const;
+  // The entry of the weight that a call in this thread may use, or null. Does not ask whether the store is bypassed.
+  WeightCast* usable(PyObject* weight);
+  // The kept cast, borrowed; null where there is none, or where its node has had its uses.
   PyObject* find(PyObject* weight);
+  // A new reference to the kept cast with a node of its own; null without an exception where none is kept.
+  PyObject* another_use(PyObject* weight);
   // What the weight is now.
   Stamp stamp(const at::Tensor& weight) const;
-  // Keeps a cast of what `stamp` says, if that is what the weight still is. Returns false with a Python exception.
+  // Keeps a cast of what `stamp` says as long as `lifetime_of` says, if that is what the weight still is. Returns false with a
+  // Python exception.
   bool keep(PyObject* weight, PyObject* cast, const Stamp& made_of, bool used);
   at::Tensor find_recent(const at::Tensor& activation);
   // `version` is the activation's before it was cast.

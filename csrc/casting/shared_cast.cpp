@@ -1,6 +1,5 @@
 #include "shared_cast.h"
 
-#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -41,13 +40,13 @@ void record_cast(const at::Tensor& source, const at::Tensor& cast, uint64_t orde
   call_creation_hooks<NodePointer>(node);
 }
 
-at::Tensor another_use_of(const at::Tensor& activation, const at::Tensor& cast) {
-  if (!cast.requires_grad()) return cast;
+at::Tensor another_use_of(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
+  if (!source.requires_grad()) return cast;
   // As torch's own bindings call autograd: see weight_casts.cpp.
   pybind11::gil_scoped_release without_gil;
   c10::TensorImpl* impl = cast.unsafeGetTensorImpl();
   at::Tensor use(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
-  record_cast(activation, use, at::sequence_number::get_and_increment());
+  record_cast(source, use, order);
   return use;
 }
 

@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/to_ops.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -25,46 +24,28 @@ bool is_worth_casting_ahead(const at::Tensor& weight) { return !weight.is_cpu() 
 // Sharding frees a weight between its uses.
 bool is_allocated(const at::Tensor& weight) { return weight.numel() == 0 || weight.storage().nbytes() > 0; }
 
-// The weights that the last forward pass used and that may be cast in one go with `weight`.
+// The weights that were used by the last call that began with `weight`, and that may be cast in one go with it.
 std::vector<THPObjectPtr> companions_of(CastStore* store, PyObject* weight) {
   const at::Tensor& first = THPVariable_Unpack(weight);
-  bool contains_first = false;
   std::vector<THPObjectPtr> found;
-  for (PyObject* reference : store->last_used) {
-    THPObjectPtr other = referent(reference);
-    if (other.get() == weight) contains_first = true;
+  auto last = store->casts.companions.find(weight);
+  if (last == store->casts.companions.end() || referent(last->second.front().get()).get() != weight) return found;
+  for (THPObjectPtr& reference : last->second) {
+    THPObjectPtr other = referent(reference.get());
     if (other.get() == weight || !other || Py_TYPE(other.get()) != Py_TYPE(weight)) continue;
     const at::Tensor& tensor = THPVariable_Unpack(other.get());
     const bool fits = tensor.requires_grad() && tensor.is_leaf() && tensor.scalar_type() == first.scalar_type() &&
         tensor.device() == first.device() && is_plain_weight(tensor) && is_allocated(tensor) &&
         is_worth_casting_ahead(tensor);
-    if (fits && store->with_grad.find(other.get()) == store->with_grad.end()) found.push_back(std::move(other));
+    if (fits && store->usable(other.get()) == nullptr) found.push_back(std::move(other));
   }
-  if (!contains_first) found.clear();
   return found;
 }
 
-// The place of a weight's cast in the backward pass is the one of the gradient's accumulation: at once, as if it had been made
-// where it is used. DDP sends gradients while others are computed.
-constexpr uint64_t kAtOnce = UINT64_MAX;
-
-// Casts them with one call, each with an edge of its own to its weight. Without the GIL, as torch's own bindings call
-// autograd: a thread that holds the lock of a weight's autograd state may be waiting for it.
-std::vector<at::Tensor> cast_together(const std::vector<at::Tensor>& weights, at::ScalarType dtype) {
-  pybind11::gil_scoped_release without_gil;
-  std::vector<at::Tensor> casts;
-  {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (const at::Tensor& weight : weights) casts.push_back(at::empty_like(weight, weight.options().dtype(dtype)));
-    at::_foreach_copy_(casts, weights);
-  }
-  for (size_t i = 0; i < weights.size(); ++i) record_cast(weights[i], casts[i], kAtOnce);
-  return casts;
-}
-
-PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<THPObjectPtr> weights, at::ScalarType dtype) {
-  weights.emplace(weights.begin(), Py_NewRef(weight));
-  std::vector<at::Tensor> tensors;
+// Casts the weights with one call, each with an edge of its own to its weight, and keeps them. Without the GIL, as torch's own
+// bindings call autograd: a thread that holds the lock of a weight's autograd state may be waiting for it.
+PyObject* cast_together(CastStore* store, std::vector<THPObjectPtr> weights, at::ScalarType dtype, bool records) {
+  std::vector<at::Tensor> tensors, casts;
   std::vector<Stamp> stamps;
   std::vector<c10::Storage> held;
   for (THPObjectPtr& object : weights) {
@@ -72,12 +53,21 @@ PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<T
     held.push_back(tensors.back().storage());
     stamps.push_back(store->stamp(tensors.back()));
   }
-  std::vector<at::Tensor> made = cast_together(tensors, dtype);
+  {
+    pybind11::gil_scoped_release without_gil;
+    {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      for (const at::Tensor& weight : tensors) casts.push_back(at::empty_like(weight, weight.options().dtype(dtype)));
+      at::_foreach_copy_(casts, tensors);
+    }
+    for (size_t i = 0; records && i < casts.size(); ++i) record_cast(tensors[i], casts[i], kAtOnce);
+  }
   store->casts_made += static_cast<Py_ssize_t>(weights.size());
   THPObjectPtr asked_for;
   for (size_t i = 0; i < weights.size(); ++i) {
-    THPObjectPtr cast(THPVariable_Wrap(std::move(made[i])));
-    if (cast.get() == nullptr || !store->keep(weights[i].get(), cast.get(), stamps[i], /*used=*/i == 0)) return nullptr;
+    THPObjectPtr cast(THPVariable_Wrap(std::move(casts[i])));
+    const bool keeps = cast && means_the_same(cast.get());
+    if (!cast || (keeps && !store->keep(weights[i].get(), cast.get(), stamps[i], /*used=*/i == 0))) return nullptr;
     if (i == 0) asked_for = std::move(cast);
   }
   return asked_for.release();
@@ -85,34 +75,29 @@ PyObject* cast_with_companions(CastStore* store, PyObject* weight, std::vector<T
 
 }  // namespace
 
+constexpr c10::DispatchKeySet kWrappers(
+    {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
+
 bool is_plain_weight(const at::Tensor& weight) {
   // Forward-mode gradients are for Python. Asking the weight for one would take a lock of its autograd state: see above.
-  constexpr c10::DispatchKeySet wrappers(
-      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
   return weight.layout() == at::kStrided && weight.has_storage() && !weight.is_inference() &&
-      !weight.key_set().has_any(wrappers) && !in_forward_mode();
+      !weight.key_set().has_any(kWrappers) && !in_forward_mode();
+}
+
+bool means_the_same(PyObject* cast) {
+  const at::Tensor& tensor = THPVariable_Unpack(cast);
+  return THPVariable_CheckExact(cast) && !tensor.key_set().has_any(kWrappers) && !(c10::GradMode::is_enabled() && tensor.is_inference());
 }
 
 PyObject* make_weight_cast(CastStore* store, PyObject* weight, at::ScalarType dtype) {
+  if (PyObject* use = store->another_use(weight); use != nullptr || PyErr_Occurred()) return use;
   RECORD_USER_SCOPE("ampkit: cast weights");  // as ampkit/labels.py does
   const at::Tensor& tensor = THPVariable_Unpack(weight);
-  const bool recording = c10::GradMode::is_enabled();
-  if (recording && !c10::InferenceMode::is_enabled() && !store->in_backward && tensor.requires_grad() && is_worth_casting_ahead(tensor)) {
-    std::vector<THPObjectPtr> companions = companions_of(store, weight);
-    if (!companions.empty()) return cast_with_companions(store, weight, std::move(companions), dtype);
-  }
-  const c10::Storage held = tensor.storage();
-  const Stamp made_of = store->stamp(tensor);
-  at::Tensor made;
-  {
-    pybind11::gil_scoped_release without_gil;
-    made = at::_ops::to_dtype::call(tensor, dtype, /*non_blocking=*/false, /*copy=*/false, std::nullopt);
-  }
-  ++store->casts_made;
-  const bool kept = recording ? !made.is_inference() : store->keep_without_grad;
-  PyObject* cast = THPVariable_Wrap(std::move(made));
-  if (cast != nullptr && kept && !store->keep(weight, cast, made_of, /*used=*/true)) Py_CLEAR(cast);
-  return cast;
+  const bool records = c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() && tensor.requires_grad();
+  std::vector<THPObjectPtr> weights;
+  if (records && store->lifetime_of(weight) != kNotKept && is_worth_casting_ahead(tensor)) weights = companions_of(store, weight);
+  weights.emplace(weights.begin(), Py_NewRef(weight));
+  return cast_together(store, std::move(weights), dtype, records);
 }
 
 }  // namespace ampkit

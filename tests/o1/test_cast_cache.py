@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ampkit
-from ampkit.casting.engine import active_casting
 from ampkit.optimizers import FusedSGD
 
 pytestmark = pytest.mark.switch
@@ -22,8 +21,9 @@ pytestmark = pytest.mark.switch
 
 @pytest.fixture(params=[pytest.param("C++", marks=pytest.mark.compiled("wrappers")), "Python"])
 def casting(request):
+    """An engine, inside of a call of a model: outside nothing is kept."""
     torch.manual_seed(0)
-    with o1(in_python=request.param == "Python") as engine:
+    with o1(in_python=request.param == "Python") as engine, engine.caches.call():
         yield engine
 
 
@@ -31,16 +31,16 @@ def casting(request):
 def in_cpp():
     """The engine whose casts of activations are shared: only the store in C++ remembers them."""
     torch.manual_seed(0)
-    with o1() as engine:
+    with o1() as engine, engine.caches.call():
         yield engine
 
 
 def casts_made(casting):
-    return casting.caches.of(torch.bfloat16).store.casts_made
+    return casting.caches.of(torch.bfloat16).casts_made
 
 
 def kept(casting):
-    return len(casting.caches.of(torch.bfloat16).store)
+    return len(casting.caches.pairs())
 
 
 def product(weight):
@@ -121,15 +121,6 @@ def test_edited_weight_is_cast_anew(casting, edit, mode):
             assert torch.equal(product(p), torch.full((2, 2), 2.0))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_sees_writes_that_torch_does_not_count(casting, mode):
-    p = nn.Parameter(torch.ones(2, 2))
-    for factor in (1, 2, 4):
-        with casting.forward_scope(), mode():
-            assert torch.equal(product(p), torch.full((2, 2), float(factor)))
-        p.data.mul_(2)  # moves no version
-
-
 def test_cast_that_was_written_to_is_made_anew(casting):
     p = nn.Parameter(torch.ones(2, 2))
     result = torch.mm(torch.eye(2, requires_grad=True), p)
@@ -154,30 +145,6 @@ def test_weight_cast_without_grad_mode_still_trains_afterwards(casting):
                 product(p)
         torch.mm(torch.eye(2), p).sum().backward()
     assert torch.equal(p.grad, torch.ones(2, 2))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_pins_no_copy_of_the_model(casting, mode):
-    model, x = nn.Linear(3, 3), torch.rand(2, 3)
-    with mode():
-        model(x)
-        assert kept(casting) == 0, "kept outside of a forward scope"
-        with casting.forward_scope():
-            with casting.forward_scope():
-                model(x)
-            model(x)
-            assert kept(casting) == 2
-            assert casts_made(casting) == 4
-        assert kept(casting) == 0
-
-
-def test_training_cast_outlives_the_forward_scope(casting):
-    model, x = nn.Linear(3, 3), torch.rand(2, 3)
-    with casting.forward_scope():
-        model(x)
-    with casting.forward_scope():
-        model(x)
-    assert casts_made(casting) == 2
 
 
 def test_cache_forgets_a_weight_that_died(casting):
@@ -205,7 +172,7 @@ def test_inputs_that_gather_gradients_are_not_taken_for_weights(casting):
     leaf, weight = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
     for _ in range(2):
         torch.mm(leaf, weight)
-    assert (casts_made(casting), len(casting.caches.of(torch.bfloat16).store)) == (1, 1)
+    assert (casts_made(casting), len(casting.caches.pairs())) == (1, 1)
     leaf.data += 1.0
     assert torch.equal(torch.mm(leaf, weight).float(), torch.full((2, 2), 4.0))
 
@@ -341,7 +308,7 @@ def test_cast_of_one_stream_is_not_used_on_another(in_python):
 def test_cache_is_bypassed_while_a_cuda_graph_is_captured(casting, monkeypatch):
     capturing = False
     p, x = nn.Parameter(torch.rand(2, 2)), torch.rand(2, 2, requires_grad=True) * 1
-    casting.caches.of(torch.bfloat16).store.capturing = lambda: capturing
+    casting.caches.of(torch.bfloat16).capturing = lambda: capturing
     results = [torch.mm(x, p)]
     capturing = True
     results += [torch.mm(x, p), torch.mm(x, p)]
@@ -355,7 +322,7 @@ def test_error_of_the_capture_check_is_passed_on(casting):
     def fails():
         raise RuntimeError("no driver")
 
-    casting.caches.of(torch.bfloat16).store.capturing = fails
+    casting.caches.of(torch.bfloat16).capturing = fails
     with pytest.raises(RuntimeError, match="no driver"):
         product(nn.Parameter(torch.ones(2, 2)))
 
@@ -485,20 +452,6 @@ def test_leaf_is_cast_anew_since_scripts_edit_it_by_data(casting):
         assert torch.equal(torch.mm(leaf, w).float(), torch.full((3, 2), 2.0))
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_casts_of_weights_are_autograds_alone_in_a_block_unless_another_follows(delayed):
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ampkit.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
-    loss = model(torch.rand(2, 3)).float().sum()
-    caches = active_casting().caches
-    assert len(caches.pairs()) == 2
-    with ampkit.scale_loss(loss, optimizer, delay_unscale=delayed) as scaled:
-        assert len(caches.pairs()) == (2 if delayed else 0)
-        scaled.backward()
-    ampkit.close()
-
-
 def test_leaf_is_cast_anew_since_its_memory_is_others_too(casting):
     """A batch that NumPy fills, and a ``.data`` that was read before: the writes go by torch and by O1."""
     w, array = nn.Parameter(torch.eye(2)), np.ones((3, 2), np.float32)
@@ -522,18 +475,6 @@ def test_casts_of_activations_keep_nothing_alive(casting):
     del x, result
     gc.collect()
     assert source() is None, "the activation outlived its graph"
-
-
-@pytest.mark.compiled("wrappers")
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_shares_no_casts_of_activations(in_cpp, mode):
-    x, store = activation(), in_cpp.caches.of(torch.bfloat16).store
-    with mode():
-        torch.mm(x, nn.Parameter(torch.eye(2)))
-        assert store.find_recent(x) is None
-    with mode():
-        y = torch.ones(3, 2) * 1.5
-        assert torch.mm(y, y.T).dtype is torch.bfloat16
 
 
 def test_cast_of_before_no_grad_is_not_shared_with_it(casting):
@@ -638,34 +579,45 @@ def step(model, optimizer, x, delay=False):
         scaled.backward()
 
 
-def test_each_scale_loss_casts_a_weight_once():
-    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3)
-    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-    cache = ampkit.current_session().casting.caches.of(torch.bfloat16).store
-    counts = []
-    for _ in range(3):
-        with ampkit.scale_loss(model(x).sum() + model(x).sum(), optimizer) as scaled:
-            scaled.backward()
-        counts.append(cache.casts_made)
-        assert len(cache) == 0
-    assert counts == [4, 8, 12]
+class Twice(nn.Module):
+    """A call that uses a weight and a bias twice, and a method that makes two calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+    def both(self, x):
+        return self(x) + self(x)
 
 
-def test_casts_made_inside_of_a_block_end_with_it():
-    model, x = nn.Linear(3, 3), torch.rand(2, 3)
-    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-    cache = ampkit.current_session().casting.caches.of(torch.bfloat16).store
-    with ampkit.scale_loss(model(x).sum(), optimizer) as scaled:
-        scaled.backward()
-        kept = model(x)
-        assert len(cache) == 2 and kept.requires_grad
-    assert len(cache) == 0
+#: What uses the model, and how many casts of its two parameters that takes.
+CALLS = {
+    "a call": (lambda model, x: model(x), 2),
+    "two calls": (lambda model, x: model(x) + model(x), 4),
+    "a method with two calls": (lambda model, x: model.both(x), 2),
+    "a part, outside of a call": (lambda model, x: model.layer(x) + model.layer(x), 4),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("use", CALLS)
+def test_weight_is_cast_once_in_the_outermost_call(use, mode):
+    model, x = Twice(), torch.rand(2, 3)
+    ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
+    cache, (run, casts) = ampkit.current_session().casting.caches.of(torch.bfloat16), CALLS[use]
+    for times in (1, 2):
+        with mode():
+            run(model, x)
+        assert (cache.casts_made, len(cache.pairs())) == (casts * times, 0)
 
 
 def test_delayed_micro_batches_cast_a_weight_once_per_step():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.rand(2, 3)
     model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-    cache = ampkit.current_session().casting.caches.of(torch.bfloat16).store
+    cache = ampkit.current_session().casting.caches.of(torch.bfloat16)
     for steps in (1, 2):
         for micro_batch in range(4):
             step(model, optimizer, x, delay=micro_batch < 3)
@@ -699,7 +651,8 @@ def test_step_drops_casts_that_a_later_micro_batch_made(kind):
 
 
 def test_close_drops_the_cache():
-    with o1() as casting:
+    with o1() as casting, casting.caches.call():
         nn.Linear(2, 2)(torch.rand(1, 2))
         assert kept(casting) == 2
-    assert kept(casting) == 0
+        casting.close()
+        assert kept(casting) == 0

@@ -10,20 +10,19 @@ from helpers import o1
 from torch import nn
 
 from ampkit.casting import engine as engine_module
-from ampkit.casting.library import dispatch
 
 LOW = torch.bfloat16
 
 
 @pytest.fixture(params=[pytest.param("C++", marks=pytest.mark.compiled("wrappers")), "Python"])
 def casting(request):
-    with o1(in_python=request.param == "Python") as engine:
+    with o1(in_python=request.param == "Python") as engine, engine.caches.call():
         yield engine
 
 
 @pytest.fixture
 def store(casting):
-    return casting.caches.of(LOW).store
+    return casting.caches.of(LOW)
 
 
 def low(*shape, value=1.0):
@@ -51,28 +50,13 @@ def drop(weight, casting):
     casting.caches.drop()
 
 
-def drop_without_grad(weight, casting):
-    casting.caches.of(LOW).store.drop_without_grad()
-
-
-MEANWHILE = [swap_storage, write_through_data, write_in_place, toggle_requires_grad, drop, drop_without_grad]
+MEANWHILE = [swap_storage, write_through_data, write_in_place, toggle_requires_grad, drop]
 
 
 @pytest.mark.parametrize("happens", MEANWHILE)
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_cast_of_what_the_weight_was_is_not_kept(casting, store, happens, requires_grad):
-    weight = nn.Parameter(torch.zeros(2, 2), requires_grad)
-    stamp = store.stamp(weight)
-    happens(weight, casting)
-    store.keep(weight, low(2, 2), stamp)
-    assert store.find(weight) is None and len(store) == 0
-    store.keep(weight, low(2, 2), store.stamp(weight))
-    assert store.find(weight) is not None
-
-
-@pytest.mark.parametrize("happens", MEANWHILE)
-def test_python_does_not_keep_it_either(casting, happens):
-    weight, cache = nn.Parameter(torch.zeros(2, 2)), casting.caches.of(LOW)
+def test_cast_of_what_the_weight_was_is_not_kept(casting, happens, requires_grad):
+    weight, cache = nn.Parameter(torch.zeros(2, 2), requires_grad), casting.caches.of(LOW)
 
     def convert(tensor):
         cast = tensor.to(LOW)
@@ -80,40 +64,28 @@ def test_python_does_not_keep_it_either(casting, happens):
         return cast
 
     cache.cast(weight, convert)
-    assert len(cache.store) == 0
+    assert len(cache.pairs()) == 0
+    cache.cast(weight, lambda tensor: tensor.to(LOW))
+    assert len(cache.pairs()) == 1
 
 
-@pytest.mark.compiled("wrappers")
-def test_cast_of_what_an_activation_was_is_not_found():
-    store = dispatch().library.CastStore()
-    activation = torch.zeros(2, 2, requires_grad=True) * 1
-    version = activation._version
-    with torch.no_grad():
-        activation.add_(1)
-    cast = low(2, 2)
-    store.keep_recent(activation, cast, version)
-    assert store.find_recent(activation) is None
-    store.keep_recent(activation, cast, activation._version)
-    assert store.find_recent(activation) is cast
-
-
-def test_cast_that_is_replaced_may_run_code_that_comes_back(store):
-    weight = nn.Parameter(torch.zeros(2))
+def test_cast_that_is_dropped_may_run_code_that_comes_back(casting, store):
+    weight = nn.Parameter(torch.zeros(2), requires_grad=False)
 
     class Again:
         def __del__(self):
-            store.keep(weight, low(2, value=3.0), store.stamp(weight))
+            store.cast(weight, lambda _: low(2, value=3.0))
 
-    old, new = low(2, value=1.0), low(2, value=2.0)
-    old.again, alive = Again(), weakref.ref(new)
-    store.keep(weight, old, store.stamp(weight))
-    del old
-    store.keep(weight, new, store.stamp(weight))
-    del new
-    assert store.find(weight).tolist() == [3.0, 3.0]
+    def convert(_):
+        cast = low(2)
+        cast.again = Again()
+        return cast
+
+    store.cast(weight, convert)
+    if not hasattr(store.pairs()[0][1], "again"):
+        store.pairs()[0][1].again = Again()
     store.drop()
-    assert alive() is None, "an entry was lost, with what it held"
-    assert weakref.getweakrefcount(weight) <= 1  # the C++ store's, of what the last forward pass used
+    assert store.cast(weight, convert).tolist() == [3.0, 3.0]
 
 
 def test_pairs_may_collect_garbage(store):
@@ -121,15 +93,15 @@ def test_pairs_may_collect_garbage(store):
     thresholds = gc.get_threshold()
     try:
         for _ in range(300):
-            weight = nn.Parameter(torch.zeros(2))
-            store.keep(weight, low(2), store.stamp(weight))
+            weight = nn.Parameter(torch.zeros(2), requires_grad=False)
+            store.cast(weight, lambda _: low(2))
             weight.itself = weight  # only the collector frees it
         del weight
         kept = [nn.Parameter(torch.zeros(2)) for _ in range(300)]
         for weight in kept:
-            store.keep(weight, low(2), store.stamp(weight))
+            store.cast(weight, lambda _: low(2))
         pairs_of_ints = [(i, i) for i in range(3000)]  # no tuples left in CPython's store of free ones
-        assert len(store) == 600
+        assert len(store.pairs()) == 600
         gc.set_threshold(1)
         gc.enable()
         found = store.pairs()
@@ -157,7 +129,7 @@ def test_weight_on_its_way_out_is_not_brought_back(casting, store, use):
         torch.mm(x, other)
         casting.caches.drop()
         if use == "pairs":
-            store.keep(weight, low(4, 4), store.stamp(weight))
+            store.cast(weight, lambda _: low(4, 4))
 
         def function():
             pass
@@ -172,12 +144,12 @@ def test_weight_on_its_way_out_is_not_brought_back(casting, store, use):
 
 
 def test_traces_that_overlap_leave_the_cache_as_it_was(casting):
-    cache = casting.caches.of(LOW).store
+    cache = casting.caches.of(LOW)
     with casting.caches.bypassed():
         second = casting.caches.bypassed()
         second.__enter__()
     assert cache.bypassed, "the second trace still runs"
-    new = casting.caches.of(torch.float16).store
+    new = casting.caches.of(torch.float16)
     assert new.bypassed, "it came into being in the midst of a trace"
     second.__exit__(None, None, None)
     assert not cache.bypassed and not new.bypassed
@@ -213,5 +185,5 @@ def test_switches_nest_where_the_collector_runs_one_inside_another(casting):
 @pytest.mark.compiled("wrappers")
 def test_store_survives_the_loss_of_its_capture_check():
     with o1() as casting:
-        del casting.caches.of(LOW).store.capturing
+        del casting.caches.of(LOW).capturing
         assert torch.mm(torch.eye(2), nn.Parameter(torch.eye(2))).dtype is LOW

@@ -1,4 +1,4 @@
-"""Casts of weights made in C++: what the last forward pass used is cast in one go at the first use of the next."""
+"""Casts of weights made in C++: what a call used is cast in one go at the first use of the next that begins alike."""
 
 import copy
 import gc
@@ -29,7 +29,7 @@ def make_model(depth=3, width=4):
 
 
 def casts_made(casting):
-    return casting.caches.of(LOW).store.casts_made
+    return casting.caches.of(LOW).casts_made
 
 
 def cast_weights(casting):
@@ -37,28 +37,39 @@ def cast_weights(casting):
 
 
 def train_once(casting, model, x):
-    """The casts' way through an iteration: used forward, dropped for the backward pass, dropped after it."""
-    loss = model(x).float().square().sum()
-    casting.caches.drop(before_backward=True)
+    """The casts' way through an iteration: they live to the end of the call."""
+    with casting.caches.call():
+        loss = model(x).float().square().sum()
     loss.backward()
-    casting.caches.drop()
     return loss.detach()
 
 
-def test_second_iteration_casts_all_weights_at_the_first_use(casting):
+def begin(casting, model, x):
+    """What is cast by a call that uses the first part of the model."""
+    with casting.caches.call():
+        model[0](x)
+        return cast_weights(casting)
+
+
+def test_second_call_casts_all_weights_at_the_first_use(casting):
     model, x = make_model(), torch.rand(2, 4)
+    assert begin(casting, model, x) == set(model[0].parameters())
     train_once(casting, model, x)
-    assert casts_made(casting) == 6
-    model[1](x)
-    assert cast_weights(casting) == set(model.parameters())
-    model(x)
-    assert casts_made(casting) == 12
+    assert casts_made(casting) == 2 + 6
+    with casting.caches.call():
+        model[0](x)
+        assert cast_weights(casting) == set(model.parameters())
+        model(x)
+        assert casts_made(casting) == 2 + 12
 
 
-def test_first_iteration_casts_what_it_uses(casting):
-    model, x = make_model(), torch.rand(2, 4)
-    model[1](x)
-    assert cast_weights(casting) == set(model[1].parameters())
+def test_each_model_has_its_own_companions(casting):
+    """A GAN: calls of the generator and of the critic take turns."""
+    generator, critic, x = make_model(), make_model(2), torch.rand(2, 4)
+    for model in (generator, critic, critic):
+        train_once(casting, model, x)
+    assert begin(casting, generator, x) == set(generator.parameters())
+    assert begin(casting, critic, x) == set(critic.parameters())
 
 
 def test_losses_and_gradients_are_those_of_single_casts(casting):
@@ -78,8 +89,11 @@ def test_losses_and_gradients_are_those_of_single_casts(casting):
 def test_each_cast_leads_back_to_its_own_weight(casting):
     model, x = make_model(), torch.rand(2, 4)
     train_once(casting, model, x)
-    model(x)
-    for weight, cast in casting.caches.pairs().items():
+    with casting.caches.call():
+        model(x)
+        pairs = casting.caches.pairs()
+    assert len(pairs) == 6
+    for weight, cast in pairs.items():
         assert (cast.dtype, cast.requires_grad) == (LOW, True)
         ((accumulate, _),) = cast.grad_fn.next_functions
         assert accumulate.variable is weight
@@ -107,36 +121,26 @@ def test_second_derivatives_go_through(casting):
     other = nn.Parameter(torch.full((1, 1), 5.0))
     for _ in range(2):
         x = torch.full((1, 1), 2.0, requires_grad=True)
-        y = torch.mm(torch.mm(torch.mm(x, weight), other), weight)  # 45 x, 90 by the weight at 3: 2 * 5 * 3 * x
+        with casting.caches.call():
+            y = torch.mm(torch.mm(torch.mm(x, weight), other), weight)  # 45 x, 90 by the weight at 3: 2 * 5 * 3 * x
         (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), weight)
-        casting.caches.drop()
     assert (first.item(), second.item()) == (60.0, 20.0)
 
 
-def test_recomputed_segment_casts_only_what_it_uses(casting):
+def test_recomputed_segment_keeps_no_casts(casting):
     model, x = make_model(), torch.rand(2, 4, requires_grad=True)
-    cast_in_backward = []
+    kept = []
 
     def segment(x):
         y = model[1](x)
-        cast_in_backward.append(cast_weights(casting))
+        kept.append(len(cast_weights(casting)))
         return y
 
-    def iterate():
-        cast_in_backward.clear()
-        with set_checkpoint_early_stop(False):
-            loss = model[2](checkpoint(segment, model[0](x), use_reentrant=False)).sum()
-        casting.caches.drop(before_backward=True)
-        loss.backward()
-        casting.caches.drop()
-
-    for _ in range(2):
-        iterate()
-        assert len(cast_in_backward) == 2
-        assert cast_in_backward[-1] == set(model[1].parameters())
-    model[0](x)
-    assert cast_weights(casting) == set(model.parameters())
+    with set_checkpoint_early_stop(False), casting.caches.call():
+        loss = model[2](checkpoint(segment, model[0](x), use_reentrant=False)).sum()
+    loss.backward()
+    assert kept == [4, 0]
 
 
 def test_weight_that_was_cast_in_vain_is_not_cast_ahead_again(casting):
@@ -167,8 +171,7 @@ def test_weight_that_has_changed_its_kind_is_left_out(casting, change):
     model, x = make_model(), torch.rand(2, 4)
     train_once(casting, model, x)
     change(model[2].weight)
-    model[0](x)
-    assert cast_weights(casting) == set(model.parameters()) - {model[2].weight}
+    assert begin(casting, model, x) == set(model.parameters()) - {model[2].weight}
 
 
 def test_changed_values_are_cast_anew(casting):
@@ -185,23 +188,20 @@ def test_weight_that_died_is_forgotten(casting):
     train_once(casting, model, x)
     del model[2]
     gc.collect()
-    model(x)
-    assert cast_weights(casting) == set(model.parameters())
+    assert begin(casting, model, x) == set(model.parameters())
 
 
 def test_large_weight_on_the_cpu_is_cast_where_it_is_used(casting):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2**14)), torch.rand(2, 4)
     train_once(casting, model, x)
-    model[0](x)
-    assert cast_weights(casting) == set(model.parameters()) - {model[2].weight}
+    assert begin(casting, model, x) == set(model.parameters()) - {model[2].weight}
 
 
 def test_evaluation_casts_what_it_uses(casting):
     model, x = make_model(), torch.rand(2, 4)
     train_once(casting, model, x)
-    with torch.no_grad(), casting.forward_scope():
-        model[0](x)
-        assert cast_weights(casting) == set(model[0].parameters())
+    with torch.no_grad():
+        assert begin(casting, model, x) == set(model[0].parameters())
 
 
 # -- what happens to a weight between the cast ahead and its first use
@@ -211,10 +211,11 @@ def test_write_through_data_before_the_first_use_is_seen(casting):
     """A WGAN clamps its critic after the generator's forward pass, at whose first weight the critic's were cast ahead."""
     generator, critic = make_model(1), make_model(1)
     train_once(casting, nn.Sequential(generator, critic), torch.rand(2, 4))
-    generator(torch.rand(2, 4))
-    for param in critic.parameters():
-        param.data.fill_(0.25)
-    assert torch.equal(critic(torch.ones(1, 4)).detach().float(), torch.full((1, 4), 1.25))
+    with casting.caches.call():
+        generator(torch.rand(2, 4))
+        for param in critic.parameters():
+            param.data.fill_(0.25)
+        assert torch.equal(critic(torch.ones(1, 4)).detach().float(), torch.full((1, 4), 1.25))
 
 
 def test_write_through_data_inside_a_forward_is_seen(casting):
@@ -228,8 +229,8 @@ def test_write_through_data_inside_a_forward_is_seen(casting):
         with torch.no_grad():
             model[0].weight.copy_(torch.eye(2))
             model[1].weight.fill_(3.0)
-        assert torch.equal(model(torch.ones(1, 2)).detach().float(), torch.ones(1, 2))
-        casting.caches.drop()
+        with casting.caches.call():
+            assert torch.equal(model(torch.ones(1, 2)).detach().float(), torch.ones(1, 2))
 
 
 def test_weight_whose_storage_is_freed_between_uses_is_left_out(casting):
@@ -238,13 +239,14 @@ def test_weight_whose_storage_is_freed_between_uses_is_left_out(casting):
     train_once(casting, model, x)
     size = model[2].weight.untyped_storage().nbytes()
     model[2].weight.untyped_storage().resize_(0)
-    hidden = model[1](model[0](x))
-    assert model[2].weight not in cast_weights(casting)
-    model[2].weight.untyped_storage().resize_(size)
-    with torch.no_grad():
-        model[2].weight.fill_(0.0)
-        model[2].bias.fill_(1.0)
-    assert torch.equal(model[2](hidden).detach().float(), torch.ones(2, 4))
+    with casting.caches.call():
+        hidden = model[1](model[0](x))
+        assert model[2].weight not in cast_weights(casting)
+        model[2].weight.untyped_storage().resize_(size)
+        with torch.no_grad():
+            model[2].weight.fill_(0.0)
+            model[2].bias.fill_(1.0)
+        assert torch.equal(model[2](hidden).detach().float(), torch.ones(2, 4))
 
 
 def test_inference_mode_leaves_nothing_that_training_would_find(casting):

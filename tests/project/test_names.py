@@ -15,7 +15,7 @@ from helpers import ROOT
 import ampkit
 
 EXPORTED = """
-    initialize session scale_loss clip_grad_norm_ master_params step_was_skipped disable_casts close current_session
+    initialize session scale_loss clip_grad_norm_ master_params step_was_skipped disable_casts keep_casts close current_session
     state_dict load_state_dict from_grad_scaler to_grad_scaler
     half_function bfloat16_function float_function promote_function cast_inputs
     register_half_function register_bfloat16_function register_float_function register_promote_function

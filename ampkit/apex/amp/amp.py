@@ -68,6 +68,7 @@ def init(
     for rule in rules_changed_by_the_script():
         session.casting.register(rule.kind, rule.owner, rule.name)
     session.casting.covers_every_model = True
+    session.casting.caches.keep_all()
     if not enable_caching:
         session.casting.caches.bypass()
     return handle

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...casting.cache import CastCache
+from ...casting.cache import CastCaches
 from ...dtypes import LOWER_PRECISION
 from ...errors import ConfigurationError
 from ...patching import PatchSet, Undo
@@ -84,7 +84,7 @@ class Recorder(Watch):
         with Undo() as undo:
             patches = PatchSet()
             undo.callback(patches.restore)
-            patches.set(CastCache, "watchers", CastCache.watchers + 1)
+            patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
             self._reasons.watch(patches)
             self.steps.watch(undo)
             if "torch._dynamo" in sys.modules:  # compiled code shows no operators
