@@ -80,7 +80,8 @@ def patched(device: str, dtype: torch.dtype, in_python: bool) -> Iterator[None]:
     casting = Casting(dtype, device_types=(device,), in_python=in_python)
     casting.install()
     try:
-        yield
+        with casting.caches.call():  # inside of a model's forward, to whose end casts are kept
+            yield
     finally:
         casting.close()
 

@@ -5,7 +5,7 @@ A cast lives to the end of the outermost call of an initialized model in its thr
 to the optimizer step. Elsewhere nothing is kept: torch does not count every write (fused optimizers, NumPy, a kept ``.data``),
 and only within a call may a script be trusted not to write so. `CastStore.lifetime_of` asks this rule, and nothing else does.
 
-Uses in one call share the node of the cast, sixteen of them; in other calls they share its memory alone, so that gradients add
+Uses in one call share the node of the cast, 64 of them; in other calls they share its memory alone, so that gradients add
 up in float32. `CastCaches` decides who looks. This class is the specification of ampkit._casting.CastStore, its twin
 in C++, in which the wrappers in C++ find their casts. Two things that change no result, only the twin does: it casts weights
 ahead (`CastStore.end`), and it remembers the last four casts of activations, weakly on both sides, so that query, key and
@@ -34,7 +34,7 @@ _inference_mode = torch.is_inference_mode_enabled
 _NOT_KEPT, _ENDED, _TO_STEP = 0, -1, -2
 
 # The uses of a cast by one call of which the gradients add up in the cast's precision.
-_USES_OF_A_NODE = 16
+_USES_OF_A_NODE = 64
 
 
 class _ThisThread(threading.local):
@@ -48,32 +48,22 @@ class _ThisThread(threading.local):
 
 _this_thread = _ThisThread()
 
-Stamp = tuple[int, int, int, int]
+Stamp = tuple[int, int, int, bool]
 """What a weight is: the generation of the store, the weight's version and address, and whether it requires gradients."""
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _WeightCast:
     weight: weakref.ref[Tensor]
     cast: Tensor
     lifetime: int
     call: int
+    has_node: bool
     uses: int
     cast_version: int
     stream: int
     stamp: Stamp
-    storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at the stamp's address
-
-    def holds(self, weight: Tensor) -> bool:
-        """Whether this is of ``weight`` as it is now, and the cast as it was made. A dead weight takes its entry along."""
-        _, version, data_ptr, requires_grad = self.stamp
-        return (
-            weight._version == version
-            and weight.data_ptr() == data_ptr
-            and weight.requires_grad == requires_grad
-            and (weight.is_cpu or _stream_of(weight) == self.stream)
-            and (self.cast_version < 0 or self.cast._version == self.cast_version)
-        )
+    storage: torch.UntypedStorage  # kept alive, so that no other storage can come to lie at its address
 
 
 class CastStore:
@@ -93,7 +83,8 @@ class CastStore:
         self.capturing: Callable[[], bool] | None = None
         #: How many casts of weights were made, kept or not.
         self.casts_made = 0
-        self._casts: dict[tuple[int, bool, bool], _WeightCast] = {}  # by the address of the weight, and the mode
+        #: Those made with grad mode, without it, and in inference mode, by the id of the weight.
+        self._casts: tuple[dict[int, _WeightCast], ...] = ({}, {}, {})
         self._to_step: set[Tensor] = set()
         self._generation = 0
 
@@ -124,17 +115,28 @@ class CastStore:
     def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """The cast of ``weight`` that this thread may use, if neither side was written to since; else what ``convert`` makes of it.
 
-        After sixteen uses, and in another call, it is the same memory with a node of its own.
+        After 64 uses, and in another call, it is the same memory with a node of its own.
         """
-        entry = self._casts.get(_key_of(weight))
-        here = _this_thread
-        lives = entry is not None and (entry.lifetime == _TO_STEP or entry.lifetime in (here.call, here.kept))
-        if not lives or not entry.holds(weight):
+        entry = self._casts[0 if _grad_enabled() else 1 + _inference_mode()].get(id(weight))
+        if entry is None:
             return self._cast_anew(weight, convert)
-        entry.uses += 1
-        if entry.cast.requires_grad and (entry.call != here.call or entry.uses > _USES_OF_A_NODE):
-            entry.cast, entry.call, entry.uses = _Use.apply(weight, entry.cast.detach()), here.call, 1
-        return entry.cast
+        call, lifetime, cast, cast_version = _this_thread.call, entry.lifetime, entry.cast, entry.cast_version
+        _, version, data_ptr, requires_grad = entry.stamp
+        # A dead weight takes its entry along, before another can have its id.
+        if not (
+            (lifetime == call or lifetime == _TO_STEP or lifetime == _this_thread.kept)
+            and weight._version == version
+            and weight.data_ptr() == data_ptr
+            and weight.requires_grad == requires_grad
+            and (weight.is_cpu or _stream_of(weight) == entry.stream)
+            and (cast_version < 0 or cast._version == cast_version)
+        ):
+            return self._cast_anew(weight, convert)
+        uses = entry.uses = entry.uses + 1
+        if entry.has_node and (entry.call != call or uses > _USES_OF_A_NODE):
+            cast = entry.cast = _Use.apply(weight, cast.detach())
+            entry.call, entry.uses = call, 1
+        return cast
 
     @labelled("cast weights")
     def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
@@ -148,19 +150,26 @@ class CastStore:
         self.casts_made += 1
         lifetime = self.lifetime_of(weight)
         if made_of is not None and lifetime != _NOT_KEPT and _means_the_same(cast):
-            reference = weakref.ref(weight, self._discard)
-            version = -1 if cast.is_inference() else cast._version
-            stream, call = _stream_of(weight), _this_thread.call
-            self._casts[_key_of(weight)] = _WeightCast(
-                reference, cast, lifetime, call, 1, version, stream, made_of, storage
+            casts = self._casts[0 if _grad_enabled() else 1 + _inference_mode()]
+            casts[id(weight)] = _WeightCast(
+                weight=weakref.ref(weight, self._discard),
+                cast=cast,
+                lifetime=lifetime,
+                call=_this_thread.call,
+                has_node=cast.requires_grad,
+                uses=1,
+                cast_version=-1 if cast.is_inference() else cast._version,
+                stream=_stream_of(weight),
+                stamp=made_of,
+                storage=storage,
             )
             # Only now: what another thread does after this look takes the entry along.
             if self._stamp(weight) != made_of:
-                self._casts.pop(_key_of(weight), None)
+                casts.pop(id(weight), None)
         return cast
 
     def _stamp(self, weight: Tensor) -> Stamp:
-        return self._generation, weight._version, weight.data_ptr(), int(weight.requires_grad)
+        return self._generation, weight._version, weight.data_ptr(), weight.requires_grad
 
     # Letting go.
 
@@ -183,8 +192,8 @@ class CastStore:
         weight, with grad mode on, it casts them all with that one. They must be parameters of the same dtype and device that
         require gradients, with their storage allocated, and small where they are on the CPU.
         """
-        for entry in list(self._casts.values()):
-            if entry.lifetime == lifetime and entry.cast.requires_grad:
+        for entry in list(self._casts[0].values()):
+            if entry.lifetime == lifetime and entry.has_node:
                 entry.lifetime = _ENDED
         self._take_out(lambda entry: entry.lifetime == lifetime)
 
@@ -195,26 +204,23 @@ class CastStore:
     def keep_to_step(self, weights: tuple[Tensor, ...]) -> None:
         """Have the casts of these weights live to the next `drop`: those of calls that have ended, and later ones."""
         self._to_step = set(weights)
-        for entry in list(self._casts.values()):
+        for entry in list(self._casts[0].values()):
             if entry.lifetime == _ENDED and entry.weight() in self._to_step:
                 entry.lifetime = _TO_STEP
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Every weight that has a cast here, with it."""
-        alive = [entry for entry in list(self._casts.values()) if entry.lifetime != _ENDED]
+        alive = [entry for casts in self._casts for entry in list(casts.values()) if entry.lifetime != _ENDED]
         return [(weight, entry.cast) for entry in alive if (weight := entry.weight()) is not None]
 
     def _take_out(self, ends: Callable[[_WeightCast], bool]) -> None:
-        for key in [key for key, entry in list(self._casts.items()) if ends(entry)]:
-            self._casts.pop(key, None)
+        for casts in self._casts:
+            for address in [address for address, entry in list(casts.items()) if ends(entry)]:
+                casts.pop(address, None)
 
     def _discard(self, reference: weakref.ref) -> None:
         """Forget a weight that died. Its address may belong to another one by now, with another reference."""
         self._take_out(lambda entry: entry.weight is reference)
-
-
-def _key_of(weight: Tensor) -> tuple[int, bool, bool]:
-    return id(weight), _grad_enabled(), _inference_mode()
 
 
 class _Use(torch.autograd.Function):

@@ -15,7 +15,7 @@
 
 namespace ampkit {
 
-thread_local ThisThread this_thread;
+constinit thread_local ThisThread this_thread;
 
 uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
@@ -25,7 +25,7 @@ namespace {
 
 // Uses of a weight in one call share a node, in which their gradients add up in the cast's precision: so many of them, and
 // the sums of these add up in float32.
-constexpr int kUsesOfANode = 16;
+constexpr int kUsesOfANode = 64;
 
 constexpr size_t kMaxCompanions = 64;
 
@@ -93,7 +93,7 @@ void note_companions(Casts& casts, Lifetime call) {
 }  // namespace
 
 Lifetime CastStore::lifetime_of(PyObject* weight) const {
-  if (this_thread.kept_weights.count(weight) > 0) return this_thread.kept;
+  if (this_thread.kept != kNotKept && this_thread.kept_weights->count(weight) > 0) return this_thread.kept;
   const bool to_step = keeps_all || (this_thread.call != kNotKept && casts.to_step.count(weight) > 0);
   return to_step && c10::GradMode::is_enabled() ? kToStep : this_thread.call;
 }
@@ -102,8 +102,8 @@ WeightCast* CastStore::usable(PyObject* weight) {
   auto found = casts.of_weights.find(key_of(weight));
   if (found == casts.of_weights.end()) return nullptr;
   WeightCast& entry = found->second;
-  const bool lives = entry.lifetime == kToStep || entry.lifetime == this_thread.call || entry.lifetime == this_thread.kept;
-  if (!lives) return nullptr;
+  const ThisThread& here = this_thread;
+  if (entry.lifetime != here.call && entry.lifetime != here.kept && entry.lifetime != kToStep) return nullptr;
   const at::Tensor& tensor = THPVariable_Unpack(weight);
   const bool holds = referent(entry.weight.get()).get() == weight && version_of(tensor) == entry.stamp.version &&
       data_of(tensor) == entry.stamp.data && storage_of(tensor) == entry.storage._unsafe_get_target() &&
@@ -115,9 +115,8 @@ WeightCast* CastStore::usable(PyObject* weight) {
 PyObject* CastStore::find(PyObject* weight) {
   WeightCast* entry = usable(weight);
   if (entry == nullptr) return nullptr;
-  ++entry->uses;
-  const bool shares_node = entry->call == this_thread.call && entry->uses <= kUsesOfANode;
-  return shares_node || !entry->stamp.requires_grad || !is_recorded(key_of(weight)) ? entry->cast.get() : nullptr;
+  const bool shares_node = ++entry->uses <= kUsesOfANode && entry->call == this_thread.call;
+  return shares_node || !entry->has_node ? entry->cast.get() : nullptr;
 }
 
 PyObject* CastStore::another_use(PyObject* weight) {
@@ -157,6 +156,7 @@ bool CastStore::keep(PyObject* weight, PyObject* cast, const Stamp& made_of, boo
   entry.held = THPVariable_Unpack(cast);
   entry.lifetime = lifetime;
   entry.call = this_thread.call;
+  entry.has_node = entry.held.requires_grad();
   entry.uses = used ? 1 : 0;
   entry.order = ++casts.kept;
   entry.cast_version = version_of(entry.held);
@@ -293,7 +293,7 @@ PyObject* store_end(PyObject* self, PyObject* number) {
   Casts& casts = store_of(self)->casts;
   note_companions(casts, lifetime);
   for (auto& [key, entry] : casts.of_weights) {
-    if (entry.lifetime == lifetime && entry.held.requires_grad()) entry.lifetime = kEnded;
+    if (entry.lifetime == lifetime && entry.has_node) entry.lifetime = kEnded;
   }
   take_out(casts, [&](const auto& item) { return item.second.lifetime == lifetime; });
   Py_RETURN_NONE;
@@ -320,7 +320,7 @@ PyObject* store_set_kept(PyObject*, PyObject* args) {
   PyObject* weights;
   unsigned long long number;
   if (!PyArg_ParseTuple(args, "KO!:set_kept", &number, &PyTuple_Type, &weights)) return nullptr;
-  this_thread.kept_weights = addresses_in(weights);
+  delete std::exchange(this_thread.kept_weights, number == kNotKept ? nullptr : new Weights(addresses_in(weights)));
   return PyLong_FromUnsignedLongLong(std::exchange(this_thread.kept, number));
 }
 

@@ -48,9 +48,9 @@ using Weights = std::unordered_set<PyObject*>;
 struct ThisThread {
   Lifetime call = kNotKept;
   Lifetime kept = kNotKept;
-  Weights kept_weights;
+  Weights* kept_weights = nullptr;
 };
-extern thread_local ThisThread this_thread;
+extern constinit thread_local ThisThread this_thread;
 
 struct WeightCast {
   THPObjectPtr weight;  // a weak reference, whose callback discards the entry
@@ -60,7 +60,8 @@ struct WeightCast {
   at::Tensor held;
   Lifetime lifetime = kNotKept;
   Lifetime call = kNotKept;  // the call that has made the uses of this node
-  int uses = 0;              // 0: cast ahead
+  bool has_node = false;
+  int uses = 0;  // 0: cast ahead
   Py_ssize_t order = 0;
   uint32_t cast_version = 0;
   c10::StreamId stream = 0;

@@ -1,0 +1,579 @@
+"""No cast outlives what is known of its weight: loops that write weights between forwards, and loops with several forwards.
+
+Each row computes something in float32, under torch.autocast with a region for each forward, and at a level. The level may be twice
+as far from float32 as torch.autocast is.
+"""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+
+pytestmark = pytest.mark.switch
+
+LEVELS = ["O1", "O4"]
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    ampkit.close()
+
+
+def casts(level):
+    return torch.autocast("cpu", torch.bfloat16) if level == "autocast" else contextlib.nullcontext()
+
+
+def begin(level, models, optimizers=None):
+    """Initialize in place, at a level of ampkit's."""
+    if level in LEVELS:
+        ampkit.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=1.0)
+
+
+def backward(level, loss, optimizers, **settings):
+    block = ampkit.scale_loss(loss, optimizers, **settings) if level in LEVELS else contextlib.nullcontext(loss)
+    with block as scaled:
+        scaled.backward()
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def gradients(model):
+    return flat(param.grad for param in model.parameters())
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def assert_as_close_as_autocast(run, level, slack=1e-3):
+    exact, cast = run("fp32"), run("autocast")
+    found = run(level)
+    assert distance(found, exact) <= 2 * distance(cast, exact) + slack
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 1))
+
+
+# -- ways to write a weight between two forwards: each is given the parameters before `initialize`, and returns what scales them
+
+
+def each(write):
+    """A write that needs nothing from before."""
+    return lambda params: lambda factor: [write(param, factor) for param in params]
+
+
+def kept(alias):
+    """A write to what was taken from each parameter before the first forward."""
+
+    def prepare(params):
+        aliases = [alias(param) for param in params]
+
+        def write(factor):
+            with torch.no_grad():
+                for one in aliases:
+                    one *= factor
+
+        return write
+
+    return prepare
+
+
+def in_place(param, factor):
+    with torch.no_grad():
+        param.mul_(factor)
+
+
+def assigned(param, factor):
+    param.data = param.detach() * factor
+
+
+def numpy_of(param):
+    return param.detach().numpy()
+
+
+def fresh_numpy(param, factor):
+    numpy_of(param)[...] *= factor
+
+
+def memory_view(param):
+    return np.frombuffer(memoryview(numpy_of(param)).cast("B"), np.float32)
+
+
+def storage(param):
+    return torch.tensor([]).set_(param.untyped_storage())
+
+
+def shared(param):
+    param.data.share_memory_()
+    return param.data
+
+
+def flat_buffer(params):
+    buffer, begin = flat(params).float(), 0
+    for param in params:
+        param.data = buffer[begin : begin + param.numel()].view_as(param)
+        begin += param.numel()
+
+    def write(factor):
+        buffer.mul_(factor)
+
+    return write
+
+
+def loading(params):
+    holder = nn.ParameterList(params)
+
+    def write(factor):
+        holder.load_state_dict({name: param.detach() * factor for name, param in holder.named_parameters()})
+
+    return write
+
+
+class ForeachOnData(torch.optim.Optimizer):
+    """A library's optimizer that keeps aliases of its parameters, and writes to them by torch's foreach functions."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.data = [param.data for group in self.param_groups for param in group["params"]]
+
+    def step(self):
+        (group,) = self.param_groups
+        torch._foreach_add_(self.data, [param.grad for param in group["params"]], alpha=-group["lr"])
+
+
+class ByNumpy(torch.optim.Optimizer):
+    """A library's optimizer with a kernel of its own, of which torch knows nothing."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.arrays = [numpy_of(param) for group in self.param_groups for param in group["params"]]
+
+    def step(self):
+        (group,) = self.param_groups
+        for array, param in zip(self.arrays, group["params"]):
+            array -= group["lr"] * param.grad.numpy()
+
+
+def stepped(make):
+    def prepare(params):
+        optimizer = make(params)
+
+        def write(factor):
+            for param in params:
+                param.grad = param.detach() * (1 - factor)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return write
+
+    return prepare
+
+
+WRITES = {
+    "in place": each(in_place),
+    "data in place": each(lambda param, factor: param.data.mul_(factor)),
+    "data assigned": each(assigned),
+    "loading": loading,
+    "kept data": kept(lambda param: param.data),
+    "kept detached": kept(lambda param: param.detach()),
+    "numpy": each(fresh_numpy),
+    "kept numpy": kept(numpy_of),
+    "memoryview": kept(memory_view),
+    "dlpack": kept(lambda param: torch.from_dlpack(param.detach())),
+    "storage": kept(storage),
+    "shared memory": kept(shared),
+    "flat buffer": flat_buffer,
+    "SGD": stepped(lambda params: torch.optim.SGD(params, lr=1.0)),
+    "SGD foreach": stepped(lambda params: torch.optim.SGD(params, lr=1.0, foreach=True)),
+    "SGD fused": stepped(lambda params: torch.optim.SGD(params, lr=1.0, fused=True)),
+    "Adam": stepped(lambda params: torch.optim.Adam(params, lr=0.1)),
+    "Adam fused": stepped(lambda params: torch.optim.Adam(params, lr=0.1, fused=True)),
+    "AdamW foreach": stepped(lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True)),
+    "AdamW fused": stepped(lambda params: torch.optim.AdamW(params, lr=0.1, fused=True)),
+    "a library's, foreach": stepped(lambda params: ForeachOnData(params, lr=1.0)),
+    "a library's, kernel": stepped(lambda params: ByNumpy(params, lr=1.0)),
+}
+
+
+def know_all(level, model):
+    begin(level, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def know_the_model(level, model):
+    begin(level, model)
+
+
+def know_another(level, model):
+    other = nn.Linear(2, 2)
+    begin(level, other, torch.optim.SGD(other.parameters(), lr=0.1))
+    return other  # a session ends with its models
+
+
+KNOWN = {"model and optimizer": know_all, "the model": know_the_model, "another model": know_another}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("way", WRITES)
+def test_write_between_two_forwards_is_seen(way, known, level):
+    def run(level):
+        model = make_model()
+        write = WRITES[way](list(model.parameters()))
+        session = KNOWN[known](level, model)
+        x, losses = torch.randn(16, 10), []
+        for factor in (1.5, 0.5, 2.0, 1.25):
+            with casts(level):
+                losses.append(model(x).float().square().mean())
+            write(factor)
+        del session
+        return flat(losses)
+
+    assert_as_close_as_autocast(run, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("known", ["model and optimizer", "another model"])
+@pytest.mark.parametrize("make", ["SGD fused", "AdamW fused", "a library's, kernel"])
+def test_own_optimizer_and_a_plain_backward_train_as_in_float32(make, known, level):
+    makers = {
+        "SGD fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+        "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
+        "a library's, kernel": lambda params: ByNumpy(params, lr=0.1),
+    }
+
+    def run(level):
+        model = make_model()
+        session = KNOWN[known](level, model)
+        optimizer, x = makers[make](list(model.parameters())), torch.randn(32, 10)
+        for _ in range(20):
+            with casts(level):
+                loss = (model(x).float() - x[:, :1].sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        del session
+        return flat(model.parameters())
+
+    assert_as_close_as_autocast(run, level)
+
+
+# -- several forwards and one backward, and one forward that runs twice
+
+
+def policy_gradient(level):
+    """An act is a forward of its own, an episode has one backward."""
+    torch.manual_seed(1)
+    policy = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
+    states, returns, terms = 1 + 0.3 * torch.randn(600, 1, 6), 1 + 0.1 * torch.randn(600), []
+    begin(level, policy, optimizer)
+    for state, gain in zip(states, returns):
+        with casts(level):
+            choice = policy(state)
+        terms.append(-choice.float().log_softmax(-1)[0, 1] * gain)
+    backward(level, torch.stack(terms).sum(), optimizer)
+    return gradients(policy)
+
+
+def siamese(level):
+    model = make_model()
+    optimizer, pairs, loss = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(40, 2, 8, 10), 0.0
+    begin(level, model, optimizer)
+    for left, right in pairs:
+        outputs = []
+        for side in (left, right):
+            with casts(level):
+                outputs.append(model(1 + side).float())
+        loss = loss + (outputs[0] * outputs[1]).mean()
+    backward(level, loss, optimizer)
+    return gradients(model)
+
+
+def pipelining(level):
+    """The forward of the next micro-batch runs before the backward of this one."""
+    model = make_model()
+    optimizer, batches, waiting = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 8, 10), []
+    begin(level, model, optimizer)
+    for batch in batches:
+        with casts(level):
+            waiting.append(model(batch).float().square().mean())
+        if len(waiting) > 2:
+            backward(level, waiting.pop(0), optimizer)
+    for loss in waiting:
+        backward(level, loss, optimizer)
+    return gradients(model)
+
+
+def gradient_cache(level):
+    """Representations are computed without grad mode, and once more with it, chunk by chunk."""
+    model = make_model()
+    optimizer, chunks = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(30, 4, 10)
+    begin(level, model, optimizer)
+    with torch.no_grad(), casts(level):
+        cached = torch.cat([model(chunk).float() for chunk in chunks]).requires_grad_()
+    cached.square().mean().backward()
+    surrogate = 0.0
+    for chunk, gradient in zip(chunks, cached.grad.split(4)):
+        with casts(level):
+            surrogate = surrogate + (model(chunk).float() * gradient).sum()
+    backward(level, surrogate, optimizer)
+    return gradients(model)
+
+
+def recomputed(use_reentrant):
+    def run(level):
+        model = make_model()
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(16, 10, requires_grad=True)
+        begin(level, model, optimizer)
+        loss = 0.0
+        for part in x.split(1):
+            with casts(level):
+                loss = loss + checkpoint(model, 1 + part, use_reentrant=use_reentrant).float().square().mean()
+        backward(level, loss, optimizer)
+        return gradients(model)
+
+    return run
+
+
+def chunks_of_a_sequence(level):
+    torch.manual_seed(2)
+    cell, state = nn.RNNCell(4, 8), torch.zeros(2, 8)
+    optimizer, steps, loss = torch.optim.SGD(cell.parameters(), lr=0.1), 1 + 0.1 * torch.randn(300, 2, 4), 0.0
+    begin(level, cell, optimizer)
+    for step in steps:
+        with casts(level):
+            state = cell(step, state).float()
+        loss = loss + state.square().mean()
+    backward(level, loss, optimizer)
+    return gradients(cell)
+
+
+def evaluation_between(level):
+    model = make_model()
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True), torch.randn(32, 10)
+    begin(level, model, optimizer)
+    seen = []
+    for _ in range(10):
+        with casts(level):
+            loss = model(x).float().square().mean()
+        with torch.no_grad(), casts(level):
+            seen.append(model(x).float())
+        backward(level, loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.inference_mode(), casts(level):
+            seen.append(model(x).float().clone())
+    return flat(seen)
+
+
+def retained_graph(level):
+    model = make_model()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(32, 10)
+    begin(level, model, optimizer)
+    with casts(level):
+        output = model(x).float()
+    output.mean().backward(retain_graph=True)
+    first = gradients(model)
+    backward(level, output.square().mean(), optimizer)
+    return torch.cat([first, gradients(model)])
+
+
+def delayed_micro_batches(level):
+    model = make_model()
+    optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1, fused=True), torch.randn(3, 4, 16, 10)
+    begin(level, model, optimizer)
+    for iteration in batches:
+        for index, batch in enumerate(iteration):
+            with casts(level):
+                loss = model(batch).float().square().mean()
+            backward(level, loss, optimizer, **({"delay_unscale": index < 3} if level in LEVELS else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model.parameters())
+
+
+class Trainer(nn.Module):
+    """A model with a method that trains it: one call, in which the weights change."""
+
+    def __init__(self, level):
+        super().__init__()
+        self.body, self.level = make_model(), level
+
+    def forward(self, x):
+        return self.body(x)
+
+    def fit(self, optimizer, x):
+        for _ in range(20):
+            with casts(self.level):
+                loss = (self(x) + self(x.flip(0))).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def trained_by_a_method(make):
+    def run(level):
+        model = Trainer(level)
+        optimizer = make(model.parameters())
+        begin(level, model)
+        model.fit(optimizer, torch.randn(32, 10))
+        return flat(model.parameters())
+
+    return run
+
+
+LOOPS = {
+    "policy gradient": policy_gradient,
+    "siamese": siamese,
+    "pipelining": pipelining,
+    "gradient cache": gradient_cache,
+    "recomputed": recomputed(use_reentrant=False),
+    "recomputed, reentrant": recomputed(use_reentrant=True),
+    "chunks of a sequence": chunks_of_a_sequence,
+    "evaluation between": evaluation_between,
+    "retained graph": retained_graph,
+    "delayed micro-batches": delayed_micro_batches,
+    "a method, SGD fused": trained_by_a_method(lambda params: torch.optim.SGD(params, lr=0.1, fused=True)),
+    "a method, AdamW fused": trained_by_a_method(lambda params: torch.optim.AdamW(params, lr=0.02, fused=True)),
+    "a method, a library's": trained_by_a_method(lambda params: ByNumpy(list(params), lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loop_with_several_forwards_is_as_close_as_under_autocast(loop, level):
+    assert_as_close_as_autocast(LOOPS[loop], level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_512_uses_of_a_weight_in_one_forward_add_up_in_float32(level):
+    """In bfloat16 a sum of equal terms stops at 256 of them: 512 would be half."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4))
+
+        def forward(self, x):
+            return sum(x @ self.weight for _ in range(512))
+
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    begin(level, model, optimizer)
+    backward(level, model(torch.ones(1, 4)).float().sum(), optimizer)
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 512.0))
+
+
+# -- keep_casts: a loop by hand that writes no weight
+
+
+def casts_made():
+    return ampkit.current_session().casting.caches.of(torch.bfloat16).casts_made
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_keep_casts_casts_each_weight_once(mode):
+    model, x = make_model(), torch.randn(2, 10)
+    begin("O1", model)
+    with mode(), ampkit.keep_casts(model):
+        for _ in range(5):
+            model(x)
+            model[0](x)  # a part
+    assert casts_made() == 4
+    with mode():
+        model(x)
+    assert casts_made() == 8
+
+
+def test_gradients_of_calls_in_keep_casts_add_up_in_float32():
+    model = nn.Linear(4, 4, bias=False)
+    begin("O1", model)
+    with ampkit.keep_casts(model):
+        loss = sum(model(torch.ones(1, 4)).float().sum() for _ in range(512))
+    loss.backward()
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 512.0))
+
+
+SEEN_INSIDE = [way for way in WRITES if not way.startswith(("kept", "memory", "dlpack", "storage", "shared", "flat"))]
+
+
+@pytest.mark.parametrize("way", SEEN_INSIDE)
+def test_write_inside_of_keep_casts_is_seen(way):
+    def run(level):
+        model = make_model()
+        write, x, losses = WRITES[way](list(model.parameters())), torch.randn(16, 10), []
+        begin(level, model)
+        with ampkit.keep_casts(model):
+            for factor in (1.5, 0.5, 2.0):
+                with casts(level):
+                    losses.append(model(x).float().square().mean())
+                write(factor)
+        return flat(losses)
+
+    assert_as_close_as_autocast(run, "O1")
+
+
+def test_keep_casts_keeps_those_of_its_models_alone():
+    model, beside, x = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), torch.eye(2)
+    begin("O1", model)
+    data = beside.weight.data
+    with ampkit.keep_casts([model]):
+        for value in (1.0, 2.0):
+            data.fill_(value)
+            model(x)
+            assert torch.equal(beside(x).float(), torch.full((2, 2), value))
+    assert casts_made() == 3
+
+
+def test_keep_casts_nests_and_ends_with_an_exception():
+    first, second, x = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), torch.eye(2)
+    begin("O1", [first, second])
+    with pytest.raises(KeyError), ampkit.keep_casts(first):
+        with ampkit.keep_casts((second,)):
+            first(x), second(x), first(x), second(x)
+        first(x), second(x), second(x)
+        raise KeyError
+    assert casts_made() == 5  # the inner block's have ended with it
+    assert ampkit.current_session().casting.caches.pairs() == {}
+
+
+def test_another_thread_keeps_no_casts():
+    model, x = nn.Linear(2, 2, bias=False), torch.eye(2)
+    begin("O1", model)
+    data, results = model.weight.data, []
+
+    def evaluate():
+        for value in (1.0, 2.0):
+            data.fill_(value)
+            results.append(model(x).float().sum().item())
+
+    with ampkit.keep_casts(model):
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+    assert results == [4.0, 8.0]
+
+
+def test_keep_casts_does_nothing_without_a_session():
+    model = make_model()
+    with ampkit.keep_casts(model):
+        assert model(torch.ones(1, 10)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("found", [None, "model", torch.ones(1), [1]])
+def test_keep_casts_of_anything_but_modules_is_refused(found):
+    if found is None:
+        found = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(TypeError, match="keep_casts takes the module"):
+        ampkit.keep_casts(found)
