@@ -377,17 +377,18 @@ class Session:
         return f"one of shape {tuple(param.shape)} that is in none of the models given to initialize()"
 
     def _before_forward(self, model: nn.Module) -> None:
-        if model in self._left_as:
-            refuse_changed_dtype(model, self._left_as[model])
+        left_as = self._left_as.get(model)
+        if left_as is not None:
+            refuse_changed_dtype(model, left_as)
         else:
             sync_weights(model)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 note_weights(model)
         if self.casting is not None:
-            self._cast_where_it_is(model)
+            self._cast_where_it_is(model, left_as)
             if self.casting.is_behind:
                 self.casting.catch_up()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._statistics.has_none(model):
             wrappers = [wrapper_of(optimizer) for optimizer in self.optimizers]
             if any(wrapper.can_skip for wrapper in wrappers):
                 self._statistics.before_forward(model, wrappers)
@@ -399,9 +400,11 @@ class Session:
         for optimizer in self.optimizers:
             wrapper_of(optimizer).gradients.set_aside()
 
-    def _cast_where_it_is(self, model: nn.Module) -> None:
+    def _cast_where_it_is(self, model: nn.Module, left_as: Dtypes | None) -> None:
         """The model may have moved since: ask one of its parameters, as next(model.parameters()) would, in less time."""
-        first = next((param for one in walk(model) for param in one._parameters.values() if param is not None), None)
+        first = left_as[0][0]() if left_as else None
+        if first is None:
+            first = next((param for one in walk(model) for param in one._parameters.values() if param is not None), None)
         if first is not None and first.device.type in self.casting.device_types:
             return
         here = device_types([model])

@@ -81,10 +81,6 @@ class CastCaches:
         """A call of an initialized model or of a method of it, in a region: casts of weights live to the end of the outermost."""
         return Call(self, region or nullcontext())
 
-    def set_call(self, number: int) -> int:
-        """Which outermost call runs in this thread, 0 for none; returns which one did."""
-        return self._make_store.set_call(number)
-
     def end(self, number: int) -> None:
         """The call, or `keep`, with this number has ended."""
         for store in self._stores():
@@ -167,18 +163,19 @@ class _Kept(threading.local):
 class Call:
     """See `CastCaches.call`: a context manager."""
 
-    __slots__ = ("_caches", "_number", "_region")
+    __slots__ = ("_caches", "_number", "_region", "_set")
 
     def __init__(self, caches: CastCaches, region: AbstractContextManager[Any]) -> None:
         self._caches = caches
+        self._set = caches._make_store.set_call
         self._region = region
         self._number = 0  # also inside of another call of its thread
 
     def __enter__(self) -> None:
         self._number = next(_numbers)
         try:
-            if outer := self._caches.set_call(self._number):
-                self._caches.set_call(outer)
+            if outer := self._set(self._number):
+                self._set(outer)
                 self._number = 0
             self._region.__enter__()
         except BaseException:  # KeyboardInterrupt comes between any two lines
@@ -193,7 +190,7 @@ class Call:
 
     def _leave(self) -> None:
         if self._number:
-            self._caches.set_call(0)
+            self._set(0)
             self._caches.end(self._number)
 
 

@@ -108,6 +108,11 @@ class RunningStatistics:
         self._of: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[tuple[Any, Snapshot]]]]
         self._of = weakref.WeakKeyDictionary()
         self._unowned: list[Snapshot] = []
+        self._without_buffers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def has_none(self, model: nn.Module) -> bool:
+        """Whether an earlier forward, since the last block, has found no buffers in the model."""
+        return model in self._without_buffers
 
     def before_forward(self, model: nn.Module, owners: Sequence[Owner]) -> None:
         """Take the snapshots that the step after this forward, with gradients, may need, unless an earlier forward took them."""
@@ -117,6 +122,8 @@ class RunningStatistics:
         if snapshots and all([snapshot.is_taken for _, snapshot in snapshots]):
             return
         modules = [module for module in walk(model) if module._buffers]
+        if not modules:
+            self._without_buffers.add(model)
         if not any(module.training for module in modules):
             return
         wanted = [(id(module), len(module._buffers)) for module in modules]
@@ -139,6 +146,7 @@ class RunningStatistics:
         """``scale_loss`` is entered with these optimizers: what no optimizer owns belongs to the first."""
         owners[0].snapshots.extend(self._unowned)
         self._unowned.clear()
+        self._without_buffers.clear()
 
 
 def after_step(owner: Owner, skipped: bool | torch.Tensor | None) -> None:

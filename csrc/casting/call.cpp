@@ -162,9 +162,6 @@ PyObject* cast(const Binding* binding, PyObject* argument, Held& held) {
       const int bypassed = is_bypassed(binding->store);
       if (bypassed < 0) return nullptr;
       if (is_weight) {
-        // Only casts of plain weights are kept, so that what is found need not be asked.
-        PyObject* found = bypassed ? nullptr : binding->store->find(argument);
-        if (found != nullptr) return Py_NewRef(found);
         if (bypassed || !is_plain_weight(tensor)) return PyObject_CallOneArg(binding->cast_weight, argument);
         if (!is_on_our_device(binding->control, tensor)) return Py_NewRef(argument);
         return make_weight_cast(binding->store, argument, binding->target);
