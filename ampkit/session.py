@@ -227,11 +227,26 @@ class Session:
             if fsdp_modules(model) and (dtype := sharded.widen_sharded(model, optimizers)) is not None:
                 found = f"The sharded {type(model).__name__} came in {dtype}"
                 lines.append(f"{found}: its sharded parameters are float32 now, and stay so after close().")
-        for model, dtype, count in self.incoming.widen(models, optimizers):
+        held = {param for optimizer in optimizers for param in params_of(optimizer)}
+
+        def stays(param: torch.Tensor) -> bool:
+            """Whether no optimizer trains it; without an optimizer in the call, whether it is frozen."""
+            return not plan.casts_weights and (param not in held if optimizers else not param.requires_grad)
+
+        for model, dtype, count in self.incoming.widen(models, optimizers, stays):
             found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
             lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
         for line in lines if plan.verbosity >= 1 else ():
             logger.info(line)
+
+    def widen_params(self, params: Sequence[torch.Tensor]) -> None:
+        """An optimizer has got these since `prepare`: what came in lower precision trains in float32 from now on."""
+        lower = [param for param in params if param.dtype in LOWER_PRECISION]
+        if lower and self._widens and not self.plan.casts_weights:
+            self.incoming.widen_params(lower)
+            for model in self._left_as:
+                refs = [ref for ref, _ in self._left_as[model]]
+                self._left_as[model] = [(ref, param.dtype) for ref in refs if (param := ref()) is not None]
 
     def _watch(self, models: Sequence[nn.Module]) -> None:
         """Hear of what is called on the models."""

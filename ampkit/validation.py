@@ -145,14 +145,15 @@ def weights(
     plan: Plan,
     lower_precision_weights: str,
 ) -> None:
-    """Refuse weights from which no float32 weights can be made: two lower precisions in one model, integers, quantised ones.
+    """Refuse trained weights, and stored ones, of which no float32 can be made: two lower precisions, integers, quantised ones.
 
     ``recast`` are those that a live session has cast and will give back. float64 parts are left alone at every level, but a
     model that has nothing else has nothing to cast.
     """
+    trained = {param for optimizer in optimizer_list for param in params_of(optimizer)}
     for model in model_list:
         if not recast.issuperset((*model.parameters(), *model.buffers())):
-            _refuse_unfit_weights(model, recast, plan, lower_precision_weights)
+            _refuse_unfit_weights(model, recast, trained, plan, lower_precision_weights)
             if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
                 raise ConfigurationError(
                     f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. "
@@ -375,7 +376,11 @@ def _near(item: Any, model_list: list[nn.Module]) -> str:
 
 
 def _refuse_unfit_weights(
-    model: nn.Module, recast: set[torch.Tensor], plan: Plan, lower_precision_weights: str
+    model: nn.Module,
+    recast: set[torch.Tensor],
+    trained: set[torch.Tensor],
+    plan: Plan,
+    lower_precision_weights: str,
 ) -> None:
     first: tuple[str, torch.dtype] | None = None  # the first tensor in lower precision
     every = [("Parameter", *one) for one in model.named_parameters()] + [
@@ -399,7 +404,7 @@ def _refuse_unfit_weights(
                 "itself. Remove the .half() or .bfloat16() call (or the dtype= argument) before it."
             )
         first = first or (f"{kind} {name!r}", tensor.dtype)
-        if tensor.dtype is not first[1] and lower_precision_weights == "float32":
+        if tensor.dtype is not first[1] and lower_precision_weights == "float32" and plan.casts_weights:
             raise ConfigurationError(
                 f"{first[0]} is {first[1]} and {kind} {name!r} is {tensor.dtype}: initialize() takes models in one lower "
                 "precision, float32 parts beside it. Call model.float() first, which loses nothing, or load it with one dtype."
@@ -408,9 +413,10 @@ def _refuse_unfit_weights(
         if type(module).__module__.startswith(_QUANTISED) and type(module).__name__ != "FloatFunctional":
             raise _unfit(f"Module {name!r} is a {type(module).__module__}.{type(module).__name__}")
     for name, param in model.named_parameters():
-        if param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool):
+        is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
+        if is_narrow and (plan.casts_weights or param in trained):
             raise _unfit(f"Parameter {name!r} is {param.dtype}")
-        if first is not None and not (param.is_floating_point() or param.is_complex()):
+        if plan.casts_weights and first is not None and not (param.is_floating_point() or param.is_complex()):
             raise _unfit(f"Parameter {name!r} is {param.dtype}, in a model whose {first[0]} is {first[1]}")
 
 
@@ -419,8 +425,9 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 
 def _unfit(found: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{found}: initialize() expects floating-point weights, and cannot train integer or quantised ones. Load the model "
-        "without quantisation, or make it a buffer (register_buffer) if it is no weight."
+        f"{found}: initialize() expects floating-point weights, and cannot train integer or quantised ones. Leave it out of the "
+        "optimizer, and use O0, O1 or O4, where frozen weights stay as they came. Or load the model without quantisation, or make "
+        "it a buffer (register_buffer) if it is no weight."
     )
 
 

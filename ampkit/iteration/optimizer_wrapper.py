@@ -483,6 +483,7 @@ class OptimizerWrapper:
                 self._know_params(params)
 
     def _know_params(self, params: list[Tensor]) -> None:
+        self.owner.widen_params(params)
         self.gradients.add(self._slots.of(params, self.owner.float32_values()))
         self._params = params
 

@@ -1,4 +1,4 @@
-"""Models that come in float16 or bfloat16, as checkpoints are loaded today: float32 while a session lives.
+"""Models that come in float16 or bfloat16, as checkpoints are loaded today: what is trained is float32 while a session lives.
 
 `Incoming.widen` comes before everything else that a session does to its models, so that all of it sees a float32 model:
 casts, kept norms, copies, ``state_dict()``. `Incoming.give_back` is its undo, and comes last of all. A session that takes
@@ -8,7 +8,7 @@ over the models of an earlier one takes over its record too, without rounding in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,23 +40,31 @@ class Incoming:
         """The dtypes that the model's parameters came in, as far as they are noted here."""
         return {self._dtypes[param] for param in model.parameters() if param in self._dtypes}
 
-    def widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[tuple[nn.Module, torch.dtype, int]]:
+    def widen(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], keeps: Callable[[torch.Tensor], bool]
+    ) -> list[tuple[nn.Module, torch.dtype, int]]:
         """Make lower-precision tensors float32, in place, with their gradients and optimizer state.
 
-        Returns (model, its dtype, how many tensors) for each model that has come in lower precision.
+        Parameters that ``keeps`` names stay as they came, and so do the buffers of their modules, and those of a model that has no
+        others. Returns (model, its dtype, how many tensors) for each model that has come in lower precision.
         """
         found = []
         taken_over = set(map(id, self._dtypes))
         for model in models:
-            lower = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in LOWER_PRECISION]
-            if not lower:
+            every = list(model.parameters())
+            params = [param for param in every if param.dtype in LOWER_PRECISION and not keeps(param)]
+            buffers: list[torch.Tensor] = []
+            for module in model.modules() if not every or not all(map(keeps, every)) else ():
+                if any(x is not None and x.dtype in LOWER_PRECISION and keeps(x) for x in module._parameters.values()):
+                    continue
+                names = {name: x for name, x in module.named_buffers(recurse=False) if x.dtype in LOWER_PRECISION}
+                self._buffers.setdefault(module, {}).update({name: x.dtype for name, x in names.items()})
+                buffers += names.values()
+            if not params and not buffers:
                 continue
-            found.append((model, lower[0].dtype, len(lower)))
-            self._dtypes.update({param: param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION})
-            for module in model.modules():
-                names = {name: x.dtype for name, x in module.named_buffers(recurse=False) if x.dtype in LOWER_PRECISION}
-                self._buffers.setdefault(module, {}).update(names)
-            for tensor in lower:
+            found.append((model, [*params, *buffers][0].dtype, len(params) + len(buffers)))
+            self.widen_params(params)
+            for tensor in dict.fromkeys(buffers):
                 _change_dtype(tensor, torch.float32)
         self._flatten_again()
         for optimizer in optimizers:
@@ -67,6 +75,12 @@ class Incoming:
                     self._with_float32_state.add(optimizer)
                 state.update(cast_state(state, torch.float32))
         return found
+
+    def widen_params(self, params: Sequence[torch.Tensor]) -> None:
+        """Make lower-precision parameters float32, in place, with their gradients."""
+        self._dtypes.update({param: param.dtype for param in params})
+        for param in params:
+            _change_dtype(param, torch.float32)
 
     def give_back(self, optimizers: Sequence[Any]) -> None:
         """The dtype that each tensor came in, the values rounded."""

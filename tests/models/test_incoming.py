@@ -14,6 +14,7 @@ import ampkit
 from ampkit.optimizers import FusedAdam
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+UNSTORED = ("O0", "O1", "O4")
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
 
 
@@ -145,7 +146,7 @@ def test_a_part_that_the_next_session_leaves_out_gets_its_dtype_back():
     ampkit.initialize([first, second], opt_level="O1", verbosity=0)
     ampkit.initialize(first, opt_level="O1", verbosity=0)
     assert {p.dtype for p in second.parameters()} == {torch.float16} and second.shift.dtype is torch.float16
-    assert {p.dtype for p in first.parameters()} == {torch.float32}
+    assert {p.dtype for p in first.parameters() if p.requires_grad} == {torch.float32}
     ampkit.close()
     assert {p.dtype for p in first.parameters()} == {torch.bfloat16}
 
@@ -188,14 +189,18 @@ def test_small_updates_are_lost_in_bfloat16_and_not_at_o5():
 
 
 @pytest.mark.parametrize(
-    "level, words",
-    (("O1", "they are float32"), ("O5", "they train in float32"), ("O3", "they train in torch.bfloat16")),
+    "level, number, words",
+    (
+        ("O1", 7, "they are float32"),  # the frozen layer stays
+        ("O5", 9, "they train in float32"),
+        ("O3", 9, "they train in torch.bfloat16"),
+    ),
 )
-def test_one_line_says_so(level, words, caplog):
+def test_one_line_says_so(level, number, words, caplog):
     caplog.set_level(logging.INFO, logger="ampkit")
     ampkit.initialize(born(torch.bfloat16), opt_level=level)
     lines = [record.getMessage() for record in caplog.records if "came in" in record.getMessage()]
-    assert len(lines) == 1 and words in lines[0] and "9 tensors of the Net came in torch.bfloat16" in lines[0]
+    assert len(lines) == 1 and words in lines[0] and f"{number} tensors of the Net came in torch.bfloat16" in lines[0]
     caplog.clear()
     ampkit.initialize(Net(), opt_level=level)
     assert "came in" not in caplog.text
@@ -244,7 +249,11 @@ UNFIT = {
 @pytest.mark.parametrize("level", ("O0", "O1", "O3", "O5"))
 @pytest.mark.parametrize("case", UNFIT)
 def test_what_cannot_be_made_float32_is_refused_by_name(case, level):
+    """Where nothing is stored lower, only of what is trained."""
     make, words = UNFIT[case]
+    if level in UNSTORED and case != "a quantised module":
+        ampkit.initialize(make(), opt_level=level, verbosity=0)
+        return
     model = make()
     before = [(p.dtype, p.data_ptr()) for p in model.parameters()]
     with pytest.raises(ampkit.ConfigurationError) as caught:
@@ -279,3 +288,88 @@ def test_recurrent_layers_and_tied_weights_come_back_as_they_were():
         assert model.head.weight is model.embedding.weight
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         model(torch.arange(6).reshape(3, 2))
+
+
+# -- at the levels that store nothing lower, only what an optimizer holds becomes float32
+
+
+class Adapted(nn.Module):
+    """A frozen base, batch norm over it, and a layer that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.norm(self.base(x.to(self.base.weight.dtype)).float()))
+
+
+def trained_params(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+@pytest.mark.parametrize("level", UNSTORED)
+def test_frozen_parameters_stay_as_they_came(level):
+    model = Adapted().bfloat16()
+    frozen = model.base.weight.detach().clone()
+    ampkit.initialize(model, torch.optim.SGD(trained_params(model), lr=0.1), opt_level=level, verbosity=0)
+    dtypes = {name: value.dtype for name, value in model.state_dict().items() if value.is_floating_point()}
+    lower = {name for name, dtype in dtypes.items() if dtype is torch.bfloat16}
+    assert lower == {"base.weight", "base.bias"} and set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    ampkit.close()
+    assert torch.equal(model.base.weight, frozen) and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.norm.running_mean.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level", UNSTORED)
+def test_model_that_no_optimizer_trains_stays_as_it_came(level):
+    policy, reference = Net(), Net().bfloat16().requires_grad_(False)
+    ampkit.initialize([policy, reference], torch.optim.SGD(policy.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16} == {reference.shift.dtype}
+
+
+@pytest.mark.parametrize("level", UNSTORED)
+def test_frozen_parameters_become_float32_when_an_optimizer_gets_them(level):
+    found = {}
+    for born_in in (torch.bfloat16, torch.float32):
+        model = Adapted().bfloat16().to(born_in)
+        optimizer = torch.optim.AdamW(trained_params(model), lr=0.01)
+        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        train(model, optimizer, times=1)
+        model.base.requires_grad_(True)
+        optimizer.add_param_group({"params": list(model.base.parameters()), "lr": 1e-4})
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        train(model, optimizer)
+        found[born_in] = model.base.weight.detach().clone()
+        ampkit.close()
+        assert {p.dtype for p in model.base.parameters()} == {born_in}
+    before = Adapted().base.weight.bfloat16().float()
+    moved = (found[torch.float32] - before).norm()
+    assert moved > 0
+    # The base computes in its own precision before it is trained; three steps at 1e-4 would be lost in bfloat16.
+    assert (found[torch.bfloat16] - found[torch.float32]).norm() < 0.2 * moved
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.float8_e4m3fn))
+@pytest.mark.parametrize("level", LEVELS)
+def test_frozen_weights_of_one_byte_train_adapters_where_nothing_is_stored_lower(level, dtype):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    codes = nn.Parameter(torch.ones(3, 3).to(dtype), requires_grad=False)
+    model.register_parameter("codes", codes)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p is not codes], lr=0.1)
+    if level not in UNSTORED:
+        with pytest.raises(ampkit.ConfigurationError, match="use O0, O1 or O4, where frozen weights stay"):
+            ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        return
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model.codes is codes and codes.dtype is dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_of_one_byte_that_an_optimizer_holds_are_refused(level):
+    model = nn.Linear(3, 3)
+    model.register_parameter("codes", nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False))
+    with pytest.raises(ampkit.ConfigurationError, match="Parameter 'codes' is torch.uint8"):
+        ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
