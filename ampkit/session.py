@@ -419,7 +419,9 @@ class Session:
         """The model may have moved since: ask one of its parameters, as next(model.parameters()) would, in less time."""
         first = left_as[0][0]() if left_as else None
         if first is None:
-            first = next((param for one in walk(model) for param in one._parameters.values() if param is not None), None)
+            first = next(
+                (param for one in walk(model) for param in one._parameters.values() if param is not None), None
+            )
         if first is not None and first.device.type in self.casting.device_types:
             return
         here = device_types([model])

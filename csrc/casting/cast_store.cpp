@@ -213,11 +213,15 @@ PyObject* store_new(PyTypeObject* type, PyObject*, PyObject*) {
 int store_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(store_of(self)->capturing);
   Py_VISIT(store_of(self)->on_death);
+  for (auto& [first, references] : store_of(self)->casts.companions) {
+    for (THPObjectPtr& reference : references) Py_VISIT(reference.get());
+  }
   return 0;
 }
 
 int store_clear(PyObject* self) {
   take_out(store_of(self)->casts, [](const auto&) { return true; });
+  store_of(self)->casts.companions.clear();
   Py_CLEAR(store_of(self)->on_death);
   Py_CLEAR(store_of(self)->capturing);
   return 0;

@@ -143,12 +143,6 @@ def test_disabled_ends_the_earlier_session_of_the_model():
     assert "_ampkit" not in vars(optimizer)
 
 
-def half_buffer():
-    model = make_model().bfloat16()
-    model.register_buffer("mask", torch.ones(2, dtype=torch.float16))
-    return model
-
-
 def lazy():
     return nn.LazyLinear(2)
 
@@ -159,11 +153,6 @@ WRONG_MODELS = {
         lambda: nn.Sequential(nn.DataParallel(make_model())),
         ("'0'", "DataParallel", "before wrapping"),
     ),
-    "half beside bfloat16": (
-        lambda: nn.Sequential(nn.Linear(2, 2).half(), nn.LayerNorm(2).bfloat16()),
-        ("'0.weight'", "torch.float16", "'1.weight'", "torch.bfloat16", "one lower precision"),
-    ),
-    "half buffer in bfloat16": (half_buffer, ("Buffer 'mask'", "torch.float16", "'0.weight'", "torch.bfloat16")),
     "float64": (lambda: make_model().double(), ("float64", "model.float()", "O0")),
     "lazy": (lazy, ("'weight'", "not initialized yet", "forward pass before")),
     "no module": (lambda: "resnet", ("torch.nn.Module", "'resnet'")),
