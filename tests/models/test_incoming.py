@@ -371,5 +371,5 @@ def test_frozen_weights_of_one_byte_train_adapters_where_nothing_is_stored_lower
 def test_weights_of_one_byte_that_an_optimizer_holds_are_refused(level):
     model = nn.Linear(3, 3)
     model.register_parameter("codes", nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False))
-    with pytest.raises(ampkit.ConfigurationError, match="Parameter 'codes' is torch.uint8"):
+    with pytest.raises(ampkit.ConfigurationError, match="Parameter 'codes' is"):
         ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
