@@ -433,6 +433,69 @@ def trained_by_a_method(make):
     return run
 
 
+def averages_swapped_in(level):
+    """Evaluation runs on averaged weights, whose memory takes the place of the weights' and goes again."""
+    model = make_model()
+    optimizer, x, seen = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True), torch.randn(32, 10), []
+    begin(level, model, optimizer)
+    averages = [param.detach().clone() for param in model.parameters()]
+    for _ in range(6):
+        with casts(level):
+            loss = (model(x).float() - x[:, :1]).square().mean()
+        backward(level, loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        trained = [param.data for param in model.parameters()]
+        for average, param in zip(averages, model.parameters()):
+            average.lerp_(param.detach(), 0.3)
+            param.data = average
+        with casts(level):
+            seen.append(model(x).float())
+        for param, values in zip(model.parameters(), trained):
+            param.data = values
+    return flat(seen)
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, x, fails):
+        output = self.body(x)
+        if fails:
+            raise KeyError
+        return output
+
+
+def calls_that_raise(level):
+    model, x, seen = Failing(), torch.randn(8, 10), []
+    aliases = [param.data for param in model.parameters()]
+    begin(level, model)
+    for index in range(6):
+        with casts(level), contextlib.suppress(KeyError):
+            seen.append(model(x, fails=index % 2 == 0).float())
+        for alias in aliases:
+            alias.mul_(1.5)
+    return flat(seen)
+
+
+def several_evaluations_in_a_step(level):
+    model = make_model()
+    optimizer, x = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6), torch.randn(16, 10)
+    begin(level, model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        with casts(level):
+            output = model(x)
+        loss = (output.float() - x[:, :1].sin()).square().mean()
+        backward(level, loss, optimizer)
+        return loss
+
+    return flat([optimizer.step(closure) for _ in range(3)])
+
+
 LOOPS = {
     "policy gradient": policy_gradient,
     "siamese": siamese,
@@ -444,6 +507,9 @@ LOOPS = {
     "evaluation between": evaluation_between,
     "retained graph": retained_graph,
     "delayed micro-batches": delayed_micro_batches,
+    "averages swapped in": averages_swapped_in,
+    "calls that raise": calls_that_raise,
+    "several evaluations in a step": several_evaluations_in_a_step,
     "a method, SGD fused": trained_by_a_method(lambda params: torch.optim.SGD(params, lr=0.1, fused=True)),
     "a method, AdamW fused": trained_by_a_method(lambda params: torch.optim.AdamW(params, lr=0.02, fused=True)),
     "a method, a library's": trained_by_a_method(lambda params: ByNumpy(list(params), lr=0.1)),
