@@ -106,6 +106,10 @@ def fresh_numpy(param, factor):
     numpy_of(param)[...] *= factor
 
 
+def fresh_dlpack(param, factor):
+    torch.from_dlpack(param.detach()).mul_(factor)
+
+
 def memory_view(param):
     return np.frombuffer(memoryview(numpy_of(param)).cast("B"), np.float32)
 
@@ -188,6 +192,7 @@ WRITES = {
     "kept data": kept(lambda param: param.data),
     "kept detached": kept(lambda param: param.detach()),
     "numpy": each(fresh_numpy),
+    "fresh dlpack": each(fresh_dlpack),
     "kept numpy": kept(numpy_of),
     "memoryview": kept(memory_view),
     "dlpack": kept(lambda param: torch.from_dlpack(param.detach())),
@@ -271,33 +276,94 @@ def test_own_optimizer_and_a_plain_backward_train_as_in_float32(make, known, lev
 # -- several forwards and one backward, and one forward that runs twice
 
 
-def policy_gradient(level):
-    """An act is a forward of its own, an episode has one backward."""
+def make_policy():
     torch.manual_seed(1)
-    policy = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
-    states, returns, terms = 1 + 0.3 * torch.randn(600, 1, 6), 1 + 0.1 * torch.randn(600), []
-    begin(level, policy, optimizer)
-    for state, gain in zip(states, returns):
-        with casts(level):
-            choice = policy(state)
-        terms.append(-choice.float().log_softmax(-1)[0, 1] * gain)
-    backward(level, torch.stack(terms).sum(), optimizer)
-    return gradients(policy)
+    return nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
 
 
-def siamese(level):
-    model = make_model()
-    optimizer, pairs, loss = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(40, 2, 8, 10), 0.0
-    begin(level, model, optimizer)
-    for left, right in pairs:
-        outputs = []
-        for side in (left, right):
+def episode(model, forward):
+    """An act is a forward of its own."""
+    states, returns = 1 + 0.3 * torch.randn(320, 1, 6), 1 + 0.1 * torch.randn(320)
+    return sum(-forward(state).log_softmax(-1)[0, 1] * gain for state, gain in zip(states, returns))
+
+
+def siamese(model, forward):
+    pairs = 1 + 0.3 * torch.randn(200, 2, 2, 10)
+    return sum((forward(left) * forward(right)).mean() for left, right in pairs)
+
+
+def gradient_cache(model, forward):
+    """Representations are computed without grad mode, and once more with it, chunk by chunk."""
+    chunks = 1 + 0.3 * torch.randn(300, 2, 10)
+    with torch.no_grad():
+        cached = torch.cat([forward(chunk) for chunk in chunks])
+    cached.requires_grad_().square().mean().backward()
+    return sum((forward(chunk) * gradient).sum() for chunk, gradient in zip(chunks, cached.grad.split(2)))
+
+
+def recomputed(use_reentrant):
+    def loss(model, forward):
+        parts = (1 + 0.3 * torch.randn(300, 10)).requires_grad_()
+        return sum(checkpoint(forward, part, use_reentrant=use_reentrant).square().sum() for part in parts.split(1))
+
+    return loss
+
+
+def chunks_of_a_sequence(model, forward):
+    state, loss = torch.zeros(2, 8), 0.0
+    for step in 1 + 0.1 * torch.randn(240, 2, 4):
+        state = forward(step, state)
+        loss = loss + state.square().mean()
+    return loss
+
+
+def burned_in_chunks(model, forward):
+    """Each chunk begins at a state that a forward without grad mode has made, with the same weights."""
+    loss, before, state = 0.0, None, None
+    for chunk in 1 + 0.1 * torch.randn(200, 2, 1, 4):
+        with torch.no_grad():
+            before = forward(chunk, before)[1]
+        state = forward(chunk, before if state is None else state)[1]
+        loss = loss + (state[0] - before[0]).add(1).square().mean()
+    return loss
+
+
+# A model, and the loss that several forwards of it make.
+SEVERAL_FORWARDS = {
+    "policy gradient": (make_policy, episode),
+    "siamese": (make_model, siamese),
+    "gradient cache": (make_model, gradient_cache),
+    "recomputed": (make_model, recomputed(use_reentrant=False)),
+    "recomputed, reentrant": (make_model, recomputed(use_reentrant=True)),
+    "chunks of a sequence": (lambda: nn.RNNCell(4, 8), chunks_of_a_sequence),
+    "chunks, burned in": (lambda: nn.LSTM(4, 8), burned_in_chunks),
+}
+
+
+def floats(outputs):
+    return torch.utils._pytree.tree_map(torch.Tensor.float, outputs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("loop", SEVERAL_FORWARDS)
+def test_gradients_of_several_forwards_add_up_in_float32(loop, known, level):
+    def run(level):
+        torch.manual_seed(2)
+        make, loss_of = SEVERAL_FORWARDS[loop]
+        model = make()
+        session = KNOWN[known](level, model)
+
+        def forward(*args):
             with casts(level):
-                outputs.append(model(1 + side).float())
-        loss = loss + (outputs[0] * outputs[1]).mean()
-    backward(level, loss, optimizer)
-    return gradients(model)
+                return floats(model(*args))
+
+        torch.manual_seed(3)
+        loss_of(model, forward).backward()
+        del session
+        return gradients(model)
+
+    assert_as_close_as_autocast(run, level)
 
 
 def pipelining(level):
@@ -315,48 +381,17 @@ def pipelining(level):
     return gradients(model)
 
 
-def gradient_cache(level):
-    """Representations are computed without grad mode, and once more with it, chunk by chunk."""
-    model = make_model()
-    optimizer, chunks = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(30, 4, 10)
-    begin(level, model, optimizer)
-    with torch.no_grad(), casts(level):
-        cached = torch.cat([model(chunk).float() for chunk in chunks]).requires_grad_()
-    cached.square().mean().backward()
-    surrogate = 0.0
-    for chunk, gradient in zip(chunks, cached.grad.split(4)):
+def scaled_episode(level):
+    policy = make_policy()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
+    begin(level, policy, optimizer)
+
+    def act(state):
         with casts(level):
-            surrogate = surrogate + (model(chunk).float() * gradient).sum()
-    backward(level, surrogate, optimizer)
-    return gradients(model)
+            return policy(state).float()
 
-
-def recomputed(use_reentrant):
-    def run(level):
-        model = make_model()
-        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(16, 10, requires_grad=True)
-        begin(level, model, optimizer)
-        loss = 0.0
-        for part in x.split(1):
-            with casts(level):
-                loss = loss + checkpoint(model, 1 + part, use_reentrant=use_reentrant).float().square().mean()
-        backward(level, loss, optimizer)
-        return gradients(model)
-
-    return run
-
-
-def chunks_of_a_sequence(level):
-    torch.manual_seed(2)
-    cell, state = nn.RNNCell(4, 8), torch.zeros(2, 8)
-    optimizer, steps, loss = torch.optim.SGD(cell.parameters(), lr=0.1), 1 + 0.1 * torch.randn(300, 2, 4), 0.0
-    begin(level, cell, optimizer)
-    for step in steps:
-        with casts(level):
-            state = cell(step, state).float()
-        loss = loss + state.square().mean()
-    backward(level, loss, optimizer)
-    return gradients(cell)
+    backward(level, episode(policy, act), optimizer)
+    return gradients(policy)
 
 
 def evaluation_between(level):
@@ -497,13 +532,8 @@ def several_evaluations_in_a_step(level):
 
 
 LOOPS = {
-    "policy gradient": policy_gradient,
-    "siamese": siamese,
+    "policy gradient": scaled_episode,
     "pipelining": pipelining,
-    "gradient cache": gradient_cache,
-    "recomputed": recomputed(use_reentrant=False),
-    "recomputed, reentrant": recomputed(use_reentrant=True),
-    "chunks of a sequence": chunks_of_a_sequence,
     "evaluation between": evaluation_between,
     "retained graph": retained_graph,
     "delayed micro-batches": delayed_micro_batches,
@@ -520,6 +550,139 @@ LOOPS = {
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loop_with_several_forwards_is_as_close_as_under_autocast(loop, level):
     assert_as_close_as_autocast(LOOPS[loop], level)
+
+
+# -- the same loops, with a write between their forwards
+
+
+def make_layer():
+    """Its weight is not saved for backward, where float32 would meet a later value."""
+    torch.manual_seed(4)
+    return nn.Linear(10, 3)
+
+
+def one_ahead(model, forward, write):
+    """Pipelining: the next forward runs before the backward of this one, and a write is between them."""
+    found, waiting = [], None
+    for batch, factor in zip(torch.randn(5, 8, 10), (1.5, 0.5, 2.0, 1.25, 0.8)):
+        loss, before = forward(batch).square().mean(), waiting
+        write(factor)
+        waiting = loss
+        if before is not None:
+            found += torch.autograd.grad(before, list(model.parameters()))
+    return flat(found)
+
+
+def evaluated(model, forward, write):
+    x, found = torch.randn(8, 10), []
+    for factor, mode in zip((1.5, 0.5, 2.0), (torch.no_grad, torch.inference_mode, torch.no_grad)):
+        found.append(forward(x))
+        write(factor)
+        with mode():
+            found.append(forward(x).clone())
+        write(factor)
+    return flat(found)
+
+
+def recomputed_after(model, forward, write):
+    """The recomputation takes the weights as they are by then, as in float32."""
+    x, found = torch.randn(8, 10), []
+    for factor in (1.5, 0.5, 2.0):
+        loss = checkpoint(lambda x: forward(x).tanh(), x, use_reentrant=False).square().mean()
+        write(factor)
+        found += [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+    return flat(found)
+
+
+def kept_graph(model, forward, write):
+    x, parameters, found = torch.randn(8, 10), list(model.parameters()), []
+    first = forward(x).square().mean()
+    for factor in (1.5, 0.5, 2.0):
+        write(factor)
+        both = first + forward(x).square().mean()
+        found += [both, *torch.autograd.grad(both, parameters, retain_graph=True)]
+    return flat(found)
+
+
+WITH_WRITES = {
+    "one ahead": one_ahead,
+    "evaluated": evaluated,
+    "recomputed": recomputed_after,
+    "kept graph": kept_graph,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "way", ["in place", "kept data", "kept numpy", "flat buffer", "AdamW fused", "a library's, kernel"]
+)
+@pytest.mark.parametrize("loop", WITH_WRITES)
+def test_loop_with_writes_uses_weights_as_they_are(loop, way, level):
+    def run(level):
+        model = make_layer()
+        write = WRITES[way](list(model.parameters()))
+        session = know_another(level, model)
+
+        def forward(x):
+            with casts(level):
+                return model(x).float()
+
+        found = WITH_WRITES[loop](model, forward, write)
+        del session
+        return found
+
+    assert_as_close_as_autocast(run, level)
+
+
+# Writes that are seen where casts outlive a forward: inside of a method of the model, and between delayed micro-batches.
+SEEN_INSIDE = [way for way in WRITES if not way.startswith(("kept", "memory", "dlpack", "storage", "shared", "flat"))]
+
+
+class Writer(nn.Module):
+    def __init__(self, level):
+        super().__init__()
+        self.body, self.level = make_model(), level
+
+    def forward(self, x):
+        return self.body(x)
+
+    def search(self, write, x):
+        losses = []
+        for factor in (1.5, 0.5, 2.0):
+            with casts(self.level):
+                losses.append(self(x).float().square().mean())
+            write(factor)
+        return flat(losses)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", SEEN_INSIDE)
+def test_write_inside_of_a_method_is_seen(way, level):
+    def run(level):
+        model = Writer(level)
+        write = WRITES[way](list(model.parameters()))
+        begin(level, model)
+        return model.search(write, torch.randn(16, 10))
+
+    assert_as_close_as_autocast(run, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", SEEN_INSIDE)
+def test_write_between_delayed_micro_batches_is_seen(way, level):
+    def run(level):
+        model, losses = make_model(), []
+        write, x = WRITES[way](list(model.parameters())), torch.randn(16, 10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        begin(level, model, optimizer)
+        for factor in (1.5, 0.5, 2.0):
+            with casts(level):
+                losses.append(model(x).float().square().mean())
+            backward(level, losses[-1], optimizer, **({"delay_unscale": True} if level in LEVELS else {}))
+            write(factor)
+        return flat(losses)
+
+    assert_as_close_as_autocast(run, level)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -569,9 +732,6 @@ def test_gradients_of_calls_in_keep_casts_add_up_in_float32():
         loss = sum(model(torch.ones(1, 4)).float().sum() for _ in range(512))
     loss.backward()
     assert torch.equal(model.weight.grad, torch.full((4, 4), 512.0))
-
-
-SEEN_INSIDE = [way for way in WRITES if not way.startswith(("kept", "memory", "dlpack", "storage", "shared", "flat"))]
 
 
 @pytest.mark.parametrize("way", SEEN_INSIDE)
