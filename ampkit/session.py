@@ -230,8 +230,9 @@ class Session:
         held = {param for optimizer in optimizers for param in params_of(optimizer)}
 
         def stays(param: torch.Tensor) -> bool:
-            """Whether no optimizer trains it; without an optimizer in the call, whether it is frozen."""
-            return not plan.casts_weights and (param not in held if optimizers else not param.requires_grad)
+            """Whether calls cast it and no optimizer trains it; without an optimizer in the call, whether it is frozen."""
+            casts = plan.casts_calls and not plan.casts_weights
+            return casts and (param not in held if optimizers else not param.requires_grad)
 
         for model, dtype, count in self.incoming.widen(models, optimizers, stays):
             found = f"{count} tensors of the {type(model).__name__} came in {dtype}"

@@ -426,7 +426,7 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 def _unfit(found: str) -> ConfigurationError:
     return ConfigurationError(
         f"{found}: initialize() expects floating-point weights, and cannot train integer or quantised ones. Leave it out of the "
-        "optimizer, and use O0, O1 or O4, where frozen weights stay as they came. Or load the model without quantisation, or make "
+        "optimizer, and use O0, O1 or O4, which leave such weights as they are. Or load the model without quantisation, or make "
         "it a buffer (register_buffer) if it is no weight."
     )
 

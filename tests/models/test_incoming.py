@@ -290,7 +290,7 @@ def test_recurrent_layers_and_tied_weights_come_back_as_they_were():
         model(torch.arange(6).reshape(3, 2))
 
 
-# -- at the levels that store nothing lower, only what an optimizer holds becomes float32
+# -- where calls are cast and nothing is stored lower, only what an optimizer holds becomes float32
 
 
 class Adapted(nn.Module):
@@ -310,7 +310,7 @@ def trained_params(model):
     return [param for param in model.parameters() if param.requires_grad]
 
 
-@pytest.mark.parametrize("level", UNSTORED)
+@pytest.mark.parametrize("level", ("O1", "O4"))
 def test_frozen_parameters_stay_as_they_came(level):
     model = Adapted().bfloat16()
     frozen = model.base.weight.detach().clone()
@@ -323,14 +323,14 @@ def test_frozen_parameters_stay_as_they_came(level):
     assert model.norm.running_mean.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("level", UNSTORED)
+@pytest.mark.parametrize("level", ("O1", "O4"))
 def test_model_that_no_optimizer_trains_stays_as_it_came(level):
     policy, reference = Net(), Net().bfloat16().requires_grad_(False)
     ampkit.initialize([policy, reference], torch.optim.SGD(policy.parameters(), lr=0.1), opt_level=level, verbosity=0)
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16} == {reference.shift.dtype}
 
 
-@pytest.mark.parametrize("level", UNSTORED)
+@pytest.mark.parametrize("level", ("O1", "O4"))
 def test_frozen_parameters_become_float32_when_an_optimizer_gets_them(level):
     found = {}
     for born_in in (torch.bfloat16, torch.float32):
@@ -360,7 +360,7 @@ def test_frozen_weights_of_one_byte_train_adapters_where_nothing_is_stored_lower
     model.register_parameter("codes", codes)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p is not codes], lr=0.1)
     if level not in UNSTORED:
-        with pytest.raises(ampkit.ConfigurationError, match="use O0, O1 or O4, where frozen weights stay"):
+        with pytest.raises(ampkit.ConfigurationError, match="use O0, O1 or O4, which leave"):
             ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
         return
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
