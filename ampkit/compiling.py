@@ -108,8 +108,8 @@ class CompiledModels:
         original = getattr(eval_frame, "_callback_from_stance", None)
         if original is None:
             logger.warning(
-                "This torch (%s) does not tell when compiled code is called. Writes to state_dict() between two calls of "
-                "a compiled model are not seen: call its forward uncompiled once after such a write.",
+                "This torch (%s) does not tell when compiled code is called. Writes to ampkit.master_params between two "
+                "calls of a compiled model are not seen: call its forward uncompiled once after such a write.",
                 torch.__version__,
             )
             return

@@ -2,8 +2,8 @@
 
 A `Float32Value` is the tensor that the model computes with and a rest beside it (`ampkit.kernels.split`). Nothing watches
 writes to the tensor: whatever a script puts there, the value is within half a unit of its last place, and what is put back is
-back to the last bit. Float32 tensors that are handed out (``state_dict()``, ``master_params``) are loans: `Loans` takes over
-what was written to them.
+back to the last bit. ``state_dict()`` has copies that nothing tracks. Parameters of ``master_params`` are loans: `Loans` takes
+over what was written to them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from ..errors import ConfigurationError
 
 
 class Loan(NamedTuple):
-    """A float32 copy that is lent out: ``lent``, of the value of ``lower``, whose bits were ``before``.
-
-    ``name`` is the key in the ``state_dict()`` that it is for. A parameter is lent with the ``gradient`` of ``lower``.
-    """
+    """A float32 parameter that is lent out: ``lent``, with value and ``gradient`` of ``lower``, whose bits were ``before``."""
 
     lower: Tensor
     lent: Tensor
     before: Tensor
-    name: str = ""
-    gradient: Tensor | None = None
+    gradient: Tensor | None
 
 
 class Loans:
@@ -41,22 +37,9 @@ class Loans:
     """
 
     def __init__(self) -> None:
-        self._of: dict[Float32Value, list[Loan]] = {}
+        self._of: dict[Float32Value, Loan] = {}
         # Parameters that were lent, and their weights.
         self._held: dict[Float32Value, tuple[Tensor, weakref.ref[Tensor]]] = {}
-
-    def lend(
-        self, entry: Float32Value, lower: Tensor, state_dict: Mapping[str, Any], name: str, as_parameter: bool
-    ) -> Tensor:
-        """The float32 value for this place in a ``state_dict()``; tied weights have one tensor there."""
-        for loan in self._of.get(entry, ()):
-            if loan.name and state_dict.get(loan.name) is loan.lent:
-                return loan.lent
-        value = entry.current(lower)
-        if as_parameter:
-            value = nn.Parameter(value, requires_grad=lower.requires_grad)
-        self._of.setdefault(entry, []).append(Loan(lower, value, lower.detach().clone(), name))
-        return value
 
     def lend_parameter(self, entry: Float32Value, lower: Tensor) -> Tensor:
         """The float32 value as a parameter with the gradient of ``lower``: the same one as long as a script holds it."""
@@ -65,7 +48,6 @@ class Loans:
             held = nn.Parameter(value, requires_grad=lower.requires_grad)
             self._held[entry] = (lower, weakref.ref(held))
             self._lend_held(entry, lower, held)
-        self.hand_gradient(entry)
         return held
 
     def held_by_script(self, entry: Float32Value) -> Tensor | None:
@@ -74,13 +56,13 @@ class Loans:
 
     def hand_gradient(self, entry: Float32Value) -> None:
         """Have the parameter that is lent hold the gradient of its weight, as it is now."""
-        for index, loan in enumerate(self._of.get(entry, ())):
-            if isinstance(loan.lent, nn.Parameter):
-                put_gradient(loan.lent, loan.lower.grad)  # inside of a block it is in lower precision
-                self._of[entry][index] = loan._replace(gradient=loan.lower.grad)
+        if entry in self._of:
+            loan = self._of[entry]
+            put_gradient(loan.lent, loan.lower.grad)  # inside of a block it is in lower precision
+            self._of[entry] = loan._replace(gradient=loan.lower.grad)
 
     def end(self, entry: Float32Value | None = None, refuses: bool = True) -> None:
-        """Take over what was written to the loans of one value, or of all. No rest may change while its value is lent.
+        """Take over what was written to the loan of one value, or of all. No rest may change while its value is lent.
 
         Raises `ConfigurationError` where a script has written to a weight too, unless it ``refuses`` nothing: then that counts.
         """
@@ -98,14 +80,14 @@ class Loans:
             held = ref()
             if held is None:
                 del self._held[one]
-            elif not any(loan.lent is held for loan in self._of.get(one, ())):
+            elif one not in self._of:
                 one.move_rest_beside(lower)
                 with torch.no_grad():
                     held.data = _joined(lower, one.rest)
                     self._lend_held(one, lower, held)
 
     def _lend_held(self, entry: Float32Value, lower: Tensor, held: Tensor) -> None:
-        self._of.setdefault(entry, []).append(Loan(lower, held, lower.detach().clone()))
+        self._of[entry] = Loan(lower, held, lower.detach().clone(), None)
         self.hand_gradient(entry)
 
 
@@ -124,14 +106,13 @@ def forget_gradient(param: Tensor) -> None:
 
 
 @torch.no_grad()
-def _take_back(ended: dict[Float32Value, list[Loan]], refuses: bool) -> None:
+def _take_back(ended: dict[Float32Value, Loan], refuses: bool) -> None:
     """Write to weights and rests what scripts have written to the values that they were lent."""
     written = []
-    for entry, loans in ended.items():
-        for loan in loans:
-            if isinstance(loan.lent, nn.Parameter) and loan.lent.grad is not loan.gradient:
-                put_gradient(loan.lower, loan.lent.grad)
-            written.append((entry, loan, _written(entry, loan)))
+    for entry, loan in ended.items():
+        if loan.lent.grad is not loan.gradient:
+            put_gradient(loan.lower, loan.lent.grad)
+        written.append((entry, loan, _written(entry, loan)))
     devices = {elements.device for _, _, elements in written}
     flags = [torch.stack([elements.any() for _, _, elements in written if elements.device == one]) for one in devices]
     if not any(bool(flag.any()) for flag in flags):
@@ -141,10 +122,9 @@ def _take_back(ended: dict[Float32Value, list[Loan]], refuses: bool) -> None:
         for (_, loan, elements), (*_, own) in zip(written, taken):
             if not torch.equal(elements, own):
                 raise ConfigurationError(
-                    f"A weight of shape {tuple(loan.lower.shape)} and its float32 value (from state_dict() or "
-                    "ampkit.master_params) were both written to since the last forward or step, and now differ: one of the two "
-                    "writes would be lost. Write to one of them only, or call state_dict() or master_params again after writing to "
-                    "the weight."
+                    f"A weight of shape {tuple(loan.lower.shape)} and its float32 value (from ampkit.master_params) were both "
+                    "written to since the last forward or step, and now differ: one of the two writes would be lost. Write to one "
+                    "of them only, or call master_params again after writing to the weight."
                 )
     for entry, loan, elements in taken:
         entry.put_elements(loan.lower, loan.lent.detach(), elements)
@@ -155,8 +135,8 @@ def _written(entry: Float32Value, loan: Loan) -> Tensor:
     before, now = loan.before, loan.lent.detach()
     if now.shape != before.shape or now.dtype is not torch.float32:
         raise ConfigurationError(
-            f"A float32 value of shape {tuple(before.shape)}, from state_dict() or ampkit.master_params, was made {now.dtype} of "
-            f"shape {tuple(now.shape)}. Write values of the same shape to it, or to the model's weight."
+            f"A float32 value of shape {tuple(before.shape)}, from ampkit.master_params, was made {now.dtype} of shape "
+            f"{tuple(now.shape)}. Write values of the same shape to it, or to the model's weight."
         )
     return _joined(before, entry.rest).view(torch.int32) != now.to(before.device).view(torch.int32)
 
@@ -191,6 +171,7 @@ class Float32Value:
     loans: Loans
     rest: Tensor | None = None
     _in_copies: Callable[[], nn.Parameter | None] = lambda: None
+    _saved: tuple[str, Callable[[], Tensor | None]] = ("", lambda: None)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """``value`` in ``dtype``; the rest becomes what that lacks of it."""
@@ -216,6 +197,15 @@ class Float32Value:
         self.move_rest_beside(lower)
         self.loans.lend_again(self)
         return _joined(lower, self.rest)
+
+    def in_state_dict(self, lower: Tensor, state_dict: Mapping[str, Any], key: str, as_parameter: bool) -> Tensor:
+        """A copy of the value for this place in a ``state_dict()``, where tied weights have one tensor."""
+        name, saved = self._saved[0], self._saved[1]()
+        if saved is None or state_dict.get(name) is not saved:
+            value = self.current(lower)
+            saved = nn.Parameter(value, requires_grad=lower.requires_grad) if as_parameter else value
+            self._saved = key, weakref.ref(saved)
+        return saved
 
     @torch.no_grad()
     def put(self, lower: Tensor, value: Tensor) -> None:

@@ -80,22 +80,21 @@ def walk(model: nn.Module) -> Iterator[nn.Module]:
 def go_by_record(module: nn.Module, record: CastModel) -> None:
     """Have what is saved of the module, loaded into it and copied be float32, by this record."""
     module.__dict__[RECORD_KEY] = record
-    module.register_state_dict_post_hook(_lend_float32_values)
+    module.register_state_dict_post_hook(_save_float32_values)
     module.register_load_state_dict_pre_hook(_take_float32_values)
     hand_out_plain_copies(module)
 
 
-def _lend_float32_values(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """state_dict() lends out the float32 values: writing to them is writing to the model, until its next forward or step."""
-    record = module.__dict__[RECORD_KEY]
-    for name, lower, entry in record.lower_in(module):
+def _save_float32_values(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """state_dict() has copies of the float32 values; as parameters with ``keep_vars=True``."""
+    for name, lower, entry in module.__dict__[RECORD_KEY].lower_in(module):
         key = prefix + name
         if (saved := state_dict.get(key)) is not None:
-            state_dict[key] = record.loans.lend(entry, lower, state_dict, key, as_parameter=saved is lower)
+            state_dict[key] = entry.in_state_dict(lower, state_dict, key, as_parameter=saved is lower)
 
 
 def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metadata: dict, *_: object) -> None:
-    """load_state_dict() reaches weights and rests before torch loads the same weights once more.
+    """load_state_dict() reaches weights and rests; torch then finds each weight's own memory, from which it copies nothing.
 
     Values in lower precision are left to torch: a write like any other, after which what was there before may be put back.
     """

@@ -199,10 +199,10 @@ def test_copy_of_a_copy_is_a_copy(copied, level):
     assert_plain(twin)
 
 
-def test_copy_made_after_a_write_to_state_dict_has_it(copied):
-    model, _ = trained_a_little("O2")
-    model.state_dict()["first.weight"].fill_(0.1)
+def test_copy_made_after_a_write_to_a_master_and_to_a_weight_has_both(copied):
+    model, optimizer = trained_a_little("O2")
     with torch.no_grad():
+        next(ampkit.master_params(optimizer)).fill_(0.1)
         model.last.weight.fill_(0.2)
     twin = copied(model)
     assert torch.equal(twin.first.weight, torch.full((6, 4), 0.1))

@@ -151,9 +151,11 @@ def test_scripted_part_is_cast_call_by_call_at_o1(part, level):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_a_trace_of_a_model_warns_of_nothing_and_holds_what_was_written_before(level):
-    model, optimizer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), None
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
-    model.state_dict()["0.weight"].fill_(0.5)  # a loan, which ends before the trace records anything
+    with torch.no_grad():
+        next(ampkit.master_params(optimizer)).fill_(0.5)  # a loan, which ends before the trace records anything
     x = torch.arange(8.0).view(2, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)

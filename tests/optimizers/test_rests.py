@@ -130,7 +130,6 @@ def test_other_memory_for_the_same_weights_loses_nothing():
     inputs = torch.randn(2, 3, 3, 3)
     iterate(lambda: model(inputs).square().mean(), optimizer)
     before = float32_values(model)
-    model(inputs)  # ends the loans, which would give back what is lost
     model.to(memory_format=torch.channels_last)
     assert_same(float32_values(model), before)
     iterate(lambda: model(inputs).square().mean(), optimizer)
@@ -219,27 +218,6 @@ def test_clipping_is_the_same_over_stand_ins_and_in_one_pass(clip):
         results.append(float32_values(model))
         ampkit.close()
     assert_masters_close(results)
-
-
-def test_master_params_are_float32_and_what_is_written_to_them_comes_home():
-    model, optimizer = trained()
-    expected = float32_values(model)
-    for p, value in zip(ampkit.master_params(optimizer), expected.values()):
-        assert p.dtype is torch.float32 and p.requires_grad and torch.equal(p.detach(), value)
-    assert_same(float32_values(model), expected)
-    for p in ampkit.master_params(optimizer):
-        with torch.no_grad():
-            p.add_(2.0**-12)
-    expected = {name: value + 2.0**-12 for name, value in expected.items()}
-    assert_same(float32_values(model), expected)
-    for p in ampkit.master_params(optimizer):
-        p.data.mul_(0.5)
-        break
-    expected["0.weight"] = expected["0.weight"] * 0.5
-    assert_same(float32_values(model), expected)
-    vector = nn.utils.parameters_to_vector(ampkit.master_params(optimizer)).detach()
-    nn.utils.vector_to_parameters(vector * 2, ampkit.master_params(optimizer))
-    assert_same(float32_values(model), {name: value * 2 for name, value in expected.items()})
 
 
 def test_a_value_that_is_still_held_brings_no_old_gradient_into_the_step():

@@ -5,7 +5,9 @@ written. Nothing that a row leaves alone may change by a bit, and a step without
 """
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -432,7 +434,7 @@ def test_small_steps_between_attacks_are_not_lost():
     assert model.state_dict()["weight"].item() == 1 - 2.0**-6
 
 
-# Float32 values that are handed out: exact.
+# Float32 values that are handed out: exact. Those of a state_dict() are copies.
 
 
 def lent_in_place(value):
@@ -464,31 +466,65 @@ def lent_in_another_thread(value):
     thread.join()
 
 
-HANDED_OUT = {
-    "state_dict": lambda model, optimizer: [value for value in model.state_dict().values()],
-    "state_dict, keep_vars": lambda model, optimizer: [value for value in model.state_dict(keep_vars=True).values()],
-    "master_params": lambda model, optimizer: list(ampkit.master_params(optimizer)),
-    "state_dict of parts": lambda model, optimizer: [v for part in model for v in part.state_dict().values()],
-}
-
-
 @pytest.mark.parametrize("optimizer", ["SGD", "FusedAdam"])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("handed", HANDED_OUT)
 @pytest.mark.parametrize(
     "way", [lent_in_place, lent_through_data, lent_by_copy, lent_by_numpy, lent_in_part, lent_in_another_thread]
 )
-def test_what_is_written_to_a_float32_value_is_taken_over(way, handed, setting, optimizer):
+def test_what_is_written_to_master_params_is_taken_over(way, setting, optimizer):
     model, optimizer = prepared(setting, optimizer)
     dtype = model[0].weight.dtype
     expected = float32_values(model)
     for value in expected.values():
         way(value)
-    for value in HANDED_OUT[handed](model, optimizer):
+    for value in ampkit.master_params(optimizer):
         way(value)
     model(torch.ones(2, 6))
     for name, value in float32_values(model).items():
         assert_within(value, expected[name], EXACT, dtype)
+
+
+STATE_DICTS = {
+    "whole": lambda model: model.state_dict(),
+    "keep_vars": lambda model: model.state_dict(keep_vars=True),
+    "of parts": lambda model: {f"{n}.{key}": v for n, m in model.named_children() for key, v in m.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("setting", ["O2", "float16"])
+@pytest.mark.parametrize("saved", STATE_DICTS)
+def test_what_is_written_to_a_state_dict_counts_once_it_is_loaded(saved, setting):
+    model, optimizer = prepared(setting)
+    before = float32_values(model)
+    state = STATE_DICTS[saved](model)
+    stored = [name for name, p in model.named_parameters() if p.dtype is not F32]
+    for name in stored:
+        lent_through_data(state[name])
+    evaluated(model)
+    assert_step_without_gradients_changes_nothing(model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in float32_values(model).items())
+    with torch.no_grad():
+        model[2].weight.fill_(0.5)  # which is not refused: nothing compares it with the state_dict
+    model.load_state_dict(state)
+    evaluated(model)
+    for name, value in float32_values(model).items():
+        expected = before[name] * 1.3 if name in stored else before[name]
+        assert_within(value, expected, EXACT, model[2].weight.dtype)
+
+
+@pytest.mark.parametrize("keep_vars", [False, True])
+def test_a_state_dict_is_not_kept_and_has_one_tensor_for_tied_weights(keep_vars):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    initialize_quietly(model, OPTIMIZERS["SGD"], "O2")
+    state = model.state_dict(keep_vars=keep_vars)
+    first, second = state.values()
+    assert first is second and first is not model[0].weight and isinstance(first, nn.Parameter) is keep_vars
+    assert model.state_dict(keep_vars=keep_vars)["0.weight"] is not first
+    gone = weakref.ref(first)
+    del state, first, second
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

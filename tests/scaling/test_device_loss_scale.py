@@ -18,7 +18,6 @@ from ampkit import DynamicLossScale
 from ampkit.apex.optimizers import FusedAdagrad, FusedLAMB, FusedLARS, FusedNovoGrad
 from ampkit.iteration import found_inf, optimizer_wrapper
 from ampkit.iteration.loss_scale import HostCopy, LossScaler
-from ampkit.iteration.optimizer_wrapper import wrapper_of
 from ampkit.kernels import reference
 from ampkit.optimizers import FusedAdam, FusedSGD
 
@@ -129,11 +128,7 @@ def iteration(model, optimizer, x, y, factor=1.0, clip=None, micro_batches=1, de
 
 
 def float32_values(model):
-    """Copies, after which nothing is lent any more: the look at what was lent reads once."""
-    values = [value.clone() for value in model.state_dict().values() if value.is_floating_point()]
-    (optimizer,) = ampkit.current_session().optimizers
-    wrapper_of(optimizer).end_loans()
-    return values
+    return [value.clone() for value in model.state_dict().values() if value.is_floating_point()]
 
 
 def initialized_on(device, make, level="O2", **settings):
