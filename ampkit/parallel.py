@@ -65,9 +65,9 @@ def fully_shard(
         cast_model_type=cast_model_type, keep_batchnorm_fp32=keep_batchnorm_fp32, keep_fp32=keep_fp32 or None
     )
     resolved = plan.resolve(opt_level, device_type, settings)
-    if not resolved.casts_weights:
+    if not resolved.has_narrow_results:
         return cast(nn.Module, shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options))
-    kept = Kept(module, bool(resolved.keep_batchnorm_fp32), resolved.keep_fp32)
+    kept = Kept(module, resolved.keep_batchnorm_fp32 is not False, resolved.keep_fp32)
     in_kept = {param for one in kept.modules for param in one.parameters()}
     alone = [name for name, param in module.named_parameters() if param in kept.parameters - in_kept]
     if alone:
@@ -84,7 +84,7 @@ def fully_shard(
             shard(one, mesh=mesh, mp_policy=in_float32, **options)
             by_fsdp.update(id(param) for param in one.parameters())
     lower = MixedPrecisionPolicy(
-        param_dtype=resolved.cast_model_type, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        param_dtype=resolved.lower_precision, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     return cast(
         nn.Module, shard(module, mesh=mesh, mp_policy=in_float32 if module in kept.modules else lower, **options)

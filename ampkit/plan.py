@@ -56,12 +56,27 @@ class Plan:
     @property
     def casts_calls(self) -> bool:
         """Whether calls of torch are cast by the tables."""
-        return self.patch_torch_functions or self.casts_weights
+        return self.patch_torch_functions_type is not None or self.casts_weights
+
+    @property
+    def has_narrow_results(self) -> bool:
+        """Whether calls are cast inside the models alone, where softmax, norms and pow hand on the precision of their input."""
+        return self.casts_calls and not self.patch_torch_functions
+
+    @property
+    def has_narrow_gradients(self) -> bool:
+        """Whether the gradient of a large float32 weight is in lower precision until a script reads it."""
+        return self.has_narrow_results and not self.casts_weights and self.loss_scale == 1.0
+
+    @property
+    def steps_in_one_pass(self) -> bool:
+        """Whether torch's optimizers update float32 weights in one pass, which checks gradients that no block has checked."""
+        return self.casts_calls and not self.casts_weights and self.loss_scale == 1.0 and self.one_pass_step
 
     @property
     def lower_precision(self) -> torch.dtype | None:
         """What calls are cast to, or None."""
-        return self.patch_torch_functions_type if self.patch_torch_functions else self.cast_model_type
+        return self.patch_torch_functions_type or self.cast_model_type
 
     @property
     def lowers_all(self) -> bool:
@@ -79,8 +94,8 @@ class Plan:
     def in_words(self) -> str:
         """What is computed and kept in which precision, in a line."""
         patched, words = self.patch_torch_functions, []
-        if patched:
-            where = ", inside the models' forward" if self.scope == "forward" else ""
+        if self.patch_torch_functions_type is not None:
+            where = "" if patched and self.scope == "process" else ", inside the models' forward"
             words.append(f"torch functions cast to {_short(self.patch_torch_functions_type)} by their tables{where}")
         words.append(f"weights {_short(self.cast_model_type) if self.casts_weights else 'float32'}")
         if self.casts_weights:
@@ -142,8 +157,8 @@ OPT_LEVELS = {
         dict(patch_torch_functions_type=torch.bfloat16, **_PATCHED),
     ),
     "O5": OptLevel(
-        "O5: bfloat16 model with float32 norms and master weights, no loss scale",
-        dict(cast_model_type=torch.bfloat16, **_WITH_MASTERS),
+        "O5: casts inside of the models to bfloat16, float32 weights, gradients of large weights in bfloat16, no loss scale",
+        dict(patch_torch_functions_type=torch.bfloat16),
     ),
 }
 
@@ -321,32 +336,45 @@ SETTINGS = {
 }
 
 _EITHER = "O2 and O3 take either lower precision."
+_AS_BEFORE = (
+    "Weights that are stored in bfloat16, with their float32 values beside them, are "
+    "opt_level='O2', cast_model_type=torch.bfloat16, loss_scale=1.0."
+)
 _AT_LEVELS = {
     "cast_model_type": (
         _AtLevels(
             "O1 O4",
             (None, torch.float32),
-            "{level} casts around torch functions and leaves the weights float32; to cast the model choose O2, O3 or O5.",
+            "{level} casts around torch functions and leaves the weights float32; to cast the model choose O2 or O3.",
         ),
         _AtLevels("O0", (torch.float32,), _EITHER),
         _AtLevels("O2 O3", (*LOWER_PRECISION, torch.float32), _EITHER),
-        _AtLevels("O5", (torch.bfloat16,), _EITHER),
+        _AtLevels("O5", (None, torch.float32), _AS_BEFORE),
     ),
-    "patch_torch_functions": (_AtLevels("O0 O2 O3 O5", (False,), "Choose opt_level='O1' (or 'O4') to patch them."),),
+    "patch_torch_functions": (
+        _AtLevels("O0 O2 O3", (False,), "Choose opt_level='O1' (or 'O4') to patch them."),
+        _AtLevels("O5", (False,), "O5 casts inside of the models alone; opt_level='O4' casts every call."),
+    ),
     "patch_torch_functions_type": (
         _AtLevels("O1", LOWER_PRECISION),
-        _AtLevels("O4", (torch.bfloat16,)),
-        _AtLevels("O0 O2 O3 O5", (None,), "It belongs to O1; O2 and O3 take cast_model_type=."),
+        _AtLevels("O4 O5", (torch.bfloat16,)),
+        _AtLevels("O0 O2 O3", (None,), "It belongs to O1; O2 and O3 take cast_model_type=."),
     ),
     "keep_batchnorm_fp32": (
         _AtLevels(
-            "O1 O4",
+            "O1 O4 O5",
             (None,),
             "At {level} the weights, norms included, are float32 and the tables decide how norms compute.",
         ),
     ),
-    "master_weights": (_AtLevels("O1 O4", (None,), "The weights are float32 there and are their own masters."),),
-    "scope": (_AtLevels("O0 O2 O3 O5", ("process",), "'forward' is about casts of calls alone. Use O1 or O4."),),
+    "master_weights": (
+        _AtLevels("O1 O4", (None,), "The weights are float32 there and are their own masters."),
+        _AtLevels("O5", (None,), f"The weights are float32 there and are their own masters. {_AS_BEFORE}"),
+    ),
+    "scope": (
+        _AtLevels("O0 O2 O3", ("process",), "'forward' is about casts of calls alone. Use O1 or O4."),
+        _AtLevels("O5", ("process", "forward"), "O5 casts inside of the models."),
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from . import validation
 from .casting.engine import Casting, active_casting
 from .casting.library import dispatch
+from .casting.narrow_gradients import getter, take_narrow_gradients
 from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
@@ -175,6 +176,9 @@ class Session:
             trained = {param for one in optimizers for param in params_of(one) if param.requires_grad}
             values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
             self._watch(models)
+            if self.plan.has_narrow_gradients:
+                getter.acquire()
+                self._undo.callback(getter.release)
             self._prepare_optimizers(optimizers, values)
             if self.plan.casts_calls:
                 self._start_casting(values)
@@ -182,7 +186,8 @@ class Session:
             for shared in (
                 exports,
                 calls_of_torch,
-                *((averages, collectives, one_pass_steps) if has_lower_weights else ()),
+                *((averages, collectives) if has_lower_weights else ()),
+                *((one_pass_steps,) if has_lower_weights or self.plan.steps_in_one_pass else ()),
             ):
                 shared.acquire()
                 self._undo.callback(shared.release)
@@ -240,14 +245,16 @@ class Session:
         for line in lines if plan.verbosity >= 1 else ():
             logger.info(line)
 
-    def widen_params(self, params: Sequence[torch.Tensor]) -> None:
-        """An optimizer has got these since `prepare`: what came in lower precision trains in float32 from now on."""
+    def train(self, params: Sequence[torch.Tensor]) -> None:
+        """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
         lower = [param for param in params if param.dtype in LOWER_PRECISION]
         if lower and self._widens and not self.plan.casts_weights:
             self.incoming.widen_params(lower)
             for model in self._left_as:
                 refs = [ref for ref, _ in self._left_as[model]]
                 self._left_as[model] = [(ref, param.dtype) for ref in refs if (param := ref()) is not None]
+        if self.plan.has_narrow_gradients:
+            take_narrow_gradients(params)
 
     def _watch(self, models: Sequence[nn.Module]) -> None:
         """Hear of what is called on the models."""
@@ -297,7 +304,7 @@ class Session:
                 for session in _sessions_of(before):
                     session.casting = casting
             casting.install()
-        if plan.casts_weights:
+        if plan.has_narrow_results:
             casting.store(values)
         self._restart_device_types()
         casting.switch_on_here()
@@ -307,7 +314,7 @@ class Session:
         casting, self.casting = self.casting, None
         if casting is None:
             return
-        if self.plan.casts_weights:
+        if self.plan.has_narrow_results:
             casting.store_no_more()
         if others := _sessions_of(casting):
             if not any(session.plan.patch_torch_functions for session in others):

@@ -219,28 +219,28 @@ class Casting:
         """Casting off inside, in this thread: a `Region`, but for traces."""
         return self.state.region(False)
 
-    def forward_scope(self, stored_in: torch.dtype | None = None) -> AbstractContextManager[Any]:
+    def forward_scope(self, narrow_in: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """The forward pass of an initialized model: cast, unless a region that the script entered says otherwise.
 
-        ``stored_in`` is the lower precision of the model's weights, if they are stored so. A trace does without the cache.
+        ``narrow_in`` is the precision of its calls where they have narrow results. A trace does without the cache.
         """
-        region = self._unless_a_region_decides(stored_in)
+        region = self._unless_a_region_decides(narrow_in)
         return region if _compiling() else self.caches.call(region)
 
-    def _unless_a_region_decides(self, stored_in: torch.dtype | None) -> AbstractContextManager[Any]:
+    def _unless_a_region_decides(self, narrow_in: torch.dtype | None) -> AbstractContextManager[Any]:
         if self._out_of_date and not _compiling():
             self._bring_up_to_date()
         state = self.state
         if not state.installed:
             return nullcontext()
         if state.is_on():  # for calls of every model, or for those of the one around this
-            fits = stored_in is None or (
-                state.is_narrow() and (state.other_precision() or self.lower_precision) is stored_in
+            fits = narrow_in is None or (
+                state.is_narrow() and (state.other_precision() or self.lower_precision) is narrow_in
             )
-            return nullcontext() if fits else state.region(True, stored_in, narrow=True)
+            return nullcontext() if fits else state.region(True, narrow_in, narrow=True)
         if number_of_regions() > 0:
             return nullcontext()
-        return state.region(True, stored_in, narrow=stored_in is not None)
+        return state.region(True, narrow_in, narrow=narrow_in is not None)
 
     def keep_stored_weights_of(self, earlier: Casting) -> None:
         """Before `install`: go on with the stored weights of an engine that was closed."""

@@ -129,7 +129,7 @@ class Advice:
 def tell_of_unowned(session: Any) -> None:
     """Gradients without an optimizer that the last block has left at its scale."""
     for slot in session.scaling.unowned.slots:
-        if slot.param.grad is not None:
+        if slot.gradient is not None:
             return session.scaling.advice.tell("unowned", session.name_of(slot.param))
 
 

@@ -42,7 +42,7 @@ class Clipping:
                 continue
             if self._is_used:
                 return self.forget()
-            if refuses and slot.param.grad is not None:
+            if refuses and slot.gradient is not None:
                 raise ConfigurationError(
                     f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
                     "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
@@ -56,12 +56,12 @@ class Clipping:
 
 def seen(slot: Slot) -> Seen:
     """A gradient as it is now."""
-    gradient = slot.param.grad
+    gradient = slot.gradient
     return slot, gradient, 0 if gradient is None else gradient._version
 
 
 def is_still(one: Seen) -> bool:
     """Whether the gradient is the same tensor, with no write since that torch has counted."""
     slot, before, version = one
-    gradient = slot.param.grad
+    gradient = slot.gradient
     return gradient is before and (gradient is None or gradient._version == version)

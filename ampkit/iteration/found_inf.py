@@ -216,7 +216,7 @@ class Findings:
     def _first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient is not finite now."""
         for slot in self._gradients.slots:
-            if slot.param.grad is not None and not local(values_of(slot.param.grad)).isfinite().all():
+            if slot.gradient is not None and not local(values_of(slot.gradient)).isfinite().all():
                 return self._owner.name_of(slot.param)
         return None
 

@@ -138,7 +138,7 @@ class Gradients:
     def has_fresh(self) -> bool:
         """Whether the backward pass that just ran left gradients here."""
         for slot in self.slots:
-            if slot.param.grad is not None:
+            if slot.gradient is not None:
                 return True
         return False
 
@@ -229,7 +229,7 @@ class Gradients:
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Have every gradient multiplied by this: those of weights with rests by the step."""
-        own = [values_of(slot.param.grad) for slot in self.slots if slot.entry is None and slot.param.grad is not None]
+        own = [values_of(gradient) for slot in self.slots if slot.entry is None and (gradient := slot.gradient) is not None]
         kernels.multi_tensor_scale(own, own, coefficient)
         if self.mastered:
             self.clipping.add(coefficient, self.mastered)
@@ -238,9 +238,9 @@ class Gradients:
 
     def check(self, found: FoundInf) -> None:
         """Note in ``found`` what is not finite among the gradients of now, on this process."""
-        params = [slot.param for slot in self.slots if slot.param.grad is not None]
-        flag, first_bad = places_for(found, params)
-        gradients = [values_of(param.grad) for param in params]
+        there = [(slot.param, values_of(gradient)) for slot in self.slots if (gradient := slot.gradient) is not None]
+        flag, first_bad = places_for(found, [param for param, _ in there])
+        gradients = [gradient for _, gradient in there]
         kernels.multi_tensor_unscale_l2norm(gradients, found_inf=flag, first_bad=first_bad)
 
     def total_norm(self) -> torch.Tensor | None:
@@ -248,8 +248,8 @@ class Gradients:
         clip = self.clipping.pending
         own, clipped = [], []
         for slot in self.slots:
-            if slot.param.grad is not None:
-                (own if clip is None or slot.entry is None else clipped).append(values_of(slot.param.grad))
+            if (gradient := slot.gradient) is not None:
+                (own if clip is None or slot.entry is None else clipped).append(values_of(gradient))
         norms = [norm for norm in (_norm_of(own), _norm_of(clipped)) if norm is not None]
         if clipped:
             norms[-1] = norms[-1] * on(clip, norms[-1].device)
@@ -283,8 +283,7 @@ class Gradients:
                     slot.param.grad = None
                 elif set_to_none:
                     forget_gradient(slot.param)
-                elif slot.param.grad is not None:
-                    gradient = slot.param.grad
+                elif (gradient := slot.gradient) is not None:
                     if gradient.grad_fn is not None:
                         gradient.detach_()
                     gradient.requires_grad_(False).zero_()  # views cannot be detached in place
@@ -293,9 +292,9 @@ class Gradients:
         """Write zeros where ``flag`` is not 0, on its device. Gradients that several optimizers share have a flag of their own."""
         for slot in self.slots:
             slot.stash = None
-            if slot.param.grad is not None:
+            if slot.gradient is not None:
                 found = flag if slot.found_inf is None else slot.found_inf.flag
-                gradient = values_of(slot.param.grad).detach()
+                gradient = values_of(slot.gradient).detach()
                 gradient.masked_fill_(on(found, gradient.device) != 0, 0.0)
 
 

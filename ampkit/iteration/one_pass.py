@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from .. import kernels
+from ..casting.narrow_gradients import past_the_getter
 from ..dtypes import LOWER_PRECISION
 from ..optimizers.fused import FusedOptimizer
 from ..optimizers.traits import takes_rests, takes_step_inputs
@@ -58,7 +59,7 @@ class OnePassStep:
                 if group.get(name):
                     return f"{name}=True"
         for slot in self._gradients.slots:
-            if slot.param.grad is not None and is_sparse(slot.param.grad):
+            if (gradient := slot.gradient) is not None and is_sparse(gradient):
                 return "a sparse gradient"
             if slot.param.is_complex():
                 return "a complex parameter"
@@ -75,7 +76,8 @@ class OnePassStep:
         self.state, self.found_inf = optimizer.state, found_inf
         _running.step = self
         try:
-            yield
+            with past_the_getter():
+                yield
         finally:
             _running.step = None
 

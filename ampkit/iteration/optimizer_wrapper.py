@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..casting.engine import active_casting
+from ..casting.narrow_gradients import take_none_any_more
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
 from ..errors import AmpkitError, ConfigurationError, LossScaleError
@@ -113,6 +114,8 @@ class OptimizerWrapper:
             self.synchronize_gradients(refuses=False)
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
+        if self.owner.plan.has_narrow_gradients:
+            take_none_any_more(slot.param for slot in self.gradients.slots)
         self.active = False
         unwatch(self)
         self._patches.restore()
@@ -318,7 +321,7 @@ class OptimizerWrapper:
         """Whether a step looks at gradients that no block has checked, as at loss scale 1."""
         checks: bool | None = self.owner.plan.check_gradients
         if checks is None:
-            return self._takes_step_inputs or (self._one_pass is not None and bool(self.gradients.mastered))
+            return self._takes_step_inputs or (self._one_pass is not None and self._may_step_in_one_pass)
         return checks
 
     def checks_now(self) -> bool:
@@ -329,14 +332,19 @@ class OptimizerWrapper:
             self.advice.tell("outside", type(self.optimizer).__name__)
         return True
 
+    @property
+    def _may_step_in_one_pass(self) -> bool:
+        """Whether torch's own step is another one here: over weights with rests, or float32 weights without a loss scale."""
+        return bool(self.gradients.mastered) or self.owner.plan.steps_in_one_pass
+
     def _one_pass_now(self) -> OnePassStep | None:
-        """What has torch's optimizer update weights and rests together; None without rests, or where it needs stand-ins."""
-        if self._one_pass is None or not self.gradients.mastered:
+        """What has torch's optimizer update everything in one pass; None where its own step does, or where it needs stand-ins."""
+        if self._one_pass is None or not self._may_step_in_one_pass:
             return None
         reason = self._one_pass.reason_against(self.optimizer)
         if reason is None:
             return self._one_pass
-        if reason not in self._told_of:
+        if self.gradients.mastered and reason not in self._told_of:
             self._told_of.add(reason)
             logger.info(
                 "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
@@ -351,7 +359,7 @@ class OptimizerWrapper:
         The script's hooks before the step may write to the model's gradients, and those after it look at its weights: stand-ins are
         there for the update between them alone. Optimizers that take step inputs see to it where their update begins.
         """
-        if self._takes_step_inputs or not self.gradients.mastered:
+        if self._takes_step_inputs or (one_pass is None and not self.gradients.mastered):
             return nullcontext()
         in_step = self.stand_ins.in_step() if one_pass is None else one_pass.in_step(self.optimizer, found_inf)
         return self._between_hooks(in_step) if _has_hooks(self.optimizer) else in_step
@@ -483,7 +491,7 @@ class OptimizerWrapper:
                 self._know_params(params)
 
     def _know_params(self, params: list[Tensor]) -> None:
-        self.owner.widen_params(params)
+        self.owner.train(params)
         self.gradients.add(self._slots.of(params, self.owner.float32_values()))
         self._params = params
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..casting.narrow_gradients import stored_gradient
 from ..models.float32_values import Float32Value
 from ..optimizers.scales import Scale, inverse
 
@@ -34,6 +35,11 @@ class Slot:
         self.owners = 0
         self.stash: torch.Tensor | None = None
         self.found_inf: Any = None
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """``param.grad`` as it is stored: a script that reads that of a float32 weight gets it in float32."""
+        return stored_gradient(self.param)
 
     def clear(self) -> None:
         """Forget everything about the gradient but ``param.grad``."""

@@ -51,14 +51,15 @@ _compiling = torch.compiler.is_compiling
 class ForwardCasts:
     """What a forward does to dtypes; None leaves them alone.
 
-    ``casts_calls`` says that torch's functions cast inside, ``stored_in`` what the weights are stored in where that is lower
-    precision. Outputs of a forward inside of another in the same precision go on to its next layer as they are.
+    ``casts_calls`` says that torch's functions cast inside, and ``narrow_in`` in which lower precision, where softmax, norms and
+    powers hand on that of their input. Outputs of a forward inside of another in the same precision go on to its next layer as
+    they are.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
     casts_calls: bool = False
-    stored_in: torch.dtype | None = None
+    narrow_in: torch.dtype | None = None
 
 
 #: What ``keep_fp32=`` names inside a model: casts of calls are off in it, and its outputs stay as they are.
@@ -199,7 +200,7 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
         raise
     finally:
         _running.casts = outer
-    inside = outer is not None and outer.casts_calls and casts.casts_calls and outer.stored_in is casts.stored_in
+    inside = outer is not None and outer.casts_calls and casts.casts_calls and outer.narrow_in is casts.narrow_in
     return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
 
 
@@ -241,7 +242,7 @@ def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
         return nullcontext()
     if casts is KEPT or not (casts.casts_calls or casting.covers_every_model):
         return casting.disabled()
-    return casting.forward_scope(casts.stored_in)
+    return casting.forward_scope(casts.narrow_in)
 
 
 def _note_trace(model: nn.Module) -> None:

@@ -38,7 +38,7 @@ def prepare_models(
     ``trained`` are the parameters of the optimizers. ``originals`` receives what was cast.
     """
     values: dict[torch.Tensor, Float32Value] = {}
-    keeps = plan.casts_weights or (plan.patch_torch_functions and plan.keep_fp32)
+    keeps = plan.casts_weights or (plan.casts_calls and plan.keep_fp32)
     twins = keep_fp32.frozen_twins(models, trained) if plan.casts_weights and plan.master_weights else {}
     keep = (*plan.keep_fp32, *twins)
     kept = [Kept(model, bool(plan.keep_batchnorm_fp32), keep, plan.lowers_all) for model in models] if keeps else []
@@ -176,7 +176,7 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
         inputs=plan.cast_model_type if plan.lowers_all else None,
         outputs=plan.cast_model_outputs or (torch.float32 if plan.cast_model_type or in_forward_only else None),
         casts_calls=plan.casts_calls,
-        stored_in=plan.cast_model_type if plan.casts_weights else None,
+        narrow_in=plan.lower_precision if plan.has_narrow_results else None,
     )
     in_float32 = {m: None for choice in kept for m in choice.in_float32()}
     for module in in_float32:

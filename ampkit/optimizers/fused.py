@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..casting.narrow_gradients import stored_gradient
 from ..dtypes import LOWER_PRECISION
 from .moments import Storage, are_same
 from .scales import Scale, on, refuse_to_begin
@@ -213,7 +214,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         batch: Batch | None = None
         last = None
         for param in group["params"]:
-            gradient, rest = param.grad, rest_of(id(param))
+            gradient, rest = stored_gradient(param), rest_of(id(param))
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:
@@ -297,8 +298,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         inputs = self.inputs or _NOTHING
         if inputs.total_norm is not None:
             return inputs.total_norm()
-        found = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-        found = [gradient for gradient in found if not gradient.is_sparse]  # refused by the update, by name
+        every = [stored_gradient(param) for group in self.param_groups for param in group["params"]]
+        found = [gradient for gradient in every if gradient is not None and not gradient.is_sparse]  # refused by the update, by name
         return kernels.multi_tensor_unscale_l2norm(found, None, inputs.inv_scale)[0] if found else None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 #include "call.cpp"
 #include "cast_store.cpp"
 #include "module.cpp"
+#include "narrow_gradients.cpp"
 #include "shared_cast.cpp"
 #include "switch.cpp"
 #include "tensor_access.cpp"

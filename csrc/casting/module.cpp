@@ -13,6 +13,7 @@ extern PyTypeObject CastStoreType;
 extern PyTypeObject SwitchType;
 extern PyTypeObject CallType;
 PyObject* make_tensor_access();
+bool add_narrow_gradients(PyObject* module);
 }  // namespace ampkit
 
 namespace {
@@ -40,7 +41,7 @@ PyMODINIT_FUNC PyInit__casting() {
   if (module == nullptr) return nullptr;
   if (PyModule_AddStringConstant(module, "torch_version", AMPKIT_BUILT_WITH_TORCH) < 0 ||
       PyModule_AddType(module, &ampkit::CastStoreType) < 0 || PyModule_AddType(module, &ampkit::SwitchType) < 0 ||
-      PyModule_AddType(module, &ampkit::CallType) < 0) {
+      PyModule_AddType(module, &ampkit::CallType) < 0 || !ampkit::add_narrow_gradients(module)) {
     Py_DECREF(module);
     return nullptr;
   }

@@ -1,5 +1,7 @@
 #include "shared_cast.h"
 
+#include "narrow_gradients.h"
+
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -31,13 +33,23 @@ void call_creation_hooks(const Node& node) {
 
 }  // namespace
 
-void record_cast(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
-  using torch::autograd::generated::ToCopyBackward0;
-  auto node = make_node<ToCopyBackward0>(order);
+namespace {
+
+template <typename Node>
+void record(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
+  auto node = make_node<Node>(order);
   node->set_next_edges(torch::autograd::collect_next_edges(source));
   node->self_options = source.options();
   torch::autograd::set_history(cast, node);
   call_creation_hooks<NodePointer>(node);
+}
+
+}  // namespace
+
+void record_cast(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
+  if (!takes_narrow_gradients(source)) return record<torch::autograd::generated::ToCopyBackward0>(source, cast, order);
+  widen_before_accumulation(source);
+  record<HandOn>(source, cast, order);
 }
 
 at::Tensor another_use_of(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {

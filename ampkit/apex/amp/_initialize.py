@@ -27,6 +27,11 @@ from .lists import rules_changed_by_the_script
 from .scaler import LossScaler
 
 
+def core_level(level: str) -> str:
+    """The core's level for one of Apex's: O5 of ROCm's Apex is O2 in bfloat16, without a loss scale."""
+    return "O2" if level == "O5" else level
+
+
 def open_session(
     models: Any,
     optimizers: Any,
@@ -70,7 +75,7 @@ def open_session(
         returned = api.initialize(
             models,
             optimizers,
-            opt_level=level,
+            opt_level=core_level(level),
             cast_model_outputs=cast_model_outputs,
             num_losses=max(num_losses, 1),  # scripts say 0 where another call brings the optimizer
             verbosity=max(int(_amp_state.verbosity), 0),  # scripts say False, too

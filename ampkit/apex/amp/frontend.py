@@ -15,10 +15,10 @@ import torch
 from ...errors import ConfigurationError
 from ...iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from ...logs import logger
-from ...plan import OPT_LEVELS, defaults_of, resolve
+from ...plan import OPT_LEVELS, resolve
 from ...session import live_sessions
 from ._amp_state import _amp_state, maybe_print, warn_or_err
-from ._initialize import open_session
+from ._initialize import core_level, open_session
 
 _PATCH_TYPE = "patch_torch_functions_type"
 
@@ -70,6 +70,7 @@ class _Level:
     """An opt level as Apex had it: called on a `Properties`, it fills in the defaults."""
 
     name = ""
+    differs: dict[str, Any] = {}  # noqa: RUF012  (from the core's level)
 
     @property
     def brief(self) -> str:
@@ -80,7 +81,7 @@ class _Level:
         return f"See the table of opt levels in ampkit's documentation for {self.name}."
 
     def __call__(self, properties: Properties) -> Properties:
-        defaults = defaults_of(self.name, "cuda")
+        defaults = resolve(core_level(self.name), "cuda", self.differs)
         patches = defaults.patch_torch_functions
         properties._update_options_dict(
             {
@@ -118,7 +119,11 @@ class O4(_Level):
 
 
 class O5(_Level):
+    """As in ROCm's Apex: the model is cast, which ampkit's own O5 does not do."""
+
     name = "O5"
+    brief = "O5: bfloat16 model with float32 norms and master weights, no loss scale"
+    differs = dict(cast_model_type=torch.bfloat16, loss_scale=1.0)  # noqa: RUF012
 
 
 opt_levels = {level.name: level() for level in (O0, O1, O2, O3, O4, O5)}
@@ -222,7 +227,7 @@ def _checked(level: str | None, name: str, value: Any) -> Any:
         value = value if value == "dynamic" or isinstance(value, DynamicLossScale) else float(value)
     if level is None or name in ("enabled", "opt_level") or value is None:
         return value
-    plan = resolve(level, "cuda", {name: value})
+    plan = resolve(core_level(level), "cuda", {name: value})
     return value if name == "loss_scale" else getattr(plan, name)
 
 

@@ -1,0 +1,81 @@
+"""Gradients of large weights that stay in lower precision until a script reads them.
+
+A product of matrices in bfloat16 makes a bfloat16 gradient. torch.autocast makes it float32 on its way to the weight: four bytes
+per parameter for a number that has two. At O5 the node of a weight's cast (csrc/casting/narrow_gradients.h) hands the gradient on
+as it is, where torch's own accumulation alone would take it: hooks on the weight or its accumulation (DDP's too), ``create_graph``,
+``inputs=`` and `torch.autograd.grad` get float32. Whatever is added to a narrow gradient finds it widened first, so that sums are
+float32. `getter` has ``p.grad`` be float32 for whoever reads it, by widening it in place, once. The step of an initialized optimizer,
+the clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `PastTheGetter`.
+
+A weight is marked for it by ``grad_dtype = None``, with which torch lets its gradient have any dtype. Without the library in C++
+nothing is marked, and gradients are float32: Python cannot see the hooks that DDP puts on an accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..patching import PatchSet, SharedPatches
+from .library import dispatch
+
+_library = dispatch().library
+
+#: Elements of a weight whose gradients are worth it.
+_LARGE = 4096
+
+
+def _is_large(param: Tensor) -> bool:
+    """Whether it is a parameter that is a matrix, or more, and large: subclasses (DTensor) have gradients of their own kind."""
+    sizes = sum(size > 1 for size in param.shape)
+    return type(param) is torch.nn.Parameter and param.dtype is torch.float32 and sizes > 1 and param.numel() >= _LARGE
+
+
+def take_narrow_gradients(params: Iterable[Tensor]) -> None:
+    """Let the gradients of the large ones among these float32 parameters be in lower precision. `getter` has to be in place."""
+    for param in params if _library is not None else ():
+        if _is_large(param) and param.is_leaf:
+            _library.take_narrow_gradients(param)
+
+
+def take_none_any_more(params: Iterable[Tensor]) -> None:
+    """Make the gradients of these parameters float32, and have later ones be that."""
+    for param in params if _library is not None else ():
+        _library.take_none_any_more(param)
+
+
+def _read(param: Tensor) -> Tensor | None:
+    return param.grad
+
+
+stored_gradient = _read if _library is None else _library.stored_gradient
+"""A function of a parameter: its gradient as it is stored."""
+
+
+class _PastTheGetter:
+    """A context in which ``p.grad`` is read as it is stored, in this thread."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _library.read_narrow(True)
+
+    def __exit__(self, *error: object) -> None:
+        _library.read_narrow(self._before)
+
+
+def past_the_getter() -> AbstractContextManager[Any]:
+    """``p.grad`` is read as it is stored inside, in this thread: for steps of which every kernel takes both precisions."""
+    return nullcontext() if _library is None else _PastTheGetter()
+
+
+def _patch(patches: PatchSet) -> None:
+    for name in ("grad", "_grad") if _library is not None else ():
+        patches.set(torch.Tensor, name, getattr(_library, name))
+
+
+getter = SharedPatches(_patch)

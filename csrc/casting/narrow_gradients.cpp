@@ -1,0 +1,216 @@
+#include "narrow_gradients.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Type.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <pybind11/pybind11.h>
+
+#include <mutex>
+#include <typeinfo>
+#include <utility>
+
+namespace ampkit {
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+namespace impl = torch::autograd::impl;
+
+bool is_reduced(const at::Tensor& tensor) { return at::isReducedFloatingType(tensor.scalar_type()); }
+
+// The gradient of a weight that takes narrow ones, in float32. The weight's lock is held, or the GIL by a script that reads it.
+void widen(at::Tensor& grad) {
+  if (!grad.defined() || !is_reduced(grad) || grad.layout() != at::kStrided) return;
+  at::AutoDispatchBelowAutograd below;
+  grad = grad.to(at::kFloat);
+}
+
+// The lock that AccumulateGrad holds while it changes a gradient.
+struct LockOf : Node {
+  static std::mutex& of(Node& node) { return node.*(&LockOf::mutex_); }
+};
+
+// torch adds what comes to the gradient that is there, in place and in its precision.
+struct WidenFirst : torch::autograd::FunctionPreHook {
+  explicit WidenFirst(c10::TensorImpl* weight) : weight(weight) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    if (!grads[0].defined()) return grads;
+    const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(weight));
+    if (takes_narrow_gradients(tensor)) widen(tensor.mutable_grad());
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+  c10::TensorImpl* weight;  // it owns this hook
+};
+
+bool is_ours(const torch::autograd::FunctionPreHook& hook) { return typeid(hook) == typeid(WidenFirst); }
+
+// A dict of hooks of a script, of which none is left. torch does not export what dynamic_cast would ask of its class: a name tells.
+template <class PyHooks, class Hook>
+bool is_empty(const Hook& hook, const char* name) {
+  if (c10::demangle(typeid(hook).name()) != name) return false;
+  PyObject* dict = static_cast<const PyHooks&>(hook).dict;
+  return PyDict_Check(dict) && reinterpret_cast<PyDictObject*>(dict)->ma_used == 0;
+}
+
+bool has_hooks(AccumulateGrad& node) {
+  if (!node.pre_hooks().empty() || !node.post_hooks().empty()) return true;
+  const auto& after = node.tensor_post_acc_grad_hooks();
+  if (after != nullptr && !is_empty<torch::autograd::PyFunctionTensorPostAccGradHooks>(*after, "torch::autograd::PyFunctionTensorPostAccGradHooks")) return true;
+  for (const auto& hook : node.tensor_pre_hooks()) {
+    if (!is_ours(*hook) && !is_empty<torch::autograd::PyFunctionTensorPreHook>(*hook, "torch::autograd::PyFunctionTensorPreHook")) return true;
+  }
+  return false;
+}
+
+// Whether the gradient is accumulated where it was made: other streams would have to wait for each other.
+bool is_on_stream_of(AccumulateGrad& node, const at::Tensor& grad) {
+  if (grad.is_cpu()) return true;
+  const auto stream = node.stream();
+  return stream.has_value() && *stream == c10::impl::VirtualGuardImpl(grad.device().type()).getStream(grad.device());
+}
+
+bool accumulates_alone(AccumulateGrad& node, const at::Tensor& grad) {
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();  // not empty: of some inputs alone
+  return !c10::GradMode::is_enabled() && (info == nullptr || info->empty()) && !torch::autograd::AnomalyMode::is_enabled() &&
+      grad.layout() == at::kStrided && is_reduced(grad) && takes_narrow_gradients(node.variable) && !has_hooks(node) &&
+      is_on_stream_of(node, grad);
+}
+
+}  // namespace
+
+bool takes_narrow_gradients(const at::Tensor& weight) {
+  if (weight.scalar_type() != at::kFloat || !weight.is_leaf()) return false;
+  const auto* meta = impl::get_autograd_meta(weight);
+  return meta != nullptr && meta->allow_grad_dtype_mismatch_;
+}
+
+variable_list HandOn::apply(variable_list&& grads) {
+  auto* node = dynamic_cast<AccumulateGrad*>(next_edge(0).function.get());
+  if (node == nullptr || !grads[0].defined() || !accumulates_alone(*node, grads[0])) return ToCopyBackward0::apply(std::move(grads));
+  const std::lock_guard<std::mutex> lock(LockOf::of(*node));
+  const at::Tensor grad = std::move(grads[0]);
+  at::Tensor& there = node->variable.mutable_grad();
+  widen(there);
+  AccumulateGrad::accumulateGrad(node->variable, there, grad, 1, [&](at::Tensor&& sum) { there = std::move(sum); });
+  return variable_list(1);
+}
+
+void widen_before_accumulation(const at::Tensor& weight) {
+  auto& hooks = impl::hooks(weight);
+  for (const auto& hook : hooks) {
+    if (is_ours(*hook)) return;
+  }
+  // A script that registers its first hook clears them: the next cast brings ours back.
+  if (hooks.empty()) impl::add_hook(weight, std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
+  else hooks.push_back(std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
+}
+
+// What Python sees.
+
+namespace {
+
+thread_local bool reads_narrow = false;  // p.grad, in this thread
+
+PyGetSetDef getset_of_torch(const char* name) {
+  // Not the one of torch.Tensor, where ours may stand.
+  PyTypeObject* base = reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_base;
+  THPObjectPtr descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(base), name));
+  return descriptor ? *reinterpret_cast<PyGetSetDescrObject*>(descriptor.get())->d_getset : PyGetSetDef{};
+}
+
+// torch's own "grad" and "_grad".
+PyGetSetDef torchs[2];
+PyGetSetDef ours[2];
+
+PyObject* read_grad(PyObject* self, void* torchs_own) {
+  const auto* own = static_cast<PyGetSetDef*>(torchs_own);
+  PyObject* grad = own->get(self, own->closure);
+  if (grad == nullptr || grad == Py_None || reads_narrow || !THPVariable_Check(grad) || !THPVariable_Check(self)) return grad;
+  const at::Tensor& weight = THPVariable_Unpack(self);
+  if (!is_reduced(THPVariable_Unpack(grad)) || !takes_narrow_gradients(weight)) return grad;
+  Py_DECREF(grad);
+  HANDLE_TH_ERRORS
+  {
+    pybind11::gil_scoped_release without_gil;
+    auto accumulator = impl::try_get_grad_accumulator(weight);
+    auto lock = accumulator ? std::unique_lock<std::mutex>(LockOf::of(*accumulator)) : std::unique_lock<std::mutex>();
+    widen(weight.mutable_grad());
+  }
+  return own->get(self, own->closure);
+  END_HANDLE_TH_ERRORS
+}
+
+int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
+  const auto* own = static_cast<PyGetSetDef*>(torchs_own);
+  return own->set(self, value, own->closure);
+}
+
+const at::Tensor* checked(PyObject* object) {
+  if (THPVariable_Check(object)) return &THPVariable_Unpack(object);
+  PyErr_Format(PyExc_TypeError, "expected a Tensor, found a %s", Py_TYPE(object)->tp_name);
+  return nullptr;
+}
+
+PyObject* take_narrow_gradients(PyObject*, PyObject* weight) {
+  HANDLE_TH_ERRORS
+  const at::Tensor* tensor = checked(weight);
+  if (tensor == nullptr) return nullptr;
+  tensor->set_grad_dtype(std::nullopt);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* take_none_any_more(PyObject*, PyObject* weight) {
+  HANDLE_TH_ERRORS
+  const at::Tensor* tensor = checked(weight);
+  if (tensor == nullptr) return nullptr;
+  if (takes_narrow_gradients(*tensor)) {
+    widen(tensor->mutable_grad());
+    tensor->set_grad_dtype(at::kFloat);
+    impl::get_autograd_meta(*tensor)->grad_dtype_.reset();  // it follows the weight's again
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* stored_gradient(PyObject*, PyObject* weight) { return torchs[0].get(weight, torchs[0].closure); }
+
+PyObject* read_narrow(PyObject*, PyObject* flag) {
+  return PyBool_FromLong(std::exchange(reads_narrow, flag == Py_True));
+}
+
+PyMethodDef functions[] = {
+    {"take_narrow_gradients", take_narrow_gradients, METH_O, nullptr},
+    {"take_none_any_more", take_none_any_more, METH_O, nullptr},
+    {"stored_gradient", stored_gradient, METH_O, nullptr},
+    {"read_narrow", read_narrow, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+bool add_narrow_gradients(PyObject* module) {
+  const char* names[] = {"grad", "_grad"};
+  for (int i = 0; i < 2; ++i) {
+    torchs[i] = getset_of_torch(names[i]);
+    if (torchs[i].get == nullptr) return false;
+    ours[i] = {torchs[i].name, read_grad, write_grad, torchs[i].doc, &torchs[i]};
+    PyObject* descriptor = PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(THPVariableClass), &ours[i]);
+    if (descriptor == nullptr || PyModule_AddObject(module, names[i], descriptor) < 0) return false;
+  }
+  return PyModule_AddFunctions(module, functions) == 0;
+}
+
+}  // namespace ampkit

@@ -1,0 +1,26 @@
+// Gradients of large float32 weights that stay in lower precision until a script reads them: ampkit/casting/narrow_gradients.py
+// says what the functions mean.
+#pragma once
+
+#include <Python.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+namespace ampkit {
+
+// Whether a script, or a session for it, lets the gradients of this float32 leaf be of any dtype.
+bool takes_narrow_gradients(const at::Tensor& weight);
+
+// The cast of a weight in the graph. Its gradient goes to the weight as it is, in the cast's precision, where nothing but torch's
+// own accumulation would take it, and is added up in float32. Elsewhere it is what the node of to() makes of it.
+struct HandOn : public torch::autograd::generated::ToCopyBackward0 {
+  using ToCopyBackward0::ToCopyBackward0;
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+};
+
+// Has every other gradient that comes to this weight find a float32 one there.
+void widen_before_accumulation(const at::Tensor& weight);
+
+// {"take_narrow_gradients": function, ...}, and the descriptors "grad" and "_grad" for torch.Tensor.
+bool add_narrow_gradients(PyObject* module);
+
+}  // namespace ampkit
