@@ -32,6 +32,7 @@ from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.advice import calls_of_torch, tell_of_unowned
 from .iteration.block import Block, LossScaling
+from .iteration.clipping import torchs_clipping
 from .iteration.loss_scale import LossScaler
 from .iteration.one_pass import one_pass_steps
 from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
@@ -176,9 +177,9 @@ class Session:
             trained = {param for one in optimizers for param in params_of(one) if param.requires_grad}
             values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
             self._watch(models)
-            if self.plan.has_narrow_gradients:
-                getter.acquire()
-                self._undo.callback(getter.release)
+            for shared in (getter, torchs_clipping) if self.plan.has_narrow_gradients else ():
+                shared.acquire()
+                self._undo.callback(shared.release)
             self._prepare_optimizers(optimizers, values)
             if self.plan.casts_calls:
                 self._start_casting(values)

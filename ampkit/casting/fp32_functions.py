@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..dtypes import LOWER_PRECISION
+from .narrow_gradients import RowsOfTable, takes_narrow_gradients
 from .state import CastingState
 
 Log = Callable[[Tensor], None]
@@ -329,11 +330,13 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
 # -- embedding
 
 
-def with_sparse_gradients(wrapper: Callable, original: Callable) -> Callable:
+def with_gradients_of_tables(wrapper: Callable, original: Callable) -> Callable:
     """Embeddings whose gradients are sparse have them in the table's precision: autograd casts no sparse gradient."""
 
     def call(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
         if not sparse:
+            if takes_narrow_gradients(weight) and not scale_grad_by_freq and _records_plainly(weight):
+                return RowsOfTable.apply(original, weight, indices, padding_idx)
             return wrapper(weight, indices, padding_idx, scale_grad_by_freq)
         rows = original(weight, indices, padding_idx, scale_grad_by_freq, True)
         return rows.float() if rows.dtype in LOWER_PRECISION else rows

@@ -13,7 +13,7 @@ nothing is marked, and gradients are float32: Python cannot see the hooks that D
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..patching import PatchSet, SharedPatches
 from .library import dispatch
 
 _library = dispatch().library
+_embedding_backward = torch.ops.aten.embedding_dense_backward.default
 
 #: Elements of a weight whose gradients are worth it.
 _LARGE = 4096
@@ -71,6 +72,30 @@ class _PastTheGetter:
 def past_the_getter() -> AbstractContextManager[Any]:
     """``p.grad`` is read as it is stored inside, in this thread: for steps of which every kernel takes both precisions."""
     return nullcontext() if _library is None else _PastTheGetter()
+
+
+def takes_narrow_gradients(tensor: Any) -> bool:
+    """Whether gradients of this may be narrow."""
+    return _library is not None and _library.takes_narrow_gradients(tensor)
+
+
+class RowsOfTable(torch.autograd.Function):
+    """``embedding(table, indices, padding_index)``: the gradient of the table is never there in float32, if it may be narrow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, embedding: Callable[..., Tensor], table: Tensor, indices: Tensor, padding_index: int
+    ) -> Tensor:
+        ctx.table, ctx.padding_index = table, padding_index
+        ctx.save_for_backward(indices)
+        return embedding(table, indices, padding_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
+        (indices,), table, padding_index = ctx.saved_tensors, ctx.table, ctx.padding_index
+        if _library.hand_on_rows(table, grad, indices, padding_index):
+            return None, None, None, None
+        return None, _embedding_backward(grad, indices, len(table), padding_index, False), None, None
 
 
 def _patch(patches: PatchSet) -> None:

@@ -35,7 +35,7 @@ from ..errors import RefusedOperation
 from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
 from .cache import is_weight
-from .fp32_functions import with_sparse_gradients, without_copies
+from .fp32_functions import with_gradients_of_tables, without_copies
 from .recurrent import RECURRENT, in_one_chunk
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, map_tensors, tensors_in, to_float32
@@ -82,7 +82,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         log = None if state.verbosity < 2 else lambda x: _log_cast(x, torch.float32, name)
         saving = without_copies(wrapper, original, state, owner, name, log)
         if saving is not None and name == "embedding":
-            saving = with_sparse_gradients(saving, original)
+            saving, in_cpp = with_gradients_of_tables(saving, original), False
         if rule.narrow:
             saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
     wrapper = _where_casts_are_off(saving or wrapper, original, state)

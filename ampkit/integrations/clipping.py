@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..api import clip_grad_norm_
+from ..casting.narrow_gradients import stored_gradient
 from ..iteration.optimizer_wrapper import wrapper_of
 
 
@@ -15,10 +16,10 @@ def clip_norm(
     optimizers: Sequence[Any], parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Clip the gradients of ``parameters`` by their norm, which is returned."""
-    chosen = [param for param in parameters if param.grad is not None]
+    chosen = [param for param in parameters if stored_gradient(param) is not None]
     for optimizer in optimizers:
         slots = wrapper_of(optimizer).gradients.slots
-        if {slot.param for slot in slots if slot.param.grad is not None} == set(chosen):
+        if {slot.param for slot in slots if slot.gradient is not None} == set(chosen):
             return clip_grad_norm_(optimizer, max_norm, norm_type)  # inside the step, where the optimizer does that
     return torch.nn.utils.clip_grad_norm_(updated(optimizers, chosen), max_norm, norm_type)
 

@@ -1,12 +1,21 @@
-"""What ``clip_grad_norm_`` has yet to do to the gradients of weights with rests: the step does it while it reads them."""
+"""What ``clip_grad_norm_`` has yet to do to the gradients of weights with rests: the step does it while it reads them.
+
+Below stands torch's own ``clip_grad_norm_``, which reads narrow gradients as they are: their norm is float32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
+from .. import kernels
+from ..casting.narrow_gradients import stored_gradient
+from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
+from ..patching import PatchSet, SharedPatches
 from .slots import Slot
 
 Seen = tuple[Slot, torch.Tensor | None, int]  # a gradient and its version, or none
@@ -65,3 +74,27 @@ def is_still(one: Seen) -> bool:
     slot, before, version = one
     gradient = slot.gradient
     return gradient is before and (gradient is None or gradient._version == version)
+
+
+def _of_narrow_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
+        is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
+        has_narrow = any(one.dtype in LOWER_PRECISION for one in gradients)
+        if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow or len({g.device for g in gradients}) > 1:
+            return original(params, max_norm, norm_type, *args, **kwargs)
+        norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
+        kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))
+        return norm
+
+    return clip_grad_norm_
+
+
+def _patch(patches: PatchSet) -> None:
+    for module in (torch.nn.utils.clip_grad, torch.nn.utils):
+        patches.set(module, "clip_grad_norm_", _of_narrow_gradients(module.clip_grad_norm_))
+
+
+torchs_clipping = SharedPatches(_patch)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..casting.engine import active_casting
+from ..casting.narrow_gradients import past_the_getter
 from ..casting.tensors import cast_floating
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
@@ -89,7 +90,8 @@ class _Shell(InFront):
         return result
 
     def zero_grad(self, *args, **kwargs):
-        super().zero_grad(*args, **kwargs)
+        with past_the_getter():
+            super().zero_grad(*args, **kwargs)
         watcher = watchers.get(self)
         if watcher is not None:
             watcher.after_zero_grad(self)

@@ -1,6 +1,9 @@
 #include "narrow_gradients.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_unique2.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Type.h>
@@ -53,9 +56,17 @@ struct WidenFirst : torch::autograd::FunctionPreHook {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
   c10::TensorImpl* weight;  // it owns this hook
+  int pass = -1;            // the backward pass that has made the narrow gradient
 };
 
 bool is_ours(const torch::autograd::FunctionPreHook& hook) { return typeid(hook) == typeid(WidenFirst); }
+
+WidenFirst* hook_of(const at::Tensor& weight) {
+  for (const auto& hook : impl::hooks(weight)) {
+    if (is_ours(*hook)) return static_cast<WidenFirst*>(hook.get());
+  }
+  return nullptr;
+}
 
 // A dict of hooks of a script, of which none is left. torch does not export what dynamic_cast would ask of its class: a name tells.
 template <class PyHooks, class Hook>
@@ -85,8 +96,7 @@ bool is_on_stream_of(AccumulateGrad& node, const at::Tensor& grad) {
 bool accumulates_alone(AccumulateGrad& node, const at::Tensor& grad) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();  // not empty: of some inputs alone
   return !c10::GradMode::is_enabled() && (info == nullptr || info->empty()) && !torch::autograd::AnomalyMode::is_enabled() &&
-      grad.layout() == at::kStrided && is_reduced(grad) && takes_narrow_gradients(node.variable) && !has_hooks(node) &&
-      is_on_stream_of(node, grad);
+      grad.layout() == at::kStrided && takes_narrow_gradients(node.variable) && !has_hooks(node) && is_on_stream_of(node, grad);
 }
 
 }  // namespace
@@ -99,20 +109,44 @@ bool takes_narrow_gradients(const at::Tensor& weight) {
 
 variable_list HandOn::apply(variable_list&& grads) {
   auto* node = dynamic_cast<AccumulateGrad*>(next_edge(0).function.get());
-  if (node == nullptr || !grads[0].defined() || !accumulates_alone(*node, grads[0])) return ToCopyBackward0::apply(std::move(grads));
+  if (node == nullptr || !grads[0].defined() || !is_reduced(grads[0]) || !accumulates_alone(*node, grads[0])) return ToCopyBackward0::apply(std::move(grads));
   const std::lock_guard<std::mutex> lock(LockOf::of(*node));
   const at::Tensor grad = std::move(grads[0]);
   at::Tensor& there = node->variable.mutable_grad();
   widen(there);
+  if (WidenFirst* hook = hook_of(node->variable)) hook->pass = torch::autograd::get_current_graph_task_id();
   AccumulateGrad::accumulateGrad(node->variable, there, grad, 1, [&](at::Tensor&& sum) { there = std::move(sum); });
   return variable_list(1);
 }
 
-void widen_before_accumulation(const at::Tensor& weight) {
-  auto& hooks = impl::hooks(weight);
-  for (const auto& hook : hooks) {
-    if (is_ours(*hook)) return;
+bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Tensor& indices, int64_t padding_index) {
+  const auto accumulator = impl::try_get_grad_accumulator(table);
+  auto* node = dynamic_cast<AccumulateGrad*>(accumulator.get());
+  if (node == nullptr || grad.scalar_type() != at::kFloat || !accumulates_alone(*node, grad)) return false;
+  at::AutoDispatchBelowAutograd below;
+  const auto [rows, places, counts] = at::_unique2(indices.reshape(-1), /*sorted=*/true, /*return_inverse=*/true);
+  // torch's kernel adds up what belongs to a row, of those that were used alone.
+  at::Tensor sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
+  if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
+  widen_before_accumulation(table);
+  WidenFirst* hook = hook_of(table);
+  const std::lock_guard<std::mutex> lock(LockOf::of(*node));
+  at::Tensor& there = node->variable.mutable_grad();
+  const int pass = torch::autograd::get_current_graph_task_id();
+  if (!there.defined()) {
+    there = at::zeros_like(table, table.options().dtype(at::kBFloat16));
+    hook->pass = pass;
+  } else if (hook->pass != pass) {  // of another backward pass
+    widen(there);
   }
+  if (is_reduced(there)) there.index_copy_(0, rows, there.index_select(0, rows).to(at::kFloat).add_(sums).to(there.scalar_type()));
+  else there.index_add_(0, rows, sums);
+  return true;
+}
+
+void widen_before_accumulation(const at::Tensor& weight) {
+  if (hook_of(weight) != nullptr) return;
+  auto& hooks = impl::hooks(weight);
   // A script that registers its first hook clears them: the next cast brings ours back.
   if (hooks.empty()) impl::add_hook(weight, std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
   else hooks.push_back(std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
@@ -169,6 +203,7 @@ PyObject* take_narrow_gradients(PyObject*, PyObject* weight) {
   const at::Tensor* tensor = checked(weight);
   if (tensor == nullptr) return nullptr;
   tensor->set_grad_dtype(std::nullopt);
+  widen_before_accumulation(*tensor);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -186,6 +221,25 @@ PyObject* take_none_any_more(PyObject*, PyObject* weight) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* takes_narrow(PyObject*, PyObject* weight) {
+  return PyBool_FromLong(THPVariable_Check(weight) && takes_narrow_gradients(THPVariable_Unpack(weight)));
+}
+
+PyObject* hand_on_rows_of(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *table, *grad, *indices;
+  long long padding_index;
+  if (!PyArg_ParseTuple(args, "OOOL:hand_on_rows", &table, &grad, &indices, &padding_index)) return nullptr;
+  if (checked(table) == nullptr || checked(grad) == nullptr || checked(indices) == nullptr) return nullptr;
+  bool did;
+  {
+    pybind11::gil_scoped_release without_gil;
+    did = hand_on_rows(THPVariable_Unpack(table), THPVariable_Unpack(grad), THPVariable_Unpack(indices), padding_index);
+  }
+  return PyBool_FromLong(did);
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* stored_gradient(PyObject*, PyObject* weight) { return torchs[0].get(weight, torchs[0].closure); }
 
 PyObject* read_narrow(PyObject*, PyObject* flag) {
@@ -195,6 +249,8 @@ PyObject* read_narrow(PyObject*, PyObject* flag) {
 PyMethodDef functions[] = {
     {"take_narrow_gradients", take_narrow_gradients, METH_O, nullptr},
     {"take_none_any_more", take_none_any_more, METH_O, nullptr},
+    {"takes_narrow_gradients", takes_narrow, METH_O, nullptr},
+    {"hand_on_rows", hand_on_rows_of, METH_VARARGS, nullptr},
     {"stored_gradient", stored_gradient, METH_O, nullptr},
     {"read_narrow", read_narrow, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};

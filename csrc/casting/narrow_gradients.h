@@ -17,6 +17,10 @@ struct HandOn : public torch::autograd::generated::ToCopyBackward0 {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
 };
 
+// Adds the gradients (float32) of rows of a table, which was indexed by `indices`, to the table's own, as `HandOn` would: in bfloat16,
+// with sums over a row in float32. False where it may not, and does nothing.
+bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Tensor& indices, int64_t padding_index);
+
 // Has every other gradient that comes to this weight find a float32 one there.
 void widen_before_accumulation(const at::Tensor& weight);
 
