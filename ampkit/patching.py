@@ -73,10 +73,12 @@ class SharedPatches:
                 raise
         self._users += 1
 
-    def release(self) -> None:
+    def release(self) -> bool:
+        """Returns whether that was the last one."""
         self._users -= 1
         if not self._users:
             self._patches.restore()
+        return not self._users
 
 
 class Undo(ExitStack):

@@ -21,7 +21,6 @@ from torch import nn
 
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
-from .classes import own_class
 
 RECORD_KEY = "_ampkit_weights"
 INNER_FORWARD_KEY = "_ampkit_inner_forward"
@@ -39,7 +38,7 @@ def hand_out_plain_copies(module: nn.Module) -> None:
 
 def need_no_plain_copies(module: nn.Module) -> None:
     """Undo `hand_out_plain_copies`, if nothing of ours is left on the module."""
-    if own_class(type(module)) is type(module) and not any(key.startswith(_PREFIX) for key in module.__dict__):
+    if not any(key.startswith(_PREFIX) for key in module.__dict__):
         for name in _METHODS:
             module.__dict__.pop(name, None)
 
@@ -60,8 +59,7 @@ def _is_ours(hook: Any) -> bool:
 
 def stand_in(module: nn.Module) -> nn.Module:
     """A plain module that shares all but lower-precision weights with ``module``."""
-    own = own_class(type(module))
-    plain = object.__new__(own)
+    plain = object.__new__(type(module))
     attributes = plain.__dict__
     for key, value in module.__dict__.items():
         if key == INNER_FORWARD_KEY:

@@ -1,12 +1,13 @@
 """The forward of an initialized model: has calls cast inside, casts outputs, and tells its session that it runs.
 
-An initialized model's class is replaced by a subclass, so that ``model(x)`` and ``model.forward(x)`` do the same, and
-DataParallel's replicas carry the behaviour with them. The instance holds a `ForwardCasts` (dtypes only); its session, where it
-has one, is asked through `watchers`.
+Methods of the model's class have ours around them (classes.py), so that ``model(x)`` and ``model.forward(x)`` do the same, and
+DataParallel's replicas behave alike. What a model does, the instance says: it holds a `ForwardCasts` (dtypes only); its session,
+where it has one, is asked through `watchers`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
@@ -25,7 +26,7 @@ from ..casting.tensors import cast_floating
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
 from ..labels import labelled
-from .classes import InFront, is_made_here, own_class, put_in_front
+from .classes import Around, stand_before
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .records import lower_entries, record_of
 
@@ -77,56 +78,62 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class _Shell(InFront):
-    """Mixed into the class of every initialized model, in front of the model's own class."""
-
-    def _apply(self, fn, *args, **kwargs):
-        cast = list(lower_entries(self))
-        result = super()._apply(fn, *args, **kwargs)
-        for tensor, entry in cast:
-            entry.move_rest_beside(tensor)
-            if tensor.dtype is torch.float32:  # the next forward says so
-                record_of(self).was_made_float32 = True
-        return result
-
-    def zero_grad(self, *args, **kwargs):
-        with past_the_getter():
-            super().zero_grad(*args, **kwargs)
-        watcher = watchers.get(self)
-        if watcher is not None:
-            watcher.after_zero_grad(self)
-
-    def _load_from_state_dict(self, *args, **kwargs):
-        super()._load_from_state_dict(*args, **kwargs)
-        watcher = watchers.get(self)
-        if watcher is not None:
-            watcher.after_load(self)
-
-    def __prepare_scriptable__(self):
-        # Asked for by torch.jit.script, which compiles from source: it would find the shell's forward.
-        raise ConfigurationError(
-            f"torch.jit.script was given an initialized model ({type(self).__name__}). A script is compiled from the source of "
-            "the model, where no casts are. For a program with the casts use torch.export.export(model, args) or "
-            "torch.jit.trace(model, args); for one without, call ampkit.close() first."
-        )
-
-    def __copy__(self):
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        hand_out_plain_copies(twin)
-        return twin
+def _apply(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> Any:
+    cast = list(lower_entries(model))
+    result = own(model, *args, **kwargs)
+    for tensor, entry in cast:
+        entry.move_rest_beside(tensor)
+        if tensor.dtype is torch.float32:  # the next forward says so
+            record_of(model).was_made_float32 = True
+    return result
 
 
-def install(model: nn.Module, casts: ForwardCasts) -> None:
-    """Make ``model`` cast as ``casts`` says, whichever way its forward is called."""
+def _zero_grad(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> None:
+    watcher = watchers.get(model)
+    if watcher is None:
+        return own(model, *args, **kwargs)
+    with past_the_getter():
+        own(model, *args, **kwargs)
+    return watcher.after_zero_grad(model)
+
+
+def _load_from_state_dict(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> None:
+    own(model, *args, **kwargs)
+    watcher = watchers.get(model)
+    if watcher is not None:
+        watcher.after_load(model)
+
+
+def _prepare_scriptable(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> Any:
+    # Asked for by torch.jit.script, which compiles from source.
+    if CASTS_KEY not in model.__dict__:
+        return model if own is None else own(model)
+    raise ConfigurationError(
+        f"torch.jit.script was given an initialized model ({type(model).__name__}). A script is compiled from the source of "
+        "the model, where no casts are. For a program with the casts use torch.export.export(model, args) or "
+        "torch.jit.trace(model, args); for one without, call ampkit.close() first."
+    )
+
+
+def _copy(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> Any:
+    if CASTS_KEY not in model.__dict__:
+        return copy._reconstruct(model, None, *model.__reduce_ex__(4)) if own is None else own(model)
+    twin = object.__new__(type(model))
+    twin.__dict__.update(model.__dict__)
+    hand_out_plain_copies(twin)
+    return twin
+
+
+def install(model: nn.Module, casts: ForwardCasts) -> Callable[[], None]:
+    """Make ``model`` cast as ``casts`` says, whichever way its forward is called; returns what gives its class back."""
     if casts is KEPT:
         model.register_forward_pre_hook(_no_kernel_in_its_place)
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
     model.__dict__[CASTS_KEY] = casts
-    model.__class__ = put_in_front(own_class(type(model)), _Shell, _around, _in_a_call)
     hand_out_plain_copies(model)
+    return stand_before(type(model), _METHODS, _in_a_call)
 
 
 def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
@@ -134,15 +141,13 @@ def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Undo `install`. A class that a script has derived from ours stays, and casts nothing any more."""
+    """Undo `install` for the model itself."""
     watchers.pop(model, None)
     compiled_models.forget(model)
     remove_hooks(model)
     model.__dict__.pop(CASTS_KEY, None)
     if INNER_FORWARD_KEY in model.__dict__:
         model.__dict__["forward"] = model.__dict__.pop(INNER_FORWARD_KEY)
-    if is_made_here(type(model)):
-        model.__class__ = own_class(type(model))
     need_no_plain_copies(model)
 
 
@@ -165,7 +170,9 @@ def cast_inputs(function: Callable) -> Callable:
     return method
 
 
-def _around(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    if CASTS_KEY not in model.__dict__:
+        return forward(model, *args, **kwargs)
     inner = model.__dict__.get(INNER_FORWARD_KEY)
     return _run(model, inner or functools.partial(forward, model), args, kwargs)
 
@@ -179,11 +186,21 @@ def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) ->
         return method(model, *args, **kwargs)
 
 
+_METHODS: dict[str, Around] = {
+    "_apply": _apply,
+    "zero_grad": _zero_grad,
+    "_load_from_state_dict": _load_from_state_dict,
+    "__prepare_scriptable__": _prepare_scriptable,
+    "__copy__": _copy,
+    "forward": _forward,
+}
+
+
 @labelled("forward")
 def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
     casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
     outer = _running.casts
-    if casts is None or (casts is KEPT and outer is casts):  # in a kept module that is inside another
+    if casts is None or outer is casts:  # in a kept module inside another, or super().forward() of an initialized class
         return function(*args, **kwargs)
     traced = _compiling()
     if traced:

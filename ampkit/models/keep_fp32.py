@@ -18,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..sharding import fsdp_modules
-from .classes import own_class
 
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _NormBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
@@ -128,7 +127,7 @@ def frozen_twins(models: Sequence[nn.Module], trained: set[torch.Tensor]) -> dic
             params = list(module.named_parameters())
             if not params or not _has_forward(module) or fsdp_modules(module):
                 continue
-            key = (own_class(type(module)), tuple((inner, param.shape) for inner, param in params))
+            key = (type(module), tuple((inner, param.shape) for inner, param in params))
             if any(param in trained for _, param in params):
                 twins[key] = name
             elif not any(param.requires_grad for _, param in params):

@@ -182,7 +182,7 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
     for module in in_float32:
         if module not in models:
             undo.if_alive(forward.uninstall, module)
-            forward.install(module, forward.KEPT)
+            undo.callback(forward.install(module, forward.KEPT))
     for model in models:
         if plan.casts_calls:
             for module in fsdp_modules(model):
@@ -191,4 +191,4 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts
         # Calls of a script are cast by torch.autocast, beneath our patches.
         if not isinstance(model, torch.jit.ScriptModule):
-            forward.install(model, own)
+            undo.callback(forward.install(model, replace(own)))
