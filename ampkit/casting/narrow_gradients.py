@@ -4,8 +4,8 @@ A product of matrices in bfloat16 makes a bfloat16 gradient. torch.autocast make
 per parameter for a number that has two. At O5 the node of a weight's cast (csrc/casting/narrow_gradients.h) hands the gradient on
 as it is, where torch's own accumulation alone would take it: hooks on the weight or its accumulation (DDP's too), ``create_graph``,
 ``inputs=`` and `torch.autograd.grad` get float32. Whatever is added to a narrow gradient finds it widened first, so that sums are
-float32. `getter` has ``p.grad`` be float32 for whoever reads it, by widening it in place, once. The step of an initialized optimizer,
-the clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `PastTheGetter`.
+float32. `getter` has ``p.grad`` be float32 for whoever reads it: it widens it in place, once. Steps of initialized optimizers,
+clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `past_the_getter`.
 
 A weight is marked for it by ``grad_dtype = None``, with which torch lets its gradient have any dtype. Without the library in C++
 nothing is marked, and gradients are float32: Python cannot see the hooks that DDP puts on an accumulation.
