@@ -26,7 +26,7 @@ from ..iteration.loss_scale import DynamicLossScale
 from ..iteration.one_pass import why_over_stand_ins
 from ..iteration.optimizer_wrapper import wrapper_of
 from ..logs import printable
-from ..models.keep_fp32 import Kept, frozen_twins
+from ..models.keep_fp32 import Kept
 from ..plan import Plan, resolve
 from ..policy import CastKind
 from ..session import Session, live_sessions
@@ -207,14 +207,12 @@ class Treatment:
 
     def __init__(self, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool) -> None:
         self.plan, self.is_live = plan, is_live
-        trained = {param for one in optimizers for param in params_of(one) if param.requires_grad}
-        self.twins = frozen_twins(models, trained) if plan.casts_weights and plan.master_weights else {}
-        self._of_twins = {param: twin for module, twin in self.twins.items() for param in module.parameters()}
-        keep, all_lower = (*plan.keep_fp32, *self.twins), plan.lowers_all
+        held = {param for one in optimizers for param in params_of(one)}
+        self._held = held if optimizers and plan.casts_calls and not plan.lowers_all else None
         self._kept = {}
         self.in_float32: set[nn.Module] = set()
         for model in models if plan.enabled else ():
-            kept = Kept(model, bool(plan.keep_batchnorm_fp32), keep, all_lower)
+            kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32, plan.lowers_all, self._held)
             self._kept.update(dict.fromkeys(model.modules(), kept))
             self.in_float32.update(kept.in_float32())
         self._sharded = {module for model in models if fsdp_modules(model) for module in model.modules()}
@@ -232,8 +230,6 @@ class Treatment:
         """Why a parameter is not stored in lower precision, at a level that stores weights in it."""
         if not self.plan.enabled or not self.plan.casts_weights:
             return "keep_fp32= names it" if module in self.in_float32 else None
-        if param in self._of_twins:
-            return f"an average of {self._of_twins[param][1]}, which no optimizer trains"
         if param.dtype not in CASTABLE:
             return f"{short(param.dtype)} is never cast"
         if module in self._sharded:
@@ -241,7 +237,8 @@ class Treatment:
         return self._kept[module].why_kept(module, param)
 
     def storage(self, module: nn.Module, param: nn.Parameter) -> torch.dtype:
-        if self.is_live or not self.plan.enabled or param.dtype not in CASTABLE:
+        stays = self._held is not None and param not in self._held
+        if self.is_live or not self.plan.enabled or param.dtype not in CASTABLE or stays:
             return param.dtype
         if self.plan.casts_weights and self.why_kept(module, param) is None:
             return self.plan.cast_model_type or torch.float32
