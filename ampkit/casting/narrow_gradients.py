@@ -30,16 +30,17 @@ _embedding_backward = torch.ops.aten.embedding_dense_backward.default
 _LARGE = 4096
 
 
-def _is_large(param: Tensor) -> bool:
-    """Whether it is a parameter that is a matrix, or more, and large: subclasses (DTensor) have gradients of their own kind."""
+def is_large(param: Tensor) -> bool:
+    """Whether narrow gradients are worth it: for large matrices. Subclasses (DTensor) have gradients of their own kind."""
     sizes = sum(size > 1 for size in param.shape)
-    return type(param) is torch.nn.Parameter and param.dtype is torch.float32 and sizes > 1 and param.numel() >= _LARGE
+    is_plain = _library is not None and type(param) is torch.nn.Parameter and param.dtype is torch.float32
+    return is_plain and sizes > 1 and param.numel() >= _LARGE
 
 
 def take_narrow_gradients(params: Iterable[Tensor]) -> None:
     """Let the gradients of the large ones among these float32 parameters be in lower precision. `getter` has to be in place."""
-    for param in params if _library is not None else ():
-        if _is_large(param) and param.is_leaf:
+    for param in params:
+        if is_large(param) and param.is_leaf:
             _library.take_narrow_gradients(param)
 
 
