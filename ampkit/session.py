@@ -177,7 +177,8 @@ class Session:
             held = held_by(optimizers) if self.plan.stores_what_is_held and optimizers else None
             values = prepare_models(models, self.plan, Loans(), held, originals, self._undo)
             self._watch(models)
-            for shared in (getter, torchs_clipping) if self.plan.has_narrow_gradients else ():
+            narrow = (torchs_clipping,) if self.plan.has_narrow_gradients else ()
+            for shared in (getter, *narrow) if self.plan.casts_calls else ():
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._prepare_optimizers(optimizers, values)

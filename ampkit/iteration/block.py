@@ -170,7 +170,7 @@ class Block:
 
     def _was_reached(self, param: torch.Tensor) -> bool:
         """Whether a backward pass came to a parameter; the graph is walked where a gradient is missing, which is rare."""
-        return self.whole_passes > 0 and param in self._leaves
+        return self.whole_passes > 0 and param.requires_grad and param in self._leaves
 
     @functools.cached_property
     def _leaves(self) -> set[torch.Tensor]:

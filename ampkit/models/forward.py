@@ -182,7 +182,8 @@ def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) ->
     casting, casts = active_casting(), model.__dict__.get(CASTS_KEY)
     if casting is None or casts is None or not casts.casts_calls or _compiling():
         return method(model, *args, **kwargs)
-    with casting.caches.call():
+    # Where calls are cast inside of the models alone, a method casts as the forward does.
+    with casting.forward_scope(casts.narrow_in) if casts.narrow_in is not None else casting.caches.call():
         return method(model, *args, **kwargs)
 
 

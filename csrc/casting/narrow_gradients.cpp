@@ -5,6 +5,7 @@
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Type.h>
 #include <torch/csrc/Exceptions.h>
@@ -31,10 +32,19 @@ namespace impl = torch::autograd::impl;
 
 bool is_reduced(const at::Tensor& tensor) { return at::isReducedFloatingType(tensor.scalar_type()); }
 
-// The gradient of a weight that takes narrow ones, in float32. The weight's lock is held, or the GIL by a script that reads it.
+// What a script may have entered where it reads a gradient: none of it has a part in what the gradient becomes.
+struct PastAllModes {
+  c10::InferenceMode inference{false};
+  c10::impl::ExcludeDispatchKeyGuard modes{c10::DispatchKeySet(
+      {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+       c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
+  at::AutoDispatchBelowAutograd below;
+};
+
+// The gradient of a weight that takes narrow ones, in float32. The weight's lock is held, and the GIL by a script that reads it.
 void widen(at::Tensor& grad) {
   if (!grad.defined() || !is_reduced(grad) || grad.layout() != at::kStrided) return;
-  at::AutoDispatchBelowAutograd below;
+  const PastAllModes past;
   grad = grad.to(at::kFloat);
 }
 
@@ -96,7 +106,8 @@ bool is_on_stream_of(AccumulateGrad& node, const at::Tensor& grad) {
 bool accumulates_alone(AccumulateGrad& node, const at::Tensor& grad) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();  // not empty: of some inputs alone
   return !c10::GradMode::is_enabled() && (info == nullptr || info->empty()) && !torch::autograd::AnomalyMode::is_enabled() &&
-      grad.layout() == at::kStrided && takes_narrow_gradients(node.variable) && !has_hooks(node) && is_on_stream_of(node, grad);
+      grad.layout() == at::kStrided && node.variable.requires_grad() && takes_narrow_gradients(node.variable) && !has_hooks(node) &&
+      is_on_stream_of(node, grad);
 }
 
 }  // namespace
@@ -177,19 +188,33 @@ PyObject* read_grad(PyObject* self, void* torchs_own) {
   if (!is_reduced(THPVariable_Unpack(grad)) || !takes_narrow_gradients(weight)) return grad;
   Py_DECREF(grad);
   HANDLE_TH_ERRORS
-  {
+  if (auto accumulator = impl::try_get_grad_accumulator(weight)) {
+    // Who accumulates may hold the lock and wait for the GIL. Other readers wait for the GIL.
     pybind11::gil_scoped_release without_gil;
-    auto accumulator = impl::try_get_grad_accumulator(weight);
-    auto lock = accumulator ? std::unique_lock<std::mutex>(LockOf::of(*accumulator)) : std::unique_lock<std::mutex>();
+    const std::lock_guard<std::mutex> lock(LockOf::of(*accumulator));
+    pybind11::gil_scoped_acquire with_gil;
+    widen(weight.mutable_grad());
+  } else {
     widen(weight.mutable_grad());
   }
   return own->get(self, own->closure);
   END_HANDLE_TH_ERRORS
 }
 
+// A float32 weight takes gradients of every floating dtype, in float32; one in lower precision keeps float32 ones.
 int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
   const auto* own = static_cast<PyGetSetDef*>(torchs_own);
+  if (value == nullptr || !THPVariable_CheckExact(value) || !THPVariable_Check(self)) return own->set(self, value, own->closure);
+  HANDLE_TH_ERRORS
+  const at::Tensor &weight = THPVariable_Unpack(self), &grad = THPVariable_Unpack(value);
+  const bool converts = grad.scalar_type() != at::kFloat && at::isFloatingType(grad.scalar_type()) && weight.scalar_type() == at::kFloat;
+  if (converts && !reads_narrow) {
+    THPObjectPtr wide(THPVariable_Wrap(grad.to(at::kFloat)));
+    return wide ? own->set(self, wide.get(), own->closure) : -1;
+  }
+  if (grad.scalar_type() == at::kFloat && is_reduced(weight) && weight.is_leaf()) weight.set_grad_dtype(std::nullopt);
   return own->set(self, value, own->closure);
+  END_HANDLE_TH_ERRORS_RET(-1)
 }
 
 const at::Tensor* checked(PyObject* object) {

@@ -4,12 +4,14 @@ import contextlib
 import copy
 import functools
 import gc
+import sys
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import ampkit
@@ -210,7 +212,34 @@ def in_anomaly_mode(script):
         script.loss().backward()
 
 
+def frozen_after_the_forward(script):
+    loss = script.loss()
+    script.weight.requires_grad_(False)
+    loss.backward()
+    assert script.weight.grad is None
+    script.weight.requires_grad_(True)
+    script.loss().backward()
+
+
+def read_in_inference_mode(script):
+    script.loss(0).backward()
+    with torch.inference_mode():
+        assert script.weight.grad.norm() > 0
+    script.loss(1).backward()
+
+
+def read_under_fake_tensors(script):
+    script.loss(0).backward()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _ = script.weight.grad
+    assert type(script.weight.grad) is torch.Tensor
+    script.loss(1).backward()
+
+
 PASSES = {
+    frozen_after_the_forward: NARROW,
+    read_in_inference_mode: WIDE,
+    read_under_fake_tensors: WIDE,
     once: NARROW,
     in_a_block: NARROW,
     in_a_checkpoint: NARROW,
@@ -351,6 +380,55 @@ def test_a_gradient_of_any_dtype_may_be_assigned_and_reads_as_float32():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         script.weight.grad = torch.full((128, 64), 1.5, dtype=dtype)
         assert script.weight.grad.dtype is torch.float32 and script.weight.grad[0, 0] == 1.5
+
+
+def test_threads_may_read_a_gradient_at_once():
+    """With the graph gone torch has no lock for a weight: one reader must not replace the gradient that another one reads."""
+    script, readers = Script("O5"), 4
+    params = list(script.model.parameters())
+    barrier, rounds, interval = threading.Barrier(readers + 1), 200, sys.getswitchinterval()
+    seen = []
+
+    def read():
+        for _ in range(rounds):
+            barrier.wait()
+            seen.append(all(param.grad.dtype is torch.float32 for param in params))
+            barrier.wait()
+
+    threads = [threading.Thread(target=read) for _ in range(readers)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(rounds):
+            script.optimizer.zero_grad()
+            in_a_block(script)
+            barrier.wait()
+            barrier.wait()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen == [True] * (readers * rounds)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gradient_of_another_dtype_may_be_assigned_at_every_level(level, dtype):
+    """1.5 is exact in all of them; at O2 a weight in lower precision may have a float32 gradient."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    weight = model.first.weight
+    before = model.state_dict()["first.weight"].clone()
+    if dtype is torch.float64 and level == "O2":
+        with pytest.raises(RuntimeError):
+            weight.grad = torch.full((128, 64), 1.5, dtype=dtype)
+        return
+    weight.grad = torch.full((128, 64), 1.5, dtype=dtype)
+    assert weight.grad[0, 0] == 1.5 and weight.grad.dtype is (dtype if level == "O2" else torch.float32)
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()["first.weight"], before - 1.5, rtol=0, atol=2.0**-15)
 
 
 def test_close_makes_gradients_float32_and_later_ones_are_torchs():
