@@ -24,6 +24,16 @@ from ampkit.casting.narrow_gradients import stored_gradient
 FLOAT32_WEIGHTS = ("O1", "O4", "O5")
 ALL = (*FLOAT32_WEIGHTS, "O2")  # for scripts that do not look at weights or gradients themselves
 
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    ampkit.close()
+    left_on = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)  # not for the next row
+    assert not left_on
+
+
 #: name: (function of a `Run`, its levels).
 SCRIPTS = {}
 
@@ -106,6 +116,21 @@ def regression(rows=32, seed=1, lr=0.1, make=torch.optim.SGD, **settings):
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
     y = torch.stack([x[:, 0].sin(), x[:, 1] * x[:, 2]], 1)
     return model, make(model.parameters(), lr=lr, **settings), x, y
+
+
+def stepped(run, edit, times=8, lr=0.05, momentum=0.9, **settings):
+    """Iterations with an edit of the gradients before each step; ``edit(model)`` may return what is to be kept of it."""
+    model, optimizer, x, y = regression(lr=lr, momentum=momentum, **settings)
+    way, losses, kept = way_of(model), [], []
+    run.begin(model, optimizer)
+    for _ in range(times):
+        losses.append(run.error(model, x, y))
+        optimizer.zero_grad()
+        run.backward(losses[-1], optimizer)
+        kept += edit(model) or ()
+        optimizer.step()
+    found = {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
+    return found | {"kept": kept} if kept else found
 
 
 def noise_of(seed):
@@ -1074,16 +1099,14 @@ def running_average_of_gradients(run):
 
 @script()
 def average_by_lerp_with_casts_off(run):
-    model, optimizer, x, y = regression()
-    run.begin(model, optimizer)
-    average = [torch.zeros_like(p) for p in model.parameters()]
-    for _ in range(30):
-        run.gradients(run.error(model, x, y), model, optimizer)
+    average = {}
+
+    def edit(model):
         with run.no_casts(), torch.no_grad():
-            for mean, p in zip(average, model.parameters()):
-                mean.lerp_(p.grad, 0.01)
-        optimizer.step()
-    return {"averages": average}
+            for p in model.parameters():
+                average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
+
+    return stepped(run, edit, times=30) | {"averages": average.values()}
 
 
 @script()
@@ -1220,31 +1243,21 @@ def lbfgs(run):
 
 @script()
 def flat_buckets(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses, sums = way_of(model), [], 0.0
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
+    def edit(model):
         bucket = torch.cat([p.grad.view(-1) for p in model.parameters()])
-        sums = sums + bucket
         bucket /= bucket.norm().clamp(min=0.2)
-        at = 0
+        begin = 0
         for p in model.parameters():
-            p.grad.copy_(bucket[at : at + p.numel()].view_as(p))
-            at += p.numel()
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "sums": [sums]}
+            p.grad.copy_(bucket[begin : begin + p.numel()].view_as(p))
+            begin += p.numel()
+        return [bucket]
+
+    return stepped(run, edit)
 
 
 @script()
 def coalesced_as_for_all_reduce(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
+    def edit(model):
         buckets = {}
         for p in model.parameters():
             buckets.setdefault(p.grad.type(), []).append(p.grad.data)
@@ -1253,8 +1266,9 @@ def coalesced_as_for_all_reduce(run):
             coalesced /= 3
             for grad, reduced in zip(grads, torch._utils._unflatten_dense_tensors(coalesced, grads)):
                 grad.copy_(reduced)
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "buckets": [len(buckets)]}
+        return [len(buckets)]
+
+    return stepped(run, edit)
 
 
 @script()
@@ -1356,22 +1370,17 @@ def gradients_given_to_a_deep_copy(run):
 
 @script()
 def galore(run):
-    model, optimizer, x, y = regression(rows=96, make=torch.optim.SGD, lr=0.1)
-    way, losses, basis, mean = way_of(model), [], {}, {}
-    run.begin(model, optimizer)
-    for index in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
-        for name, p in model.named_parameters():
-            if p.numel() < 4096:
-                continue
-            if index % 4 == 0:
-                basis[name] = torch.linalg.svd(p.grad, full_matrices=False)[0][:, :2]
-            low = basis[name].T @ p.grad
-            mean[name] = low if index % 4 == 0 else mean[name].lerp(low, 0.1)
-            p.grad = basis[name] @ mean[name]
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+    basis, mean = {}, {}
+
+    def edit(model):
+        p = model[0].weight
+        if not basis:
+            basis[p] = torch.linalg.svd(p.grad, full_matrices=False)[0][:, :2]
+        low = basis[p].T @ p.grad
+        mean[p] = mean[p].lerp(low, 0.5) if mean else low
+        p.grad = basis[p] @ mean[p]
+
+    return stepped(run, edit, rows=96)
 
 
 class Projected(torch.optim.Optimizer):
@@ -1440,62 +1449,46 @@ def muon(run):
 
 @script()
 def sign_sgd(run):
-    model, optimizer, x, y = regression(lr=1e-3)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(5):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
+    def edit(model):
         for p in model.parameters():
             p.grad = torch.sign(p.grad)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+
+    found = stepped(run, edit, times=5, lr=1e-3, momentum=0)
+    return {"losses": found["losses"], "weights": found["weights"]}
 
 
 @script()
 def lars_by_hand(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=1.0)
-    way, losses, rates = way_of(model), [], []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
-        with torch.no_grad():
-            for p in model.parameters():
-                rates.append(0.02 * p.norm() / (p.grad.norm() + 1e-4 * p.norm() + 1e-8))
-                p.grad.add_(p, alpha=1e-4).mul_(rates[-1])
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "rates": rates}
+    @torch.no_grad()
+    def edit(model):
+        rates = []
+        for p in model.parameters():
+            rates.append(0.02 * p.norm() / (p.grad.norm() + 1e-4 * p.norm() + 1e-8))
+            p.grad.add_(p, alpha=1e-4).mul_(rates[-1])
+        return rates
+
+    return stepped(run, edit, lr=1.0)
 
 
 @script()
 def centralized_gradients(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
+    def edit(model):
         for p in model.parameters():
             if p.grad.dim() > 1:
                 p.grad.data.add_(-p.grad.data.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
+
+    return stepped(run, edit)
 
 
 @script()
 def noise_on_gradients(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
     torch.manual_seed(27)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
+
+    def edit(model):
         for p in model.parameters():
             p.grad += 1e-3 * torch.randn_like(p.grad)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+
+    return stepped(run, edit)
 
 
 def clipped(run, clip):
@@ -1503,8 +1496,8 @@ def clipped(run, clip):
     way, losses, norms = way_of(model), [], []
     run.begin(model, optimizer)
     for _ in range(8):
-        optimizer.zero_grad()
         losses.append(run.error(model, x, y))
+        optimizer.zero_grad()
         run.backward(losses[-1], optimizer)
         norms.append(clip(model, optimizer))
         optimizer.step()
@@ -1816,65 +1809,59 @@ def layer_used_many_times(run):
 
 @script()
 def gradients_taken_out_and_put_in(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for index in range(9):
-        for p in model.parameters():
+    times = itertools.count()
+
+    def edit(model):
+        params, kept, way = list(model.parameters()), [p.grad for p in model.parameters()], next(times) % 4
+        for p in params:
             p.grad = None
-        losses.append(run.error(model, x, y))
-        run.backward(losses[-1], optimizer)
-        if index % 3 == 1:
-            kept = [p.grad for p in model.parameters()]
-            for p in model.parameters():
-                p.grad = None
-            for p, grad in zip(model.parameters(), kept):
+        for p, grad in zip(params, kept):
+            if way == 0:
+                p.grad = grad
+            elif way == 1:
                 p.grad = grad.clone()
-        if index % 3 == 2:
-            for p in model.parameters():
-                exact = p.grad.double()
-                p.grad = None
-                p.grad = (exact / exact.norm() / 10).to(p.dtype)
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+            elif way == 2:
+                del p.grad
+                p.grad = (grad.double() / grad.double().norm() / 10).to(p.dtype)
+
+    return stepped(run, edit, times=11)
 
 
-def pruned(run, prune, after=None):
+def pruned(run, prune, edit=lambda masks: None):
+    """``prune(masks)`` is called before initialize; half of the weights are to stay 0."""
     model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    masks = {name: (noise_of(33)(*p.shape) > 0).float() for name, p in model.named_parameters() if p.ndim > 1}
+    masks = {p: (noise_of(33)(*p.shape) > 0).float() for p in (model[0].weight, model[2].weight)}
     with torch.no_grad():
-        for name, mask in masks.items():
-            model.get_parameter(name).mul_(mask)
+        for p, mask in masks.items():
+            p.mul_(mask)
     way, losses = way_of(model), []
-    prune(model, masks)
+    prune(masks)
     run.begin(model, optimizer, loss_scale=1.0)
     for _ in range(8):
         losses.append(run.error(model, x, y))
         optimizer.zero_grad()
         run.backward(losses[-1], optimizer)
-        if after is not None:
-            after(model, masks)
+        edit(masks)
         optimizer.step()
-    zeros = [(model.get_parameter(name) * (1 - mask)).abs().sum() + 1 for name, mask in masks.items()]
-    return {"losses": losses, "weights": way(), "zeros": zeros}
+    return {"losses": losses, "weights": way(), "zeros": [(p == 0).sum() for p in masks]}
 
 
 @script()
 def mask_by_a_hook(run):
-    def prune(model, masks):
-        for name, mask in masks.items():
-            model.get_parameter(name).register_hook(lambda grad, mask=mask: grad * mask)
+    def prune(masks):
+        for p, mask in masks.items():
+            p.register_hook(lambda grad, mask=mask: grad * mask)
 
     return pruned(run, prune)
 
 
 @script()
 def mask_on_gradients(run):
-    def after(model, masks):
-        for name, mask in masks.items():
-            model.get_parameter(name).grad.mul_(mask)
+    def edit(masks):
+        for p, mask in masks.items():
+            p.grad.mul_(mask)
 
-    return pruned(run, lambda model, masks: None, after)
+    return pruned(run, lambda masks: None, edit)
 
 
 @script()
@@ -2012,73 +1999,51 @@ def grad_scaler_that_is_off(run):
 
 @script()
 def gradients_read_by_numpy_in_another_thread(run):
-    model, optimizer, x, y = regression()
-    way, losses, norms = way_of(model), [], []
-    run.begin(model, optimizer)
-
-    def look():
-        norms.append(sum(float((p.grad.numpy() ** 2).sum()) for p in model.parameters()))
-
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
-        thread = threading.Thread(target=look)
+    def edit(model):
+        norms = []
+        thread = threading.Thread(target=lambda: norms.extend((p.grad.numpy() ** 2).sum() for p in model.parameters()))
         thread.start()
         thread.join()
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "norms": norms}
+        return norms
+
+    return stepped(run, edit)
 
 
 @script()
-def gradients_read_in_a_thread_that_runs_all_along(run):
-    model, optimizer, x, y = regression()
-    way, losses, done, looks = way_of(model), [], threading.Event(), []
-    run.begin(model, optimizer)
+def gradients_read_by_four_threads_at_once(run):
+    def edit(model):
+        norms = [None] * 4
 
-    def look():
-        while not done.is_set():
-            for p in model.parameters():
-                if (grad := p.grad) is not None:
-                    looks.append(grad.dtype is torch.float32)
-            done.wait(1e-3)
+        def look(index):
+            norms[index] = sum((p.grad**2).sum() for p in model.parameters())
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.learn(losses[-1], optimizer)
-    done.set()
-    thread.join()
-    return {"losses": losses, "weights": way(), "looks": [all(looks)]}
+        threads = [threading.Thread(target=look, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return norms
+
+    return stepped(run, edit)
 
 
 @script()
 def views_of_gradients_by_numpy(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
+    def edit(model):
         for p in model.parameters():
             view = p.grad.numpy()
             view *= 0.5
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
+
+    return stepped(run, edit)
 
 
 @script()
 def views_of_gradients_by_dlpack(run):
-    model, optimizer, x, y = regression()
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
+    def edit(model):
         for p in model.parameters():
             torch.from_dlpack(p.grad).mul_(0.5)
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "gradients": [p.grad for p in model.parameters()]}
+
+    return stepped(run, edit)
 
 
 def logged(run, mode=contextlib.nullcontext, every=1):
@@ -2399,38 +2364,26 @@ def gradients_one_step_late(run):
 
 @script()
 def gradients_in_lists(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
-    way, losses, norms = way_of(model), [], []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        for p in model.parameters():
-            del p.grad
-        run.backward(losses[-1], optimizer)
+    def edit(model):
         grads = [p.grad for p in model.parameters()]
-        norms += torch._foreach_norm(grads)
+        norms = torch._foreach_norm(grads)
         torch._foreach_mul_(grads, 0.5)
         torch._foreach_add_(grads, [p.detach() for p in model.parameters()], alpha=1e-3)
         torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(grads) * 1.5, grads)
-        optimizer.step()
-    return {"losses": losses, "weights": way(), "norms": norms}
+        return norms
+
+    return stepped(run, edit)
 
 
 @script()
 def adaptive_clipping(run):
-    model, optimizer, x, y = regression(momentum=0.9, lr=0.1)
-    way, losses = way_of(model), []
-    run.begin(model, optimizer)
-    for _ in range(8):
-        losses.append(run.error(model, x, y))
-        run.gradients(losses[-1], model, optimizer)
-        for p in model.parameters():
-            if p.ndim > 1:
-                bound = 0.02 * p.detach().norm(dim=1, keepdim=True).clamp(min=1e-3)
-                norm = p.grad.detach().norm(dim=1, keepdim=True)
-                p.grad.detach().copy_(torch.where(norm > bound, p.grad * (bound / norm.clamp(min=1e-6)), p.grad))
-        optimizer.step()
-    return {"losses": losses, "weights": way()}
+    def edit(model):
+        for p in (model[0].weight, model[2].weight):
+            bound = 0.02 * p.detach().norm(dim=1, keepdim=True).clamp(min=1e-3)
+            norm = p.grad.detach().norm(dim=1, keepdim=True)
+            p.grad.detach().copy_(torch.where(norm > bound, p.grad * (bound / norm.clamp(min=1e-6)), p.grad))
+
+    return stepped(run, edit, lr=0.1)
 
 
 @script(("O4", "O5"))
