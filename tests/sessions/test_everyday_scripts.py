@@ -164,6 +164,29 @@ def gan(run):
     return {"losses": losses, "weights": way()}
 
 
+@script()
+def critic_frozen_after_its_forward(run):
+    """Both backward passes come after all forwards; the second one is for the generator alone."""
+    generator, critic = mlp(16, 64, 96, 64), mlp(64, 96, 1, seed=1)
+    of_generator, of_critic = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic))
+    way, noise, losses = way_of(generator, critic), noise_of(2), []
+    run.begin([generator, critic], [of_generator, of_critic])
+    for _ in range(5):
+        with run.casts():
+            fake = generator(noise(32, 16))
+            of_real, of_fake, for_generator = critic(noise(32, 64).sin()), critic(fake.detach()), critic(fake)
+        losses.append((F.softplus(-of_real.float()) + F.softplus(of_fake.float())).mean())
+        losses.append(F.softplus(-for_generator.float()).mean())
+        run.backward(losses[-2], of_critic)
+        critic.requires_grad_(False)
+        run.backward(losses[-1], of_generator)
+        critic.requires_grad_(True)
+        for optimizer in (of_critic, of_generator):
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": losses, "weights": way()}
+
+
 class Painter(nn.Module):
     """Returns its picture and the latent behind it."""
 
@@ -176,7 +199,7 @@ class Painter(nn.Module):
         return self.painter(style), style
 
 
-@script()
+@script(ALL)
 def gan_with_path_length(run):
     generator, critic = Painter(), mlp(64, 96, 1, seed=2)
     of_generator, of_critic = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5) for m in (generator, critic))
@@ -1007,6 +1030,137 @@ def unet_with_batch_norm(run):
     return {"losses": losses, "weights": way(), "picture": [picture]}
 
 
+class TwoTowers(nn.Module):
+    """Pictures and words, a learned temperature, and the loss inside of `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.pictures, self.words = mlp(64, 96, 32), mlp(48, 96, 32, seed=1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, y):
+        x, y = F.normalize(self.pictures(x), dim=-1), F.normalize(self.words(y), dim=-1)
+        scores = self.scale.exp() * x @ y.t()
+        labels = torch.arange(len(x))
+        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2
+
+
+@script(ALL)
+def two_towers_with_a_temperature(run):
+    model, noise = TwoTowers(), noise_of(48)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = noise(32, 64)
+    y, way, losses = x[:, :48] + 0.1 * noise(32, 48), way_of(model), []
+    run.begin(model, optimizer)
+    for _ in range(8):
+        with run.casts():
+            losses.append(model(x, y).float())
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way()}
+
+
+class Angles(nn.Module):
+    """Scores are angles between features and normalized weights, with a margin."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.weight = mlp(64, 96), nn.Parameter(noise_of(49)(48, 96))
+
+    def forward(self, x, labels):
+        cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.weight)).float().clamp(-0.99, 0.99)
+        one_hot = F.one_hot(labels, 48).bool()
+        return 8 * torch.where(one_hot, torch.cos(cosine.acos() + 0.3), cosine)
+
+
+@script(ALL)
+def angles_with_a_margin(run):
+    model = Angles()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    way, noise, losses, labels = way_of(model), noise_of(50), [], some_tokens(32, tokens=48)
+    x = noise(32, 64)
+    run.begin(model, optimizer)
+    for _ in range(6):
+        with run.casts():
+            scores = model(x, labels)
+        losses.append(F.cross_entropy(scores.float(), labels))
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way()}
+
+
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time, self.body = mlp(32, 64, 64, act=nn.SiLU), mlp(128, 96, 64, seed=1, act=nn.SiLU)
+
+    def forward(self, x, times):
+        angles = times[:, None] * torch.exp(-torch.arange(16) / 2)
+        return self.body(torch.cat([x, self.time(torch.cat([angles.sin(), angles.cos()], 1))], 1))
+
+
+@script(ALL)
+def diffusion(run):
+    model = Denoiser()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
+    way, noise, losses = way_of(model), noise_of(51), []
+    run.begin(model, optimizer)
+    for index in range(8):
+        times, x, added = some_tokens(32, seed=index, tokens=1000), noise(32, 64).sin(), noise(32, 64)
+        share = kept[times][:, None]
+        with run.casts():
+            found = model(share.sqrt() * x + (1 - share).sqrt() * added, times.float())
+        losses.append(F.mse_loss(found.float(), added))
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way()}
+
+
+class Scan(nn.Module):
+    """A state space, step by step, with learned decays."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out, self.decays = mlp(48, 96)[0], mlp(96, 48)[0], nn.Parameter(torch.linspace(1, 5, 96))
+        self.norm = nn.Parameter(torch.ones(96))
+
+    def forward(self, x):
+        drive, state, states = self.into(x), torch.zeros(len(x), 96), []
+        for step in drive.unbind(1):
+            state = state * torch.sigmoid(self.decays) + step
+            states.append(state)
+        h = torch.stack(states, 1)
+        return self.out(h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6) * self.norm)
+
+
+@script(ALL)
+def scan_with_learned_decays(run):
+    model, x = Scan(), noise_of(52)(8, 40, 48)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    y, way, losses = x.cumsum(1).sin(), way_of(model), []
+    run.begin(model, optimizer)
+    for _ in range(5):
+        losses.append(run.error(model, x, y))
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way()}
+
+
+@script(ALL)
+def letters_by_ctc(run):
+    torch.manual_seed(53)
+    model = nn.Sequential(
+        nn.Conv1d(32, 64, 5, padding=2), nn.GroupNorm(4, 64), nn.GELU(), nn.Conv1d(64, 20, 5, padding=2)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    x, letters = noise_of(54)(6, 32, 24), 1 + some_tokens(6, 5, tokens=19)
+    way, losses, lengths = way_of(model), [], (torch.full((6,), 24), torch.full((6,), 5))
+    run.begin(model, optimizer)
+    for _ in range(6):
+        with run.casts():
+            scores = model(x)
+        losses.append(F.ctc_loss(scores.float().permute(2, 0, 1).log_softmax(-1), letters, *lengths))
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way()}
+
+
 def with_made_weights(run, make):
     model, _, x, y = regression()
     model[0] = make(model[0])
@@ -1222,6 +1376,25 @@ def hooks_before_and_after_the_step(run):
 
 
 @script()
+def closure_that_looks_at_gradients(run):
+    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
+    way, average = way_of(model), {}
+    run.begin(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = run.error(model, x, y)
+        run.backward(loss, optimizer)
+        for p in model.parameters():
+            average.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.01)
+            p.grad.add_(average[p], alpha=2.0)
+        return loss
+
+    losses = [optimizer.step(closure) for _ in range(12)]
+    return {"losses": losses, "weights": way(), "averages": average.values()}
+
+
+@script()
 def lbfgs(run):
     model, _, x, y = regression()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4)
@@ -1253,6 +1426,36 @@ def flat_buckets(run):
         return [bucket]
 
     return stepped(run, edit)
+
+
+def in_one_buffer(run, backward):
+    """All gradients are views of one buffer, which is cleared and clipped as a whole."""
+    model, optimizer, x, y = regression(momentum=0.9, lr=0.05)
+    way, losses, begin = way_of(model), [], 0
+    run.begin(model, optimizer)
+    buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
+    for p in model.parameters():
+        p.grad = buffer[begin : begin + p.numel()].view_as(p)
+        begin += p.numel()
+    norms = []
+    for _ in range(8):
+        buffer.zero_()
+        losses.append(run.error(model, x, y))
+        backward(losses[-1], optimizer)
+        norms.append(buffer.norm())
+        buffer.mul_(0.3 / norms[-1].clamp(min=0.3))
+        optimizer.step()
+    return {"losses": losses, "weights": way(), "norms": norms}
+
+
+@script()
+def gradients_in_one_buffer(run):
+    return in_one_buffer(run, run.backward)
+
+
+@script()
+def gradients_in_one_buffer_without_blocks(run):
+    return in_one_buffer(run, lambda loss, optimizer: loss.backward())
 
 
 @script()
@@ -1879,6 +2082,74 @@ def hook_that_comes_and_goes(run):
         for handle in handles:
             handle.remove()
     return {"losses": losses, "weights": way(), "seen": sorted(seen, key=torch.numel)}
+
+
+@script()
+def hook_put_on_between_passes_over_one_graph(run):
+    model, optimizer, x, y = regression()
+    run.begin(model, optimizer)
+    loss = run.error(model, x, y)
+    loss.backward(retain_graph=True)
+    for p in model.parameters():
+        p.register_hook(lambda grad: 1e-3 * grad)
+    for _ in range(60):
+        loss.backward(retain_graph=True)
+    return {"gradients": [p.grad for p in model.parameters()]}
+
+
+class Halves(torch.autograd.Function):
+    """A product with one of two weights: the other gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, one, other, index):
+        ctx.save_for_backward(x, (one, other)[index])
+        ctx.index = index
+        return x @ (one, other)[index].t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        slope = grad.t() @ x
+        return grad @ weight, *((slope, None) if ctx.index == 0 else (None, slope)), None
+
+
+@script()
+def function_that_leaves_a_weight_out(run):
+    _, _, x, y = regression()
+    model = nn.ModuleList([nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False), mlp(96, 2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    way, losses = way_of(model), []
+    run.begin(model, optimizer)
+    for _ in range(6):
+        optimizer.zero_grad()
+        for index, part in enumerate(zip(x.split(16), y.split(16))):
+            with run.casts():
+                output = model[2](torch.tanh(Halves.apply(part[0], model[0].weight, model[1].weight, index)))
+            losses.append(F.mse_loss(output.float(), part[1]))
+            run.backward(losses[-1], optimizer)
+        optimizer.step()
+    return {"losses": losses, "weights": way()}
+
+
+@script()
+def hooks_of_accumulators(run):
+    """As distributed optimizers have them."""
+    model, optimizer, x, y = regression(lr=0.05)
+    accumulators, losses, way = [], [], way_of(model)
+    run.begin(model, optimizer, loss_scale=1.0)
+    average = {p: torch.zeros_like(p) for p in model.parameters()}
+
+    def look(p, *_):
+        average[p].lerp_(p.grad, 0.01)
+
+    for p in model.parameters():
+        accumulators.append(p.expand_as(p).grad_fn.next_functions[0][0])
+        accumulators[-1].register_hook(functools.partial(look, p))
+    for _ in range(10):
+        losses.append(run.error(model, x, y))
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way(), "averages": average.values()}
 
 
 @script()
