@@ -35,7 +35,7 @@ def gan(run):
     return {"losses": losses, "weights": way()}
 
 
-@script()
+@script(ALL)
 def critic_frozen_after_its_forward(run):
     """Both backward passes come after all forwards; the second one is for the generator alone."""
     generator, critic = mlp(16, 64, 96, 64), mlp(64, 96, 1, seed=1)

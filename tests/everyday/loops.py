@@ -507,7 +507,7 @@ class Halves(torch.autograd.Function):
         return grad @ weight, *((slope, None) if ctx.index == 0 else (None, slope)), None
 
 
-@script()
+@script(ALL)
 def function_that_leaves_a_weight_out(run):
     _, _, x, y = regression()
     model = nn.ModuleList([nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False), mlp(96, 2)])
