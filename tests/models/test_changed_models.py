@@ -158,7 +158,8 @@ def test_moved_weight_keeps_its_float32_digits():
 
 def test_model_that_is_parametrized_itself():
     models = [parametrizations.weight_norm(nn.Linear(4, 3)) for _ in range(2)]
-    model, twin = models[0], copy.deepcopy(models[0])
+    model, twin = models  # torch gives each a class of its own, which a copy would share
+    twin.load_state_dict(model.state_dict())
     optimizer, twin_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     o2(model, optimizer)
     train(model, optimizer)
@@ -322,7 +323,7 @@ def test_model_without_a_forward_trains(level):
                 loss.backward()
             optimizer.step()
             curves[-1].append(loss.item())
-    assert parts["up"].weight.dtype is (torch.float32 if level == "O1" else torch.bfloat16)
+    assert parts["up"].weight.dtype is (torch.float32 if level in ("O1", "O5") else torch.bfloat16)
     torch.testing.assert_close(torch.tensor(curves[1]), torch.tensor(curves[0]), rtol=0.02, atol=0.02)
 
 
@@ -381,7 +382,7 @@ def test_a_float32_average_put_in_for_an_evaluation_is_exact_and_moves_weights_b
             assert torch.equal(value.to(BF16), masters[name].to(BF16))
 
 
-@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+@pytest.mark.parametrize("level", ("O2", "O3"))
 def test_model_made_float32_is_still_refused(level):
     model = make_net()
     ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
@@ -770,7 +771,7 @@ def test_float32_values_of_a_part_that_is_a_model_itself_are_taken_by_the_whole(
     encoder = torch.nn.Linear(2, 3)
     decoder = Decoder(encoder)
     optimizer = torch.optim.SGD(decoder.parameters(), lr=0.1)
-    ampkit.initialize([encoder, decoder], optimizer, opt_level="O5", verbosity=0)
+    ampkit.initialize([encoder, decoder], optimizer, opt_level="O2", verbosity=0)
     encoder.weight.data = torch.full((3, 2), 1.0 + 2.0**-12)
     decoder(torch.ones(1, 3))
     assert encoder.weight.dtype is torch.bfloat16
