@@ -174,8 +174,8 @@ class Session:
             if self._widens:
                 self._widen(models, optimizers)
             originals: Originals = {}
-            trained = {param for one in optimizers for param in params_of(one) if param.requires_grad}
-            values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
+            held = held_by(optimizers) if self.plan.stores_what_is_held and optimizers else None
+            values = prepare_models(models, self.plan, Loans(), held, originals, self._undo)
             self._watch(models)
             for shared in (getter, torchs_clipping) if self.plan.has_narrow_gradients else ():
                 shared.acquire()
@@ -233,12 +233,13 @@ class Session:
             if fsdp_modules(model) and (dtype := sharded.widen_sharded(model, optimizers)) is not None:
                 found = f"The sharded {type(model).__name__} came in {dtype}"
                 lines.append(f"{found}: its sharded parameters are float32 now, and stay so after close().")
-        held = {param for optimizer in optimizers for param in params_of(optimizer)}
+        held = held_by(optimizers)
 
         def stays(param: torch.Tensor) -> bool:
-            """Whether calls cast it and no optimizer trains it; without an optimizer in the call, whether it is frozen."""
-            casts = plan.casts_calls and not plan.casts_weights
-            return casts and (param not in held if optimizers else not param.requires_grad)
+            """Whether calls cast it and no optimizer holds it; without an optimizer in the call, whether it is frozen."""
+            if optimizers:
+                return plan.casts_calls and not plan.lowers_all and param not in held
+            return plan.casts_calls and not plan.casts_weights and not param.requires_grad
 
         for model, dtype, count in self.incoming.widen(models, optimizers, stays):
             found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
@@ -249,7 +250,8 @@ class Session:
     def train(self, params: Sequence[torch.Tensor]) -> None:
         """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
         lower = [param for param in params if param.dtype in LOWER_PRECISION]
-        if lower and self._widens and not self.plan.casts_weights:
+        lower = [param for param in lower if param not in self.float32_values()] if self.plan.casts_weights else lower
+        if lower and self._widens and not self.plan.lowers_all:
             self.incoming.widen_params(lower)
             for model in self._left_as:
                 refs = [ref for ref, _ in self._left_as[model]]
@@ -477,6 +479,11 @@ def _tell_of_missing_libraries() -> None:
 
 live_sessions: list[Session] = []
 """Every session that is neither closed nor without models and optimizers, oldest first."""
+
+
+def held_by(optimizers: Sequence[Any]) -> set[torch.Tensor]:
+    """The parameters of these optimizers."""
+    return {param for optimizer in optimizers for param in params_of(optimizer)}
 
 
 def session_of(thing: Any) -> Session | None:

@@ -225,7 +225,8 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
         for name, _, param, dtype in gathered(model):
             is_kept = not plan.casts_weights or param in kept.parameters
             wanted = torch.float32 if is_kept else plan.cast_model_type
-            if param.dtype in CASTABLE and (dtype or torch.float32) is not wanted:
+            casts_either = plan.has_narrow_results and not plan.casts_weights and dtype is plan.lower_precision
+            if param.dtype in CASTABLE and (dtype or torch.float32) is not wanted and not casts_either:
                 raise ConfigurationError(_policy_line(name, dtype, wanted, is_kept, plan))
         if any(param.dtype in LOWER_PRECISION for param in model.parameters()) and has_run(model):
             raise ConfigurationError(
@@ -412,9 +413,10 @@ def _refuse_unfit_weights(
     for name, module in model.named_modules():
         if type(module).__module__.startswith(_QUANTISED) and type(module).__name__ != "FloatFunctional":
             raise _unfit(f"Module {name!r} is a {type(module).__module__}.{type(module).__name__}")
+    lowers_all = plan.lowers_all or (plan.casts_weights and not trained)
     for name, param in model.named_parameters():
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
-        if is_narrow and (plan.casts_weights or param in trained):
+        if is_narrow and (lowers_all or param in trained):
             raise _unfit(f"Parameter {name!r} is {param.dtype}")
         if plan.casts_weights and first is not None and not (param.is_floating_point() or param.is_complex()):
             raise _unfit(f"Parameter {name!r} is {param.dtype}, in a model whose {first[0]} is {first[1]}")
@@ -426,7 +428,7 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 def _unfit(found: str) -> ConfigurationError:
     return ConfigurationError(
         f"{found}: initialize() expects floating-point weights, and cannot train integer or quantised ones. Leave it out of the "
-        "optimizer, and use O0, O1 or O4, which leave such weights as they are. Or load the model without quantisation, or make "
+        "optimizer, which every level but O3 leaves as they are. Or load the model without quantisation, or make "
         "it a buffer (register_buffer) if it is no weight."
     )
 

@@ -4,8 +4,8 @@ A product of matrices in bfloat16 makes a bfloat16 gradient. torch.autocast make
 per parameter for a number that has two. At O5 the node of a weight's cast (csrc/casting/narrow_gradients.h) hands the gradient on
 as it is, where torch's own accumulation alone would take it: hooks on the weight or its accumulation (DDP's too), ``create_graph``,
 ``inputs=`` and `torch.autograd.grad` get float32. Whatever is added to a narrow gradient finds it widened first, so that sums are
-float32. `getter` has ``p.grad`` be float32 for whoever reads it, by widening it in place, once. The step of an initialized optimizer,
-the clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `PastTheGetter`.
+float32. `getter` has ``p.grad`` be float32 for whoever reads it: it widens it in place, once. Steps of initialized optimizers,
+clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `past_the_getter`.
 
 A weight is marked for it by ``grad_dtype = None``, with which torch lets its gradient have any dtype. Without the library in C++
 nothing is marked, and gradients are float32: Python cannot see the hooks that DDP puts on an accumulation.
@@ -30,16 +30,17 @@ _embedding_backward = torch.ops.aten.embedding_dense_backward.default
 _LARGE = 4096
 
 
-def _is_large(param: Tensor) -> bool:
-    """Whether it is a parameter that is a matrix, or more, and large: subclasses (DTensor) have gradients of their own kind."""
+def is_large(param: Tensor) -> bool:
+    """Whether narrow gradients are worth it: for large matrices. Subclasses (DTensor) have gradients of their own kind."""
     sizes = sum(size > 1 for size in param.shape)
-    return type(param) is torch.nn.Parameter and param.dtype is torch.float32 and sizes > 1 and param.numel() >= _LARGE
+    is_plain = _library is not None and type(param) is torch.nn.Parameter and param.dtype is torch.float32
+    return is_plain and sizes > 1 and param.numel() >= _LARGE
 
 
 def take_narrow_gradients(params: Iterable[Tensor]) -> None:
     """Let the gradients of the large ones among these float32 parameters be in lower precision. `getter` has to be in place."""
-    for param in params if _library is not None else ():
-        if _is_large(param) and param.is_leaf:
+    for param in params:
+        if is_large(param) and param.is_leaf:
             _library.take_narrow_gradients(param)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ..casting.narrow_gradients import is_large, stored_gradient
 from ..casting.tensors import params_of
 from ..devices import device_type_of
 from ..dtypes import CASTABLE, LOWER_PRECISION
@@ -26,7 +27,7 @@ from ..iteration.loss_scale import DynamicLossScale
 from ..iteration.one_pass import why_over_stand_ins
 from ..iteration.optimizer_wrapper import wrapper_of
 from ..logs import printable
-from ..models.keep_fp32 import Kept, frozen_twins
+from ..models.keep_fp32 import Kept
 from ..plan import Plan, resolve
 from ..policy import CastKind
 from ..session import Session, live_sessions
@@ -207,14 +208,12 @@ class Treatment:
 
     def __init__(self, plan: Plan, models: Sequence[nn.Module], optimizers: Sequence[Any], is_live: bool) -> None:
         self.plan, self.is_live = plan, is_live
-        trained = {param for one in optimizers for param in params_of(one) if param.requires_grad}
-        self.twins = frozen_twins(models, trained) if plan.casts_weights and plan.master_weights else {}
-        self._of_twins = {param: twin for module, twin in self.twins.items() for param in module.parameters()}
-        keep, all_lower = (*plan.keep_fp32, *self.twins), plan.lowers_all
+        held = {param for one in optimizers for param in params_of(one)}
+        self._held = held if optimizers and plan.casts_calls and not plan.lowers_all else None
         self._kept = {}
         self.in_float32: set[nn.Module] = set()
         for model in models if plan.enabled else ():
-            kept = Kept(model, bool(plan.keep_batchnorm_fp32), keep, all_lower)
+            kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32, plan.lowers_all, self._held)
             self._kept.update(dict.fromkeys(model.modules(), kept))
             self.in_float32.update(kept.in_float32())
         self._sharded = {module for model in models if fsdp_modules(model) for module in model.modules()}
@@ -232,8 +231,6 @@ class Treatment:
         """Why a parameter is not stored in lower precision, at a level that stores weights in it."""
         if not self.plan.enabled or not self.plan.casts_weights:
             return "keep_fp32= names it" if module in self.in_float32 else None
-        if param in self._of_twins:
-            return f"an average of {self._of_twins[param][1]}, which no optimizer trains"
         if param.dtype not in CASTABLE:
             return f"{short(param.dtype)} is never cast"
         if module in self._sharded:
@@ -241,14 +238,16 @@ class Treatment:
         return self._kept[module].why_kept(module, param)
 
     def storage(self, module: nn.Module, param: nn.Parameter) -> torch.dtype:
-        if self.is_live or not self.plan.enabled or param.dtype not in CASTABLE:
+        stays = self._held is not None and param not in self._held
+        if self.is_live or not self.plan.enabled or param.dtype not in CASTABLE or stays:
             return param.dtype
         if self.plan.casts_weights and self.why_kept(module, param) is None:
             return self.plan.cast_model_type or torch.float32
         return torch.float32  # parameters that come in lower precision are made float32
 
-    def has_rest(self, dtype: torch.dtype) -> bool:
-        return self.plan.enabled and self.plan.master_weights and dtype in LOWER_PRECISION
+    def has_rest(self, param: Tensor) -> bool:
+        is_held = self._held is None or param in self._held
+        return is_held and self.plan.enabled and self.plan.master_weights and self.stored[param] in LOWER_PRECISION
 
     def compute(self, module: nn.Module, stored: torch.dtype) -> torch.dtype | None:
         """What a layer of torch's computes in; None for other modules at levels that cast calls."""
@@ -271,12 +270,12 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
     """A row for each module with parameters of its own, or one for each kind of treatment of them."""
     for prefix, module in model.named_modules():
         own = [(name, param) for name, param in module._parameters.items() if param is not None]
-        treated: dict[tuple[torch.dtype, str | None], list[tuple[str, Tensor]]] = {}
+        treated: dict[tuple[torch.dtype, str | None, bool], list[tuple[str, Tensor]]] = {}
         for name, param in own:
             dtype = treatment.stored[param]
             why = treatment.why_kept(module, param) if dtype not in LOWER_PRECISION else None
-            treated.setdefault((dtype, why), []).append((name, param))
-        for (dtype, why), params in treated.items():
+            treated.setdefault((dtype, why, treatment.has_rest(param)), []).append((name, param))
+        for (dtype, why, has_rest), params in treated.items():
             name = prefix
             if len(treated) > 1:
                 name = f"{prefix}.{', '.join(one for one, _ in params)}".lstrip(".")
@@ -287,7 +286,7 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
                 parameters=sum(param.numel() for _, param in params),
                 storage=dtype,
                 compute=treatment.compute(module, dtype),
-                has_rest=treatment.has_rest(dtype),
+                has_rest=has_rest,
                 kept=why,
             )
 
@@ -301,19 +300,19 @@ def class_name(module: nn.Module) -> str:
 def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     plan, params = treatment.plan, list(dict.fromkeys(params_of(optimizer)))
     stored = {param: treatment.stored.get(param, param.dtype) for param in params}
-    mastered = [param for param in params if treatment.has_rest(stored[param])]
+    mastered = [param for param in params if param in treatment.stored and treatment.has_rest(param)]
     lowered = [param for param in params if stored[param] in LOWER_PRECISION]
     step, reason = "its own", "weights are float32"
     if lowered and not mastered:
         reason = "weights are in lower precision, without float32 values"
-    elif mastered:
+    elif mastered or plan.steps_in_one_pass:
         wrapper = wrapper_of(optimizer) if treatment.is_live else None
         if wrapper is not None:
             why = wrapper.why_over_stand_ins
         else:
             gradients: Any = SimpleNamespace(slots=[SimpleNamespace(param=param) for param in params])
             why = why_over_stand_ins(optimizer, gradients, plan.one_pass_step)
-        step, reason = ("one pass", "") if why is None else ("over float32 copies", why)
+        step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
     if not lowered:
         masters = "the weights"
     else:
@@ -343,8 +342,10 @@ def _bytes(
         weights += param.numel() * dtype.itemsize
         rests += param.numel() * 2 * (param in mastered)
         gradient_dtype = torch.float32 if param in mastered and not in_place[dtype] else dtype
-        if treatment.is_live and param.grad is not None:
-            gradient_dtype = param.grad.dtype
+        if treatment.plan.has_narrow_gradients and is_large(param):
+            gradient_dtype = treatment.plan.lower_precision
+        if treatment.is_live and (gradient := stored_gradient(param)) is not None:
+            gradient_dtype = gradient.dtype
         gradients += param.numel() * gradient_dtype.itemsize * param.requires_grad
         # Beside weights without float32 values, state is in their precision too.
         narrows = not treatment.is_live and dtype in LOWER_PRECISION and param not in mastered

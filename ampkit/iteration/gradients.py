@@ -229,7 +229,9 @@ class Gradients:
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Have every gradient multiplied by this: those of weights with rests by the step."""
-        own = [values_of(gradient) for slot in self.slots if slot.entry is None and (gradient := slot.gradient) is not None]
+        own = [
+            values_of(gradient) for slot in self.slots if slot.entry is None and (gradient := slot.gradient) is not None
+        ]
         kernels.multi_tensor_scale(own, own, coefficient)
         if self.mastered:
             self.clipping.add(coefficient, self.mastered)

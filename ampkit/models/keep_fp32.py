@@ -8,7 +8,7 @@ computes in it, at every level: it gets a forward of its own (`KEPT` in forward.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..sharding import fsdp_modules
-
 _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, _NormBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+
+
+#: Why a parameter stays as it came.
+NOT_HELD = "no optimizer holds it"
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -36,10 +38,18 @@ class Kept:
     """The choice for one model: ``modules``, and all ``parameters`` in them and beside them that are to stay float32.
 
     ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing. Of what is
-    not kept it lowers the matrices, or where it ``lowers_all`` every parameter.
+    not kept it lowers the matrices, or where it ``lowers_all`` every parameter; of those that are ``held``, where that is given.
     """
 
-    def __init__(self, model: nn.Module, keep_norms: bool, keep_fp32: Sequence[Any], lowers_all: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        keep_norms: bool,
+        keep_fp32: Sequence[Any],
+        lowers_all: bool = False,
+        held: Container[torch.Tensor] | None = None,
+    ) -> None:
+        self.held = held
         self.modules = {m: name for name, m in model.named_modules() if keep_norms and is_norm(m)}
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
@@ -54,12 +64,10 @@ class Kept:
         self.modules.update(self.named)
         self.parameters.update(param for module in self.modules for param in module.parameters())
 
-    def keeps(self, module: nn.Module, param: nn.Parameter) -> bool:
-        """Whether a float32 parameter of the module stays as it is."""
-        return self.why_kept(module, param) is not None
-
     def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
-        """Why a float32 parameter of the module stays as it is; None where it is stored in lower precision."""
+        """Why a parameter of the module stays as it is; None where it is stored in lower precision."""
+        if self.held is not None and param not in self.held:
+            return NOT_HELD
         if param in self.parameters:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
         if self.lowers_all or is_norm(module) or _is_matrix(param):
@@ -106,34 +114,6 @@ class Kept:
         for name, module in self.model.named_modules():
             if isinstance(module, nn.MultiheadAttention) and module.out_proj in self.named:
                 self.named[module] = name
-
-
-def frozen_twins(models: Sequence[nn.Module], trained: set[torch.Tensor]) -> dict[nn.Module, tuple[str, str]]:
-    """Modules that may be averages of trained ones, each with its name and its twin's.
-
-    Nothing in them is trained, and a trained module of the same class and shapes stands beside them: in the same module, or in the
-    list of models. Blocks of a list are no twins: that some of them are frozen means no more than that.
-    """
-    found: dict[nn.Module, tuple[str, str]] = {}
-    families = [{f"model {i}": model for i, model in enumerate(models)}]
-    for model in models:
-        for module in model.modules():
-            if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-                families.append({name: child for name, child in module._modules.items() if child is not None})
-    for family in families:
-        twins: dict[Any, str] = {}
-        frozen: list[tuple[Any, str]] = []
-        for name, module in family.items():
-            params = list(module.named_parameters())
-            if not params or not _has_forward(module) or fsdp_modules(module):
-                continue
-            key = (type(module), tuple((inner, param.shape) for inner, param in params))
-            if any(param in trained for _, param in params):
-                twins[key] = name
-            elif not any(param.requires_grad for _, param in params):
-                frozen.append((key, name))
-        found.update({family[name]: (name, twins[key]) for key, name in frozen if key in twins})
-    return found
 
 
 def _has_forward(module: nn.Module) -> bool:

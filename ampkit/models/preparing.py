@@ -17,37 +17,44 @@ from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..logs import logger, printable
 from ..patching import Undo
 from ..sharding import fsdp_modules
-from . import forward, keep_fp32, sharded
+from . import forward, sharded
 from .copies import RECORD_KEY, need_no_plain_copies, remove_hooks
 from .float32_values import Float32Value, Loans, put_gradient
 from .forward import ForwardCasts
-from .keep_fp32 import Kept
+from .keep_fp32 import NOT_HELD, Kept
 from .records import CastModel, go_by_record, lower_entries, record_of
 
-Keeps = Callable[[nn.Module, nn.Parameter], bool]
+WhyKept = Callable[[nn.Module, nn.Parameter], str | None]
 Plan = Any  # plan.py's, which stands above this room
 # What was cast, as it was, and its gradient: until all is prepared, so that what fails is undone exactly.
 Originals = dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def prepare_models(
-    models: Sequence[nn.Module], plan: Plan, loans: Loans, trained: set[torch.Tensor], originals: Originals, undo: Undo
+    models: Sequence[nn.Module],
+    plan: Plan,
+    loans: Loans,
+    held: set[torch.Tensor] | None,
+    originals: Originals,
+    undo: Undo,
 ) -> dict[torch.Tensor, Float32Value]:
     """Have these models compute as the plan says; returns the float32 value behind each tensor that was cast.
 
-    ``trained`` are the parameters of the optimizers. ``originals`` receives what was cast.
+    ``held`` are the parameters that may be stored in lower precision, None where all may. ``originals`` receives what was cast.
     """
     values: dict[torch.Tensor, Float32Value] = {}
     keeps = plan.casts_weights or (plan.casts_calls and plan.keep_fp32)
-    twins = keep_fp32.frozen_twins(models, trained) if plan.casts_weights and plan.master_weights else {}
-    keep = (*plan.keep_fp32, *twins)
-    kept = [Kept(model, bool(plan.keep_batchnorm_fp32), keep, plan.lowers_all) for model in models] if keeps else []
+    kept = (
+        [Kept(m, bool(plan.keep_batchnorm_fp32), plan.keep_fp32, plan.lowers_all, held) for m in models]
+        if keeps
+        else []
+    )
 
     def restore(model: nn.Module) -> None:
         restore_weights(model, originals)
 
-    def cast(model: nn.Module, precision: torch.dtype, keeps: Keeps) -> None:
-        _cast_weights(model, CastModel(precision, loans), keeps, bool(plan.master_weights), values, originals)
+    def cast(model: nn.Module, precision: torch.dtype, why_kept: WhyKept) -> None:
+        _cast_weights(model, CastModel(precision, loans), why_kept, bool(plan.master_weights), values, originals)
 
     for model in models:
         undo.if_alive(forward.uninstall, model)
@@ -56,16 +63,13 @@ def prepare_models(
     if plan.casts_weights:
         for model, choice in zip(models, kept):
             if not fsdp_modules(model):  # FSDP2 casts what it gathers
-                cast(model, plan.cast_model_type, choice.keeps)
+                cast(model, plan.cast_model_type, choice.why_kept)
     elif plan.master_weights:
         for model in models:
             if (lower := next((p for p in model.parameters() if p.dtype in LOWER_PRECISION), None)) is not None:
                 undo.if_alive(restore, model)
-                cast(model, lower.dtype, lambda module, param: True)
+                cast(model, lower.dtype, lambda module, param: "as it is")
     _log_kept(kept, plan)
-    if twins and plan.verbosity >= 1:
-        pairs = ", ".join(f"{printable(own)} (of {printable(twin)})" for own, twin in twins.values())
-        logger.info("Kept in float32, as averages that no optimizer trains: %s", pairs)
     _shell_forwards(models, kept, plan, undo)
     return values
 
@@ -73,7 +77,7 @@ def prepare_models(
 def _cast_weights(
     model: nn.Module,
     whole: CastModel,
-    keeps: Keeps,
+    why_kept: WhyKept,
     has_masters: bool,
     values: dict[torch.Tensor, Float32Value],
     originals: Originals,
@@ -92,7 +96,10 @@ def _cast_weights(
         for name, param in module._parameters.items():
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
-            if param.dtype is torch.float32 and keeps(module, param):
+            why = why_kept(module, param)
+            if why is NOT_HELD:
+                continue
+            if param.dtype is torch.float32 and why is not None:
                 whole.kept.append(param)
                 continue
             if param not in values:

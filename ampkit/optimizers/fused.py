@@ -299,7 +299,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if inputs.total_norm is not None:
             return inputs.total_norm()
         every = [stored_gradient(param) for group in self.param_groups for param in group["params"]]
-        found = [gradient for gradient in every if gradient is not None and not gradient.is_sparse]  # refused by the update, by name
+        found = [
+            gradient for gradient in every if gradient is not None and not gradient.is_sparse
+        ]  # refused by the update, by name
         return kernels.multi_tensor_unscale_l2norm(found, None, inputs.inv_scale)[0] if found else None
 
     def __getstate__(self) -> dict[str, Any]:
