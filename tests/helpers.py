@@ -237,7 +237,7 @@ def assert_same_state(found: Any, expected: Any, tolerance: float) -> None:
 
 
 def assert_steps_as_over_float32(model: nn.Module, make_optimizer: Callable, level: str, tolerance: float) -> None:
-    """Steps of any optimizer over stored weights (O2) are those over float32 parameters with the same gradients: float32 values within
+    """Steps of any optimizer at O2 are those over float32 parameters with the same gradients: float32 values within
     ``tolerance``, relative or absolute, and states of the same shapes and dtypes; and either run goes on from the other's state.
     """
     expected: list[nn.Module] = [copy.deepcopy(model)]

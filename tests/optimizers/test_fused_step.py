@@ -1,4 +1,4 @@
-"""Fused optimizers over stored weights: one pass from the model's gradients to masters and weights, judged by torch.optim in float64."""
+"""Fused optimizers over stored weights: one pass from gradients to masters and weights, judged by torch.optim in float64."""
 
 import copy
 import functools
