@@ -434,7 +434,7 @@ CAPTURED = {
 @pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_an_iteration_can_be_captured_in_a_graph(name, level):
-    """Replays are iterations, and one whose gradients are not finite is a skip. Without a loss scale the step looks at them itself."""
+    """Replays are iterations, and one whose gradients are not finite is a skip. Without a scale the step looks at them itself."""
     x, y = batch("cuda")
     model, optimizer = initialized_on("cuda", CAPTURED[name], level)
     (scaler,) = ampkit.current_session().scalers
