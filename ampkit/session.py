@@ -407,7 +407,8 @@ class Session:
         if left_as is not None:
             refuse_changed_dtype(model, left_as)
         else:
-            sync_weights(model)
+            if sync_weights(model):
+                self.scaling.advice.tell("assigned", self.plan.opt_level)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 note_weights(model)
         if self.casting is not None:

@@ -35,6 +35,8 @@ def main():
     parser.add_argument(
         "--initialize", action="store_true", help="only the time of initialize, with transformers loaded"
     )
+    parser.add_argument("--unscaled", action="store_true", help="torch.autocast without a GradScaler, as in bfloat16")
+    parser.add_argument("--levels", default=",".join(LEVELS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -43,7 +45,7 @@ def main():
     from bench import KEEP_FREED  # not in the processes that serve, whose ampkit may be an older one
 
     contenders = {("autocast", "now"): ROOT}
-    for level in LEVELS:
+    for level in args.levels.split(","):
         if args.before:
             contenders[level, "before"] = args.before
         contenders[level, "now"] = ROOT
@@ -67,7 +69,7 @@ class Process:
                 sys.executable,
                 __file__,
                 "--serve",
-                json.dumps(dict(way=way, compiled=args.compiled, threads=args.threads)),
+                json.dumps(dict(way=way, compiled=args.compiled, threads=args.threads, unscaled=args.unscaled)),
             ],
             env={**os.environ, **environment, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
@@ -100,7 +102,7 @@ def compare(name, contenders, running, args):
             found["time"][key].append(running[key].ask("turn", steps) * 1e3)
     theirs = ("autocast", "now")
     print(f"{name}{', compiled' if args.compiled else ''}: autocast {described(found, theirs)}")
-    for level in LEVELS:
+    for level in args.levels.split(","):
         others = [((level, "before"), "before")] * bool(args.before) + [(theirs, "autocast")]
         told = "; ".join(f"{beside(found, (level, 'now'), other)} of {called}" for other, called in others)
         print(f"  {level}: {described(found, (level, 'now'))}; {told}", flush=True)
@@ -175,7 +177,7 @@ def prepare(task):
         )
         model, optimizer = found if trains else (found, None)
     called = torch.compile(model) if task["compiled"] else model
-    scaler = torch.amp.GradScaler("cpu", enabled=trains)
+    scaler = torch.amp.GradScaler("cpu", enabled=trains and not task["unscaled"])
 
     def region():
         return torch.autocast("cpu", torch.bfloat16) if way == "autocast" else contextlib.nullcontext()

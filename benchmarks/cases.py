@@ -185,32 +185,32 @@ def make(name, accumulate=1, short=False):
     if name == "mlp":
         model, rows = Mlp(), 8 if short else 32
         batches = [(torch.randn(rows, 64), torch.randn(rows, 64)) for _ in many]
-        return Case(f"12 linear layers of width 64, {rows} rows", [model], "sgd", batches, F.mse_loss)
+        return Case(f"12 linear layers of width 64, {rows} rows", [model], "sgd", batches, nn.MSELoss())
     if name == "resnet18":
         import torchvision
 
         size, count = (32, 4) if short else (64, 32 if accumulate == 1 else 16)
         model = torchvision.models.resnet18(num_classes=10)
         batches = [(torch.randn(count, 3, size, size), torch.randint(10, (count,))) for _ in many]
-        return Case(f"{count} images of {size} pixels", [model], "sgd", batches, F.cross_entropy)
+        return Case(f"{count} images of {size} pixels", [model], "sgd", batches, nn.CrossEntropyLoss())
     if name == "gpt":
         width, layers, length, count = (64, 2, 32, 2) if short else (512, 6, 256, 2 if accumulate == 1 else 1)
         model = Gpt(width, layers, length=length)
         tokens = [torch.randint(1000, (count, length + 1)) for _ in many]
         batches = [(both[:, :-1], both[:, 1:].flatten()) for both in tokens]
         about = f"{layers} blocks of width {width}, {count} x {length} tokens"
-        return Case(about, [model], "adamw", batches, F.cross_entropy)
+        return Case(about, [model], "adamw", batches, nn.CrossEntropyLoss())
     if name == "bert":
         width, layers, length, count = (64, 2, 32, 2) if short else (256, 6, 128, 8)
         model = Bert(width, layers, length=length)
         batches = [(torch.randint(4000, (count, length)), torch.randint(4000, (count * length,))) for _ in many]
         about = f"torch's encoder, {layers} layers of width {width}, {count} x {length} tokens"
-        return Case(about, [model], "adamw", batches, F.cross_entropy)
+        return Case(about, [model], "adamw", batches, nn.CrossEntropyLoss())
     if name == "lstm":
         width, length, count = (32, 8, 4) if short else (256, 64, 16)
         batches = [(torch.randn(count, length, 128), torch.randint(10, (count,))) for _ in many]
         about = f"two layers of width {width}, {count} x {length} vectors of 128"
-        return Case(about, [Lstm(width=width)], "adam", batches, F.cross_entropy)
+        return Case(about, [Lstm(width=width)], "adam", batches, nn.CrossEntropyLoss())
     if name == "dcgan":
         assert accumulate == 1
         width, noise, count = (8, 16, 4) if short else (32, 100, 16)

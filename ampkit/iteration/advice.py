@@ -70,6 +70,11 @@ ROWS = {
         "multiplied by the loss scale.",
         "Divide it, freeze the parameter, or clip the parameters of the optimizer only.",
     ),
+    "assigned": (
+        "Float32 values were assigned to weights that %s stores in lower precision (p.data = values). They count; but what is put "
+        "back later (p.data = before) is a rounded weight.",
+        "Exchange weights by state_dict() and load_state_dict(), or use opt_level='O5', whose weights are float32.",
+    ),
     "thread": (
         "scale_loss was given a loss in lower precision, in another thread than initialize(): there %s casts what the models' "
         "forward calls, and nothing else.",

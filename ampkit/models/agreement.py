@@ -20,10 +20,10 @@ from .records import go_by_record, record_of, walk
 Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]
 
 
-def sync_weights(model: nn.Module) -> None:
+def sync_weights(model: nn.Module) -> bool:
     """Have what was written to loans, and float32 values that were assigned to weights (``p.data = values``), reach the weights.
 
-    Raises `ConfigurationError` for weights whose dtype was changed, by name.
+    Returns whether values were assigned. Raises `ConfigurationError` for weights whose dtype was changed, by name.
     """
     whole = record_of(model)
     whole.loans.end()
@@ -49,6 +49,7 @@ def sync_weights(model: nn.Module) -> None:
     for param, entry, lower_precision in assigned:
         entry.take_float32(param, lower_precision)
     whole.was_made_float32 = False
+    return bool(assigned)
 
 
 def note_new_modules(model: nn.Module) -> None:

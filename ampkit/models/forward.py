@@ -22,7 +22,7 @@ from torch import nn
 
 from ..casting.engine import active_casting
 from ..casting.narrow_gradients import past_the_getter
-from ..casting.tensors import cast_floating
+from ..casting.tensors import cast_floating, map_tensors, tensors_in
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
 from ..labels import labelled
@@ -220,7 +220,26 @@ def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any
     finally:
         _running.casts = outer
     inside = outer is not None and outer.casts_calls and casts.casts_calls and outer.narrow_in is casts.narrow_in
-    return outputs if casts.outputs is None or inside else cast_floating(outputs, casts.outputs)
+    return outputs if casts.outputs is None or inside else _cast_outputs(outputs, casts.outputs, traced)
+
+
+def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
+    """The floating outputs in this dtype. Leaves, and what other outputs are made of, stay: scripts differentiate by them."""
+    tensors = [] if traced else [x for x in tensors_in((outputs,)) if x.requires_grad and x.dtype is not dtype]
+    stay = {id(x) for x in tensors if x.is_leaf}
+    made_by: dict[Any, list[int]] = {}
+    for x in tensors:
+        made_by.setdefault(x.grad_fn, []).append(id(x))
+    waiting = list(made_by) if len(made_by) > 1 else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for before, _ in () if node is None else node.next_functions:
+            stay.update(made_by.get(before, ()))
+            if before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    return map_tensors(outputs, lambda x: x if id(x) in stay else cast_floating(x, dtype))
 
 
 def _before_forward(model: nn.Module) -> None:

@@ -6,10 +6,13 @@
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <pybind11/pybind11.h>
+
 #include <algorithm>
 #include <new>
 #include <utility>
 
+#include "narrow_gradients.h"
 #include "shared_cast.h"
 #include "weight_casts.h"
 
@@ -257,8 +260,17 @@ PyObject* store_cast(PyObject* object, PyObject* args) {
   const bool is_plain = is_plain_weight(tensor);
   const c10::Storage storage = is_plain ? tensor.storage() : c10::Storage();
   const Stamp made_of = is_plain ? self->stamp(tensor) : Stamp();
-  THPObjectPtr cast(PyObject_CallOneArg(convert, weight));
+  const bool hands_on = is_plain && c10::GradMode::is_enabled() && tensor.requires_grad() && takes_narrow_gradients(tensor);
+  THPObjectPtr cast;
+  {
+    const c10::AutoGradMode mode(c10::GradMode::is_enabled() && !hands_on);
+    cast = PyObject_CallOneArg(convert, weight);
+  }
   if (!cast || cast.get() == weight) return cast.release();
+  if (hands_on && THPVariable_CheckExact(cast.get())) {
+    pybind11::gil_scoped_release without_gil;
+    record_cast(tensor, THPVariable_Unpack(cast.get()), kAtOnce);
+  }
   ++self->casts_made;
   const bool keeps = is_plain && means_the_same(cast.get());
   return keeps && !self->keep(weight, cast.get(), made_of, /*used=*/true) ? nullptr : cast.release();
