@@ -73,8 +73,9 @@ def initialize(
     ``opt_level`` is ``"O0"`` to ``"O5"``. Every other setting that is None takes the level's default:
 
     - ``cast_model_type``: the lower precision that weights are stored in and calls are cast to (O2, O3).
-    - ``patch_torch_functions``: whether calls are cast over float32 weights (O1, O4); ``patch_torch_functions_type``: their dtype.
-    - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights (O2, O3, O5).
+    - ``patch_torch_functions``: whether calls are cast everywhere, over float32 weights (O1, O4; O5 casts inside of the models);
+      ``patch_torch_functions_type``: their dtype.
+    - ``keep_batchnorm_fp32``: whether every norm layer keeps float32 weights (O2, O3).
     - ``keep_fp32``: modules, types or name patterns that compute in float32 and return float32, at every level. The name of a
       layer's parameter names the layer. Any other parameter is stored in float32, and calls cast it as at O1.
     - ``master_weights``: whether weights in lower precision train in float32. The float32 value of a weight is the weight and a
@@ -88,8 +89,8 @@ def initialize(
       (``{"torch.nn.functional.gelu": "fp32"}``), and a `Policy` does both.
     - ``scope``: at O1 and O4, "process" casts every call of torch, as Apex did, and "forward" only those inside the forward
       passes of these models, whose outputs are then float32.
-    - ``one_pass_step``: whether ``torch.optim.SGD``, ``Adam`` and ``AdamW`` update weights and rests in one pass (O2, O5). With
-      False they step over float32 copies of the weights, as optimizers do that are neither these nor ampkit's.
+    - ``one_pass_step``: whether ``torch.optim.SGD``, ``Adam`` and ``AdamW`` update everything in one pass (O2, O4, O5). With False
+      they make their own step; at O2 over float32 copies of the weights, as optimizers do that are neither these nor ampkit's.
     - ``check_gradients``: whether a step at loss scale 1, which no `scale_loss` block checks, is skipped for gradients that are not
       finite. By default it is with ampkit's optimizers, and with torch's in one pass, where the check costs no more than a norm.
       True checks before the step of any optimizer, which reads a number from the device. False checks nothing.
@@ -229,7 +230,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients that ``optimizer`` will use by their norm, all of them together; returns the norm before.
 
-    Call it after the `scale_loss` block, where gradients are unscaled, and after every other change of gradients. At O2 and O5 the
+    Call it after the `scale_loss` block, where gradients are unscaled, and after every other change of gradients. At O2 the
     factor is applied to gradients of stored weights inside ``step()``, and ``p.grad`` shows them unclipped. Only
     ``error_if_nonfinite=True`` waits for the device. Gradients that are not finite stay as they are, and the step is skipped
     where gradients are checked.
@@ -309,7 +310,7 @@ def disable_casts() -> Any:
     """``with disable_casts():`` switches casts of calls off, in this thread; nests, and survives exceptions. Also a decorator.
 
     ``with torch.autocast(device_type, enabled=False):`` does the same, and so the body of a compiled function may use either.
-    Weights that are stored in lower precision take part with their float32 values, where there are any (O2, O5). Without a
+    Weights that are stored in lower precision take part with their float32 values, where there are any (O2). Without a
     session it does nothing. Raises nothing of its own.
     """
     switch_off_left_on()

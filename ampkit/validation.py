@@ -319,7 +319,7 @@ def sharded_by_optimizer(optimizer_list: list[Any], plan: Plan) -> None:
         if plan.master_weights and isinstance(optimizer, zero):
             raise ConfigurationError(
                 "ZeroRedundancyOptimizer sends weights to the other processes after its step, and what they lack of float32 at "
-                f"{plan.opt_level} would be lost. Use O1 or O4, whose weights are float32; or shard parameters and "
+                f"{plan.opt_level} would be lost. Use O1, O4 or O5, whose weights are float32; or shard parameters and "
                 "optimizer state with FSDP2: ampkit.parallel.fully_shard(module, opt_level=...)."
             )
 

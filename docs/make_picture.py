@@ -9,6 +9,7 @@ steps: weights, what ampkit keeps beside them, gradients and AdamW's two moments
 """
 
 import argparse
+import contextlib
 import copy
 import gc
 import json
@@ -27,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "benchmarks"), str(HERE.parent)]
 
 import ampkit  # noqa: E402
+from ampkit.casting.narrow_gradients import stored_gradient  # noqa: E402
 from ampkit.optimizers import FusedAdam  # noqa: E402
 
 WORDS, LENGTH, BATCH = 16, 32, 8
@@ -60,7 +62,7 @@ def prepare(model: nn.Module, way: Contender, lr: float):
 
 
 def backward(way: Contender, compute, optimizer) -> float:
-    with torch.autocast("cpu", torch.bfloat16, enabled=way.autocast):
+    with torch.autocast("cpu", torch.bfloat16) if way.autocast else contextlib.nullcontext():
         loss = compute()
     with ampkit.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -122,7 +124,7 @@ def bytes_per_parameter(way: Contender) -> dict[str, float]:
     gc.collect()
     weight, large = model.weight, SHAPE[0] * SHAPE[1]
     found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-    lives = {"weight": memory([weight]), "gradient": memory([weight.grad])}
+    lives = {"weight": memory([weight]), "gradient": memory([stored_gradient(weight)])}
     lives["moments"] = memory(x for x in optimizer.state[weight].values() if x.dim())
     lives["rest"] = memory(x for x in found if x.numel() >= large)
     for name in ("weight", "gradient", "moments"):

@@ -1,7 +1,7 @@
 """Finding and casting the tensors in whatever a model is called with.
 
 `map_tensors` walks through containers of any depth and keeps their types; `cast_floating` is the cast that O1's slow
-path and the input and output casts of O2, O3 and O5 are made of. `params_of` and `states_to_cast` find an optimizer's
+path and the input and output casts of O2 and O3 are made of. `params_of` and `states_to_cast` find an optimizer's
 tensors. Nothing here knows of sessions.
 """
 

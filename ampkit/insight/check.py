@@ -308,7 +308,7 @@ def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     lower_calls, float32_calls = seen.casts.values()
     rows = [
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
-        ("kept float32", f"at O2 and O5 {_kept(levels['O2'].modules)}"),
+        ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
         (
             "not cast",
             "; ".join([*(f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)), *_scripted(models)]) or "none",

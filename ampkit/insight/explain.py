@@ -281,7 +281,7 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
                 name = f"{prefix}.{', '.join(one for one, _ in params)}".lstrip(".")
             yield ModuleRow(
                 name=of_model + printable(name),
-                kind=class_name(module),
+                kind=type(module).__name__,
                 modules=1,
                 parameters=sum(param.numel() for _, param in params),
                 storage=dtype,
@@ -289,12 +289,6 @@ def _module_rows(model: nn.Module, treatment: Treatment, of_model: str) -> Itera
                 has_rest=has_rest,
                 kept=why,
             )
-
-
-def class_name(module: nn.Module) -> str:
-    """The class of the script: a model of a session has a subclass of it."""
-    kind = type(module)
-    return (kind.__mro__[1] if kind.__module__.startswith("ampkit.") and len(kind.__mro__) > 2 else kind).__name__
 
 
 def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:

@@ -1,7 +1,7 @@
 """`check_updates`: which weights do not move, because their precision rounds the updates away.
 
 An update is lost where a weight is the same after a step although its gradient and the learning rate are not 0. A weight with a
-float32 value (O2, O5) is the same only if its rest is too.
+float32 value (O2) is the same only if its rest is too.
 """
 
 from __future__ import annotations

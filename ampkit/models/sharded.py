@@ -1,6 +1,6 @@
 """Models that lie on several processes: what is done to them in the places of casts of weights.
 
-At O2, O3 and O5 the sharded parameters stay the float32 values, and FSDP2 casts them while it gathers them, by the policy that
+At O2, O3 and O5 the sharded parameters stay float32, and FSDP2 casts them while it gathers them, by the policy that
 `ampkit.parallel.fully_shard` chose. At O1 and O4 they are gathered in float32, and cast call by call.
 """
 

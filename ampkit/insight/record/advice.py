@@ -94,9 +94,7 @@ def _casts_of_weights(record: Rows) -> Iterator[Advice]:
         most = max(often, key=lambda row: row.casts * row.bytes["casts"])
         size = sum(row.casts * row.bytes["casts"] for row in often) * record.runs
         found = f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times)"
-        change = (
-            'ampkit.keep_casts(model) around the calls casts them once; "O2" and "O5" store them in lower precision'
-        )
+        change = 'ampkit.keep_casts(model) around the calls casts them once; "O2" stores them in lower precision'
         yield Advice(_gain_of_casts(record, size / 2), "", found, change)
 
 

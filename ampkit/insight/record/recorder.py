@@ -25,7 +25,7 @@ from ...dtypes import LOWER_PRECISION
 from ...errors import ConfigurationError
 from ...patching import PatchSet, Undo
 from ...session import current_session, live_sessions
-from ..explain import class_name, short
+from ..explain import short
 from ..watching import Call, Watch, tensors_in
 from .advice import advise
 from .arithmetic import product_of, tensor_cores
@@ -102,7 +102,7 @@ class Recorder(Watch):
         if module in self._roots:
             return
         has_params = next(module.parameters(), None) is not None
-        prefix = class_name(module) if self._roots or not has_params else ""
+        prefix = type(module).__name__ if self._roots or not has_params else ""
         if has_params:
             self._roots.append(module)
         for path, part in module.named_modules():
