@@ -443,9 +443,7 @@ def test_average_that_a_model_keeps_moves_as_in_float32_where_it_is_kept(how):
     model, twin = make(how), make(how)
     optimizers = [torch.optim.SGD(m.query.parameters(), lr=0.3) for m in (model, twin)]
     start = average_of(twin).detach().clone()
-    o2(
-        model, optimizers[0], keep_fp32=name if how == "buffer" else ()
-    )  # a frozen twin of what is trained is kept anyway
+    o2(model, optimizers[0], keep_fp32=name if how == "buffer" else ())  # what no optimizer holds is kept anyway
     train(model, optimizers[0], STEPS)
     train_in_float32(twin, optimizers[1], STEPS)
     full = "average" if how == "buffer" else "key.0.weight"
@@ -494,23 +492,20 @@ def target_after(update, frozen, level):
     return way.norm(), dtypes
 
 
+@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("frozen", (True, False))
 @pytest.mark.parametrize("update", (through_data, by_copy, by_loading, by_vector))
-def test_a_frozen_target_network_stays_float32_and_moves_as_in_float32(update):
-    wanted, _ = target_after(update, True, "O0")
-    moved, dtypes = target_after(update, True, "O2")
+def test_a_target_network_that_no_optimizer_holds_stays_float32_and_moves_as_in_float32(update, frozen, level):
+    wanted, _ = target_after(update, frozen, "O0")
+    moved, dtypes = target_after(update, frozen, level)
     assert dtypes == {torch.float32} and abs(moved - wanted) <= 0.1 * wanted
 
 
-def test_a_target_network_that_is_not_frozen_is_cast():
-    assert BF16 in target_after(through_data, False, "O2")[1]
-
-
-def test_frozen_layers_beside_trained_ones_of_a_list_are_cast():
-    """Blocks of a list look alike: that some are frozen makes no averages of them."""
+def test_what_an_optimizer_holds_is_stored_in_lower_precision_frozen_or_not():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
     o2(model, torch.optim.SGD(model[1:].parameters(), lr=0.1))
-    assert {param.dtype for param in model.parameters()} == {BF16}
+    assert [{param.dtype for param in layer.parameters()} for layer in model] == [{torch.float32}, {BF16}, {BF16}]
 
 
 def test_queue_and_loaded_weights_are_no_averages(caplog):

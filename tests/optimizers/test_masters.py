@@ -109,8 +109,7 @@ def test_frozen_parameters_and_buffers_are_exact(level):
     torch.manual_seed(0)
     original = FrozenMiddle()
     start = copy.deepcopy(original.state_dict())
-    trained = [p for p in original.parameters() if p.requires_grad]
-    model, optimizer = ampkit.initialize(original, OPTIMIZERS["SGD"](trained), **at(level, verbosity=0))
+    model, optimizer = ampkit.initialize(original, OPTIMIZERS["SGD"](original.parameters()), **at(level, verbosity=0))
     fit_batch(model, optimizer)
     state = model.state_dict()
     for name in ("frozen.weight", "frozen.bias", "shift"):
@@ -290,20 +289,20 @@ def test_unfrozen_parameter_of_the_optimizer_trains_on_its_master(optimizer_name
     assert torch.equal(model.state_dict()["frozen.weight"], after)
 
 
-@pytest.mark.parametrize("level", ("O2", STORED_BF16))
+@pytest.mark.parametrize("level", ("O2", "O5"))
 def test_unfrozen_parameter_added_to_the_optimizer_trains_from_its_float32_value(level):
     torch.manual_seed(0)
     model = FrozenMiddle()
     original = model.frozen.weight.detach().clone()
     optimizer = OPTIMIZERS["SGD"]([p for p in model.parameters() if p.requires_grad])
-    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
     fit_batch(model, optimizer)
     model.frozen.requires_grad_(True)
     optimizer.add_param_group({"params": model.frozen.parameters(), "lr": 0.01})
     assert torch.equal(model.state_dict()["frozen.weight"], original)
     fit_batch(model, optimizer)
     value = model.state_dict()["frozen.weight"]
-    assert not torch.equal(value, original) and torch.equal(model.frozen.weight, value.bfloat16())
+    assert not torch.equal(value, original) and torch.equal(model.frozen.weight, value)
     assert not torch.equal(value, value.bfloat16().float())
 
 
