@@ -32,7 +32,7 @@ def peak():
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
 
 
-def train(way, micro, stays, answer):
+def train(way, micro, stays, small, answer):
     import torch
     import torch.nn.functional as F
     from cases import Gpt
@@ -44,7 +44,7 @@ def train(way, micro, stays, answer):
     level, _, more = way.partition(", ")
     torch.mm(torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16())  # what torch allocates once
     before = size_now()
-    model = Gpt(width=768, layers=8, heads=12, vocabulary=8000)
+    model = Gpt(width=768, layers=1 if small else 8, heads=12, vocabulary=8000)
     if more in ("fused", "int8"):
         optimizer = FusedAdam(model.parameters(), lr=1e-4, state_dtype="int8" if more == "int8" else "float32")
     else:
@@ -77,12 +77,13 @@ def main():
     parser.add_argument("--ways", default=";".join(WAYS), help="separated by ;")
     parser.add_argument("--micro", default="1,4")
     parser.add_argument("--stay", action="store_true")
+    parser.add_argument("--small", action="store_true", help="one block, to see that all runs")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     for micro in map(int, options.micro.split(",")):
         for way in options.ways.split(";"):
             answer = context.Queue()
-            process = context.Process(target=train, args=(way, micro, options.stay, answer))
+            process = context.Process(target=train, args=(way, micro, options.stay, options.small, answer))
             process.start()
             mebibytes, parameters = answer.get()
             process.join()

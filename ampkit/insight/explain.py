@@ -304,7 +304,9 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
         if wrapper is not None:
             why = wrapper.why_over_stand_ins
         else:
-            gradients: Any = SimpleNamespace(slots=[SimpleNamespace(param=param) for param in params])
+            gradients: Any = SimpleNamespace(
+                slots=[SimpleNamespace(param=param, gradient=stored_gradient(param)) for param in params]
+            )
             why = why_over_stand_ins(optimizer, gradients, plan.one_pass_step)
         step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
     if not lowered:

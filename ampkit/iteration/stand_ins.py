@@ -129,8 +129,8 @@ class StandIns:
         raise ConfigurationError(
             f"{type(optimizer).__name__}.step() wrote to {len(past)} of the model's {param.dtype} weights, one of shape "
             f"{tuple(param.shape)}, and not to what stands in its param_groups during a step, which is float32: it has a list of "
-            "parameters of its own. Have its step() go through self.param_groups, or use opt_level='O1', 'O4' or 'O5', whose weights "
-            "are float32. The weights are as they were before the step."
+            "parameters of its own. Have its step() go through self.param_groups, or use opt_level='O1' or 'O5', whose weights are "
+            "float32. The weights are as they were before the step."
         )
 
 

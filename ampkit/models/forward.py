@@ -239,6 +239,8 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
             if before not in seen:
                 seen.add(before)
                 waiting.append(before)
+    if not stay:
+        return cast_floating(outputs, dtype)
     return map_tensors(outputs, lambda x: x if id(x) in stay else cast_floating(x, dtype))
 
 

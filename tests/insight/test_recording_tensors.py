@@ -131,7 +131,7 @@ def test_a_share_of_a_large_tensor_is_of_a_sample():
 
 
 @pytest.mark.parametrize(
-    "level, weight, master, gradient, casts", [("O1", 4, 0, 4, 2), ("O2", 2, 2, 2, 0), ("O5", 2, 2, 2, 0)]
+    "level, weight, master, gradient, casts", [("O1", 4, 0, 4, 2), ("O2", 2, 2, 2, 0), ("O5", 4, 0, 4, 2)]
 )
 def test_bytes_of_a_weight(level, weight, master, gradient, casts):
     setting = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}.get(level)

@@ -188,6 +188,12 @@ def check_ptxas():
     assert 0 < registers <= 64 and stores == loads == loop == 0 and instructions > 7
 
 
+def check_peak_memory():
+    lines = run("peak_memory.py", "--ways", "autocast;O5", "--micro", "1", "--small").strip().splitlines()
+    assert [line.split()[2] for line in lines] == ["autocast", "O5"]
+    assert all(float(line.split()[-4]) > 12.0 for line in lines)  # weights and moments
+
+
 RUNS = {
     "accumulation_error.py": check_accumulation_error,
     "beside.py": check_beside,
@@ -201,6 +207,7 @@ RUNS = {
     "bench_running_statistics.py": check_bench_running_statistics,
     "convergence.py": check_convergence,
     "state_dtypes.py": check_state_dtypes,
+    "peak_memory.py": check_peak_memory,
     "ptxas.py": check_ptxas,
 }
 
