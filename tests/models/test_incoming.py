@@ -344,7 +344,7 @@ def test_frozen_parameters_train_in_float32_when_an_optimizer_gets_them(level):
         train(model, optimizer, times=1)
         model.base.requires_grad_(True)
         optimizer.add_param_group({"params": list(model.base.parameters()), "lr": 1e-4})
-        assert level == "O2" or {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.dtype for p in model.base.parameters()} == {torch.float32}
         train(model, optimizer)
         found[born_in] = model.state_dict()["base.weight"].clone()
         ampkit.close()
