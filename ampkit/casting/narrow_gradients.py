@@ -13,6 +13,7 @@ nothing is marked, and gradients are float32: Python cannot see the hooks that D
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -100,8 +101,20 @@ class RowsOfTable(torch.autograd.Function):
 
 
 def _patch(patches: PatchSet) -> None:
-    for name in ("grad", "_grad") if _library is not None else ():
+    if _library is None:
+        return
+    for name in ("grad", "_grad"):
         patches.set(torch.Tensor, name, getattr(_library, name))
+    original = torch.Tensor.register_hook
+
+    @functools.wraps(original)
+    def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        # torch clears the weight's hooks before the script's first, ours among them, without which nothing widens what is there.
+        if _library.takes_narrow_gradients(tensor):
+            tensor.grad  # noqa: B018
+        return original(tensor, hook)
+
+    patches.set(torch.Tensor, "register_hook", register_hook)
 
 
 getter = SharedPatches(_patch)

@@ -51,7 +51,8 @@ def test_an_iteration_has_its_ranges_in_order(level, casts):
     # Weights and biases of the two linear layers, each by itself or, from the second iteration on, in one go.
     assert (names.count("ampkit: cast weights") > 0) is casts and names.count("ampkit: cast weights") <= 4
     others = [span for span in ranges if span[0] != "ampkit: cast weights"]
-    assert [name for name, _, _ in others] == [f"ampkit: {label}" for label in ("forward", "unscale", "clip", "step")]
+    labels = [label for label in ("forward", "unscale", "clip", "step") if (label, level) != ("unscale", "O5")]  # at a scale of 1
+    assert [name for name, _, _ in others] == [f"ampkit: {label}" for label in labels]
     assert all(before[2] <= after[1] for before, after in itertools.pairwise(others))
     forward = others[0]
     for name, begin, end in ranges:

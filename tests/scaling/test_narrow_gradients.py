@@ -1,0 +1,403 @@
+"""At O5 the gradient of a large matrix is bfloat16 until a script reads it, and what torch.autocast makes of the same passes."""
+
+import contextlib
+import copy
+import functools
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+from ampkit.casting.narrow_gradients import stored_gradient
+from ampkit.optimizers import FusedAdam, FusedSGD
+
+pytestmark = pytest.mark.compiled("wrappers")
+
+NARROW, WIDE = torch.bfloat16, torch.float32
+
+
+class Net(nn.Module):
+    """Two matrices of 8,192 elements and one of 64, of whose gradients each is a single product in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+        self.small = nn.Linear(64, 1, bias=False)
+
+    checkpoints = None  # use_reentrant of one around the first layer
+
+    def forward(self, x):
+        if self.checkpoints is None:
+            x = self.first(x)
+        else:
+            x = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.checkpoints)
+        return self.small(torch.relu(self.second(torch.relu(x))))
+
+
+class Script:
+    """What a row trains: the model, inputs, and calls of the model, each in a region of its own under torch.autocast."""
+
+    def __init__(self, level):
+        torch.manual_seed(0)
+        self.model, self.level = Net(), level
+        self.weight = self.model.first.weight
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.inputs = torch.randn(4, 16, 64)
+        if level is not None:
+            ampkit.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)
+
+    def loss(self, batch=0):
+        with torch.autocast("cpu", torch.bfloat16) if self.level is None else contextlib.nullcontext():
+            return self.model(self.inputs[batch]).float().square().sum()
+
+    def penalty(self):
+        return 1e-3 * self.weight.square().sum()
+
+
+def once(script):
+    script.loss().backward()
+
+
+def in_a_block(script):
+    if script.level is None:
+        return script.loss().backward()
+    with ampkit.scale_loss(script.loss(), script.optimizer) as scaled:
+        return scaled.backward()
+
+
+def in_a_checkpoint(script):
+    script.model.checkpoints = False
+    script.loss().backward()
+
+
+def in_a_reentrant_checkpoint(script):
+    script.model.checkpoints = True
+    script.loss().backward()
+
+
+def twice(script):
+    script.loss(0).backward()
+    script.loss(1).backward()
+
+
+def four_blocks(script):
+    for batch in range(4):
+        if script.level is None:
+            script.loss(batch).backward()
+        else:
+            with ampkit.scale_loss(script.loss(batch), script.optimizer) as scaled:
+                scaled.backward()
+
+
+def two_calls_of_one_loss(script):
+    (script.loss(0) + script.loss(1)).backward()
+
+
+def one_graph_twice(script):
+    loss = script.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def with_a_penalty(script):
+    (script.loss() + script.penalty()).backward()
+
+
+def a_penalty_later(script):
+    script.loss().backward()
+    script.penalty().backward()
+
+
+def a_penalty_before(script):
+    script.penalty().backward()
+    script.loss().backward()
+
+
+def read_in_between(script):
+    script.loss(0).backward()
+    assert script.weight.grad.dtype is torch.float32
+    script.loss(1).backward()
+
+
+def with_an_alias_that_is_kept(script):
+    script.loss(0).backward()
+    alias = script.weight.grad
+    script.loss(1).backward()
+    assert script.weight.grad is alias
+
+
+def with_a_hook(script):
+    script.weight.register_hook(lambda gradient: gradient * torch.ones(128, 64))
+    script.loss().backward()
+
+
+def after_a_hook(script):
+    script.weight.register_hook(lambda gradient: gradient).remove()
+    script.loss().backward()
+
+
+def a_hook_between_two_passes(script):
+    script.loss(0).backward()
+    script.weight.register_hook(lambda gradient: gradient).remove()
+    script.penalty().backward()
+    script.loss(1).backward()
+
+
+def with_a_hook_after_accumulation(script):
+    dtypes = []
+    script.weight.register_post_accumulate_grad_hook(lambda weight: dtypes.append(weight.grad.dtype))
+    script.loss().backward()
+    assert dtypes == [torch.float32]
+
+
+def after_a_hook_after_accumulation(script):
+    script.weight.register_post_accumulate_grad_hook(lambda weight: None).remove()
+    script.loss().backward()
+
+
+def of_some_inputs(script):
+    script.loss().backward(inputs=[script.weight])
+
+
+def by_autograd_grad(script):
+    (gradient,) = torch.autograd.grad(script.loss(), [script.weight])
+    assert gradient.dtype is torch.float32
+    script.weight.grad = gradient
+
+
+def that_may_be_differentiated(script):
+    script.loss().backward(create_graph=True)
+    for param in script.model.parameters():
+        param.grad = param.grad.detach()
+
+
+def after_zero_grad(script):
+    script.loss(0).backward()
+    script.optimizer.zero_grad()
+    script.loss(1).backward()
+
+
+def after_zeros(script):
+    script.loss(0).backward()
+    script.optimizer.zero_grad(set_to_none=False)
+    script.loss(1).backward()
+
+
+def after_the_models_zero_grad(script):
+    script.loss(0).backward()
+    script.model.zero_grad()
+    script.loss(1).backward()
+
+
+def onto_a_gradient_of_float64s_making(script):
+    script.weight.grad = torch.ones(128, 64, dtype=torch.float64).float()
+    script.loss().backward()
+
+
+def in_a_thread(script):
+    thread = threading.Thread(target=lambda: script.loss().backward())
+    thread.start()
+    thread.join()
+
+
+def in_anomaly_mode(script):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        script.loss().backward()
+
+
+PASSES = {
+    once: NARROW,
+    in_a_block: NARROW,
+    in_a_checkpoint: NARROW,
+    in_a_reentrant_checkpoint: NARROW,
+    twice: WIDE,
+    four_blocks: WIDE,
+    two_calls_of_one_loss: WIDE,
+    one_graph_twice: WIDE,
+    with_a_penalty: WIDE,
+    a_penalty_later: WIDE,
+    a_penalty_before: WIDE,
+    read_in_between: WIDE,
+    with_an_alias_that_is_kept: WIDE,
+    with_a_hook: WIDE,
+    after_a_hook: NARROW,
+    a_hook_between_two_passes: WIDE,
+    with_a_hook_after_accumulation: WIDE,
+    after_a_hook_after_accumulation: NARROW,
+    of_some_inputs: WIDE,
+    by_autograd_grad: WIDE,
+    that_may_be_differentiated: WIDE,
+    after_zero_grad: NARROW,
+    after_zeros: WIDE,
+    after_the_models_zero_grad: NARROW,
+    onto_a_gradient_of_float64s_making: WIDE,
+    in_a_thread: NARROW,
+    in_anomaly_mode: WIDE,
+}
+
+
+@pytest.mark.parametrize("passes", PASSES, ids=lambda passes: passes.__name__)
+def test_gradients_are_those_of_torch_autocast_in_the_precision_that_the_row_says(passes):
+    theirs, ours = Script(None), Script("O5")
+    passes(theirs)
+    passes(ours)
+    assert stored_gradient(ours.weight).dtype is PASSES[passes]
+    if ours.model.small.weight.grad is not None:
+        assert stored_gradient(ours.model.small.weight).dtype is torch.float32
+    for param, exact in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        if exact.grad is None:
+            assert param.grad is None
+        else:
+            assert param.grad.dtype is torch.float32
+            # Sums are made in another order: float32's rounding of the largest element.
+            torch.testing.assert_close(param.grad, exact.grad, rtol=0, atol=4e-7 * exact.grad.abs().max().item())
+
+
+class Tied(nn.Module):
+    """A table of 300 rows with its padding in row 3, and a head, which may be the table."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.table = nn.Embedding(300, 64, padding_idx=3)
+        self.head = nn.Linear(64, 300, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, words):
+        return self.head(torch.tanh(self.table(words)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied, batches):
+    """Row 7 is used 1,000 times: a sum in bfloat16 would stop at 256 times one of them."""
+    words = torch.full((batches, 10, 100), 7)
+    words[:, :, 0] = 3
+    found = []
+    for level in (None, "O5"):
+        torch.manual_seed(0)
+        model = Tied(tied)
+        if level is not None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for batch in words:
+            with torch.autocast("cpu", torch.bfloat16) if level is None else contextlib.nullcontext():
+                logits = model(batch).float()
+            F.cross_entropy(logits.flatten(0, 1), (batch.flatten() + 1)).backward()
+        found.append(model.table.weight)
+    exact, ours = found
+    assert stored_gradient(ours).dtype is (NARROW if batches == 1 else WIDE)
+    error = (ours.grad - exact.grad).abs()
+    assert (
+        error <= (2.0**-7 if tied else 2.0**-8) * exact.grad.abs() + 1e-9
+    ).all()  # one rounding; tied, the head's and one more
+    if not tied:
+        assert torch.equal(ours.grad[3], torch.zeros(64))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.AdamW, torch.optim.SGD, FusedAdam, functools.partial(FusedSGD, set_grad_none=True)],
+    ids=["AdamW", "SGD", "FusedAdam", "FusedSGD"],
+)
+def test_a_step_reads_narrow_gradients_as_they_are_and_moves_weights_as_with_float32_ones(make):
+    weights = []
+    for reads in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = make(model.parameters(), lr=0.1)
+        ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(8, 64)).float().square().mean().backward()
+            if reads:
+                assert model.first.weight.grad.dtype is torch.float32
+            optimizer.step()
+            assert stored_gradient(model.first.weight).dtype is (WIDE if reads else NARROW)
+        weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("clip", ["ampkit", "torch"])
+def test_clipping_measures_in_float32_and_leaves_gradients_narrow(clip):
+    script = Script("O5")
+    once(script)
+    exact = torch.cat([stored_gradient(param).double().flatten() for param in script.model.parameters()]).norm()
+    if clip == "ampkit":
+        norm = ampkit.clip_grad_norm_(script.optimizer, 1.0)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(script.model.parameters(), 1.0)
+    assert norm.dtype is torch.float32 and norm.item() == pytest.approx(exact.item(), rel=1e-5)
+    assert stored_gradient(script.weight).dtype is NARROW
+    clipped = torch.cat([param.grad.double().flatten() for param in script.model.parameters()]).norm()
+    assert clipped.item() == pytest.approx(1.0, abs=2.0**-9)
+
+
+def test_an_optimizer_that_was_not_initialized_steps_over_float32_gradients():
+    script = Script("O5")
+    other = torch.optim.AdamW(script.model.parameters(), lr=0.1, fused=True)
+    once(script)
+    other.step()
+    assert stored_gradient(script.weight).dtype is WIDE
+
+
+def test_a_gradient_of_any_dtype_may_be_assigned_and_reads_as_float32():
+    script = Script("O5")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        script.weight.grad = torch.full((128, 64), 1.5, dtype=dtype)
+        assert script.weight.grad.dtype is torch.float32 and script.weight.grad[0, 0] == 1.5
+
+
+def test_close_makes_gradients_float32_and_later_ones_are_torchs():
+    script = Script("O5")
+    once(script)
+    weight = script.weight
+    expected = stored_gradient(weight).float()
+    ampkit.close()
+    assert "grad" not in vars(torch.Tensor) and "_grad" not in vars(torch.Tensor)
+    assert torch.equal(weight.grad, expected) and weight.grad.dtype is torch.float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        weight.grad = torch.zeros(128, 64, dtype=torch.bfloat16)
+
+
+def test_a_copy_has_float32_gradients():
+    script = Script("O5")
+    once(script)
+    twin = copy.deepcopy(script.model)
+    twin(script.inputs[0]).sum().backward()
+    assert stored_gradient(twin.first.weight).dtype is torch.float32
+
+
+def test_parameters_that_an_optimizer_gets_later_have_narrow_gradients_and_those_of_none_have_float32_ones():
+    model = Net()
+    optimizer = torch.optim.SGD([model.second.weight], lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    x = torch.ones(4, 64)
+    model(x).sum().backward()
+    assert [stored_gradient(layer.weight).dtype for layer in (model.first, model.second)] == [WIDE, NARROW]
+    optimizer.add_param_group({"params": [model.first.weight]})
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    assert [stored_gradient(layer.weight).dtype for layer in (model.first, model.second)] == [NARROW, NARROW]
+
+
+def test_at_a_loss_scale_gradients_are_float32():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O5", loss_scale=128.0, verbosity=0)
+    with ampkit.scale_loss(model(torch.ones(4, 64)).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert stored_gradient(model.first.weight).dtype is torch.float32
+
+
+def test_a_session_ends_with_its_model_though_its_weights_have_hooks():
+    script = Script("O5")
+    once(script)
+    del script
+    gc.collect()
+    assert ampkit.current_session() is None and "grad" not in vars(torch.Tensor)
