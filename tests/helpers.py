@@ -67,10 +67,20 @@ def torch_left_as_found() -> Iterator[None]:
         assert not changed and not added, f"{namespace.__name__}: changed {changed}, added {added}"
 
 
+#: Among opt levels in tests: weights that are stored in bfloat16, with their float32 values beside them, and no loss scale.
+STORED_BF16 = "O2 in bfloat16"
+
+
+def at(level: str, **settings) -> dict[str, Any]:
+    """What `ampkit.initialize` is told for an opt level or `STORED_BF16`; ``settings`` go before those of the level."""
+    stored = {"opt_level": "O2", "cast_model_type": torch.bfloat16, "loss_scale": 1.0}
+    return {**(stored if level == STORED_BF16 else {"opt_level": level}), **settings}
+
+
 def initialize_quietly(model: nn.Module, make_optimizer: Callable, level: str, **settings) -> tuple[nn.Module, Any]:
     """``ampkit.initialize`` of a model and of ``make_optimizer(model.parameters())``, without a word on standard output."""
     optimizer = make_optimizer(model.parameters())
-    return ampkit.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **settings})
+    return ampkit.initialize(model, optimizer, **at(level, **{"verbosity": 0, **settings}))
 
 
 def backward(loss: torch.Tensor, optimizers, **flags) -> None:
@@ -92,12 +102,13 @@ def iterate(loss_of: Callable[[], torch.Tensor], optimizer, times: int = 1, **fl
 def one_weight(value: float = 1.0, make_optimizer: Callable = torch.optim.SGD, **settings) -> tuple[nn.Module, Any]:
     """A model y = w * x of one weight, and SGD with a rate of 1, so that a step is the gradient; initialized.
 
-    At O2 and O5 the weight is in lower precision, which only Apex's rule stores a single one in.
+    At O2 the weight is in lower precision, which only Apex's rule stores a single one in. ``opt_level`` may be `STORED_BF16`.
     """
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, value)
-    settings.setdefault("policy", "apex" if settings.get("opt_level") in ("O2", "O5") else "default")
-    return ampkit.initialize(model, make_optimizer(model.parameters(), lr=1.0), **{"verbosity": 0, **settings})
+    settings = {"verbosity": 0, **at(settings.pop("opt_level", "O1"), **settings)}
+    settings.setdefault("policy", "apex" if settings["opt_level"] == "O2" else "default")
+    return ampkit.initialize(model, make_optimizer(model.parameters(), lr=1.0), **settings)
 
 
 def backward_of_one_weight(model: nn.Module, optimizer, slope: float, **flags) -> None:
@@ -106,7 +117,7 @@ def backward_of_one_weight(model: nn.Module, optimizer, slope: float, **flags) -
 
 
 def net_with_norm(inputs: int = 6, hidden: int = 8, outputs: int = 3, seed: int = 0) -> nn.Sequential:
-    """Weights that O2 and O5 cast, around a norm layer that they keep float32; the same numbers each time."""
+    """Weights that O2 casts, around a norm layer that it keeps float32; the same numbers each time."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(inputs, hidden), nn.LayerNorm(hidden), nn.Tanh(), nn.Linear(hidden, outputs))
 
@@ -226,7 +237,7 @@ def assert_same_state(found: Any, expected: Any, tolerance: float) -> None:
 
 
 def assert_steps_as_over_float32(model: nn.Module, make_optimizer: Callable, level: str, tolerance: float) -> None:
-    """Steps of any optimizer at O2 or O5 are those over float32 parameters with the same gradients: float32 values within
+    """Steps of any optimizer at O2 are those over float32 parameters with the same gradients: float32 values within
     ``tolerance``, relative or absolute, and states of the same shapes and dtypes; and either run goes on from the other's state.
     """
     expected: list[nn.Module] = [copy.deepcopy(model)]

@@ -158,7 +158,8 @@ def test_moved_weight_keeps_its_float32_digits():
 
 def test_model_that_is_parametrized_itself():
     models = [parametrizations.weight_norm(nn.Linear(4, 3)) for _ in range(2)]
-    model, twin = models[0], copy.deepcopy(models[0])
+    model, twin = models  # torch gives each a class of its own, which a copy would share
+    twin.load_state_dict(model.state_dict())
     optimizer, twin_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     o2(model, optimizer)
     train(model, optimizer)
@@ -322,7 +323,7 @@ def test_model_without_a_forward_trains(level):
                 loss.backward()
             optimizer.step()
             curves[-1].append(loss.item())
-    assert parts["up"].weight.dtype is (torch.float32 if level == "O1" else torch.bfloat16)
+    assert parts["up"].weight.dtype is (torch.float32 if level in ("O1", "O5") else torch.bfloat16)
     torch.testing.assert_close(torch.tensor(curves[1]), torch.tensor(curves[0]), rtol=0.02, atol=0.02)
 
 
@@ -381,7 +382,7 @@ def test_a_float32_average_put_in_for_an_evaluation_is_exact_and_moves_weights_b
             assert torch.equal(value.to(BF16), masters[name].to(BF16))
 
 
-@pytest.mark.parametrize("level", ("O2", "O3", "O5"))
+@pytest.mark.parametrize("level", ("O2", "O3"))
 def test_model_made_float32_is_still_refused(level):
     model = make_net()
     ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
@@ -442,9 +443,7 @@ def test_average_that_a_model_keeps_moves_as_in_float32_where_it_is_kept(how):
     model, twin = make(how), make(how)
     optimizers = [torch.optim.SGD(m.query.parameters(), lr=0.3) for m in (model, twin)]
     start = average_of(twin).detach().clone()
-    o2(
-        model, optimizers[0], keep_fp32=name if how == "buffer" else ()
-    )  # a frozen twin of what is trained is kept anyway
+    o2(model, optimizers[0], keep_fp32=name if how == "buffer" else ())  # what no optimizer holds is kept anyway
     train(model, optimizers[0], STEPS)
     train_in_float32(twin, optimizers[1], STEPS)
     full = "average" if how == "buffer" else "key.0.weight"
@@ -493,23 +492,20 @@ def target_after(update, frozen, level):
     return way.norm(), dtypes
 
 
+@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("frozen", (True, False))
 @pytest.mark.parametrize("update", (through_data, by_copy, by_loading, by_vector))
-def test_a_frozen_target_network_stays_float32_and_moves_as_in_float32(update):
-    wanted, _ = target_after(update, True, "O0")
-    moved, dtypes = target_after(update, True, "O2")
+def test_a_target_network_that_no_optimizer_holds_stays_float32_and_moves_as_in_float32(update, frozen, level):
+    wanted, _ = target_after(update, frozen, "O0")
+    moved, dtypes = target_after(update, frozen, level)
     assert dtypes == {torch.float32} and abs(moved - wanted) <= 0.1 * wanted
 
 
-def test_a_target_network_that_is_not_frozen_is_cast():
-    assert BF16 in target_after(through_data, False, "O2")[1]
-
-
-def test_frozen_layers_beside_trained_ones_of_a_list_are_cast():
-    """Blocks of a list look alike: that some are frozen makes no averages of them."""
+def test_what_an_optimizer_holds_is_stored_in_lower_precision_frozen_or_not():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
     o2(model, torch.optim.SGD(model[1:].parameters(), lr=0.1))
-    assert {param.dtype for param in model.parameters()} == {BF16}
+    assert [{param.dtype for param in layer.parameters()} for layer in model] == [{torch.float32}, {BF16}, {BF16}]
 
 
 def test_queue_and_loaded_weights_are_no_averages(caplog):
@@ -770,7 +766,7 @@ def test_float32_values_of_a_part_that_is_a_model_itself_are_taken_by_the_whole(
     encoder = torch.nn.Linear(2, 3)
     decoder = Decoder(encoder)
     optimizer = torch.optim.SGD(decoder.parameters(), lr=0.1)
-    ampkit.initialize([encoder, decoder], optimizer, opt_level="O5", verbosity=0)
+    ampkit.initialize([encoder, decoder], optimizer, opt_level="O2", verbosity=0)
     encoder.weight.data = torch.full((3, 2), 1.0 + 2.0**-12)
     decoder(torch.ones(1, 3))
     assert encoder.weight.dtype is torch.bfloat16

@@ -181,7 +181,7 @@ def test_copy_can_be_initialized(level, second):
         assert_same_values(values(twin), start)
     classify_rows(twin, twin_optimizer)
     classify_rows(model, optimizer)
-    lower = {"O2": torch.bfloat16, "O3": torch.bfloat16, "O5": torch.bfloat16}
+    lower = {"O2": torch.bfloat16, "O3": torch.bfloat16}
     assert twin.first.weight.dtype is lower.get(second, torch.float32)
     trained = values(twin)
     assert not torch.equal(trained["first.weight"], start["first.weight"])
@@ -458,7 +458,7 @@ def test_shallow_copy_shares_weights_with_its_original(level):
     twin.training = False
     assert torch.equal(twin(X), model(X))
     assert_same_values(twin.state_dict(), values(model))
-    assert model.first.weight.dtype is (torch.float32 if level in ("O0", "O1") else torch.bfloat16)
+    assert model.first.weight.dtype is (torch.float32 if level in ("O0", "O1", "O5") else torch.bfloat16)
 
 
 @pytest.mark.parametrize("level", LEVELS)

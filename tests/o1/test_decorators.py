@@ -253,7 +253,7 @@ variance = float_function(plain_variance)
 def test_float_function_computes_in_float32_in_a_cast_model(level, compiled):
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = ampkit.initialize(Distance(), opt_level=level, cast_model_type=LOW, verbosity=0)
+    model = ampkit.initialize(Distance(), opt_level=level, verbosity=0)
     forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     x, ours, _ = forward(torch.randn(8, 4))
     assert (ours - plain_variance(x.double())).abs().max() < 1e-5
@@ -290,7 +290,7 @@ def test_decorators_hold_outside_of_models_where_an_argument_is_in_lower_precisi
 @pytest.mark.parametrize("level", CAST_LEVELS)
 def test_disable_casts_suspends_float_function_and_nothing_else(level):
     torch.manual_seed(0)
-    model = ampkit.initialize(Distance(), opt_level=level, cast_model_type=LOW, verbosity=0)
+    model = ampkit.initialize(Distance(), opt_level=level, verbosity=0)
     x, low = torch.randn(8, 4), torch.ones(2).bfloat16()
     function, seen = float_function(dtypes), []
     outside = model(x)
@@ -303,10 +303,10 @@ def test_disable_casts_suspends_float_function_and_nothing_else(level):
         thread = threading.Thread(target=lambda: seen.extend(function(low)))
         thread.start()
         thread.join()
-        assert {p.dtype for p in model.parameters()} == {LOW}
+        assert {p.dtype for p in model.parameters()} == {FULL if level == "O5" else LOW}
     assert seen == [LOW, LOW, LOW, FULL] and function(low) == [FULL]
     assert torch.equal(inside[1], inside[2])
-    torch.testing.assert_close(inside[0], outside[0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(inside[0].float(), outside[0].float(), rtol=0.02, atol=0.02)
     with pytest.raises(ZeroDivisionError), ampkit.disable_casts():
         raise ZeroDivisionError
     assert function(low) == [FULL]

@@ -1,13 +1,14 @@
-"""What training with Adam takes for each parameter: weight, rest, gradient and two moments, of tensors that live."""
+"""What training with Adam takes for each parameter: weight, perhaps a rest, gradient and two moments, of tensors that live."""
 
 import gc
 
 import pytest
 import torch
-from helpers import backward, initialize_quietly
+from helpers import STORED_BF16, backward, initialize_quietly
 from torch import nn
 
 import ampkit
+from ampkit.casting.narrow_gradients import stored_gradient
 from ampkit.optimizers import FusedAdam
 
 SHAPE = 512, 256
@@ -25,7 +26,7 @@ def bytes_held(model=None):
     """Of all tensors that live and have as many elements as the weight, or more; each memory once."""
     gc.collect()
     found = [x for x in gc.get_objects() if type(x).__module__ != "builtins" and isinstance(x, torch.Tensor)]
-    found += [] if model is None else [p.grad for p in model.parameters()]
+    found += [] if model is None else [stored_gradient(p) for p in model.parameters()]
     large = [x.untyped_storage() for x in found if x.numel() >= SHAPE[0] * SHAPE[1]]
     return sum({storage.data_ptr(): storage.nbytes() for storage in large}.values())
 
@@ -39,18 +40,32 @@ def train(model, optimizer, blocks=1, steps=2):
         optimizer.step()
 
 
+OF_O5 = [
+    # Weight, gradient, moments.
+    ("O5", "float32", 1, 4 + 2 + 8),
+    ("O5", "torch's", 1, 4 + 2 + 8),
+    ("O5", "bfloat16", 1, 4 + 2 + 4),
+    ("O5", "int8", 1, 4 + 2 + IN_8_BITS),
+    # A step that reads p.grad, which is then float32, and a sum of backward passes.
+    ("O5", "over stand-ins", 1, 4 + 4 + 8),
+    ("O5", "float32", 2, 4 + 4 + 8),
+    ("O5", "torch's", 2, 4 + 4 + 8),
+]
+
+
 @pytest.mark.parametrize(
     ("level", "name", "blocks", "expected"),
     [
+        *OF_O5,
         # Weight, rest, gradient, moments.
-        ("O5", "float32", 1, 2 + 2 + 2 + 8),
-        ("O5", "torch's", 1, 2 + 2 + 2 + 8),
-        ("O5", "over stand-ins", 1, 2 + 2 + 2 + 8),
-        ("O5", "bfloat16", 1, 2 + 2 + 2 + 4),
-        ("O5", "int8", 1, 2 + 2 + 2 + IN_8_BITS),
+        (STORED_BF16, "float32", 1, 2 + 2 + 2 + 8),
+        (STORED_BF16, "torch's", 1, 2 + 2 + 2 + 8),
+        (STORED_BF16, "over stand-ins", 1, 2 + 2 + 2 + 8),
+        (STORED_BF16, "bfloat16", 1, 2 + 2 + 2 + 4),
+        (STORED_BF16, "int8", 1, 2 + 2 + 2 + IN_8_BITS),
         # A sum of blocks is float32, and a gradient that came at a loss scale.
-        ("O5", "float32", 2, 2 + 2 + 4 + 8),
-        ("O5", "torch's", 2, 2 + 2 + 4 + 8),
+        (STORED_BF16, "float32", 2, 2 + 2 + 4 + 8),
+        (STORED_BF16, "torch's", 2, 2 + 2 + 4 + 8),
         ("O2", "float32", 1, 2 + 2 + 4 + 8),
         ("O2", "torch's", 1, 2 + 2 + 4 + 8),
         ("O2", "over stand-ins", 1, 2 + 2 + 4 + 8),
@@ -70,10 +85,22 @@ def test_bytes_per_parameter(level, name, blocks, expected):
     assert bytes_held(model) - before == expected * SHAPE[0] * SHAPE[1]
 
 
+@pytest.mark.parametrize("name", ["float32", "torch's", "int8"])
+def test_a_gradient_that_a_script_reads_is_float32_until_it_is_cleared(name):
+    before = bytes_held()
+    model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], "O5")
+    moments = IN_8_BITS if name == "int8" else 8
+    for reads in (False, True, False):
+        train(model, optimizer)
+        if reads:
+            assert model.weight.grad.dtype is torch.float32
+        assert bytes_held(model) - before == (4 + (4 if reads else 2) + moments) * SHAPE[0] * SHAPE[1]
+
+
 @pytest.mark.parametrize("name", ["float32", "torch's"])
 def test_float32_that_was_handed_out_is_held_no_longer_than_the_script_does(name):
     before = bytes_held()
-    model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], "O5")
+    model, optimizer = initialize_quietly(nn.Linear(*SHAPE, bias=False), MAKERS[name], STORED_BF16)
     train(model, optimizer)
     saved = model.state_dict()
     assert saved["weight"].dtype is torch.float32 and bytes_held(model) - before >= (14 + 4) * SHAPE[0] * SHAPE[1]

@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from helpers import backward, backward_of_one_weight, one_weight
+from helpers import STORED_BF16, at, backward, backward_of_one_weight, one_weight
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,6 +111,7 @@ SETTINGS = {
     "O1": dict(opt_level="O1"),
     "O2 dynamic": dict(opt_level="O2"),
     "O2 static": dict(opt_level="O2", loss_scale=128.0),
+    "O2 without a scale": at(STORED_BF16),
     "O5": dict(opt_level="O5"),
     "O2 float16": dict(opt_level="O2", cast_model_type=torch.float16),
 }
@@ -138,7 +139,7 @@ def in_float32(make_optimizer, way, blocks=1):
 
 def by_hand(make_optimizer, way, settings, blocks=1):
     """The same mixed precision in plain torch: torch.autocast, or a cast model, and float32 masters updated from its gradients."""
-    dtype = None if settings["opt_level"] == "O1" else settings.get("cast_model_type", torch.bfloat16)
+    dtype = None if settings["opt_level"] in ("O1", "O5") else settings.get("cast_model_type", torch.bfloat16)
     return in_mixed_precision(make_optimizer, way, dtype, blocks)
 
 
@@ -248,14 +249,14 @@ def test_zeros_that_are_written_to_a_float16_weights_gradient_count():
 
 
 @pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 def test_an_optimizer_that_the_block_did_not_name_steps_all_the_same(level, delay):
     """GradScaler's idiom: one backward pass, several steps."""
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for model in models:
         nn.init.constant_(model.weight, 1.0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    ampkit.initialize(models, optimizers, opt_level=level, policy="apex", verbosity=0)
+    ampkit.initialize(models, optimizers, **at(level, policy="apex", verbosity=0))
     with ampkit.scale_loss(
         models[1](models[0](torch.ones(1, 1))).float().sum() / 4, optimizers[0], delay_unscale=delay
     ) as s:
@@ -421,7 +422,7 @@ def test_parameters_of_the_groups_show_their_gradients(clip, make_optimizer):
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 @pytest.mark.parametrize("named", ["one for both", "both", "the first"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 def test_clearing_inside_the_block_clears(level, named, make_optimizer):
     """``p.grad = None`` by hand: what earlier blocks left there is gone too, but not where the backward pass did not come."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
@@ -429,7 +430,7 @@ def test_clearing_inside_the_block_clears(level, named, make_optimizer):
         nn.init.constant_(layer.weight, 1.0)
     groups = [model.parameters()] if named == "one for both" else [layer.parameters() for layer in model]
     optimizers = [make_optimizer(params, lr=1.0) for params in groups]
-    ampkit.initialize(model, optimizers, opt_level=level, policy="apex", verbosity=0)
+    ampkit.initialize(model, optimizers, **at(level, policy="apex", verbosity=0))
     of_block = optimizers[:1] if named == "the first" else optimizers
     for clears in (False, True):
         outputs = (model[0] if clears else model)(torch.ones(1, 1).to(model[0].weight.dtype))
@@ -455,7 +456,7 @@ def test_a_block_without_a_backward_pass_leaves_what_earlier_blocks_made(level, 
     assert model.weight.grad.item() == 0.25
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_a_clipping_holds_for_every_step_over_the_same_gradients_and_for_what_is_added(make_optimizer, level):
     """As torch's, which writes to ``p.grad``: a gradient of 2 is clipped to 0.5, used twice, and 0.25 is added to it."""
@@ -473,7 +474,7 @@ def test_a_clipping_holds_for_every_step_over_the_same_gradients_and_for_what_is
     assert values == pytest.approx([7.5, 7.0, 6.25], rel=1e-5)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 def test_gradients_put_in_place_after_a_clipped_step_are_not_clipped(level):
     model, optimizer = one_weight(8.0, make_optimizer=FusedSGD, opt_level=level)
     backward_of_one_weight(model, optimizer, 2.0)
@@ -515,7 +516,7 @@ def test_an_optimizer_of_another_initialize_call_is_unscaled_too(level):
 
 
 @pytest.mark.parametrize("clear", ["model", "by hand"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", STORED_BF16, "O4", "O5"])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_clipping_ends_with_the_step(make_optimizer, level, clear):
     model, optimizer = one_weight(0.0, make_optimizer, opt_level=level)
@@ -532,8 +533,9 @@ def test_clipping_ends_with_the_step(make_optimizer, level, clear):
     assert abs(next(ampkit.master_params(optimizer)).item() + 3.0) < 1e-5
 
 
-def test_clipping_ends_with_the_step_without_a_block_too():
-    model, optimizer = one_weight(0.0, FusedSGD, opt_level="O5")
+@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
+def test_clipping_ends_with_the_step_without_a_block_too(level):
+    model, optimizer = one_weight(0.0, FusedSGD, opt_level=level)
     for slope in (128.0, 1.0, 1.0):
         model.weight.grad = None
         (model(torch.ones(1, 1)).float().sum() * slope).backward()
@@ -592,7 +594,7 @@ def test_a_block_that_is_refused_leaves_every_optimizer_as_it_was():
     assert models[0].weight.grad.item() == 0.5
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, FusedSGD])
 def test_a_second_step_with_the_same_gradients_is_clipped_too(make_optimizer, level):
     model, optimizer = one_weight(0.0, make_optimizer, opt_level=level)

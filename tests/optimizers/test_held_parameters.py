@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import backward, net_with_norm
+from helpers import STORED_BF16, at, backward, net_with_norm
 from torch import nn
 
 import ampkit
@@ -50,7 +50,7 @@ def trained(way, moment, make_optimizer, level):
     """Three steps, the groups changed at one moment of each; the weights after them."""
     model = model_of_test()
     optimizer = make_optimizer(model.parameters())
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
     for _ in range(3):
         if moment == "before the block":
             way(model, optimizer.param_groups[0])
@@ -66,7 +66,7 @@ def trained(way, moment, make_optimizer, level):
     return weights
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("moment", ["before the block", "before the step"])
 @pytest.mark.parametrize("way", [all_of_them, by_a_generator, one_by_one])
@@ -77,13 +77,13 @@ def test_the_models_weights_put_into_a_group_again_train_on_their_masters(way, m
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_weights_taken_out_of_a_group_rest_and_train_again_when_they_are_back(make_optimizer, level):
     """Layers that are frozen for a while by giving the optimizer the others only."""
     model = model_of_test()
     optimizer = make_optimizer(model.parameters())
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
     moved = []
     for chosen in (model, model[3], model):
         optimizer.param_groups[0]["params"] = list(chosen.parameters())
@@ -140,14 +140,14 @@ class WithItsOwnListAndScaler(WithItsOwnList):
 @pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("cls", [WithItsOwnList, WithItsOwnListAndScaler])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16])
 def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes_a_weight(
     level, cls, closure, through_data
 ):
     """Its masters stay where they were, and would undo each step."""
     model = model_of_test()
     optimizer = cls(model.parameters(), lr=0.0, through_data=through_data)
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
 
     def step():
@@ -168,7 +168,7 @@ def test_a_list_of_the_optimizers_own_is_an_error_at_the_first_step_that_changes
         assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
 def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
@@ -179,11 +179,11 @@ def test_a_list_of_the_optimizers_own_trains_where_there_are_no_masters(level):
     assert model.weight.item() == 0.75
 
 
-@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+@pytest.mark.parametrize("level", ("O1", "O2", STORED_BF16, "O5"))
 @pytest.mark.parametrize("make", ("SGD", "FusedSGD"))
 def test_state_lies_under_the_models_weights_in_float32(make, level):
     model = model_of_test()
-    model, optimizer = ampkit.initialize(model, OPTIMIZERS[make](model.parameters()), opt_level=level, verbosity=0)
+    model, optimizer = ampkit.initialize(model, OPTIMIZERS[make](model.parameters()), **at(level, verbosity=0))
     backward(loss_of(model), optimizer)
     optimizer.step()
     optimizer.zero_grad()

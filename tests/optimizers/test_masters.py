@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import initialize_quietly, iterate, random_batch, saved_and_loaded
+from helpers import STORED_BF16, at, initialize_quietly, iterate, random_batch, saved_and_loaded
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,7 +37,7 @@ class FrozenMiddle(nn.Module):
         return self.last(F.relu(self.frozen(self.norm(self.first(x))))) + self.shift
 
 
-def with_masters(level="O5", make=OPTIMIZERS["SGD"], seed=0, **settings):
+def with_masters(level=STORED_BF16, make=OPTIMIZERS["SGD"], seed=0, **settings):
     """The model of this file and its optimizer, initialized at a level that has masters where nothing else is said."""
     torch.manual_seed(seed)
     return initialize_quietly(FrozenMiddle(), make, level, **settings)
@@ -61,12 +61,11 @@ def assert_equal_states(found, expected):
         assert torch.equal(found[name], value) and found[name].dtype is value.dtype, name
 
 
-@pytest.mark.parametrize("level", ("O2", "O5"))
-def test_every_group_trains_on_masters(level):
+def test_every_group_trains_on_masters():
     model = FrozenMiddle()
     groups = [{"params": model.first.parameters()}, {"params": model.last.parameters(), "lr": 0.25}]
     optimizer = torch.optim.SGD(groups, lr=0.5)
-    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    ampkit.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fit_batch(model, optimizer)
     after = model.state_dict()
@@ -82,7 +81,7 @@ def test_every_group_trains_on_masters(level):
 # state_dict() has the float32 values
 
 
-@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("level", ("O2", STORED_BF16))
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_state_dict_is_what_master_params_are_bit_for_bit(level, optimizer_name):
     model, optimizer = with_masters(level, OPTIMIZERS[optimizer_name])
@@ -105,13 +104,12 @@ def test_state_dict_of_a_submodule_is_float32_too(part):
         assert torch.equal(value, whole[f"{part}.{name}"]) and value.dtype is whole[f"{part}.{name}"].dtype
 
 
-@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("level", ("O2", STORED_BF16))
 def test_frozen_parameters_and_buffers_are_exact(level):
     torch.manual_seed(0)
     original = FrozenMiddle()
     start = copy.deepcopy(original.state_dict())
-    trained = [p for p in original.parameters() if p.requires_grad]
-    model, optimizer = ampkit.initialize(original, OPTIMIZERS["SGD"](trained), opt_level=level, verbosity=0)
+    model, optimizer = ampkit.initialize(original, OPTIMIZERS["SGD"](original.parameters()), **at(level, verbosity=0))
     fit_batch(model, optimizer)
     state = model.state_dict()
     for name in ("frozen.weight", "frozen.bias", "shift"):
@@ -126,7 +124,8 @@ def test_running_statistics_are_float32s(level):
     """Buffers are cast at no level: of the same inputs they are those of plain torch, in whatever order its kernels add."""
     norm, expected, x = nn.BatchNorm1d(8), nn.BatchNorm1d(8), torch.randn(6, 8).bfloat16()
     expected(x.float())
-    ampkit.initialize(norm, opt_level=level, cast_model_type=torch.bfloat16, verbosity=0)
+    settings = {} if level == "O5" else {"cast_model_type": torch.bfloat16}
+    ampkit.initialize(norm, opt_level=level, verbosity=0, **settings)
     norm(x)
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(norm.get_buffer(name), expected.get_buffer(name), rtol=1e-5, atol=1e-6)
@@ -154,7 +153,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("level", ("O2", STORED_BF16))
 @pytest.mark.parametrize("way", WRITES)
 def test_write_reaches_masters_and_model(level, way):
     model, optimizer = with_masters(level)
@@ -223,7 +222,7 @@ def test_write_to_a_master_between_backward_and_step_is_updated_from():
     assert torch.equal(model.state_dict()["last.weight"], 3.0 - gradient)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
 def test_load_state_dict_that_assigns_is_refused_and_changes_nothing(level):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     ampkit.initialize(model, opt_level=level, verbosity=0)
@@ -239,9 +238,10 @@ def test_load_state_dict_that_assigns_is_refused_and_changes_nothing(level):
     model.load_state_dict(before, assign=True)
 
 
-def test_load_state_dict_that_assigns_works_at_o1():
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+def test_load_state_dict_that_assigns_works_over_float32_weights(level):
     model = nn.Linear(2, 2)
-    ampkit.initialize(model, opt_level="O1", verbosity=0)
+    ampkit.initialize(model, opt_level=level, verbosity=0)
     model.load_state_dict({"weight": torch.eye(2), "bias": torch.ones(2)}, assign=True)
     assert model(torch.ones(1, 2)).tolist() == [[2.0, 2.0]]
 
@@ -253,7 +253,7 @@ def test_load_state_dict_of_another_shape_raises_as_torch_does():
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("level", ("O2", STORED_BF16, "O5"))
 def test_optimizer_load_state_dict_takes_the_state_of_plain_torch(level, optimizer_name):
     torch.manual_seed(0)
     plain = FrozenMiddle()
@@ -302,7 +302,7 @@ def test_unfrozen_parameter_added_to_the_optimizer_trains_from_its_float32_value
     assert torch.equal(model.state_dict()["frozen.weight"], original)
     fit_batch(model, optimizer)
     value = model.state_dict()["frozen.weight"]
-    assert not torch.equal(value, original) and torch.equal(model.frozen.weight, value.bfloat16())
+    assert not torch.equal(value, original) and torch.equal(model.frozen.weight, value)
     assert not torch.equal(value, value.bfloat16().float())
 
 
@@ -396,7 +396,7 @@ def test_two_optimizers_that_share_parameters_share_their_float32_values():
     model = FrozenMiddle()
     slow = torch.optim.SGD(model.parameters(), lr=0.5)
     fast = torch.optim.SGD(model.last.parameters(), lr=2.0)
-    ampkit.initialize(model, [slow, fast], opt_level="O5", verbosity=0)
+    ampkit.initialize(model, [slow, fast], **at(STORED_BF16, verbosity=0))
     before = model.state_dict()["last.bias"].clone()
     with ampkit.scale_loss(model(torch.ones(3, 4)).sum(), [slow, fast]) as scaled:
         scaled.backward()
@@ -431,7 +431,7 @@ def test_tied_weights_stay_tied(level):
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", (*LEVELS, STORED_BF16))
 def test_save_load_continue_equals_not_having_stopped(level, optimizer_name):
     make = OPTIMIZERS[optimizer_name]
     model, optimizer = with_masters(level, make)
@@ -454,7 +454,7 @@ def test_save_load_continue_equals_not_having_stopped(level, optimizer_name):
     assert ampkit.state_dict() == scalers
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", (*LEVELS, STORED_BF16))
 def test_loading_before_initialize_is_the_same_as_after(level):
     model, optimizer = with_masters(level)
     for seed in range(3):
@@ -466,7 +466,7 @@ def test_loading_before_initialize_is_the_same_as_after(level):
     optimizer = OPTIMIZERS["SGD"](model.parameters())
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
     ampkit.load_state_dict(saved[2])
     assert [fit_batch(model, optimizer, seed) for seed in range(3, 6)] == on
 
@@ -555,7 +555,7 @@ def test_weights_put_back_after_an_evaluation_keep_their_float32_digits(make_opt
         model = nn.Linear(8, 8)
         optimizer = make_optimizer(model.parameters(), lr=1e-4)
         x = torch.randn(4, 8)
-        with ampkit.session(model, optimizer, "O5", verbosity=0) as (model, optimizer):
+        with ampkit.session(model, optimizer, **at(STORED_BF16, verbosity=0)) as (model, optimizer):
             averages = [p.detach().clone() for p in model.parameters()]
             for _ in range(4):
                 with ampkit.scale_loss(model(x).square().mean(), optimizer) as loss:
@@ -587,7 +587,8 @@ def test_weights_come_back_after_several_averages_with_their_float32_digits():
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     wanted = model.weight.detach().clone()
-    with ampkit.session(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0), torch.no_grad():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ampkit.session(model, optimizer, **at(STORED_BF16, verbosity=0)), torch.no_grad():
         own = model.weight.clone()
         for value in (wanted + 1, wanted + 2, wanted + 2, own, wanted + 3, own):
             model.weight.copy_(value)

@@ -1,4 +1,4 @@
-"""torch's own SGD, Adam and AdamW at O2 and O5: the same update in one pass over gradients, weights with rests, and moments."""
+"""torch's own SGD, Adam and AdamW: the same update in one pass over gradients, weights, which may have rests, and moments."""
 
 import copy
 import math
@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from helpers import initialize_quietly, iterate, random_batch
+from helpers import STORED_BF16, at, initialize_quietly, iterate, random_batch
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,8 +49,8 @@ def net():
 def initialized(make, dtype=torch.bfloat16, model=None, **settings):
     model = net() if model is None else model
     optimizer = make(model.parameters())
-    settings = {"loss_scale": 1.0, "cast_model_type": dtype, **settings}
-    return ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0, **settings)
+    own = {"opt_level": "O5"} if dtype is torch.float32 else {"opt_level": "O2", "cast_model_type": dtype}
+    return ampkit.initialize(model, optimizer, **{"loss_scale": 1.0, "verbosity": 0, **own, **settings})
 
 
 @pytest.fixture
@@ -71,10 +71,11 @@ def set_gradients(params, seed):
         p.grad = values.to(p.dtype)
 
 
-@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize("dtype", [*LOWER, torch.float32])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_update_is_torchs_in_float64(name, dtype, only_one_pass):
     model, optimizer = initialized(OPTIONS[name], dtype)
+    assert model[0].weight.dtype is dtype
     twin = net().double()
     reference = OPTIONS[name](twin.parameters())
     for seed in range(20):
@@ -197,12 +198,13 @@ def test_parameters_that_have_stepped_at_different_times_have_their_own_counts()
     assert_trained_alike(model, optimizer, twin, reference)
 
 
+@pytest.mark.parametrize("level, dtype", [(STORED_BF16, torch.bfloat16), ("O5", torch.float32)])
 @pytest.mark.parametrize("made", ["before", "after"])
-def test_schedulers_and_hooks_see_a_step_as_torch_has_it(made, only_one_pass, recwarn):
+def test_schedulers_and_hooks_see_a_step_as_torch_has_it(made, level, dtype, only_one_pass, recwarn):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if made == "before" else None
-    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = ampkit.initialize(model, optimizer, **at(level, verbosity=0))
     scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     seen = []
     optimizer.register_step_pre_hook(
@@ -215,8 +217,7 @@ def test_schedulers_and_hooks_see_a_step_as_torch_has_it(made, only_one_pass, re
         set_gradients(model.parameters(), seed)
         optimizer.step()
         scheduler.step()
-    low = torch.bfloat16
-    assert seen == [("before", low, 1e-2), ("after", low, 1e-2), ("before", low, 5e-3), ("after", low, 5e-3)]
+    assert seen == [(when, dtype, rate) for rate in (1e-2, 5e-3) for when in ("before", "after")]
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
     assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
 
@@ -325,7 +326,7 @@ def test_a_sparse_gradient_is_torchs_own_step(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
     before = values_of(model)
     with caplog.at_level("INFO", logger="ampkit"):
         iterate(lambda: model(torch.tensor([1, 3, 3])).sum(), optimizer)
@@ -373,14 +374,19 @@ def test_off_the_step_torchs_functions_are_torchs():
 
 
 def test_levels_hand_their_state_on():
-    """From O5 with torch's AdamW to FusedAdam at O2, and to plain float32."""
+    """From bfloat16 weights with torch's AdamW to FusedAdam at O2, and to plain float32."""
     model, optimizer = initialized(lambda p: torch.optim.AdamW(p, lr=1e-2))
     for seed in range(3):
         set_gradients(model.parameters(), seed)
         optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
     ampkit.close()
-    for level, make in (("O2", FusedAdam), ("O1", torch.optim.AdamW), ("O0", torch.optim.AdamW)):
+    for level, make in (
+        ("O2", FusedAdam),
+        ("O1", torch.optim.AdamW),
+        ("O5", torch.optim.AdamW),
+        ("O0", torch.optim.AdamW),
+    ):
         again, other = initialize_quietly(net(), lambda p, make=make: make(p, lr=1e-2), level)
         other.load_state_dict(copy.deepcopy(saved))
         for index, state in other.state_dict()["state"].items():
@@ -403,7 +409,7 @@ def test_a_step_of_the_scripts_own_is_not_torchs():
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     optimizer.step = types.MethodType(step, optimizer)
-    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
     for _ in range(100):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()

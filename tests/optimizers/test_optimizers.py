@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import backward, iterate, net_with_norm
+from helpers import STORED_BF16, at, backward, iterate, net_with_norm
 from torch import nn
 from torch.nn import functional as F
 
@@ -238,7 +238,7 @@ def test_closure_of_sgd_is_a_step(level):
 def test_closure_sees_the_masters_of_the_moment():
     model = Quadratic()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
-    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
 
     def closure():
         optimizer.zero_grad()
@@ -705,7 +705,7 @@ def test_a_step_is_float32_where_rows_of_arithmetic_are_lower(name, hooked):
         optimizer = STEPS_UNDER_CHANGED_ROWS[name](model.parameters())
         if casts:
             rows = {f"torch.Tensor.{one}": "lower" for one in ("add", "mul", "lerp")}
-            settings = dict(opt_level="O1", policy=rows, loss_scale=1.0, verbosity=0)
+            settings = dict(opt_level="O1", policy=rows, loss_scale=1.0, one_pass_step=False, verbosity=0)
             ampkit.initialize(model, optimizer, check_gradients=False, **settings)
             assert (torch.ones(2) + 0).dtype is torch.float32 and torch.ones(2).add(1.0).dtype is torch.bfloat16
         if hooked:

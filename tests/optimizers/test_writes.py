@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import initialize_quietly, iterate, random_batch
+from helpers import STORED_BF16, at, initialize_quietly, iterate, random_batch
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,7 +22,7 @@ EXACT, HALF = "exact", "half"
 F32 = torch.float32
 SETTINGS = {
     "O2": dict(opt_level="O2"),
-    "O5": dict(opt_level="O5"),
+    "bfloat16": at(STORED_BF16),
     "float16": dict(opt_level="O2", cast_model_type=torch.float16, loss_scale=128.0),
 }
 OPTIMIZERS = {
@@ -424,7 +424,7 @@ def test_small_steps_between_attacks_are_not_lost():
     """Steps of 2^-12 on a weight of 1, whose last place in bfloat16 is 2^-7, with an attack before each: 64 of them are 2^-6."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=2.0**-12), "O5", policy="apex")
+    model, optimizer = initialize_quietly(model, lambda p: torch.optim.SGD(p, lr=2.0**-12), STORED_BF16, policy="apex")
     for _ in range(64):
         backup = model.weight.data.clone()
         model.weight.data.add_(0.5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import as_one_of_two_ranks, net_with_norm, results_of_two_ranks
+from helpers import STORED_BF16, as_one_of_two_ranks, at, net_with_norm, results_of_two_ranks
 from torch.nn import functional as F
 
 import ampkit
@@ -14,6 +14,7 @@ LEVELS = {
     "O1": {"opt_level": "O1"},
     "O2": {"opt_level": "O2"},
     "O2_float16": {"opt_level": "O2", "cast_model_type": torch.float16},
+    "O2_without_a_scale": at(STORED_BF16),
     "O5": {"opt_level": "O5"},
 }
 # name: (level, optimizer, blocks of scale_loss before each step, whether averages are written through .data)

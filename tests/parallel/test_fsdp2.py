@@ -240,7 +240,11 @@ def refusals(rank):
 
     return {
         "torch's own at O1": refusal(lambda: initialize(sharded(Net(), "", torchs), "O1")),
+        "torch's own at O2": refusal(lambda: initialize(sharded(Net(), "", torchs), "O2")),
         "torch's own at O5": refusal(lambda: initialize(sharded(Net(), "", torchs), "O5")),
+        "torch's own with a policy at O2": refusal(
+            lambda: initialize(sharded(Net(), "", torchs, mp_policy=bfloat16), "O2")
+        ),
         "torch's own with a policy at O5": refusal(
             lambda: initialize(sharded(Net(), "", torchs, mp_policy=bfloat16), "O5")
         ),
@@ -256,6 +260,7 @@ def refusals(rank):
         "optimizer before": refusal(optimizer_before),
         "LAMB": refusal(lambda: initialize(sharded(Net(), "O1"), "O1", FusedLAMB)),
         "bfloat16 that has run": refusal(born_and_run),
+        "tensor parallel at O2": refusal(lambda: initialize(parallelized(init_device_mesh("cpu", (2,))), "O2")),
         "tensor parallel at O5": refusal(lambda: initialize(parallelized(init_device_mesh("cpu", (2,))), "O5")),
         "mp_policy": refusal(lambda: fully_shard(Net(), opt_level="O5", mp_policy=bfloat16)),
         "single parameter": refusal(lambda: fully_shard(Net(), opt_level="O5", keep_fp32="blocks.0.gate")),
@@ -368,7 +373,7 @@ def others(rank):
             plain = block.forward
             block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
         found[f"checkpoints {level}"] = trained(level, OPTIMIZERS["AdamW"], rank, model=model)
-    for level in ("O0", "O1", "O4"):
+    for level in ("O0", "O1", "O4", "O5"):
         found[f"tensor parallel {level}"] = tensor_parallel(level, init_device_mesh("cpu", (2,)))
     for shape in ((2, 1), (1, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
@@ -553,8 +558,10 @@ def test_checkpoint_resumes_exactly_and_loads_into_one_process(everything, case)
 
 REFUSALS = {
     "torch's own at O1": None,
-    "torch's own at O5": ("'first.weight'", "its own dtype", "torch.bfloat16", "ampkit.parallel.fully_shard", "'O5'"),
-    "torch's own with a policy at O5": ("norm.weight'", "torch.float32", "groups of their own", "opt_level='O5'"),
+    "torch's own at O2": ("'first.weight'", "its own dtype", "torch.bfloat16", "ampkit.parallel.fully_shard", "'O2'"),
+    "torch's own at O5": None,
+    "torch's own with a policy at O2": ("norm.weight'", "torch.float32", "groups of their own", "opt_level='O2'"),
+    "torch's own with a policy at O5": None,
     "torch's own with a policy at O3": None,
     "torch's own with a policy at O1": ("torch.bfloat16", "no mp_policy"),
     "another level": ("torch.bfloat16", "O1", "no mp_policy"),
@@ -563,7 +570,8 @@ REFUSALS = {
     "optimizer before": ("SGD", "fully_shard, then the optimizer"),
     "LAMB": ("FusedLAMB", "norm of each whole parameter", "AdamW"),
     "bfloat16 that has run": ("before the first forward",),
-    "tensor parallel at O5": ("'blocks.0.up.weight'", "O1 or O4", "fully_shard"),
+    "tensor parallel at O2": ("'blocks.0.up.weight'", "O1 or O4", "fully_shard"),
+    "tensor parallel at O5": None,
     "mp_policy": ("mp_policy", "opt_level"),
     "single parameter": ("blocks.0.gate", "whole modules"),
 }
@@ -609,7 +617,7 @@ def test_norms_kept_modules_checkpoints_and_meshes(everything):
     for level in ("O1", "O5"):
         assert_equal(one[f"checkpoints {level}"], other[f"checkpoints {level}"])
         assert_moved_alike(one[f"checkpoints {level}"], trained(level, OPTIMIZERS["AdamW"]))
-    for level in ("O0", "O1", "O4"):
+    for level in ("O0", "O1", "O4", "O5"):
         assert_equal(one[f"tensor parallel {level}"], other[f"tensor parallel {level}"])
         assert_moved_alike(one[f"tensor parallel {level}"], tensor_parallel(level), 1e-4 if level == "O0" else 0.02, 8)
     for shape in ((2, 1), (1, 2)):

@@ -5,7 +5,16 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import as_one_of_two_ranks, backward, iterate, net_with_norm, random_batch, results_of_two_ranks
+from helpers import (
+    STORED_BF16,
+    as_one_of_two_ranks,
+    at,
+    backward,
+    iterate,
+    net_with_norm,
+    random_batch,
+    results_of_two_ranks,
+)
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -39,7 +48,7 @@ def prepared(level, name):
     model = net_with_norm()
     optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-2)
     if level is not None:
-        ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+        ampkit.initialize(model, optimizer, **at(level, verbosity=0))
     return model, optimizer
 
 
@@ -74,7 +83,7 @@ def assert_equal_trees(found, expected):
 
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("level", ("O2", "O5"))
+@pytest.mark.parametrize("level", ("O2", STORED_BF16, "O5"))
 def test_run_goes_on_bit_for_bit_and_by_way_of_float32(level, name, how):
     """float32 state by name; into a new run, and into plain float32 and back, from where it goes on as if nothing had been."""
     options = OPTIONS[how]

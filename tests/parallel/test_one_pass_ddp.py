@@ -7,7 +7,7 @@ exact in every precision: what is left is the arithmetic of the step.
 import math
 
 import torch
-from helpers import as_one_of_two_ranks, results_of_two_ranks
+from helpers import STORED_BF16, as_one_of_two_ranks, at, results_of_two_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,12 +21,12 @@ OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
 }
-LEVELS = {"O2": ampkit.DynamicLossScale(init_scale=128.0), "O5": 1.0}
+LEVELS = {"O2": ampkit.DynamicLossScale(init_scale=128.0), STORED_BF16: 1.0, "O5": 1.0}
 CASES = [(level, name) for level in LEVELS for name in OPTIMIZERS]
 
 
 class Net(nn.Module):
-    """A matrix and its bias, stored in lower precision, and a vector that stays float32."""
+    """A matrix and its bias, which O2 stores in lower precision, and a vector that stays float32."""
 
     def __init__(self):
         super().__init__()
@@ -68,8 +68,8 @@ def trained(rank, level, name):
     try:
         model = Net()
         optimizer = OPTIMIZERS[name](model.parameters())
-        settings = {"loss_scale": LEVELS[level], "verbosity": 0}
-        model, optimizer = ampkit.initialize(model, optimizer, opt_level=level, **settings)
+        settings = at(level, loss_scale=LEVELS[level], verbosity=0)
+        model, optimizer = ampkit.initialize(model, optimizer, **settings)
         ddp, skipped = DistributedDataParallel(model), []
         for step, (x, factors) in enumerate(batches(rank)):
             optimizer.zero_grad()

@@ -217,9 +217,8 @@ def test_overflow_on_one_rank_skips_on_both(results, case):
 def test_zero_redundancy_optimizer_trains_without_masters_and_is_refused_with_them(results):
     for rank in results:
         found = rank["zero"]
-        assert {found[level] for level in ("O0", "O1", "O4")} == {"moved"}
-        for level in ("O2", "O5"):
-            assert all(word in found[level] for word in ("ZeroRedundancyOptimizer", level, "FSDP2", "fully_shard"))
+        assert {found[level] for level in ("O0", "O1", "O4", "O5")} == {"moved"}
+        assert all(word in found["O2"] for word in ("ZeroRedundancyOptimizer", "O2", "FSDP2", "fully_shard"))
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import as_one_of_two_ranks, batch_of_rank, results_of_two_ranks
+from helpers import STORED_BF16, as_one_of_two_ranks, at, batch_of_rank, results_of_two_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +27,7 @@ def trained(rank, make, settings):
     """The float32 values once DDP is made, and after three steps of two micro-batches, the first of each without reducing."""
     model = net()
     optimizer = make(model.parameters(), lr=1e-2, weight_decay=0.0)
-    model, optimizer = ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0, **settings)
+    model, optimizer = ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0, **settings))
     ddp = DistributedDataParallel(model)
     found = {"at first": {name: value.clone() for name, value in model.state_dict().items()}}
     for step in range(3):

@@ -3,7 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import as_one_of_two_ranks, initialize_quietly, iterate, net_with_norm, random_batch, results_of_two_ranks
+from helpers import (
+    STORED_BF16,
+    as_one_of_two_ranks,
+    initialize_quietly,
+    iterate,
+    net_with_norm,
+    random_batch,
+    results_of_two_ranks,
+)
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -11,12 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 import ampkit
 from ampkit.optimizers import FusedSGD
 
-SETTINGS = {"O1": {}, "O2": {}, "O5": {}, "O5 fused": {}}
+# name: (level, optimizer)
+CASES = {
+    "O1": ("O1", torch.optim.SGD),
+    "O2": ("O2", torch.optim.SGD),
+    "stored": (STORED_BF16, torch.optim.SGD),
+    "stored, fused": (STORED_BF16, FusedSGD),
+    "O5": ("O5", torch.optim.SGD),
+}
 
 
-def prepared(case="O5", seed=0):
-    make = FusedSGD if "fused" in case else torch.optim.SGD
-    return initialize_quietly(net_with_norm(seed=seed), lambda p: make(p, lr=0.5), case.split()[0], **SETTINGS[case])
+def prepared(case="stored", seed=0):
+    level, make = CASES[case]
+    return initialize_quietly(net_with_norm(seed=seed), lambda p: make(p, lr=0.5), level)
 
 
 def values_of(model):
@@ -35,7 +50,7 @@ def through_detach(param):
 
 
 @pytest.mark.parametrize("write", (through_data, through_detach))
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", CASES)
 def test_what_a_collective_writes_to_a_weight_is_its_float32_value(case, write, group_of_one):
     model, optimizer = prepared(case)
     x, y = random_batch()
@@ -50,7 +65,7 @@ def test_what_a_collective_writes_to_a_weight_is_its_float32_value(case, write, 
 
 
 def test_a_collective_clears_the_rests_of_weights_it_writes_to_and_no_others(group_of_one):
-    model, _ = prepared("O5")
+    model, _ = prepared()
     before = values_of(model)
     elsewhere = model[3].weight.data.clone()
     dist.broadcast(model[0].weight.data[2:], 0)  # a part of it
@@ -63,7 +78,7 @@ def test_a_collective_clears_the_rests_of_weights_it_writes_to_and_no_others(gro
 
 
 def test_memory_that_was_a_weights_before_is_none_of_its(group_of_one):
-    model, _ = prepared("O5")
+    model, _ = prepared()
     model(random_batch()[0])
     before = values_of(model)
     old = model[0].weight.data
@@ -84,7 +99,7 @@ def replaced(value):
 
 @pytest.mark.parametrize("write", [doubled_by_a_collective, replaced])
 def test_what_is_written_to_master_params_reaches_the_next_forward(write, group_of_one):
-    model, optimizer = prepared("O5")
+    model, optimizer = prepared()
     expected = {name: 2 * value for name, value in values_of(model).items()}
     for value in ampkit.master_params(optimizer):
         write(value)
@@ -94,7 +109,7 @@ def test_what_is_written_to_master_params_reaches_the_next_forward(write, group_
 
 
 def test_a_look_at_a_float32_values_data_keeps_what_was_written_to_the_weight():
-    model, optimizer = prepared("O5")
+    model, optimizer = prepared()
     with torch.no_grad():
         model[0].weight.fill_(0.25)
     looked_at = [param.data.abs().max().item() for param in ampkit.master_params(optimizer)]
@@ -105,7 +120,7 @@ def test_a_look_at_a_float32_values_data_keeps_what_was_written_to_the_weight():
 
 def test_a_sparse_tensor_is_reduced_beside_a_cast_model(group_of_one):
     """Its memory has no address to be known by."""
-    held = prepared("O5")
+    held = prepared()
     sparse = torch.tensor([1.0, 0.0, 2.0, 0.0]).to_sparse()
     dist.all_reduce(sparse)
     assert held and sparse.to_dense().tolist() == [1.0, 0.0, 2.0, 0.0]
@@ -143,7 +158,7 @@ def stepped_after_a_broadcast(rank, case):
 
 def test_ddp_gives_all_ranks_the_float32_values_of_one(tmp_path):
     first, second = results_of_two_ranks(__file__, tmp_path)
-    for case in SETTINGS:
+    for case in CASES:
         for name, value in net_with_norm(seed=0).state_dict().items():
             assert torch.equal(first[case]["wrapped"][name], value)
             assert torch.equal(second[case]["wrapped"][name], value)
@@ -154,7 +169,5 @@ def test_ddp_gives_all_ranks_the_float32_values_of_one(tmp_path):
 
 if __name__ == "__main__":
     as_one_of_two_ranks(
-        lambda rank: {
-            case: {**trained(rank, case), "by hand": stepped_after_a_broadcast(rank, case)} for case in SETTINGS
-        }
+        lambda rank: {case: {**trained(rank, case), "by hand": stepped_after_a_broadcast(rank, case)} for case in CASES}
     )

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import initialize_quietly
+from helpers import STORED_BF16, initialize_quietly
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,7 +31,7 @@ TORCHS = {
 }
 CASES = [
     *[(level, make) for level in ("O0", "O1", "O2", "O3", "O4", "O5") for make in OURS],
-    *[(level, make) for level in ("O2", "O5") for make in TORCHS],
+    *[(level, make) for level in ("O2", "O4", "O5") for make in TORCHS],
 ]
 SKIPPED = "this step is skipped"
 
@@ -85,9 +85,10 @@ def test_a_bad_batch_leaves_no_trace_and_is_told(level, name, clip, caplog):
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
-def test_without_a_block_a_step_looks_too(name):
+@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
+def test_without_a_block_a_step_looks_too(name, level):
     """At loss scale 1 scripts may leave `scale_loss` out."""
-    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], "O5")
+    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], level)
     x, y = batch()
     F.mse_loss(model(x), y).backward()
     optimizer.step()
@@ -128,7 +129,8 @@ def ordinary(params):
 
 
 @pytest.mark.parametrize(
-    ("level", "make"), [("O4", TORCHS["AdamW"]), ("O4", ordinary), ("O5", ordinary), ("O0", ordinary)]
+    ("level", "make"),
+    [("O0", TORCHS["AdamW"]), ("O0", ordinary), ("O4", ordinary), ("O5", ordinary), (STORED_BF16, ordinary)],
 )
 def test_any_optimizer_is_checked_where_that_is_asked_for(level, make, caplog):
     model, optimizer = initialize_quietly(net(), make, level, check_gradients=True)
@@ -143,7 +145,9 @@ def test_any_optimizer_is_checked_where_that_is_asked_for(level, make, caplog):
 @pytest.mark.parametrize(
     ("level", "make", "settings", "told"),
     [
-        ("O4", TORCHS["AdamW"], {}, True),
+        ("O4", ordinary, {}, True),
+        ("O4", TORCHS["AdamW"], {}, False),
+        ("O4", TORCHS["AdamW"], {"one_pass_step": False}, True),
         ("O5", ordinary, {}, True),
         ("O5", TORCHS["AdamW"], {}, False),
         ("O5", TORCHS["AdamW"], {"one_pass_step": False}, True),
@@ -160,8 +164,9 @@ def test_initialize_says_whose_gradients_nothing_checks(level, make, settings, t
     assert ("Nothing checks the gradients of" in capsys.readouterr().out) is told
 
 
-def test_of_a_parameter_that_is_bad_for_long_the_name_is_told(caplog):
-    model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], "O5")
+@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
+def test_of_a_parameter_that_is_bad_for_long_the_name_is_told(level, caplog):
+    model, optimizer = initialize_quietly(net(), OURS["FusedAdam"], level)
     model[3].bias.register_hook(lambda gradient: gradient * math.nan)
     with caplog.at_level("WARNING", logger="ampkit"):
         for _ in range(26):
@@ -189,7 +194,7 @@ def test_of_a_loss_that_is_bad_for_long_that_is_told_and_no_parameter_blamed(lev
 
 
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O4", "O5"])
 def test_gradients_that_come_after_a_clipping_are_looked_at(level, clips):
     """In a second step, and in a second backward pass."""
     settings = {"loss_scale": 128.0} if level == "O2" else {}
@@ -216,9 +221,10 @@ def test_gradients_that_come_after_a_clipping_are_looked_at(level, clips):
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
-def test_a_clip_that_has_measured_inf_skips_the_step(name):
+@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
+def test_a_clip_that_has_measured_inf_skips_the_step(name, level):
     """Without any NaN, which the gradients of a loss that is inf have beside it."""
-    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], "O5")
+    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], level)
     iteration(model, optimizer)
     before = everything(model, optimizer)
     x, y = batch()
@@ -266,9 +272,10 @@ def test_each_loss_counts_its_own_skips():
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "FusedAdam"])
-def test_skips_without_blocks_are_told_and_end_the_training(name, caplog):
+@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
+def test_skips_without_blocks_are_told_and_end_the_training(name, level, caplog):
     """Gradients that the script clears by hand, between steps that were taken and others."""
-    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], "O5")
+    model, optimizer = initialize_quietly(net(), {**OURS, **TORCHS}[name], level)
     x, y = batch()
 
     def step(factor):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import initialize_quietly, random_batch
+from helpers import STORED_BF16, at, initialize_quietly, random_batch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_  # bound before anything is initialized
@@ -47,7 +47,7 @@ def test_it_is_refused_while_gradients_wait_after_a_block():
         clip_grad_norm_(model.parameters(), 1.0)
 
 
-@pytest.mark.parametrize("settings", [{"opt_level": "O5"}, {"opt_level": "O1", "loss_scale": 1.0}])
+@pytest.mark.parametrize("settings", [at(STORED_BF16), at("O5"), at("O1", loss_scale=1.0)])
 def test_at_scale_one_it_is_right_in_a_block(settings):
     model = net()
     model, optimizer = ampkit.initialize(model, sgd(model.parameters()), verbosity=0, **settings)
@@ -73,9 +73,10 @@ def test_other_models_are_clipped_as_ever_and_torch_is_itself_after_close():
 
 
 @pytest.mark.parametrize("delays", [True, False])
-def test_at_scale_one_gradients_that_wait_are_what_they_are(delays):
+@pytest.mark.parametrize("level", [STORED_BF16, "O5"])
+def test_at_scale_one_gradients_that_wait_are_what_they_are(level, delays):
     model = net()
-    model, optimizer = ampkit.initialize(model, sgd(model.parameters()), opt_level="O5", verbosity=0)
+    model, optimizer = ampkit.initialize(model, sgd(model.parameters()), **at(level, verbosity=0))
     if delays:
         with ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
             scaled.backward()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import ScaleOnPaper, backward, initialize_quietly, net_with_norm, random_batch
+from helpers import STORED_BF16, ScaleOnPaper, backward, initialize_quietly, net_with_norm, random_batch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -150,7 +150,7 @@ def test_the_guard_against_reads_can_fail(monkeypatch):
             read(torch.ones(()))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", STORED_BF16, "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", FUSED)
 def test_an_iteration_with_a_fused_optimizer_reads_nothing(name, level, device, monkeypatch):
     model, optimizer = initialized_on(device, FUSED[name], level)
@@ -269,7 +269,7 @@ def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
         assert len(host_copies.read) == count
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("cleared_by", ["optimizer", "model"])
 @pytest.mark.parametrize(
     "make",
@@ -431,10 +431,10 @@ CAPTURED = {
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_an_iteration_can_be_captured_in_a_graph(name, level):
-    """Replays are iterations, and one whose gradients are not finite is a skip. At O5 the step looks at them itself."""
+    """Replays are iterations, and one whose gradients are not finite is a skip. Without a scale the step looks at them itself."""
     x, y = batch("cuda")
     model, optimizer = initialized_on("cuda", CAPTURED[name], level)
     (scaler,) = ampkit.current_session().scalers
@@ -462,7 +462,9 @@ def test_an_iteration_can_be_captured_in_a_graph(name, level):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("level, settings", [("O2", {}), ("O5", {}), ("O4", {"check_gradients": True})])
+@pytest.mark.parametrize(
+    "level, settings", [("O2", {}), (STORED_BF16, {}), ("O5", {}), ("O4", {"check_gradients": True})]
+)
 @pytest.mark.parametrize(
     "make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=0.01)]
 )

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from helpers import initialize_quietly, random_batch
+from helpers import STORED_BF16, initialize_quietly, random_batch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -224,7 +224,7 @@ def test_a_plain_backward_beside_gradients_that_wait_is_told_once(waiting, level
     assert "delay_unscale=True" in line and "ampkit.GradScaler().scale" in line
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O0", STORED_BF16, "O3", "O4", "O5"])
 def test_at_scale_one_backward_needs_no_block(level, caplog):
     model, optimizer = initialize_quietly(net(), sgd, level)
     loss_of(model).backward()

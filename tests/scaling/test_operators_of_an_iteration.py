@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Operators
+from helpers import STORED_BF16, Operators, at
 from torch import nn
 
 import ampkit
@@ -15,12 +15,10 @@ def backward(loss, optimizer, loss_id=0):
         scaled.backward()
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16])
 def test_rounding_masters_into_weights_makes_no_views_of_them(level):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model, optimizer = ampkit.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0
-    )
+    model, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), **at(level, verbosity=0))
     for _ in range(2):  # what a first step makes is made once
         optimizer.step()
         optimizer.zero_grad()

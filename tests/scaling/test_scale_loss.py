@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import initialize_quietly, net_with_norm, random_batch
+from helpers import STORED_BF16, at, initialize_quietly, net_with_norm, random_batch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
@@ -393,7 +393,7 @@ def test_exception_inside_puts_gradients_and_scale_back(level, accumulated):
     assert not ampkit.step_was_skipped(optimizer)
 
 
-@pytest.mark.parametrize("level, settings", [("O1", {}), ("O2", {"loss_scale": 1.0}), ("O5", {})])
+@pytest.mark.parametrize("level, settings", [("O1", {}), ("O2", {"loss_scale": 1.0}), ("O5", {"loss_scale": 128.0})])
 def test_an_optimizer_in_the_backward_pass_is_refused_where_it_would_step_wrongly(level, settings):
     """It would meet gradients at the loss scale, or write to weights without their rests."""
     model = net_with_norm()
@@ -618,8 +618,7 @@ def test_hook_on_a_parameter_is_not_told_where_it_is_right(scale, of_torch, capl
 def test_gradients_that_wait_at_a_scale_of_one_are_checked_at_a_scale_set_since():
     model = net_with_norm()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = dict(opt_level="O5", loss_scale=1.0, check_gradients=False, verbosity=0)
-    ampkit.initialize(model, optimizer, **settings)
+    ampkit.initialize(model, optimizer, **at(STORED_BF16, check_gradients=False, verbosity=0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with ampkit.scale_loss(model(torch.ones(2, 6)).float().sum() * math.inf, optimizer, delay_unscale=True) as scaled:
         scaled.backward()

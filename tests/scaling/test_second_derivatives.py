@@ -17,6 +17,7 @@ LEVELS = {
     "O1, static scale": ("O1", {**BFLOAT16, "loss_scale": 1024.0}),
     "O2": ("O2", {"cast_model_type": torch.bfloat16, "loss_scale": "dynamic"}),
     "O2 in float16": ("O2", {"cast_model_type": torch.float16}),
+    "O2 without a scale": ("O2", {"cast_model_type": torch.bfloat16, "loss_scale": 1.0}),
     "O4": ("O4", {}),
     "O5": ("O5", {}),
 }
@@ -78,7 +79,7 @@ def test_second_derivative_is_unscaled(level, second):
     params = list(model.parameters())
     close([p.grad for p in params], grads)
     # As after a plain backward pass: float32 where weights have float32 values and a loss scale.
-    assert {p.grad.dtype for p in params} == {torch.bfloat16 if opt_level == "O5" else torch.float32}
+    assert {p.grad.dtype for p in params} == {torch.bfloat16 if level == "O2 without a scale" else torch.float32}
     close(second(params), expected)
     optimizer.step()
     assert not ampkit.step_was_skipped(optimizer)

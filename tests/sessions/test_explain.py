@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, backward
+from helpers import ROOT, STORED_BF16, at, backward
 from torch import nn
 
 import ampkit
@@ -97,32 +97,47 @@ def test_rows_say_what_is_stored_computed_and_kept():
 @pytest.mark.parametrize(
     "name, level, step, reason",
     [
-        ("torch's", "O5", "one pass", ""),
+        ("torch's", STORED_BF16, "one pass", ""),
         ("fused", "O2", "one pass", ""),
-        ("amsgrad", "O5", "over float32 copies", "amsgrad=True"),
-        ("unknown", "O5", "over float32 copies", "ampkit has no one-pass update of RMSprop"),
+        ("amsgrad", STORED_BF16, "over float32 copies", "amsgrad=True"),
+        ("unknown", STORED_BF16, "over float32 copies", "ampkit has no one-pass update of RMSprop"),
         ("in lists of norms", "O2", "over float32 copies", "the update of FusedLARS needs float32 parameters"),
-        ("torch's", "O4", "its own", "weights are float32"),
+        # Over float32 weights a pass checks gradients too, where there is no loss scale.
+        ("torch's", "O4", "one pass", ""),
+        ("torch's", "O5", "one pass", ""),
+        ("fused", "O5", "one pass", ""),
+        ("amsgrad", "O5", "its own", "amsgrad=True"),
+        ("unknown", "O5", "its own", "ampkit has no one-pass update of RMSprop"),
+        ("torch's", "O1", "its own", "weights are float32"),
         ("torch's", "O3", "its own", "weights are in lower precision, without float32 values"),
     ],
 )
 def test_the_step_of_an_optimizer_has_its_reason(name, level, step, reason):
     model = Model()
-    (row,) = ampkit.explain(model, OPTIMIZERS[name](model.parameters()), opt_level=level).optimizers
+    (row,) = ampkit.explain(model, OPTIMIZERS[name](model.parameters()), **at(level)).optimizers
     assert (row.step, row.reason) == (step, reason)
 
 
 @pytest.mark.parametrize(
-    "level, expected", [("O1", 4 + 4 + 8), ("O2", 2 + 2 + 2 + 8), ("O3", 2 + 2 + 4), ("O5", 2 + 2 + 2 + 8)]
+    "level, width, expected",
+    [
+        ("O1", 64, 4 + 4 + 8),
+        ("O2", 16, 2 + 2 + 2 + 8),
+        (STORED_BF16, 16, 2 + 2 + 2 + 8),
+        ("O3", 16, 2 + 2 + 4),
+        # Gradients of 4,096 elements and more are bfloat16.
+        ("O5", 63, 4 + 4 + 8),
+        ("O5", 64, 4 + 2 + 8),
+    ],
 )
-def test_bytes_per_parameter_before_and_after_a_step(level, expected):
-    model = nn.Linear(16, 16)
+def test_bytes_per_parameter_before_and_after_a_step(level, width, expected):
+    model = nn.Linear(width, width, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    assert ampkit.explain(model, optimizer, opt_level=level).optimizers[0].total_bytes == expected
-    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert ampkit.explain(model, optimizer, **at(level)).optimizers[0].total_bytes == expected
+    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
     for _ in range(2):
         optimizer.zero_grad()
-        backward(model(torch.ones(2, 16)).sum(), optimizer)
+        backward(model(torch.ones(2, width)).sum(), optimizer)
         optimizer.step()
     (row,) = ampkit.explain(model).optimizers
     assert row.total_bytes == expected

@@ -20,7 +20,7 @@ DEFAULTS_ON_CUDA = {
     "O2": (F16, False, None, True, True, DYNAMIC),
     "O3": (F16, False, None, False, False, 1.0),
     "O4": (None, True, BF16, None, False, 1.0),
-    "O5": (BF16, False, None, True, True, 1.0),
+    "O5": (None, False, BF16, None, False, 1.0),
 }
 
 
@@ -67,7 +67,7 @@ def test_lower_precision_comes_from_the_environment(monkeypatch, device_type, na
     assert defaults_of("O2", device_type).cast_model_type is dtype
     assert defaults_of("O3", device_type).cast_model_type is dtype
     assert defaults_of("O4", device_type).patch_torch_functions_type is BF16
-    assert defaults_of("O5", device_type).cast_model_type is BF16
+    assert defaults_of("O5", device_type).patch_torch_functions_type is BF16
     assert resolve("O2", device_type, {"cast_model_type": F16}).cast_model_type is F16
 
 
@@ -75,25 +75,25 @@ def test_environment_with_another_word_is_refused(monkeypatch):
     monkeypatch.setenv("AMPKIT_LOWER_PRECISION", "half")
     with pytest.raises(ConfigurationError, match=r"AMPKIT_LOWER_PRECISION='half' is none of float16, bfloat16"):
         resolve("O1", "cpu", {})
-    assert resolve("O5", "cpu", {}).cast_model_type is BF16
+    assert resolve("O5", "cpu", {}).patch_torch_functions_type is BF16
 
 
 ACCEPTED = (
-    ("O0 O1 O4", "cast_model_type", F32, None),
-    ("O1 O4", "cast_model_type", False, None),
+    ("O0 O1 O4 O5", "cast_model_type", F32, None),
+    ("O1 O4 O5", "cast_model_type", False, None),
     ("O2 O3", "cast_model_type", F16, F16),
-    ("O2 O3 O5", "cast_model_type", BF16, BF16),
+    ("O2 O3", "cast_model_type", BF16, BF16),
     ("O2 O3", "cast_model_type", F32, F32),
     ("O0 O2 O3 O5", "patch_torch_functions", False, False),
     ("O1 O4", "patch_torch_functions", True, True),
     ("O1 O4", "patch_torch_functions", False, False),
     ("O1", "patch_torch_functions_type", F16, F16),
-    ("O1 O4", "patch_torch_functions_type", BF16, BF16),
-    ("O2 O3 O5", "keep_batchnorm_fp32", True, True),
-    ("O2 O3 O5", "keep_batchnorm_fp32", "False", False),
-    ("O2 O3 O5", "keep_batchnorm_fp32", "True", True),
-    ("O0 O2 O3 O5", "master_weights", True, True),
-    ("O0 O2 O3 O5", "master_weights", False, False),
+    ("O1 O4 O5", "patch_torch_functions_type", BF16, BF16),
+    ("O2 O3", "keep_batchnorm_fp32", True, True),
+    ("O2 O3", "keep_batchnorm_fp32", "False", False),
+    ("O2 O3", "keep_batchnorm_fp32", "True", True),
+    ("O0 O2 O3", "master_weights", True, True),
+    ("O0 O2 O3", "master_weights", False, False),
     ("O0 O1 O2 O3 O4 O5", "loss_scale", 128, 128.0),
     ("O0 O1 O2 O3 O4 O5", "loss_scale", "128.0", 128.0),
     ("O0 O1 O2 O3 O4 O5", "loss_scale", 0.25, 0.25),
@@ -109,6 +109,8 @@ ACCEPTED = (
     ("O2", "keep_fp32", ["head", torch.nn.Linear], ("head", torch.nn.Linear)),
     ("O1", "policy", "apex", Policy("apex")),
     ("O1", "on_floor", "warn", "warn"),
+    ("O1 O4 O5", "scope", "forward", "forward"),
+    ("O0 O1 O2 O3 O4 O5", "scope", "process", "process"),
 )
 ACCEPTED_ROWS = [(level, *rest) for levels, *rest in ACCEPTED for level in levels.split()]
 
@@ -122,25 +124,30 @@ def test_override_is_taken(level, name, given, expected):
     assert others == {field: value for field, value in vars(defaults_of(level, "cpu")).items() if field != name}
 
 
+AS_BEFORE = "opt_level='O2', cast_model_type=torch.bfloat16, loss_scale=1.0"
 # ... and what the message must say: found, expected, what to do.
 REFUSED = (
     (
         "O1 O4",
         "cast_model_type",
         F16,
-        ("cast_model_type=torch.float16", "None or torch.float32", "choose O2, O3 or O5"),
+        ("cast_model_type=torch.float16", "None or torch.float32", "choose O2 or O3"),
     ),
     ("O0", "cast_model_type", BF16, ("cast_model_type=torch.bfloat16", "torch.float32", "at O0")),
-    ("O5", "cast_model_type", F16, ("cast_model_type=torch.float16", "torch.bfloat16", "O2 and O3 take")),
+    ("O5", "cast_model_type", F16, ("cast_model_type=torch.float16", "None or torch.float32 at O5", AS_BEFORE)),
+    ("O5", "cast_model_type", BF16, ("cast_model_type=torch.bfloat16", "None or torch.float32 at O5", AS_BEFORE)),
     ("O2", "cast_model_type", torch.float64, ("torch.float64", "torch.float16")),
     ("O2", "cast_model_type", "half", ("'half'", "torch.float16")),
-    ("O0 O2 O3 O5", "patch_torch_functions", True, ("=True", "False at", "opt_level='O1'")),
-    ("O0 O2 O3 O5", "patch_torch_functions_type", F16, ("torch.float16", "belongs to O1", "cast_model_type=")),
+    ("O0 O2 O3", "patch_torch_functions", True, ("=True", "False at", "opt_level='O1'")),
+    ("O5", "patch_torch_functions", True, ("=True", "False at O5", "inside of the models alone", "opt_level='O4'")),
+    ("O0 O2 O3", "patch_torch_functions_type", F16, ("torch.float16", "belongs to O1", "cast_model_type=")),
     ("O4", "patch_torch_functions_type", F16, ("torch.float16", "torch.bfloat16", "at O4")),
+    ("O5", "patch_torch_functions_type", F16, ("torch.float16", "torch.bfloat16", "at O5")),
     ("O1", "patch_torch_functions_type", F32, ("torch.float32", "torch.float16", "at O1")),
-    ("O1 O4", "keep_batchnorm_fp32", True, ("keep_batchnorm_fp32=True", "None at", "tables decide")),
+    ("O1 O4 O5", "keep_batchnorm_fp32", True, ("keep_batchnorm_fp32=True", "None at", "tables decide")),
     ("O2", "keep_batchnorm_fp32", "yes", ("'yes'", "True or False")),
     ("O1 O4", "master_weights", True, ("master_weights=True", "None at", "their own masters")),
+    ("O5", "master_weights", True, ("master_weights=True", "None at O5", "their own masters", AS_BEFORE)),
     ("O2", "master_weights", 1, ("master_weights=1", "True or False")),
     ("O0 O1 O2 O5", "loss_scale", 0, ("loss_scale=0", "'dynamic'", "positive number", "1.0 means no")),
     ("O1", "loss_scale", -2.0, ("loss_scale=-2.0", "positive")),
@@ -159,9 +166,10 @@ REFUSED = (
     ("O1", "max_loss_scale", "big", ("'big'", "positive")),
     ("O2", "keep_fp32", 3, ("keep_fp32=3", "modules, module types or name patterns")),
     ("O2", "keep_fp32", [F32], ("torch.float32", "modules, module types or name patterns")),
-    ("O5", "master_weights", "split24", ("'split24'", "True or False")),
+    ("O2", "master_weights", "split24", ("'split24'", "True or False")),
     ("O1", "policy", "nvidia", ("'nvidia'", "apex", "default")),
     ("O1", "on_floor", "stop", ("'stop'", "'raise' or 'warn'")),
+    ("O0 O2 O3", "scope", "forward", ("'forward'", "'process' at", "O1 or O4")),
     ("O1", "half", True, ("'half'", "known are", "loss_scale")),
 )
 REFUSED_ROWS = [(level, *rest) for levels, *rest in REFUSED for level in levels.split()]

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import STORED_BF16, at
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -329,7 +330,7 @@ def play(seed, settings=None, judge=None):
     return iterations
 
 
-LEVELS = [{"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O5"}]
+LEVELS = [at(level) for level in ("O1", "O2", STORED_BF16, "O5")]
 
 
 @pytest.mark.parametrize(

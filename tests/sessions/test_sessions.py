@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import backward, iterate, net_with_norm, others_slow
+from helpers import STORED_BF16, at, backward, iterate, net_with_norm, others_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -356,7 +356,7 @@ def test_forward_of_another_level_runs_uncast():
 def test_second_lower_precision_at_o1_is_refused_and_touches_nothing():
     first, second = make_pair(), make_pair()
     ampkit.initialize(*first, opt_level="O1", verbosity=0)
-    ampkit.initialize(*second, opt_level="O5", verbosity=0)
+    ampkit.initialize(*second, **at(STORED_BF16, verbosity=0))
     with pytest.raises(ampkit.ConfigurationError, match=r"torch\.float16.*torch\.bfloat16.*ampkit\.close\(\)"):
         ampkit.initialize(*second, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0)
     assert second[0][0].weight.dtype is torch.bfloat16 and len(live_sessions) == 2
@@ -433,23 +433,24 @@ def test_thirty_times_leaves_what_two_left(level, same_model):
     assert min(memory[16] - memory[2], memory[30] - memory[16]) < 14 * 1024, memory
 
 
-def test_second_initialize_of_a_model_starts_from_the_masters():
+@pytest.mark.parametrize("level, dtype", [(STORED_BF16, torch.bfloat16), ("O5", torch.float32)])
+def test_second_initialize_of_a_model_starts_from_the_masters(level, dtype):
     model, optimizer = make_pair()
     ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
     shrink_output(model, optimizer, times=3)
     masters = [p.detach().clone() for p in ampkit.master_params(optimizer)]
     momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
-    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    assert len(live_sessions) == 1 and ampkit.current_session().plan.opt_level == "O5"
+    ampkit.initialize(model, optimizer, **at(level, verbosity=0))
+    assert len(live_sessions) == 1 and ampkit.current_session().plan.loss_scale == 1.0
     again = list(ampkit.master_params(optimizer))
     assert all(torch.equal(x, y) for x, y in zip(masters, again))
     assert all(torch.equal(x, optimizer.state[p]["momentum_buffer"]) for x, p in zip(momenta, model.parameters()))
-    assert model[0].weight.dtype is torch.bfloat16
+    assert model[0].weight.dtype is dtype
 
 
 def test_second_initialize_of_half_the_things_closes_the_whole_session():
     first, second = make_pair(), make_pair()
-    ampkit.initialize([first[0], second[0]], [first[1], second[1]], opt_level="O5", verbosity=0)
+    ampkit.initialize([first[0], second[0]], [first[1], second[1]], opt_level="O2", verbosity=0)
     ampkit.initialize(*first, opt_level="O1", verbosity=0)
     assert {p.dtype for p in second[0].parameters()} == {torch.float32}
     with pytest.raises(ampkit.NotInitializedError):
@@ -604,7 +605,7 @@ def test_to_the_same_device_keeps_masters_and_casts():
 @pytest.mark.cuda
 def test_to_another_device_takes_masters_along():
     model, optimizer = make_pair()
-    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    ampkit.initialize(model, optimizer, **at(STORED_BF16, verbosity=0))
     shrink_output(model, optimizer)
     model.cuda()
     assert {p.device.type for p in ampkit.master_params(optimizer)} == {"cuda"}

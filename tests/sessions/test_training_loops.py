@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import backward
+from helpers import STORED_BF16, at, backward
 from torch import nn
 from torch.nn import functional as F
 
@@ -40,7 +40,7 @@ def plain(lr=0.1):
 
 
 def initialized(level, lr=0.1, **settings):
-    return ampkit.initialize(*plain(lr), opt_level=level, verbosity=0, **settings)
+    return ampkit.initialize(*plain(lr), **at(level, verbosity=0, **settings))
 
 
 def loss_of(model):
@@ -110,7 +110,7 @@ def test_step_inside_the_block_is_refused(level):
     assert all(torch.equal(a, b) for a, b in zip(before, ampkit.master_params(optimizer)))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("pending", ["delayed", "without scale_loss"])
 def test_clipping_while_gradients_are_pending_clips_the_step(level, pending):
     model, optimizer = initialized(level, lr=1.0)
@@ -127,7 +127,7 @@ def test_clipping_while_gradients_are_pending_clips_the_step(level, pending):
     assert math.isclose(moved, 0.01, rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("clear", ["model", "optimizer", "each"])
 def test_loop_without_scale_loss_steps_the_newest_gradients(level, clear):
     model, optimizer = initialized(level)
@@ -146,7 +146,7 @@ def test_loop_without_scale_loss_steps_the_newest_gradients(level, clear):
     assert_weights_close(optimizer, reference)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 def test_backward_without_scale_loss_before_a_block_adds_up(level):
     model, optimizer = initialized(level)
     reference, sgd = plain()
@@ -187,7 +187,7 @@ def test_parts_of_a_model_that_a_delayed_block_does_not_reach_keep_their_gradien
         assert error <= (1e-5 if level == "O0" else 2e-2) * reference.grad.norm() + rounding
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 def test_close_with_delayed_gradients_gives_them_back_unscaled(level):
     model, optimizer = initialized(level)
     reference, _ = plain()
@@ -199,7 +199,7 @@ def test_close_with_delayed_gradients_gives_them_back_unscaled(level):
         assert (mine.grad - theirs.grad).abs().max() <= 2e-2
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 def test_gradients_cleared_before_close_stay_cleared(level):
     model, optimizer = initialized(level)
     block(model, optimizer)
@@ -256,7 +256,7 @@ def test_weights_replaced_through_data_are_used_at_once():
             model.weight.data = model.weight.data * factor
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16])
 def test_weights_replaced_through_data_reach_the_masters(level):
     model, optimizer = initialized(level, lr=0.0)
     model.linear.weight.data = torch.full_like(model.linear.weight, 3.0)
@@ -267,14 +267,14 @@ def test_weights_replaced_through_data_reach_the_masters(level):
     assert torch.equal(model.linear.weight, torch.full((2, 4), 3.0, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 def test_a_block_leaves_alone_what_another_thread_trains(level):
     """The gradients of the other thread's optimizer wait for its step while the block is open here."""
     pairs = []
     for _ in range(2):
         model = nn.Linear(4, 2, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        pairs.append(ampkit.initialize(model, optimizer, opt_level=level, verbosity=0))
+        pairs.append(ampkit.initialize(model, optimizer, **at(level, verbosity=0)))
     x = torch.ones(1, 4)
     before = [next(ampkit.master_params(optimizer)).detach().clone() for _, optimizer in pairs]
     has_gradients, block_is_open = threading.Event(), threading.Event()
@@ -300,14 +300,14 @@ def test_a_block_leaves_alone_what_another_thread_trains(level):
     assert torch.allclose(moved[0], torch.tensor(3.0)) and torch.allclose(moved[1], torch.tensor(5.0))
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
 def test_gradients_that_are_views_are_cleared_to_zeros(level):
     """torch refuses to detach a view in place: zero_grad was an error."""
     model, optimizer = initialized(level)
     flat = torch.ones(sum(p.numel() for p in model.parameters()), dtype=next(model.parameters()).dtype)
-    at = 0
+    start = 0
     for p in model.parameters():
-        p.grad = flat[at : at + p.numel()].view_as(p).to(p.dtype)
-        at += p.numel()
+        p.grad = flat[start : start + p.numel()].view_as(p).to(p.dtype)
+        start += p.numel()
     optimizer.zero_grad(set_to_none=False)
     assert not any(p.grad.any() for p in model.parameters())
