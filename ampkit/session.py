@@ -174,8 +174,10 @@ class Session:
             if self._widens:
                 self._widen(models, optimizers)
             originals: Originals = {}
-            held = held_by(optimizers) if self.plan.stores_what_is_held and optimizers else None
-            values = prepare_models(models, self.plan, Loans(), held, originals, self._undo)
+            trained = None
+            if self.plan.stores_what_is_trained and optimizers:
+                trained = {param for param in held_by(optimizers) if param.requires_grad}
+            values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
             self._watch(models)
             narrow = (torchs_clipping,) if self.plan.has_narrow_gradients else ()
             for shared in (getter, *narrow) if self.plan.casts_calls else ():

@@ -51,6 +51,14 @@ def take_none_any_more(params: Iterable[Tensor]) -> None:
         _library.take_none_any_more(param)
 
 
+def follow_dtype(param: Tensor) -> None:
+    """Have gradients of a parameter be in its own dtype again, whatever that becomes."""
+    if _library is not None:
+        _library.follow_dtype(param)
+    elif param.grad_dtype is not param.dtype:
+        param.grad_dtype = None  # the nearest that Python can say
+
+
 def _read(param: Tensor) -> Tensor | None:
     return param.grad
 

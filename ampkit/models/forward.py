@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
@@ -62,10 +62,11 @@ class ForwardCasts:
     outputs: torch.dtype | None = None
     casts_calls: bool = False
     narrow_in: torch.dtype | None = None
+    is_kept: bool = False
 
 
 #: What ``keep_fp32=`` names inside a model: casts of calls are off in it, and its outputs stay as they are.
-KEPT = ForwardCasts(inputs=torch.float32)
+KEPT = ForwardCasts(inputs=torch.float32, is_kept=True)
 
 
 class _Running(threading.local):
@@ -126,12 +127,12 @@ def _copy(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> 
 
 def install(model: nn.Module, casts: ForwardCasts) -> Callable[[], None]:
     """Make ``model`` cast as ``casts`` says, whichever way its forward is called; returns what gives its class back."""
-    if casts is KEPT:
+    if casts.is_kept:
         model.register_forward_pre_hook(_no_kernel_in_its_place)
     inner = model.__dict__.pop("forward", None)
     if inner is not None:
         model.__dict__[INNER_FORWARD_KEY] = inner
-    model.__dict__[CASTS_KEY] = casts
+    model.__dict__[CASTS_KEY] = replace(casts)  # one of its own, by which `_run` knows it
     hand_out_plain_copies(model)
     return stand_before(type(model), _METHODS, _in_a_call)
 
@@ -171,7 +172,10 @@ def cast_inputs(function: Callable) -> Callable:
 
 
 def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    if CASTS_KEY not in model.__dict__:
+    casts = model.__dict__.get(CASTS_KEY)
+    if (
+        casts is None or casts is _running.casts
+    ):  # super().forward(), or a forward on the instance that calls the class's
         return forward(model, *args, **kwargs)
     inner = model.__dict__.get(INNER_FORWARD_KEY)
     return _run(model, inner or functools.partial(forward, model), args, kwargs)
@@ -201,7 +205,7 @@ _METHODS: dict[str, Around] = {
 def _run(model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
     casts: ForwardCasts | None = model.__dict__.get(CASTS_KEY)
     outer = _running.casts
-    if casts is None or outer is casts:  # in a kept module inside another, or super().forward() of an initialized class
+    if casts is None or (casts.is_kept and outer is not None and outer.is_kept):
         return function(*args, **kwargs)
     traced = _compiling()
     if traced:
@@ -281,7 +285,7 @@ def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
     casting = active_casting()
     if casting is None:
         return nullcontext()
-    if casts is KEPT or not (casts.casts_calls or casting.covers_every_model):
+    if casts.is_kept or not (casts.casts_calls or casting.covers_every_model):
         return casting.disabled()
     return casting.forward_scope(casts.narrow_in)
 

@@ -22,7 +22,7 @@ _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Multi
 
 
 #: Why a parameter stays as it came.
-NOT_HELD = "no optimizer holds it"
+NOT_TRAINED = "no optimizer trains it"
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -38,7 +38,7 @@ class Kept:
     """The choice for one model: ``modules``, and all ``parameters`` in them and beside them that are to stay float32.
 
     ``named`` are those of the modules that ``keep_fp32=`` names, and ``unmatched`` are its items that name nothing. Of what is
-    not kept it lowers the matrices, or where it ``lowers_all`` every parameter; of those that are ``held``, where that is given.
+    not kept it lowers the matrices, or where it ``lowers_all`` every parameter; of those that are ``trained``, where that is given.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Kept:
         keep_norms: bool,
         keep_fp32: Sequence[Any],
         lowers_all: bool = False,
-        held: Container[torch.Tensor] | None = None,
+        trained: Container[torch.Tensor] | None = None,
     ) -> None:
-        self.held = held
+        self.trained = trained
         self.modules = {m: name for name, m in model.named_modules() if keep_norms and is_norm(m)}
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
@@ -66,8 +66,8 @@ class Kept:
 
     def why_kept(self, module: nn.Module, param: nn.Parameter) -> str | None:
         """Why a parameter of the module stays as it is; None where it is stored in lower precision."""
-        if self.held is not None and param not in self.held:
-            return NOT_HELD
+        if self.trained is not None and param not in self.trained:
+            return NOT_TRAINED
         if param in self.parameters:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
         if self.lowers_all or is_norm(module) or _is_matrix(param):

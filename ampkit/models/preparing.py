@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..casting.narrow_gradients import follow_dtype
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..logs import logger, printable
 from ..patching import Undo
@@ -21,7 +22,7 @@ from . import forward, sharded
 from .copies import RECORD_KEY, need_no_plain_copies, remove_hooks
 from .float32_values import Float32Value, Loans, put_gradient
 from .forward import ForwardCasts
-from .keep_fp32 import NOT_HELD, Kept
+from .keep_fp32 import NOT_TRAINED, Kept
 from .records import CastModel, go_by_record, lower_entries, record_of
 
 WhyKept = Callable[[nn.Module, nn.Parameter], str | None]
@@ -34,18 +35,18 @@ def prepare_models(
     models: Sequence[nn.Module],
     plan: Plan,
     loans: Loans,
-    held: set[torch.Tensor] | None,
+    trained: set[torch.Tensor] | None,
     originals: Originals,
     undo: Undo,
 ) -> dict[torch.Tensor, Float32Value]:
     """Have these models compute as the plan says; returns the float32 value behind each tensor that was cast.
 
-    ``held`` are the parameters that may be stored in lower precision, None where all may. ``originals`` receives what was cast.
+    ``trained`` are the parameters that may be stored in lower precision, None where all may. ``originals`` receives what was cast.
     """
     values: dict[torch.Tensor, Float32Value] = {}
     keeps = plan.casts_weights or (plan.casts_calls and plan.keep_fp32)
     kept = (
-        [Kept(m, bool(plan.keep_batchnorm_fp32), plan.keep_fp32, plan.lowers_all, held) for m in models]
+        [Kept(m, bool(plan.keep_batchnorm_fp32), plan.keep_fp32, plan.lowers_all, trained) for m in models]
         if keeps
         else []
     )
@@ -97,7 +98,8 @@ def _cast_weights(
             if param is None or param.dtype not in CASTABLE:  # float64 and complex are never cast
                 continue
             why = why_kept(module, param)
-            if why is NOT_HELD:
+            if why is NOT_TRAINED:
+                whole.as_they_came[id(param)] = param
                 continue
             if param.dtype is torch.float32 and why is not None:
                 whole.kept.append(param)
@@ -155,8 +157,7 @@ def restore_weights(model: nn.Module, originals: Originals) -> None:
         value = entry.current(param) if is_as_cast else param.detach().float()
         value, gradient = originals.get(param) or (value, param.grad)
         param.grad, param.data = None, value
-        if param.grad_dtype is not param.dtype:
-            param.grad_dtype = None  # nothing else follows what the parameter is cast to from here on
+        follow_dtype(param)
         fits = gradient is not None and gradient.shape == param.shape  # not after ``p.data = ...`` of another shape
         param.grad = gradient.to(param.dtype) if fits else None
     for module in model.modules():
@@ -198,4 +199,4 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts
         # Calls of a script are cast by torch.autocast, beneath our patches.
         if not isinstance(model, torch.jit.ScriptModule):
-            undo.callback(forward.install(model, replace(own)))
+            undo.callback(forward.install(model, own))

@@ -31,6 +31,7 @@ class CastModel:
     loans: Loans
     parameters: dict[int, Float32Value] = field(default_factory=dict)
     kept: list[nn.Parameter] = field(default_factory=list)
+    as_they_came: dict[int, nn.Parameter] = field(default_factory=dict)  # of any dtype
     parts: list[CastModel] = field(default_factory=list)
     was_made_float32: bool = False  # by ``model.float()``
     #: (parameter, its float32 value) for all that were cast. Held also when they are in no module any more: an id is taken once.
@@ -44,7 +45,8 @@ class CastModel:
     def lower_in(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Float32Value]]:
         """(name, lower-precision parameter, its float32 value) for the module's own parameters."""
         for name, param in module._parameters.items():
-            if isinstance(param, nn.Parameter) and param.dtype is self.lower_precision:
+            is_lower = isinstance(param, nn.Parameter) and param.dtype is self.lower_precision
+            if is_lower and id(param) not in self.as_they_came:
                 if id(param) not in self.parameters:  # new since, and its own value
                     self.add(param, Float32Value(self.loans))
                 yield name, param, self.parameters[id(param)]

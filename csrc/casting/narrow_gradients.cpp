@@ -223,6 +223,13 @@ const at::Tensor* checked(PyObject* object) {
   return nullptr;
 }
 
+void follow_dtype_of(const at::Tensor& weight) {
+  auto* meta = impl::get_autograd_meta(weight);
+  if (meta == nullptr || (!meta->allow_grad_dtype_mismatch_ && !meta->grad_dtype_.has_value())) return;
+  weight.set_grad_dtype(weight.scalar_type());  // for an accumulation that is there
+  meta->grad_dtype_.reset();
+}
+
 PyObject* take_narrow_gradients(PyObject*, PyObject* weight) {
   HANDLE_TH_ERRORS
   const at::Tensor* tensor = checked(weight);
@@ -239,9 +246,17 @@ PyObject* take_none_any_more(PyObject*, PyObject* weight) {
   if (tensor == nullptr) return nullptr;
   if (takes_narrow_gradients(*tensor)) {
     widen(tensor->mutable_grad());
-    tensor->set_grad_dtype(at::kFloat);
-    impl::get_autograd_meta(*tensor)->grad_dtype_.reset();  // it follows the weight's again
+    follow_dtype_of(*tensor);
   }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* follow_dtype(PyObject*, PyObject* weight) {
+  HANDLE_TH_ERRORS
+  const at::Tensor* tensor = checked(weight);
+  if (tensor == nullptr) return nullptr;
+  follow_dtype_of(*tensor);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -274,6 +289,7 @@ PyObject* read_narrow(PyObject*, PyObject* flag) {
 PyMethodDef functions[] = {
     {"take_narrow_gradients", take_narrow_gradients, METH_O, nullptr},
     {"take_none_any_more", take_none_any_more, METH_O, nullptr},
+    {"follow_dtype", follow_dtype, METH_O, nullptr},
     {"takes_narrow_gradients", takes_narrow, METH_O, nullptr},
     {"hand_on_rows", hand_on_rows_of, METH_VARARGS, nullptr},
     {"stored_gradient", stored_gradient, METH_O, nullptr},
