@@ -7,8 +7,8 @@ as it is, where torch's own accumulation alone would take it: hooks on the weigh
 float32. `getter` has ``p.grad`` be float32 for whoever reads it: it widens it in place, once. Steps of initialized optimizers,
 clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `past_the_getter`.
 
-A weight is marked for it by ``grad_dtype = None``, with which torch lets its gradient have any dtype. Without the library in C++
-nothing is marked, and gradients are float32: Python cannot see the hooks that DDP puts on an accumulation.
+A weight is marked for it by a hook in C++, which widens what is there before torch adds to it, and by ``grad_dtype = None``, with
+which torch lets its gradient have any dtype. Without the library in C++ nothing is marked, and gradients are float32: Python cannot see the hooks that DDP puts on an accumulation.
 """
 
 from __future__ import annotations
@@ -67,6 +67,17 @@ stored_gradient = _read if _library is None else _library.stored_gradient
 """A function of a parameter: its gradient as it is stored."""
 
 
+def note_set_aside(param: Tensor) -> None:
+    """A block has set the gradient of this parameter aside."""
+    if _library is not None:
+        _library.note_set_aside(param)
+
+
+def is_set_aside(param: Tensor) -> bool:
+    """Whether no script has written None to ``p.grad`` since `note_set_aside`; forgets that. True where writes are not seen."""
+    return _library is None or _library.is_set_aside(param)
+
+
 class _PastTheGetter:
     """A context in which ``p.grad`` is read as it is stored, in this thread."""
 
@@ -117,10 +128,13 @@ def _patch(patches: PatchSet) -> None:
 
     @functools.wraps(original)
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        # torch clears the weight's hooks before the script's first, ours among them, without which nothing widens what is there.
-        if _library.takes_narrow_gradients(tensor):
-            tensor.grad  # noqa: B018
-        return original(tensor, hook)
+        if not _library.takes_narrow_gradients(tensor):
+            return original(tensor, hook)
+        # torch clears the weight's hooks before the script's first, and with them ours, which widens what is there.
+        tensor.grad  # noqa: B018
+        handle = original(tensor, hook)
+        _library.take_narrow_gradients(tensor)
+        return handle
 
     patches.set(torch.Tensor, "register_hook", register_hook)
 

@@ -186,15 +186,11 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
             return torch._dynamo.disable(backward)(*args, **kwargs)
         if _running_backward() != -1:  # reentrant, as torch.utils.checkpoint is: a part of the pass around it
             return original(*args, **kwargs)
-        blocks, outside = set(), []
+        outside = []
         for wrapper in watched():
-            if wrapper.block is not None:
-                blocks.add(wrapper.block)
-            elif wrapper.is_outside_of_blocks(threading.get_ident()):
+            if wrapper.block is None and wrapper.is_outside_of_blocks(threading.get_ident()):
                 outside.append((wrapper, _some_gradients(wrapper.gradients.slots), wrapper.advice.passes))
         original(*args, **kwargs)
-        for block in blocks:
-            block.whole_passes += kwargs.get("inputs") is None
         for wrapper, gradients, passes in outside:
             if all(map(is_still, gradients)):
                 continue

@@ -7,7 +7,6 @@ the optimizers. Nothing in between waits for a device.
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -52,8 +51,6 @@ class Block:
     delay_overflow_check: bool
     is_unreduced: Callable[[], bool]
     scale: Scale = 1.0
-    #: The backward passes inside of the block that were not limited to some ``inputs=``.
-    whole_passes: int = 0
 
     def backward(self, *_: object, **__: object) -> None:
         """Raise for a script that writes ``scale_loss(loss, optimizer).backward()``, as with GradScaler.scale."""
@@ -163,30 +160,10 @@ class Block:
             self._put_back(BackwardPass(scale))
         else:
             done = set() if len(self._wrappers) > 1 else None
-            backward = BackwardPass(scale, is_local, self.scaler.is_power_of_two, done, self._was_reached)
+            backward = BackwardPass(scale, is_local, self.scaler.is_power_of_two, done)
             collect(backward, self.named, self.unnamed, self.unowned, self.scaler, self.delay_overflow_check, self.loss)
             for wrapper in self._wrappers:
                 wrapper.hand_gradients()
-
-    def _was_reached(self, param: torch.Tensor) -> bool:
-        """Whether a backward pass came to a parameter; the graph is walked where a gradient is missing, which is rare."""
-        return self.whole_passes > 0 and param.requires_grad and param in self._leaves
-
-    @functools.cached_property
-    def _leaves(self) -> set[torch.Tensor]:
-        """The parameters that the graph of the scaled loss leads to."""
-        leaves: set[torch.Tensor] = set()
-        waiting = [self._scaled.grad_fn]
-        seen = set(waiting)
-        while waiting:
-            node = waiting.pop()
-            following = () if node is None else node.next_functions
-            if not following and hasattr(node, "variable"):  # what adds to a parameter's gradient leads nowhere
-                leaves.add(node.variable)
-            fresh = {after for after, _ in following} - seen
-            seen |= fresh
-            waiting += fresh
-        return leaves
 
 
 @labelled("unscale")

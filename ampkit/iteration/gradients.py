@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..casting.narrow_gradients import is_set_aside, note_set_aside
 from ..models.float32_values import forget_gradient, put_gradient
 from ..optimizers.scales import Scale, is_one, on, ratio
 from ..sharding import by_placement, is_sharded, process_groups, total_over
@@ -99,6 +100,7 @@ class Gradients:
             if gradient is not None:
                 slot.stash = gradient
                 forget_gradient(slot.param)
+                note_set_aside(slot.param)
                 if self.in_buckets and gradient.dtype is slot.param.dtype:  # which the next backward pass overwrites
                     slot.stash = gradient.clone()
 
@@ -153,13 +155,13 @@ class Gradients:
         if self.local:
             self.collect(BackwardPass(backward.scale, local=True), None)
         else:
-            for slot in backward.take(self.slots):
-                _put_stash_back(slot, backward)
+            for slot in _without_cleared(backward.take(self.slots)):
+                _put_stash_back(slot)
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
         fresh, stashes = [], []
-        for slot in self.slots:
+        for slot in _without_cleared(self.slots):
             gradient, stash, slot.stash = slot.param.grad, slot.stash, None
             if stash is None:
                 continue
@@ -177,7 +179,7 @@ class Gradients:
     def collect(self, backward: BackwardPass, found: FoundInf | None) -> None:
         """After a backward pass: unscale fresh gradients, add them to those before, and check them on the way."""
         fresh, sums = [], []
-        for slot in backward.take(self.slots):
+        for slot in _without_cleared(backward.take(self.slots)):
             gradient, stash = slot.param.grad, slot.stash
             if stash is None:
                 if gradient is not None:
@@ -185,7 +187,7 @@ class Gradients:
             elif gradient is not None:
                 sums.append((slot, gradient))
             else:
-                _put_stash_back(slot, backward)
+                _put_stash_back(slot)
         if fresh:
             _unscale(fresh, backward, found)
         if sums:
@@ -300,14 +302,18 @@ class Gradients:
                 gradient.masked_fill_(on(found, gradient.device) != 0, 0.0)
 
 
-def _put_stash_back(slot: Slot, backward: BackwardPass) -> None:
-    """After a backward pass that made no gradient of this parameter: the one of before, unless the script has cleared it."""
+def _without_cleared(slots: list[Slot]) -> list[Slot]:
+    """These, without the stashes of parameters whose gradients a script has cleared since, ``p.grad = None``."""
+    for slot in slots:
+        if slot.stash is not None and not is_set_aside(slot.param):
+            slot.stash = None
+    return slots
+
+
+def _put_stash_back(slot: Slot) -> None:
+    """After a backward pass that made no gradient of this parameter: the one of before."""
     stash, slot.stash = slot.stash, None
-    if stash is not None and backward.was_cleared(slot):
-        slot.param.grad = None
-        slot.clear()
-    else:
-        put_gradient(slot.param, stash)
+    put_gradient(slot.param, stash)
 
 
 def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:

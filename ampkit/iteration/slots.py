@@ -6,7 +6,7 @@ A `BackwardPass` says what made the gradients of slots: the scale of its loss, a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,14 +70,13 @@ class BackwardPass:
 
     Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``exact_in_place`` says that the scale
     is a power of two, so that bfloat16 can be divided by it without rounding. ``done`` are the slots of several optimizers that one
-    of them has handled; None where there is only one optimizer. ``was_reached`` tells whether the pass came to a parameter.
+    of them has handled; None where there is only one optimizer.
     """
 
     scale: Scale
     local: bool = False
     exact_in_place: bool = False
     done: set[Slot] | None = None
-    was_reached: Callable[[torch.Tensor], bool] | None = None
 
     def __post_init__(self) -> None:
         self.inv = inverse(self.scale)
@@ -89,10 +88,6 @@ class BackwardPass:
         remaining = [slot for slot in slots if slot not in self.done]
         self.done.update(slot for slot in remaining if slot.owners > 1)
         return remaining
-
-    def was_cleared(self, slot: Slot) -> bool:
-        """Whether a parameter without a gradient had one, which was cleared inside of the block."""
-        return self.was_reached is not None and self.was_reached(slot.param)
 
 
 def is_sparse(gradient: torch.Tensor) -> bool:

@@ -17,8 +17,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <mutex>
 #include <typeinfo>
+#include <unordered_set>
 #include <utility>
 
 namespace ampkit {
@@ -60,7 +62,7 @@ struct WidenFirst : torch::autograd::FunctionPreHook {
   variable_list operator()(const variable_list& grads) override {
     if (!grads[0].defined()) return grads;
     const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(weight));
-    if (takes_narrow_gradients(tensor)) widen(tensor.mutable_grad());
+    widen(tensor.mutable_grad());
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
@@ -113,9 +115,7 @@ bool accumulates_alone(AccumulateGrad& node, const at::Tensor& grad) {
 }  // namespace
 
 bool takes_narrow_gradients(const at::Tensor& weight) {
-  if (weight.scalar_type() != at::kFloat || !weight.is_leaf()) return false;
-  const auto* meta = impl::get_autograd_meta(weight);
-  return meta != nullptr && meta->allow_grad_dtype_mismatch_;
+  return weight.scalar_type() == at::kFloat && weight.is_leaf() && impl::get_autograd_meta(weight) != nullptr && hook_of(weight) != nullptr;
 }
 
 variable_list HandOn::apply(variable_list&& grads) {
@@ -139,7 +139,6 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   // torch's kernel adds up what belongs to a row, of those that were used alone.
   at::Tensor sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
   if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
-  widen_before_accumulation(table);
   WidenFirst* hook = hook_of(table);
   const std::lock_guard<std::mutex> lock(LockOf::of(*node));
   at::Tensor& there = node->variable.mutable_grad();
@@ -153,14 +152,6 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   if (is_reduced(there)) there.index_copy_(0, rows, there.index_select(0, rows).to(at::kFloat).add_(sums).to(there.scalar_type()));
   else there.index_add_(0, rows, sums);
   return true;
-}
-
-void widen_before_accumulation(const at::Tensor& weight) {
-  if (hook_of(weight) != nullptr) return;
-  auto& hooks = impl::hooks(weight);
-  // A script that registers its first hook clears them: the next cast brings ours back.
-  if (hooks.empty()) impl::add_hook(weight, std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
-  else hooks.push_back(std::make_unique<WidenFirst>(weight.unsafeGetTensorImpl()));
 }
 
 // What Python sees.
@@ -201,14 +192,20 @@ PyObject* read_grad(PyObject* self, void* torchs_own) {
   END_HANDLE_TH_ERRORS
 }
 
-// A float32 weight takes gradients of every floating dtype, in float32; one in lower precision keeps float32 ones.
+// Weights whose gradients a block has set aside, until a script writes None to p.grad: then it wants none of them. Under the GIL.
+std::unordered_set<const c10::TensorImpl*> set_aside;
+
+// A float32 weight takes gradients of every floating dtype, in float32, unless a script has said that it takes them as they are
+// (grad_dtype = None); one in lower precision keeps float32 ones.
 int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
   const auto* own = static_cast<PyGetSetDef*>(torchs_own);
+  if ((value == nullptr || value == Py_None) && THPVariable_Check(self)) set_aside.erase(THPVariable_Unpack(self).unsafeGetTensorImpl());
   if (value == nullptr || !THPVariable_CheckExact(value) || !THPVariable_Check(self)) return own->set(self, value, own->closure);
   HANDLE_TH_ERRORS
   const at::Tensor &weight = THPVariable_Unpack(self), &grad = THPVariable_Unpack(value);
-  const bool converts = grad.scalar_type() != at::kFloat && at::isFloatingType(grad.scalar_type()) && weight.scalar_type() == at::kFloat;
-  if (converts && !reads_narrow) {
+  const bool fits = grad.scalar_type() == at::kFloat || weight.scalar_type() != at::kFloat || !at::isFloatingType(grad.scalar_type());
+  const auto* meta = impl::get_autograd_meta(weight);
+  if (!fits && (meta == nullptr || !meta->allow_grad_dtype_mismatch_ || takes_narrow_gradients(weight))) {
     THPObjectPtr wide(THPVariable_Wrap(grad.to(at::kFloat)));
     return wide ? own->set(self, wide.get(), own->closure) : -1;
   }
@@ -235,7 +232,7 @@ PyObject* take_narrow_gradients(PyObject*, PyObject* weight) {
   const at::Tensor* tensor = checked(weight);
   if (tensor == nullptr) return nullptr;
   tensor->set_grad_dtype(std::nullopt);
-  widen_before_accumulation(*tensor);
+  if (hook_of(*tensor) == nullptr) impl::hooks(*tensor).push_back(std::make_unique<WidenFirst>(tensor->unsafeGetTensorImpl()));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -246,6 +243,8 @@ PyObject* take_none_any_more(PyObject*, PyObject* weight) {
   if (tensor == nullptr) return nullptr;
   if (takes_narrow_gradients(*tensor)) {
     widen(tensor->mutable_grad());
+    auto& hooks = impl::hooks(*tensor);
+    hooks.erase(std::remove_if(hooks.begin(), hooks.end(), [](const auto& hook) { return is_ours(*hook); }), hooks.end());
     follow_dtype_of(*tensor);
   }
   Py_RETURN_NONE;
@@ -280,6 +279,17 @@ PyObject* hand_on_rows_of(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* note_set_aside(PyObject*, PyObject* weight) {
+  if (checked(weight) == nullptr) return nullptr;
+  set_aside.insert(THPVariable_Unpack(weight).unsafeGetTensorImpl());
+  Py_RETURN_NONE;
+}
+
+PyObject* is_set_aside(PyObject*, PyObject* weight) {
+  if (checked(weight) == nullptr) return nullptr;
+  return PyBool_FromLong(set_aside.erase(THPVariable_Unpack(weight).unsafeGetTensorImpl()) > 0);
+}
+
 PyObject* stored_gradient(PyObject*, PyObject* weight) { return torchs[0].get(weight, torchs[0].closure); }
 
 PyObject* read_narrow(PyObject*, PyObject* flag) {
@@ -292,6 +302,8 @@ PyMethodDef functions[] = {
     {"follow_dtype", follow_dtype, METH_O, nullptr},
     {"takes_narrow_gradients", takes_narrow, METH_O, nullptr},
     {"hand_on_rows", hand_on_rows_of, METH_VARARGS, nullptr},
+    {"note_set_aside", note_set_aside, METH_O, nullptr},
+    {"is_set_aside", is_set_aside, METH_O, nullptr},
     {"stored_gradient", stored_gradient, METH_O, nullptr},
     {"read_narrow", read_narrow, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};

@@ -7,7 +7,7 @@
 
 namespace ampkit {
 
-// Whether a script, or a session for it, lets the gradients of this float32 leaf be of any dtype.
+// Whether a session lets the gradients of this float32 leaf be in lower precision. A hook on the weight is the mark.
 bool takes_narrow_gradients(const at::Tensor& weight);
 
 // The cast of a weight in the graph. Its gradient goes to the weight as it is, in the cast's precision, where nothing but torch's
@@ -20,9 +20,6 @@ struct HandOn : public torch::autograd::generated::ToCopyBackward0 {
 // Adds the gradients (float32) of rows of a table, which was indexed by `indices`, to the table's own, as `HandOn` would: in bfloat16,
 // with sums over a row in float32. False where it may not, and does nothing.
 bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Tensor& indices, int64_t padding_index);
-
-// Has every other gradient that comes to this weight find a float32 one there.
-void widen_before_accumulation(const at::Tensor& weight);
 
 // {"take_narrow_gradients": function, ...}, and the descriptors "grad" and "_grad" for torch.Tensor.
 bool add_narrow_gradients(PyObject* module);

@@ -48,7 +48,6 @@ void record(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
 
 void record_cast(const at::Tensor& source, const at::Tensor& cast, uint64_t order) {
   if (!takes_narrow_gradients(source)) return record<torch::autograd::generated::ToCopyBackward0>(source, cast, order);
-  widen_before_accumulation(source);
   record<HandOn>(source, cast, order);
 }
 
