@@ -96,8 +96,8 @@ class Undo(ExitStack):
 
 
 def shared_patch(owner: Callable[[], Any], name: str, wrap: Callable[[Any], Any]) -> SharedPatches:
-    """The same for one attribute, which is replaced by ``wrap(original)``."""
-    return SharedPatches(lambda patches: patches.set(owner(), name, wrap(getattr(owner(), name))))
+    """The same for one attribute, which is replaced by ``wrap(original)``; None where there is none."""
+    return SharedPatches(lambda patches: patches.set(owner(), name, wrap(getattr(owner(), name, None))))
 
 
 def _write(owner: Any, name: str, value: Any) -> None:

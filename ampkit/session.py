@@ -180,7 +180,7 @@ class Session:
             values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
             self._watch(models)
             narrow = (torchs_clipping,) if self.plan.has_narrow_gradients else ()
-            for shared in (getter, *narrow):
+            for shared in (getter, *narrow) if self.plan.casts_calls else ():
                 shared.acquire()
                 self._undo.callback(shared.release)
             self._prepare_optimizers(optimizers, values)

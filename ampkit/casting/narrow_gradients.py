@@ -8,7 +8,8 @@ float32. `getter` has ``p.grad`` be float32 for whoever reads it: it widens it i
 clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `past_the_getter`.
 
 A weight is marked for it by a hook in C++, which widens what is there before torch adds to it, and by ``grad_dtype = None``, with
-which torch lets its gradient have any dtype. Without the library in C++ nothing is marked, and gradients are float32: Python cannot see the hooks that DDP puts on an accumulation.
+which torch lets its gradient have any dtype. Without the library in C++ nothing is marked, and gradients are float32: Python
+cannot see the hooks that DDP puts on an accumulation.
 """
 
 from __future__ import annotations

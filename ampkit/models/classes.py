@@ -14,34 +14,32 @@ from typing import Any
 
 from torch import nn
 
-from ..patching import SharedPatches
+from ..patching import SharedPatches, Undo, shared_patch
 
 Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
 """Called with the instance, the class's own method, and the arguments of a call."""
 
-_patched: dict[type, SharedPatches] = {}
+_patched: dict[tuple[type, str], SharedPatches] = {}
 
 
-def stand_before(cls: type, methods: Mapping[str, Around], of_public: Around) -> Callable[[], None]:
-    """Have calls of these methods of a class go through what stands beside their names; returns the undo.
+def stand_before(cls: type, methods: Mapping[str, Around], undo: Undo, of_public: Around | None = None) -> None:
+    """Have calls of these methods of a class go through what stands beside their names, until ``undo``.
 
-    Calls of the public methods that are the class's own go through ``of_public``.
+    Calls of the public methods that are the class's own go through ``of_public``. All who ask for a method name the same.
     """
     while _is_parametrized(cls):  # torch takes the class back with the last parametrization
         cls = cls.__base__
-    shared = _patched.get(cls)
-    if shared is None:
-        around = {**dict.fromkeys(_public_methods_of(cls), of_public), **methods}
-        shared = _patched[cls] = SharedPatches(
-            lambda patches: [patches.set(cls, name, _calling(cls, name, one)) for name, one in around.items()]
-        )
-    shared.acquire()
+    public = () if of_public is None else _public_methods_of(cls)
+    for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
+        if (cls, name) not in _patched:
+            _patched[cls, name] = shared_patch(lambda: cls, name, functools.partial(_calling, name, around))
+        _patched[cls, name].acquire()
+        undo.callback(_release, cls, name)
 
-    def undo() -> None:
-        if shared.release():
-            _patched.pop(cls, None)
 
-    return undo
+def _release(cls: type, name: str) -> None:
+    if _patched[cls, name].release():
+        del _patched[cls, name]
 
 
 def _public_methods_of(cls: type) -> Iterator[str]:
@@ -55,9 +53,7 @@ def _public_methods_of(cls: type) -> Iterator[str]:
             yield name
 
 
-def _calling(cls: type, name: str, around: Around) -> Callable[..., Any]:
-    own = getattr(cls, name, None)
-
+def _calling(name: str, around: Around, own: Callable[..., Any] | None) -> Callable[..., Any]:
     def method(self, *args, **kwargs):
         return around(self, own, args, kwargs)
 

@@ -26,6 +26,7 @@ from ..casting.tensors import cast_floating, map_tensors, tensors_in
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
 from ..labels import labelled
+from ..patching import Undo
 from .classes import Around, stand_before
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .records import lower_entries, record_of
@@ -125,8 +126,8 @@ def _copy(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> 
     return twin
 
 
-def install(model: nn.Module, casts: ForwardCasts) -> Callable[[], None]:
-    """Make ``model`` cast as ``casts`` says, whichever way its forward is called; returns what gives its class back."""
+def install(model: nn.Module, casts: ForwardCasts, undo: Undo) -> None:
+    """Make ``model`` cast as ``casts`` says, whichever way its forward is called; ``undo`` gives its class back."""
     if casts.is_kept:
         model.register_forward_pre_hook(_no_kernel_in_its_place)
     inner = model.__dict__.pop("forward", None)
@@ -134,7 +135,7 @@ def install(model: nn.Module, casts: ForwardCasts) -> Callable[[], None]:
         model.__dict__[INNER_FORWARD_KEY] = inner
     model.__dict__[CASTS_KEY] = replace(casts)  # one of its own, by which `_run` knows it
     hand_out_plain_copies(model)
-    return stand_before(type(model), _METHODS, _in_a_call)
+    stand_before(type(model), _METHODS, undo, _in_a_call)
 
 
 def _no_kernel_in_its_place(module: nn.Module, args: tuple) -> None:
@@ -173,9 +174,9 @@ def cast_inputs(function: Callable) -> Callable:
 
 def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
     casts = model.__dict__.get(CASTS_KEY)
-    if (
-        casts is None or casts is _running.casts
-    ):  # super().forward(), or a forward on the instance that calls the class's
+    if casts is None:
+        return _part(model, forward, args, kwargs)
+    if casts is _running.casts:  # super().forward(), or a forward on the instance that calls the class's
         return forward(model, *args, **kwargs)
     inner = model.__dict__.get(INNER_FORWARD_KEY)
     return _run(model, inner or functools.partial(forward, model), args, kwargs)
@@ -189,6 +190,36 @@ def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) ->
     # Where calls are cast inside of the models alone, a method casts as the forward does.
     with casting.forward_scope(casts.narrow_in) if casts.narrow_in is not None else casting.caches.call():
         return method(model, *args, **kwargs)
+
+
+#: Submodules of models whose calls are cast over float32 weights, inside of the models alone; and in which precision.
+_parts: weakref.WeakKeyDictionary[nn.Module, torch.dtype] = weakref.WeakKeyDictionary()
+_IN_A_PART = ForwardCasts()
+
+
+def _part(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    """A part of a model that is called alone computes as inside of the model."""
+    if _running.casts is not None or _compiling() or (narrow_in := _parts.get(module)) is None:
+        return forward(module, *args, **kwargs)
+    casting = active_casting()
+    if casting is None:
+        return forward(module, *args, **kwargs)
+    try:
+        _running.casts = _IN_A_PART
+        with casting.forward_scope(narrow_in):
+            return forward(module, *args, **kwargs)
+    finally:
+        _running.casts = None
+
+
+def cast_parts(model: nn.Module, narrow_in: torch.dtype, undo: Undo) -> None:
+    """Have the submodules of a model compute as inside of it where they are called alone, until ``undo``."""
+    inside = [one for one in model.modules() if one is not model and not isinstance(one, torch.jit.ScriptModule)]
+    for cls in {type(one): None for one in inside if type(one).forward is not nn.Module.forward}:
+        stand_before(cls, {"forward": _forward}, undo)
+    for one in inside:
+        _parts[one] = narrow_in
+        undo.if_alive(lambda module: _parts.pop(module, None), one)
 
 
 _METHODS: dict[str, Around] = {

@@ -190,13 +190,15 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
     for module in in_float32:
         if module not in models:
             undo.if_alive(forward.uninstall, module)
-            undo.callback(forward.install(module, forward.KEPT))
+            forward.install(module, forward.KEPT, undo)
     for model in models:
         if plan.casts_calls:
             for module in fsdp_modules(model):
                 undo.callback(sharded.keep_no_casts_of_gathered(module))
         undo.callback(sharded.sum_partial_gradients(model))
+        if plan.has_narrow_results and not plan.casts_weights:
+            forward.cast_parts(model, plan.lower_precision, undo)
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts
         # Calls of a script are cast by torch.autocast, beneath our patches.
         if not isinstance(model, torch.jit.ScriptModule):
-            undo.callback(forward.install(model, own))
+            forward.install(model, own, undo)

@@ -506,7 +506,11 @@ def test_what_an_optimizer_trains_is_stored_in_lower_precision():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model[1].requires_grad_(False)
     o2(model, torch.optim.SGD(model[1:].parameters(), lr=0.1))
-    assert [{param.dtype for param in layer.parameters()} for layer in model] == [{torch.float32}, {torch.float32}, {BF16}]
+    assert [{param.dtype for param in layer.parameters()} for layer in model] == [
+        {torch.float32},
+        {torch.float32},
+        {BF16},
+    ]
 
 
 def test_queue_and_loaded_weights_are_no_averages(caplog):

@@ -151,10 +151,15 @@ def test_weight_used_without_casts_has_its_float32_value():
     assert gradient.dtype is LOW and torch.allclose(gradient.float(), x.sum(0).expand(5, 8), rtol=2**-8, atol=1e-6)
 
 
-def test_parts_and_weights_used_outside_of_a_forward_are_torchs_own_at_o5():
+def test_at_o5_a_part_computes_as_inside_of_its_model_and_a_weight_used_outside_is_float32():
     exact, model, x = translator(), ampkit.initialize(translator(), opt_level="O5", verbosity=0), sound()
+    inside = []
+    model.model.encoder.register_forward_hook(lambda module, args, output: inside.append(output))
     assert model(x).dtype is LOW  # with casts before and after
-    assert torch.equal(model.model.encoder(x), exact.model.encoder(x))
+    alone = model.model.encoder(x)
+    assert torch.equal(alone, inside[0]) and not torch.equal(alone.float(), exact.model.encoder(x))
+    copied = copy.deepcopy(model).model.encoder
+    assert torch.equal(copied(x), exact.model.encoder(x)), "a part of a copy is plain"
     weight, hidden = model.head.weight, torch.linspace(-1, 1, 24).view(3, 8)
     assert torch.equal(F.linear(hidden, weight), F.linear(hidden, exact.head.weight))
     assert model(encoded=model.model.encoder(x)).dtype is LOW

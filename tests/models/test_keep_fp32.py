@@ -407,9 +407,9 @@ def test_failure_while_modules_are_kept_leaves_nothing(level, monkeypatch):
     before = plain_state(model)
     install, calls = ampkit.models.forward.install, []
 
-    def fail_at_the_third(module, casts):
+    def fail_at_the_third(module, casts, undo):
         calls.append(module)
-        undo = install(module, casts)
+        undo = install(module, casts, undo)
         if len(calls) == 3:
             undo()
             raise MemoryError("made to fail")
