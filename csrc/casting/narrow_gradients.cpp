@@ -290,7 +290,9 @@ PyObject* is_set_aside(PyObject*, PyObject* weight) {
   return PyBool_FromLong(set_aside.erase(THPVariable_Unpack(weight).unsafeGetTensorImpl()) > 0);
 }
 
-PyObject* stored_gradient(PyObject*, PyObject* weight) { return torchs[0].get(weight, torchs[0].closure); }
+PyObject* stored_gradient(PyObject*, PyObject* weight) {
+  return checked(weight) == nullptr ? nullptr : torchs[0].get(weight, torchs[0].closure);
+}
 
 PyObject* read_narrow(PyObject*, PyObject* flag) {
   return PyBool_FromLong(std::exchange(reads_narrow, flag == Py_True));

@@ -479,3 +479,26 @@ def test_a_session_ends_with_its_model_though_its_weights_have_hooks():
     del script
     gc.collect()
     assert ampkit.current_session() is None and "grad" not in vars(torch.Tensor)
+
+
+def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
+    """All but those of the table of positions, which is sliced and added: 64 * 64 of some 200,000."""
+
+    class Gpt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.positions = nn.Embedding(500, 64), nn.Parameter(torch.zeros(64, 64))
+            layers = [nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(3)]
+            self.layers, self.head = nn.Sequential(*layers), nn.Linear(64, 500, bias=False)
+
+        def forward(self, words):
+            return self.head(self.layers(self.words(words) + self.positions[: words.shape[1]]))
+
+    model = Gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model(torch.randint(0, 500, (2, 32))).float().square().mean().backward()
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    narrow = sum(param.numel() for param in matrices if stored_gradient(param).dtype is NARROW)
+    every = sum(param.numel() for param in matrices)
+    assert every - narrow == 64 * 64 and narrow / every > 0.95
