@@ -63,8 +63,8 @@ WORKS = [
 
 # name: bytes for each parameter that are averaged, or for FSDP2 (gathered for each pass, reduced)
 WRAPPERS = {
-    "DDP, O1": (4,),
-    "DDP, O2 and O5": (2,),
+    "DDP, O1 and O5": (4,),
+    "DDP, O2": (2,),
     "FSDP2, O1": (4, 4),
     "FSDP2, O2 and O5": (2, 4),
     "FSDP2, O5, `reduce_dtype=torch.bfloat16`": (2, 2),

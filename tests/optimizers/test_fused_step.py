@@ -537,7 +537,7 @@ def reachable_bytes(*roots):
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("level", ["O2", STORED_BF16, "O5"])
+@pytest.mark.parametrize("level", ["O2", STORED_BF16, pytest.param("O5", marks=pytest.mark.compiled("wrappers"))])
 @pytest.mark.parametrize("kind", [FusedAdam, torch.optim.Adam])
 def test_after_a_step_of_adam_fourteen_bytes_are_held_per_parameter(kind, level, delayed):
     """No float32 gradients any more: many scripts clear gradients after the next forward pass only."""
