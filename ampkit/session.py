@@ -364,6 +364,8 @@ class Session:
             self._knows_sharding = True
         if loss.dtype in LOWER_PRECISION and self.casting is not None and self.casting.leaves_out_this_thread:
             self.scaling.advice.tell("thread", self.plan.opt_level)
+        elif loss.dtype in LOWER_PRECISION and self.plan.has_narrow_results and not self.plan.casts_weights:
+            self.scaling.advice.tell("lower loss", loss.dtype)
         self._statistics.enter_block(wrappers)
         unnamed, unowned = [], []
         for session in live_sessions:

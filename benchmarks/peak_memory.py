@@ -1,6 +1,6 @@
 """Peak memory of training a GPT of 69 million parameters, beside torch.autocast without a loss scale, in MiB of the process.
 
-    python benchmarks/peak_memory.py [--ways autocast,O5] [--micro 1,4] [--stay]
+    python benchmarks/peak_memory.py [--ways "autocast;O5"] [--micro 1,4] [--stay]
 
 Each way has a process of its own, which gives back what it frees; its peak less its size before the model was made is printed,
 of the fourth step. "O5, read" reads every gradient between the backward pass and the step; "O5, int8" keeps moments in 8 bits.
@@ -85,8 +85,10 @@ def main():
             answer = context.Queue()
             process = context.Process(target=train, args=(way, micro, options.stay, options.small, answer))
             process.start()
-            mebibytes, parameters = answer.get()
             process.join()
+            if process.exitcode:
+                return process.exitcode
+            mebibytes, parameters = answer.get()
             per = mebibytes * 2**20 / parameters
             print(f"{micro} micro-batches  {way:10} {mebibytes:7.0f} MiB  {per:5.1f} bytes per parameter", flush=True)
 

@@ -1,6 +1,7 @@
 """Loops as scripts write them, in orders that are easy to get wrong, against plain float32 torch."""
 
 import copy
+import logging
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -311,3 +312,19 @@ def test_gradients_that_are_views_are_cleared_to_zeros(level):
         start += p.numel()
     optimizer.zero_grad(set_to_none=False)
     assert not any(p.grad.any() for p in model.parameters())
+
+
+def test_a_loss_in_lower_precision_at_o5_is_told_of_once(caplog):
+    """torch's own cross_entropy, as a script that has bound it before `initialize` calls it."""
+    from torch.nn.functional import cross_entropy
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        for loss_of in (torch.nn.functional.cross_entropy, cross_entropy, cross_entropy):
+            with ampkit.scale_loss(loss_of(model(x), y), optimizer) as scaled:
+                scaled.backward()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "torch.bfloat16" in line and "cast_model_outputs=torch.float32" in line

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from ... import api
+from ...casting.engine import active_casting
 from ...casting.tensors import map_tensors, tensors_in
 from ..updates import Weights
 from .factory import Source, checked
@@ -100,6 +101,9 @@ class Trainer:
         self._is_initialized = bool(way.settings)
         if way.settings:
             self.model, self.optimizer = api.initialize(self.model, self.optimizer, verbosity=0, **way.settings)
+            # The factory has bound it before, where a script's loop would look it up anew.
+            casting = active_casting()
+            self._loss_fn = (casting and casting.wrapper_of(self._loss_fn)) or self._loss_fn
 
     # One step
 
