@@ -213,10 +213,12 @@ class Session:
         Parameters keep what they have learned, in float32, or in the dtype that they came in. Closing twice does nothing
         the second time.
         """
-        self.scaling.synchronize()
-        self._undo.close()
-        self._models.clear()
-        self._optimizers.clear()
+        try:
+            self.scaling.synchronize()
+        finally:
+            self._undo.close()
+            self._models.clear()
+            self._optimizers.clear()
 
     def on_close(self, undo: Callable[..., Any], *args: Any) -> None:
         """Have ``undo(*args)`` called when the session closes, before everything that `prepare` did is undone."""
@@ -260,7 +262,7 @@ class Session:
                 refs = [ref for ref, _ in self._left_as[model]]
                 self._left_as[model] = [(ref, param.dtype) for ref in refs if (param := ref()) is not None]
         if self.plan.has_narrow_gradients:
-            take_narrow_gradients(params)
+            take_narrow_gradients(params, self._undo)
 
     def _watch(self, models: Sequence[nn.Module]) -> None:
         """Hear of what is called on the models."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..patching import PatchSet, SharedPatches
+from ..patching import PatchSet, SharedPatches, Undo
 from .library import dispatch
 
 _library = dispatch().library
@@ -39,17 +39,12 @@ def is_large(param: Tensor) -> bool:
     return is_plain and sizes > 1 and param.numel() >= _LARGE
 
 
-def take_narrow_gradients(params: Iterable[Tensor]) -> None:
+def take_narrow_gradients(params: Iterable[Tensor], undo: Undo) -> None:
     """Let the gradients of the large ones among these float32 parameters be in lower precision. `getter` has to be in place."""
     for param in params:
-        if is_large(param) and param.is_leaf:
+        if is_large(param) and param.is_leaf and not _library.takes_narrow_gradients(param):
+            undo.if_alive(_library.take_none_any_more, param)
             _library.take_narrow_gradients(param)
-
-
-def take_none_any_more(params: Iterable[Tensor]) -> None:
-    """Make the gradients of these parameters float32, and have later ones be that."""
-    for param in params if _library is not None else ():
-        _library.take_none_any_more(param)
 
 
 def follow_dtype(param: Tensor) -> None:

@@ -78,8 +78,8 @@ ROWS = {
     "lower loss": (
         "scale_loss was given a loss in %s. The function that computed it may have been bound before initialize(), so that nothing "
         "cast its arguments to float32.",
-        "Call it by its module (torch.nn.functional.cross_entropy, nn.CrossEntropyLoss), or give it float32: loss(model(x).float(), y), "
-        "or initialize(..., cast_model_outputs=torch.float32).",
+        "Call it by its module (torch.nn.functional.cross_entropy, nn.CrossEntropyLoss), or give it float32: "
+        "loss(model(x).float(), y), or initialize(..., cast_model_outputs=torch.float32).",
     ),
     "thread": (
         "scale_loss was given a loss in lower precision, in another thread than initialize(): there %s casts what the models' "

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .. import kernels
 from ..casting.engine import active_casting
-from ..casting.narrow_gradients import take_none_any_more
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
 from ..errors import AmpkitError, ConfigurationError, LossScaleError
@@ -114,8 +113,6 @@ class OptimizerWrapper:
             self.synchronize_gradients(refuses=False)
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
-        if self.owner.plan.has_narrow_gradients:
-            take_none_any_more(slot.param for slot in self.gradients.slots)
         self.active = False
         unwatch(self)
         self._patches.restore()

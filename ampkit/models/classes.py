@@ -32,7 +32,7 @@ def stand_before(cls: type, methods: Mapping[str, Around], undo: Undo, of_public
     public = () if of_public is None else _public_methods_of(cls)
     for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
         if (cls, name) not in _patched:
-            _patched[cls, name] = shared_patch(lambda: cls, name, functools.partial(_calling, name, around))
+            _patched[cls, name] = shared_patch(lambda: cls, name, functools.partial(_calling, cls, name, around))
         _patched[cls, name].acquire()
         undo.callback(_release, cls, name)
 
@@ -53,7 +53,13 @@ def _public_methods_of(cls: type) -> Iterator[str]:
             yield name
 
 
-def _calling(name: str, around: Around, own: Callable[..., Any] | None) -> Callable[..., Any]:
+def _calling(cls: type, name: str, around: Around, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    stored = inspect.getattr_static(cls, name, None)
+    if stored is not None and not isinstance(stored, types.FunctionType):  # a static method, a property
+
+        def own(self, *args, **kwargs):
+            return stored.__get__(self, type(self))(*args, **kwargs)
+
     def method(self, *args, **kwargs):
         return around(self, own, args, kwargs)
 

@@ -185,7 +185,8 @@ def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> 
 def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
     """What a method calls of the model is one call of it: the cache keeps casts to its end."""
     casting, casts = active_casting(), model.__dict__.get(CASTS_KEY)
-    if casting is None or casts is None or not casts.casts_calls or _compiling():
+    traced = _compiling()
+    if casting is None or casts is None or not casts.casts_calls or (traced and casts.narrow_in is None):
         return method(model, *args, **kwargs)
     # Where calls are cast inside of the models alone, a method casts as the forward does.
     with casting.forward_scope(casts.narrow_in) if casts.narrow_in is not None else casting.caches.call():

@@ -69,6 +69,7 @@ struct WidenFirst : torch::autograd::FunctionPreHook {
 
   c10::TensorImpl* weight;  // it owns this hook
   int pass = -1;            // the backward pass that has made the narrow gradient
+  bool has_rows = false;    // and has added rows to it
 };
 
 bool is_ours(const torch::autograd::FunctionPreHook& hook) { return typeid(hook) == typeid(WidenFirst); }
@@ -125,7 +126,10 @@ variable_list HandOn::apply(variable_list&& grads) {
   const at::Tensor grad = std::move(grads[0]);
   at::Tensor& there = node->variable.mutable_grad();
   widen(there);
-  if (WidenFirst* hook = hook_of(node->variable)) hook->pass = torch::autograd::get_current_graph_task_id();
+  if (WidenFirst* hook = hook_of(node->variable)) {
+    hook->pass = torch::autograd::get_current_graph_task_id();
+    hook->has_rows = false;
+  }
   AccumulateGrad::accumulateGrad(node->variable, there, grad, 1, [&](at::Tensor&& sum) { there = std::move(sum); });
   return variable_list(1);
 }
@@ -135,7 +139,7 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   auto* node = dynamic_cast<AccumulateGrad*>(accumulator.get());
   if (node == nullptr || grad.scalar_type() != at::kFloat || !accumulates_alone(*node, grad)) return false;
   at::AutoDispatchBelowAutograd below;
-  const auto [rows, places, counts] = at::_unique2(indices.reshape(-1), /*sorted=*/true, /*return_inverse=*/true);
+  const auto [rows, places, counts] = at::_unique2(indices.reshape(-1).to(at::kLong), /*sorted=*/true, /*return_inverse=*/true);
   // torch's kernel adds up what belongs to a row, of those that were used alone.
   at::Tensor sums = at::embedding_dense_backward(grad.reshape({-1, table.size(1)}), places, rows.size(0), -1, false);
   if (padding_index >= 0) sums.masked_fill_((rows == padding_index).unsqueeze(1), 0.0);
@@ -146,9 +150,10 @@ bool hand_on_rows(const at::Tensor& table, const at::Tensor& grad, const at::Ten
   if (!there.defined()) {
     there = at::zeros_like(table, table.options().dtype(at::kBFloat16));
     hook->pass = pass;
-  } else if (hook->pass != pass) {  // of another backward pass
+  } else if (hook->pass != pass || hook->has_rows) {  // a sum, but for the one gradient of a head that is tied to the table
     widen(there);
   }
+  hook->has_rows = true;
   if (is_reduced(there)) there.index_copy_(0, rows, there.index_select(0, rows).to(at::kFloat).add_(sums).to(there.scalar_type()));
   else there.index_add_(0, rows, sums);
   return true;
@@ -241,8 +246,8 @@ PyObject* take_none_any_more(PyObject*, PyObject* weight) {
   HANDLE_TH_ERRORS
   const at::Tensor* tensor = checked(weight);
   if (tensor == nullptr) return nullptr;
-  if (takes_narrow_gradients(*tensor)) {
-    widen(tensor->mutable_grad());
+  if (tensor->is_leaf() && impl::get_autograd_meta(*tensor) != nullptr && hook_of(*tensor) != nullptr) {
+    if (tensor->scalar_type() == at::kFloat) widen(tensor->mutable_grad());
     auto& hooks = impl::hooks(*tensor);
     hooks.erase(std::remove_if(hooks.begin(), hooks.end(), [](const auto& hook) { return is_ours(*hook); }), hooks.end());
     follow_dtype_of(*tensor);

@@ -785,3 +785,24 @@ def test_script_of_an_initialized_model_says_what_to_do(level):
         torch.jit.script(nn.Sequential(model))
     ampkit.close()
     assert torch.jit.script(model)(torch.randn(2, 8)).dtype is torch.float32
+
+
+def test_a_compiled_method_of_a_model_computes_as_the_eager_one_at_o5():
+    class Coder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.decode(self.encode(x))
+
+        def encode(self, x):
+            return self.first(x)
+
+        def decode(self, x):
+            return self.second(x)
+
+    model, x = ampkit.initialize(Coder(), opt_level="O5", verbosity=0), torch.randn(4, 8)
+    for function in (model, model.encode, lambda x: model.decode(model.encode(x))):
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+        assert found.dtype is torch.bfloat16 and torch.equal(found, function(x))

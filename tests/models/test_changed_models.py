@@ -501,6 +501,26 @@ def test_a_target_network_that_no_optimizer_holds_stays_float32_and_moves_as_in_
     assert dtypes == {torch.float32} and abs(moved - wanted) <= 0.1 * wanted
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_forwards_that_are_no_plain_functions_are_called_as_python_does(level):
+    class Static(nn.Linear):
+        forward = staticmethod(lambda x: x @ x.t())
+
+    class Property(nn.Linear):
+        @property
+        def forward(self):
+            return lambda x: nn.functional.linear(x, self.weight)
+
+    x = torch.eye(4)
+    for kind, shape in ((Static, (4, 4)), (Property, (4, 3))):
+        stored = vars(kind)["forward"]
+        for model in (kind(4, 3), nn.Sequential(kind(4, 3))):
+            ampkit.initialize(model, opt_level=level, verbosity=0)
+            assert model(x).shape == shape
+            ampkit.close()
+        assert vars(kind)["forward"] is stored
+
+
 def test_what_an_optimizer_trains_is_stored_in_lower_precision():
     """Not what it holds and does not move: the key encoder of MoCo, which gives all parameters to its optimizer, is an average."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

@@ -329,6 +329,39 @@ def test_a_tables_gradient_is_summed_up_by_rows_in_float32_and_rounded_once(tied
         assert torch.equal(ours.grad[3], torch.zeros(64))
 
 
+def test_a_table_that_is_used_many_times_in_a_pass_has_a_float32_sum():
+    """A decoder looks its last word up in every step: sums in bfloat16 stop at 256 times a summand."""
+    table = nn.Embedding(64, 64)
+    ampkit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+    sum(table(torch.tensor([3])).sum() for _ in range(1000)).backward()
+    assert table.weight.grad[3, 0] == 1000.0 and table.weight.grad[4, 0] == 0.0
+
+
+def test_a_table_takes_indices_of_32_bits():
+    table = nn.Embedding(100, 64)
+    ampkit.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+    table(torch.tensor([1, 1, 7], dtype=torch.int32)).sum().backward()
+    assert stored_gradient(table.weight).dtype is NARROW
+    assert table.weight.grad[:, 0].tolist() == [{1: 2.0, 7: 1.0}.get(row, 0.0) for row in range(100)]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_weights_whose_optimizer_is_gone_are_torchs_own_after_the_session(closes):
+    script = Script("O5")
+    once(script)
+    weight = script.weight
+    if closes:
+        script.optimizer = None
+        gc.collect()
+        ampkit.close()
+    else:
+        del script
+        gc.collect()
+    assert ampkit.current_session() is None
+    assert stored_gradient(weight).dtype is torch.float32 and weight.grad_dtype is torch.float32
+    torch.optim.AdamW([weight]).step()
+
+
 @pytest.mark.parametrize(
     "make",
     [torch.optim.AdamW, torch.optim.SGD, FusedAdam, functools.partial(FusedSGD, set_grad_none=True)],
