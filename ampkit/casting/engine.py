@@ -74,7 +74,7 @@ class Casting:
         self._device_types = frozenset(device_types)
         self._installed = False
         self._paused = False
-        self._storing = 0  # sessions whose models store weights in lower precision
+        self._storing = 0  # sessions whose calls are cast inside of their models, with narrow results
         #: In the forward of models of other levels too, which is off otherwise: `amp.init` of the drop-in asks for it.
         self.covers_every_model = False
         self._patches = PatchSet()
@@ -253,7 +253,7 @@ class Casting:
         self._switch_off_here()
 
     def store(self, values: Mapping[torch.Tensor, Any]) -> None:
-        """A session's models store weights in lower precision, until `store_no_more`: these, with their float32 values."""
+        """A session's models have narrow results, until `store_no_more`; of stored weights these are the float32 values."""
         self.state.stored.update(values)
         self._storing += 1
         self._tell_state()

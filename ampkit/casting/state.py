@@ -10,9 +10,9 @@ Note [the backward pass]
     that a hook enters set their own.
 
 Note [narrow results]
-    Where weights are stored in lower precision, softmax, norms and powers compute in float32 and hand on, and save, the
-    precision of their input; at O1 they hand on float32. Which of the two holds is one bit of the thread. checkpoint, dynamo and
-    DataParallel carry it like the rest of torch.autocast's state, as whether autocast has a cache.
+    Where calls are cast inside of the models alone (O2, O3, O5), softmax, norms and powers compute in float32 and hand on, and
+    save, the precision of their input; at O1 they hand on float32. Which of the two holds is one bit of the thread. checkpoint,
+    dynamo and DataParallel carry it like the rest of torch.autocast's state, as whether autocast has a cache.
 
 Note [where casts are off]
     A lower-precision tensor may come out of a model whose weights are stored so: ``F.linear(x, model.weight)``. Outside of every
@@ -58,7 +58,7 @@ class CastingState:
         #: Device types whose tensors are cast, and the engine's word for whether any are.
         self.device_types: tuple[str, ...] = ()
         self.installed = False
-        #: Weights that models hold in lower precision, and how to make float32 of each; and whether there are such models.
+        #: Weights that models hold in lower precision, and how to make float32 of each; and whether models have narrow results.
         self.stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.stores = False
         self._torchs_choice: dict[str, torch.dtype] = {}
@@ -70,7 +70,7 @@ class CastingState:
         self._control = control
 
     def set(self, installed: bool, device_types: Iterable[str], stores: bool = False) -> None:
-        """For the engine: whether it is installed, whose tensors it casts, and whether models store weights in lower precision."""
+        """For the engine: whether it is installed, whose tensors it casts, and whether models have narrow results."""
         self.device_types = tuple(one for one in sorted(device_types) if _is_known(one))
         self._followers = tuple(sorted(set(device_types) - set(self.device_types)))
         self._torchs_choice = {one: default_precision(one) for one in self.device_types}

@@ -10,7 +10,7 @@ namespace ampkit {
 struct Switch {
   PyObject_HEAD
   char installed;
-  char stores;                      // some models store weights in lower precision
+  char stores;                      // some models have narrow results
   int count;                        // of the device types whose tensors are cast
   c10::DeviceType device_types[8];  // first those that torch.autocast knows
   int known;                        // how many these are
