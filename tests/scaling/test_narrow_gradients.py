@@ -464,6 +464,20 @@ def test_a_gradient_of_another_dtype_may_be_assigned_at_every_level(level, dtype
     torch.testing.assert_close(model.state_dict()["first.weight"], before - 1.5, rtol=0, atol=2.0**-15)
 
 
+def test_a_hook_may_return_float32_for_a_stored_weight():
+    """A mask of zeros and ones is exact in every dtype."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ampkit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    mask = torch.zeros(128, 64).index_fill_(0, torch.arange(64), 1.0)
+    handle = model.first.weight.register_hook(lambda gradient: gradient * mask)
+    with ampkit.scale_loss(model(torch.ones(4, 64)).sum(), optimizer) as scaled:
+        scaled.backward()
+    handle.remove()
+    rows = model.first.weight.grad.abs().sum(1) > 0
+    assert rows[:64].any() and not rows[64:].any()
+
+
 def test_close_makes_gradients_float32_and_later_ones_are_torchs():
     script = Script("O5")
     once(script)
