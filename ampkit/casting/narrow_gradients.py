@@ -116,10 +116,15 @@ class RowsOfTable(torch.autograd.Function):
         return None, _embedding_backward(grad, indices, len(table), padding_index, False), None, None
 
 
-def _in_its_dtype(hook: Callable[[Tensor], Any], gradient: Tensor) -> Any:
-    """What a hook makes of the gradient of a stored weight, by a float32 mask perhaps: torch refuses another dtype."""
-    result = hook(gradient)
-    return result.to(gradient.dtype) if isinstance(result, Tensor) and result.is_floating_point() else result
+def _in_its_dtype(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A hook on a stored weight, which multiplies by a float32 mask perhaps: torch refuses a gradient of another dtype."""
+
+    @functools.wraps(hook)
+    def run(gradient: Tensor) -> Any:
+        result = hook(gradient)
+        return result.to(gradient.dtype) if isinstance(result, Tensor) and result.is_floating_point() else result
+
+    return run
 
 
 def _patch(patches: PatchSet) -> None:
@@ -132,7 +137,7 @@ def _patch(patches: PatchSet) -> None:
     @functools.wraps(original)
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         if tensor.is_leaf and tensor.dtype in LOWER_PRECISION:
-            return original(tensor, functools.partial(_in_its_dtype, hook))
+            return original(tensor, _in_its_dtype(hook))
         if not _library.takes_narrow_gradients(tensor):
             return original(tensor, hook)
         # torch clears the weight's hooks before the script's first, and with them ours, which widens what is there.
