@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from ampkit import kernels
+from ampkit.apex import multi_tensor_steps
 from ampkit.kernels import backend, moments
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -245,7 +246,8 @@ def step(kernel, states, settings, torch_optimizer=None, with_rests=False):
         def ours():
             _, each = kernels.multi_tensor_unscale_l2norm(grads, None, inverse, found_inf, per_tensor=bool(norms))
             given = {"grad_norms": each} if norms else {}
-            function = getattr(kernels, f"multi_tensor_{kernel}")
+            name = f"multi_tensor_{kernel}"
+            function = getattr(kernels, name, None) or getattr(multi_tensor_steps, name)
             function(grads, ours_of[0], *moments, *norms, ours_of[1], **settings, **given, **more)
 
         outputs = zeros(shapes, device)

@@ -60,7 +60,7 @@ def main():
         session_own.before_forward(model, [wrapper])
 
     def choose():
-        after_step(wrapper.snapshots, found_inf)
+        after_step(wrapper, found_inf)
 
     seconds = {"step": [], "copy": [], "choose": []}
     for index in range(WARM_UP + args.rounds):

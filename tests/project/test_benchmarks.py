@@ -82,7 +82,8 @@ def check_bench(folder, *cells):
         assert of["O2, fused"]["saved_bytes"] < of["autocast"]["saved_bytes"]
         if not cell["compiled"]:
             assert all(its["peak_bytes"] > 4 * cell["parameters"] for its in of.values())
-            assert all(of[way]["host_reads"] == 0 for way in WAYS if way.endswith("fused"))
+            # Flags on the CPU, which wait for nothing.
+            assert all(of[way]["host_reads"] <= 2 * cell["accumulate"] for way in WAYS if way.endswith("fused"))
     return results
 
 
@@ -159,7 +160,7 @@ def check_beside():
         assert "saved 1.000 of before" in trained  # by the same checkout
         assert re.search(r"saved 0\.00 MB; time \d\.\d+ \(.*\) of before; time \d+\.\d+ \(.*\) of autocast$", evaluated)
         saved = re.search(r"saved (\d\.\d+) of autocast$", trained)[1]
-        assert float(saved) == 1 if level == "O1" else 0.4 < float(saved) < 0.6  # no casts of weights
+        assert float(saved) == 1 if level != "O2" else 0.4 < float(saved) < 0.6  # no casts of weights
 
 
 def check_embedding_error():
