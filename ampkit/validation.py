@@ -428,7 +428,7 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 def _unfit(found: str) -> ConfigurationError:
     return ConfigurationError(
         f"{found}: initialize() expects floating-point weights, and cannot train integer or quantised ones. Leave it out of the "
-        "optimizer, which every level but O3 leaves as they are. Or load the model without quantisation, or make "
+        "optimizer: every level but O3 then leaves such weights as they are. Or load the model without quantisation, or make "
         "it a buffer (register_buffer) if it is no weight."
     )
 

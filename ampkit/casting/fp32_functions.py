@@ -331,7 +331,10 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
 
 
 def with_gradients_of_tables(wrapper: Callable, original: Callable) -> Callable:
-    """Embeddings whose gradients are sparse have them in the table's precision: autograd casts no sparse gradient."""
+    """Embeddings whose tables may have narrow gradients get those by rows (`RowsOfTable`).
+
+    Sparse gradients are in the table's precision: autograd casts none.
+    """
 
     def call(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
         if not sparse:

@@ -10,6 +10,9 @@ clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `past_the_
 A weight is marked for it by a hook in C++, which widens what is there before torch adds to it, and by ``grad_dtype = None``, with
 which torch lets its gradient have any dtype. Without the library in C++ nothing is marked, and gradients are float32: Python
 cannot see the hooks that DDP puts on an accumulation.
+
+`getter` also takes writes to ``p.grad``, at every level that casts: a gradient of another floating dtype is taken, and
+``p.grad = None`` inside of a block is heard of (`note_set_aside`, `is_set_aside`).
 """
 
 from __future__ import annotations

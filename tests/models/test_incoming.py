@@ -364,7 +364,7 @@ def test_frozen_weights_of_one_byte_train_adapters_but_at_o3(level, dtype):
     model.register_parameter("codes", codes)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p is not codes], lr=0.1)
     if level == "O3":
-        with pytest.raises(ampkit.ConfigurationError, match="which every level but O3 leaves as they are"):
+        with pytest.raises(ampkit.ConfigurationError, match="every level but O3 then leaves such weights as they are"):
             ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
         return
     ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
