@@ -43,8 +43,8 @@ from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scal
 from .iteration.loss_scale import DynamicLossScale
 from .models.forward import cast_inputs
 from .policy import Policy
+from .registry import current_session
 from .session import Session as _Session
-from .session import current_session
 
 if _TYPE_CHECKING:
     from .insight.diagnose import diagnose

@@ -19,19 +19,16 @@ from .devices import device_type_of
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
 from .iteration.loss_scale import DynamicLossScale, load_scalers, save_scalers
-from .iteration.optimizer_wrapper import wrapper_of
 from .logs import logger
 from .models.incoming import Incoming
 from .plan import SETTINGS, Plan, resolve, unknown_setting
 from .policy import Policy
+from .registry import current_session, live_sessions, session_of, wrapper_of
 from .session import (
     Session,
     collect_orphans,
-    current_session,
-    live_sessions,
     not_initialized,
     refuse_second_lower_precision,
-    session_of,
     sessions_sharing_with,
 )
 from .sharding import is_sharded, norm_over_processes
@@ -199,14 +196,16 @@ def scale_loss(
     """
     switch_off_left_on()
     optimizer_list = [validation.unwrapped(optimizer) for optimizer in validation.flatten(optimizers)]
-    session = _session_for(optimizer_list)
-    if session is None or not session.plan.enabled:
+    wrappers = [wrapper_of(optimizer) for optimizer in optimizer_list]
+    if not wrappers or None in wrappers:
+        _refuse_uninitialized(optimizer_list, wrappers)
         return nullcontext(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself."
         )
-    return session.scale_loss(loss, optimizer_list, session.scaler(loss_id), delay_unscale, delay_overflow_check)
+    session = wrappers[0].owner
+    return session.block(loss, wrappers, session.scaler(loss_id), delay_unscale, delay_overflow_check)
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -245,14 +244,12 @@ def clip_grad_norm_(
         raise ConfigurationError(
             f"clip_grad_norm_: max_norm={max_norm!r} is not accepted: expected a number of at least 0."
         )
-    if wrapper is not None and wrapper.gradients.is_open:
-        raise ConfigurationError(
-            "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
-        )
+    if wrapper is not None:
+        wrapper.gradients.refuse("clip")
     if wrapper is None or norm_type != 2.0:
         params = params_of(validation.optimizer(optimizer, "clip_grad_norm_"))
         if wrapper is not None:
-            wrapper.synchronize_gradients()
+            wrapper.settle()
             wrapper.gradients.widen()
         grads = [param.grad for param in params if param.grad is not None]
         total = norm_over_processes if any(map(is_sharded, grads)) else torch.nn.utils.get_total_norm
@@ -368,25 +365,22 @@ def close() -> None:
         live_sessions[-1].close()
 
 
-def _session_for(optimizers: Sequence[Any]) -> Session | None:
-    """The session that owns the first of these optimizers; None where the newest session is disabled and no session owns one."""
-    if len(optimizers) == 1 and (owner := session_of(optimizers[0])) is not None:
-        return owner  # asked in every iteration
+def _refuse_uninitialized(optimizers: Sequence[Any], wrappers: Sequence[Any]) -> None:
+    """Raise for optimizers that no enabled session owns, unless all that are in play are disabled."""
     owners = [session_of(optimizer) for optimizer in optimizers]
-    sessions = _unique(owners)
     newest = current_session()
-    if not sessions and newest is not None and not newest.plan.enabled:
-        return None
-    if None in owners:
-        raise not_initialized(optimizers[owners.index(None)])
-    if not sessions:
+    if not any(wrappers) and newest is not None and not newest.plan.enabled and set(owners) <= {None, newest}:
+        return
+    for optimizer, owner, wrapper in zip(optimizers, owners, wrappers):
+        if wrapper is None and (owner is None or owner.plan.enabled):
+            raise not_initialized(optimizer)
+    if not owners:
         raise NotInitializedError("scale_loss was given no optimizer. Pass the optimizer, or a list of optimizers.")
-    if len(sessions) > 1 and not all(one.plan.enabled for one in sessions):
+    if any(one.plan.enabled for one in owners):
         raise ConfigurationError(
             "scale_loss was given optimizers of which some went through initialize(enabled=False), and would step with scaled "
             "gradients. Use the same enabled= in every initialize call whose optimizers share a loss."
         )
-    return sessions[0]
 
 
 def _state_over_cast_weights(optimizers: Sequence[Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:

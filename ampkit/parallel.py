@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from . import plan
 from .errors import ConfigurationError
-from .models.forward import watchers
 from .models.keep_fp32 import Kept
 from .models.records import record_of
+from .registry import watchers
 from .sharding import gathered, is_fsdp
 from .validation import sharded_after_initialize
 

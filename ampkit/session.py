@@ -15,7 +15,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,14 +29,14 @@ from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
-from .iteration.advice import calls_of_torch, tell_of_unowned
+from .iteration.advice import calls_of_torch
 from .iteration.block import Block, LossScaling
 from .iteration.clipping import torchs_clipping
+from .iteration.gradients import Slots
 from .iteration.loss_scale import LossScaler
 from .iteration.one_pass import one_pass_steps
-from .iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
+from .iteration.optimizer_wrapper import OptimizerWrapper
 from .iteration.running_statistics import RunningStatistics
-from .iteration.slots import Slots
 from .iteration.stand_ins import inner_optimizers
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
@@ -46,14 +45,15 @@ from .models import copies, sharded
 from .models.agreement import Dtypes, note_new_modules, refuse_changed_dtype, sync_weights
 from .models.collectives import collectives, note_weights
 from .models.float32_values import Float32Value, Loans
-from .models.forward import Watcher, watchers
+from .models.forward import Watcher
 from .models.incoming import Incoming
 from .models.made_by_torch import averages, exports
 from .models.preparing import Originals, prepare_models
 from .models.records import lower_entries, walk
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
-from .sharding import fsdp_modules, is_unreduced
+from .registry import live_sessions, watchers, wrapper_of
+from .sharding import fsdp_modules, is_unreduced, unsharded_params
 
 #: Held while torch, models and optimizers are changed or given back: one `initialize` or `close` at a time, whatever its thread.
 _changing = threading.RLock()
@@ -95,10 +95,8 @@ class Session:
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
         self._widens = widens
-        #: The thread of its last block, and before that of `initialize`: blocks of others leave its gradients and statistics alone.
-        self.thread = threading.get_ident()
         self.scaling = LossScaling(plan)
-        self._statistics = RunningStatistics()
+        self.statistics = RunningStatistics()
         self.casting: Casting | None = None
         self._undo = Undo()
         self._models: list[weakref.ref[nn.Module]] = []
@@ -122,6 +120,10 @@ class Session:
     @property
     def optimizers(self) -> list[Any]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+
+    @property
+    def wrappers(self) -> list[OptimizerWrapper]:
+        return [wrapper for ref in self._optimizers if (wrapper := wrapper_of(ref())) is not None]
 
     @property
     def is_live(self) -> bool:
@@ -273,7 +275,6 @@ class Session:
                 self._before_forward,
                 self._before_compiled_forward,
                 self._after_zero_grad,
-                self._statistics.forget,
                 self.plan.opt_level,
             )
 
@@ -285,7 +286,8 @@ class Session:
             for one in (optimizer, *inner_optimizers(optimizer)) if values else ():
                 self._undo.if_alive(lambda one: one.__dict__.pop("__getstate__", None), one)
                 copies.hand_out_plain_state(one, values)
-        unchecked = [optimizer for optimizer in optimizers if not wrapper_of(optimizer).can_skip]
+        wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
+        unchecked = [one.optimizer for one in wrappers if not (one.checks_step() or one.has_scale)]
         if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
             logger.info(
                 "Nothing checks the gradients of %s for inf and NaN at loss scale 1: check_gradients=True does, and reads a number "
@@ -344,51 +346,36 @@ class Session:
         """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
         return self.scaling.scaler(loss_id)
 
-    def scale_loss(
+    def block(
         self,
         loss: torch.Tensor,
-        optimizers: Sequence[Any],
+        wrappers: list[OptimizerWrapper],
         scaler: LossScaler,
-        delay_unscale: bool,
-        delay_overflow_check: bool,
-    ) -> AbstractContextManager[torch.Tensor]:
-        """See `ampkit.scale_loss`. Among ``optimizers`` may be those of other sessions: ``scaler`` is the one for all of them."""
-        wrappers, thread = [], threading.get_ident()
-        for optimizer in optimizers:
-            wrapper = wrapper_of(optimizer)
-            if wrapper is None:
-                raise not_initialized(optimizer)
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> Block:
+        """See `ampkit.scale_loss`. Among ``wrappers`` may be those of other sessions: ``scaler`` is the one for all of them."""
+        for wrapper in wrappers:
             wrapper.follow_groups()
-            wrapper.owner.thread = thread
-            wrappers.append(wrapper)
         if not self._knows_sharding:
             validation.changed_since(self.models, self._sharded_at_first, self.plan)
             self._knows_sharding = True
-        if loss.dtype in LOWER_PRECISION and self.casting is not None and self.casting.leaves_out_this_thread:
-            self.scaling.advice.tell("thread", self.plan.opt_level)
-        elif loss.dtype in LOWER_PRECISION and self.plan.has_narrow_results and not self.plan.casts_weights:
-            self.scaling.advice.tell("lower loss", loss.dtype)
-        self._statistics.enter_block(wrappers)
-        unnamed, unowned = [], []
-        for session in live_sessions:
-            if session.thread != thread:
-                continue
-            unnamed += [
-                one for ref in session._optimizers if (one := wrapper_of(ref())) is not None and one not in wrappers
-            ]
-            session.scaling.find_unowned(session)
-            if session.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
-                tell_of_unowned(session)
-            elif session.scaling.unowned.slots:
-                unowned.append(session.scaling.unowned)
-        is_unreduced = self._is_unreduced
-        return Block(
-            self.scaling, loss, wrappers, unnamed, unowned, scaler, delay_unscale, delay_overflow_check, is_unreduced
-        )
+        if loss.dtype in LOWER_PRECISION and self.casting is not None:
+            if self.casting.leaves_out_this_thread:
+                self.scaling.advice.tell("thread", self.plan.opt_level)
+            elif self.plan.has_narrow_results and not self.plan.casts_weights:
+                self.scaling.advice.tell("lower loss", loss.dtype)
+        return Block(self.scaling, loss, wrappers, scaler, delay_unscale, delay_overflow_check)
 
-    def _is_unreduced(self) -> bool:
+    def is_unreduced(self) -> bool:
         """Whether FSDP2 has kept the gradients of the last backward pass to itself."""
         return bool(self._sharded_at_first) and any(is_unreduced(model) for model in self.models)
+
+    def gathered_params(self) -> set[int]:
+        """The ids of what FSDP2 has put in the places of sharded parameters: it reduces their gradients itself."""
+        if not self._sharded_at_first:
+            return set()
+        return {id(param) for model in self.models for one in fsdp_modules(model) for param in unsharded_params(one)}
 
     # What wrappers and models ask of their session
 
@@ -422,17 +409,14 @@ class Session:
             self._cast_where_it_is(model, left_as)
             if self.casting.is_behind:
                 self.casting.catch_up()
-        if torch.is_grad_enabled() and not self._statistics.has_none(model):
-            wrappers = [wrapper_of(optimizer) for optimizer in self.optimizers]
-            if any(wrapper.can_skip for wrapper in wrappers):
-                self._statistics.before_forward(model, wrappers)
+        self.statistics.before_forward(model)
         self.scaling.note_forward()
 
     def _before_compiled_forward(self, model: nn.Module) -> None:
         """dynamo does not trace a model while the gradient of a weight has another dtype than the weight."""
         self._before_forward(model)
-        for optimizer in self.optimizers:
-            wrapper_of(optimizer).gradients.set_aside()
+        for wrapper in self.wrappers:
+            wrapper.gradients.set_aside()
 
     def _cast_where_it_is(self, model: nn.Module, left_as: Dtypes | None) -> None:
         """The model may have moved since: ask one of its parameters, as next(model.parameters()) would, in less time."""
@@ -449,13 +433,13 @@ class Session:
 
     def _after_zero_grad(self, model: nn.Module) -> None:
         params = set(model.parameters())
-        for optimizer in self.optimizers:
-            for slot in wrapper_of(optimizer).gradients.slots:
+        for wrapper in self.wrappers:
+            for slot in wrapper.gradients.slots:
                 if slot.param in params:
-                    slot.clear()
-            wrapper_of(optimizer).hand_gradients()
-            if not wrapper_of(optimizer).gradients.has_fresh:
-                wrapper_of(optimizer).findings.came_through_no_block = False
+                    slot.stash = None
+            wrapper.hand_gradients()
+            if not wrapper.gradients.has_fresh:
+                wrapper.findings.forget()
 
     def _log_banner(self) -> None:
         """First what the level is, then what it comes to here, then what the caller has changed."""
@@ -485,21 +469,9 @@ def _tell_of_missing_libraries() -> None:
         )
 
 
-live_sessions: list[Session] = []
-"""Every session that is neither closed nor without models and optimizers, oldest first."""
-
-
 def held_by(optimizers: Sequence[Any]) -> set[torch.Tensor]:
     """The parameters of these optimizers."""
     return {param for optimizer in optimizers for param in params_of(optimizer)}
-
-
-def session_of(thing: Any) -> Session | None:
-    """The live session that owns a model or an optimizer."""
-    for session in reversed(live_sessions):
-        if session.owns(thing):
-            return session
-    return None
 
 
 def sessions_sharing_with(models: Sequence[nn.Module]) -> list[Session]:
@@ -510,11 +482,6 @@ def sessions_sharing_with(models: Sequence[nn.Module]) -> list[Session]:
         for session in live_sessions
         if any(part in parts for model in session.models for part in (*model.modules(), *model.parameters()))
     ]
-
-
-def current_session() -> Session | None:
-    """The newest live session, or None before `initialize` and after `close`. Raises nothing."""
-    return live_sessions[-1] if live_sessions else None
 
 
 def collect_orphans(closing: Sequence[Session]) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
-from ampkit.iteration.optimizer_wrapper import wrapper_of
+from ampkit.registry import wrapper_of
 from ampkit.iteration.running_statistics import RunningStatistics, after_step
 from ampkit.optimizers import FusedSGD
 

@@ -15,10 +15,9 @@ import torch
 
 from .. import validation
 from ..errors import ConfigurationError
-from ..iteration.optimizer_wrapper import wrapper_of
 from ..optimizers.scales import on
 from ..patching import PatchSet
-from ..session import session_of
+from ..registry import session_of, wrapper_of
 
 
 class AroundStep:

@@ -30,7 +30,7 @@ from ..logs import is_rank_zero, logger
 from ..patching import PatchSet, Undo
 from ..plan import OPT_LEVELS
 from ..policy import CastKind, Policy
-from ..session import current_session
+from ..registry import current_session
 from .explain import ModuleRow, OptimizerRow, columns, explain, short
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..apex import running
 from ..patching import PatchSet, Undo
-from ..session import current_session
+from ..registry import current_session
 from .cures import Cure
 from .diagnose import Diagnosis
 from .evidence import HINTS, OVERFLOW

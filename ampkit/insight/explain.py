@@ -1,7 +1,7 @@
 """`explain`: what each module is stored and computed in, what stays float32 and why, and how each optimizer steps.
 
 `explain` reads a live session, or says beforehand what a level would do. The rules are the core's own: `Kept` in models/, the
-tables in policy/, `why_over_stand_ins` in iteration/. ``print(session)`` and ``ampkit check`` call it.
+tables in policy/, `why_not_in_one_pass` in iteration/. ``print(session)`` and ``ampkit check`` call it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ..devices import device_type_of
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..iteration.loss_scale import DynamicLossScale
-from ..iteration.one_pass import why_over_stand_ins
-from ..iteration.optimizer_wrapper import wrapper_of
+from ..iteration.ways import choose, why_not_in_one_pass
 from ..logs import printable
 from ..models.keep_fp32 import Kept
+from ..optimizers.traits import Traits
 from ..plan import Plan, resolve
 from ..policy import CastKind
-from ..session import Session, live_sessions
+from ..registry import live_sessions, wrapper_of
+from ..session import Session
 from ..sharding import fsdp_modules
 
 _F, _VF = torch.nn.functional, torch._VF
@@ -304,12 +305,12 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     elif mastered or plan.steps_in_one_pass:
         wrapper = wrapper_of(optimizer) if treatment.is_live else None
         if wrapper is not None:
-            why = wrapper.why_over_stand_ins
+            why = choose(wrapper)[1]
         else:
             gradients: Any = SimpleNamespace(
                 slots=[SimpleNamespace(param=param, gradient=stored_gradient(param)) for param in params]
             )
-            why = why_over_stand_ins(optimizer, gradients, plan.one_pass_step)
+            why = why_not_in_one_pass(optimizer, Traits.of(optimizer), gradients.slots, plan.one_pass_step)
         step, reason = ("one pass", "") if why is None else ("over float32 copies" if mastered else "its own", why)
     if not lowered:
         masters = "the weights"

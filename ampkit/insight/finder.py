@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..iteration.slots import values_of
-from ..session import live_sessions
+from ..iteration.unscale import values_of
+from ..registry import live_sessions
 from ..sharding import local
 from .evidence import DOMAIN, GIVEN, MASK, explain
 from .repeating import Repetition

@@ -21,9 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
 from ..casting.tensors import params_of
-from ..iteration.optimizer_wrapper import drop_casts, wrapper_of
+from ..iteration.optimizer_wrapper import drop_casts
 from ..patching import PatchSet, Undo
-from ..session import Session, live_sessions
+from ..registry import live_sessions, wrapper_of
+from ..session import Session
 from .watching import Journal, Watch, tensors_in
 
 

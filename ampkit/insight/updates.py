@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..dtypes import LOWER_PRECISION
-from ..iteration.optimizer_wrapper import wrapper_of
-from ..iteration.slots import is_sparse
+from ..iteration.unscale import is_sparse
 from ..kernels.split import join
 from ..logs import logger, printable
 from ..optimizers.fused import FusedOptimizer
+from ..registry import wrapper_of
 from ..sharding import local
 from .around_step import AroundStep, names_of, to_host
 
@@ -47,7 +47,7 @@ class Weights:
 
     def __init__(self, optimizer: Any, most: int | None = None) -> None:
         wrapper = wrapper_of(optimizer)
-        entries = {} if wrapper is None else {slot.param: slot.entry for slot in wrapper.gradients.mastered}
+        entries = {} if wrapper is None else {slot.param: slot.entry for slot in wrapper.gradients.stored}
         is_random = isinstance(optimizer, FusedOptimizer) and optimizer.storage.is_stochastic
         self._most = most
         self.list: list[_Weight] = []

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..iteration.slots import values_of
+from ..iteration.unscale import values_of
 from .sites import Site, look
 
 _current_node = torch._C._current_autograd_node

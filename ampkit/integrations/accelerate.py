@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError, NotInitializedError
-from ..iteration.optimizer_wrapper import wrapper_of
-from ..session import Session, current_session
+from ..registry import current_session, wrapper_of
+from ..session import Session
 from . import clipping
 from .grad_scaler import GradScaler
 

@@ -9,7 +9,7 @@ import torch
 
 from ..api import clip_grad_norm_
 from ..casting.narrow_gradients import stored_gradient
-from ..iteration.optimizer_wrapper import wrapper_of
+from ..registry import wrapper_of
 
 
 def clip_norm(
@@ -28,6 +28,6 @@ def updated(optimizers: Sequence[Any], parameters: Iterable[torch.Tensor]) -> li
     """These parameters, with unscaled gradients that are float32 where their values are."""
     for optimizer in optimizers:
         wrapper = wrapper_of(optimizer)
-        wrapper.synchronize_gradients()
+        wrapper.settle()
         wrapper.gradients.widen()
     return list(parameters)

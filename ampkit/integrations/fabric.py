@@ -11,7 +11,7 @@ import torch
 
 from ..api import master_params, scale_loss
 from ..errors import NotInitializedError
-from ..session import current_session
+from ..registry import current_session
 from . import framework
 
 Precision = framework("lightning.fabric", "lightning_fabric", install="lightning").plugins.Precision

@@ -17,8 +17,9 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from ..errors import CheckpointError, ConfigurationError, NotInitializedError
 from ..iteration.found_inf import FoundInf
 from ..iteration.loss_scale import LossScaler, validate_scaler_state
-from ..iteration.optimizer_wrapper import OptimizerWrapper, wrapper_of
-from ..session import Session, current_session, not_initialized, session_of
+from ..iteration.optimizer_wrapper import OptimizerWrapper
+from ..registry import current_session, session_of, wrapper_of
+from ..session import Session, not_initialized
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -59,7 +60,7 @@ class GradScaler(TorchGradScaler):
             return tuple(scaled) if isinstance(outputs, tuple) else scaled
         session = self._owner()
         # What the backward pass adds to .grad, after this block, waits there at the scale.
-        with session.scale_loss(outputs, session.optimizers, self._scaler, True, False) as scaled_loss:
+        with session.block(outputs, session.wrappers, self._scaler, delay_unscale=True) as scaled_loss:
             return scaled_loss
 
     def unscale_(self, optimizer: Any) -> None:

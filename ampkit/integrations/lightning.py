@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..api import clip_grad_norm_, initialize, master_params, scale_loss
 from ..errors import NotInitializedError
 from ..iteration.loss_scale import load_scalers, save_scalers
-from ..models.forward import watchers
-from ..session import Session, session_of
+from ..registry import session_of, watchers
+from ..session import Session
 from . import framework
 
 _lightning = framework("lightning.pytorch", "pytorch_lightning", install="lightning")

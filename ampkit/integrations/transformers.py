@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..api import initialize
-from ..session import session_of
+from ..registry import session_of
 from ..validation import unwrapped
 from .accelerate import attach, refuse_unfit
 

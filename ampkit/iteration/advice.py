@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +17,8 @@ import torch
 from ..errors import ConfigurationError
 from ..logs import logger
 from ..patching import PatchSet, SharedPatches
-from .clipping import Seen, is_still, seen
-
-# Bound once: asked in every backward pass.
-_compiling = torch.compiler.is_dynamo_compiling
-_running_backward = torch._C._current_graph_task_id  # -1 outside of a backward pass
+from ..registry import wrappers
+from .reach import noting_retained, reaching_backward
 
 _THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
 
@@ -131,17 +126,10 @@ class Advice:
             return
         self.scaled_loss_was_used = self.passes > self._passes_before
         if not self.scaled_loss_was_used:
-            if any(wrapper.gradients.has_fresh for wrapper in wrappers if not wrapper.gradients.stays):
+            if any(wrapper.gradients.has_fresh for wrapper in wrappers if not wrapper.gradients.stay):
                 self.tell("another loss")
             elif not self.is_first("a block without a backward pass"):  # a script may leave out a bad batch
                 self.tell("no backward")
-
-
-def tell_of_unowned(session: Any) -> None:
-    """Gradients without an optimizer that the last block has left at its scale."""
-    for slot in session.scaling.unowned.slots:
-        if slot.gradient is not None:
-            return session.scaling.advice.tell("unowned", session.name_of(slot.param))
 
 
 def _first_with_hook(wrappers: list[Any]) -> tuple[Any, Any] | None:
@@ -163,56 +151,6 @@ def _has_hook_of_script(param: torch.Tensor) -> bool:
 
 # Where a script calls torch
 
-_watched: list[weakref.ref[Any]] = []
-
-
-def watch(wrapper: Any) -> None:
-    """Look at the gradients of this optimizer wrapper too, while it is alive."""
-    _watched.append(weakref.ref(wrapper, _watched.remove))
-
-
-def unwatch(wrapper: Any) -> None:
-    _watched[:] = [ref for ref in _watched if ref() is not wrapper]
-
-
-def watched() -> list[Any]:
-    """The optimizer wrappers of live sessions."""
-    return [wrapper for ref in _watched if (wrapper := ref()) is not None]
-
-
-def _backward(original: Callable[..., None]) -> Callable[..., None]:
-    """What ``Tensor.backward`` calls. Gradients that come through no block are noted, and told of at the step that uses them.
-
-    Those that are added to gradients which wait at a loss scale, of a loss without a scale, are told of at once.
-    """
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        if _compiling():  # dynamo would guard every gradient
-            return torch._dynamo.disable(backward)(*args, **kwargs)
-        if _running_backward() != -1:  # reentrant, as torch.utils.checkpoint is: a part of the pass around it
-            return original(*args, **kwargs)
-        outside = []
-        for wrapper in watched():
-            if wrapper.block is None and wrapper.is_outside_of_blocks(threading.get_ident()):
-                outside.append((wrapper, _some_gradients(wrapper.gradients.slots), wrapper.advice.passes))
-        original(*args, **kwargs)
-        for wrapper, gradients, passes in outside:
-            if all(map(is_still, gradients)):
-                continue
-            if wrapper.gradients.delayed_scale is None:
-                wrapper.findings.came_through_no_block = True
-            elif wrapper.advice.passes == passes and wrapper.owner.plan.policy.base != "apex":  # which scales by hand
-                wrapper.advice.tell("beside delayed")
-        return None
-
-    return backward
-
-
-def _some_gradients(slots: list[Any]) -> list[Seen]:
-    """As they are now: of at most 32 parameters, since any backward pass of a model reaches some, and it takes little time."""
-    return [seen(slot) for slot in slots[:: len(slots) // 32 + 1]]
-
 
 def _clip(original: Callable[..., None]) -> Callable[..., None]:
     """What ``clip_grad_norm_`` calls: in a block it would clip by a norm that is multiplied by the loss scale."""
@@ -220,7 +158,7 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for wrapper in watched():
+        for wrapper in wrappers():
             if not wrapper.has_scaled(params):
                 continue
             if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
@@ -240,7 +178,7 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def unscale(grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for wrapper in watched():
+        for wrapper in wrappers():
             if wrapper.optimizer is optimizer and wrapper.has_scale:
                 wrapper.advice.tell("GradScaler", type(optimizer).__name__)
                 wrapper.findings.came_through_no_block = False
@@ -251,7 +189,8 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _patch(patches: PatchSet) -> None:
     for owner, name, wrap in (
-        (torch.autograd, "backward", _backward),
+        (torch.autograd, "backward", reaching_backward),
+        (torch.Tensor, "retain_grad", noting_retained),
         (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", _clip),
         (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", _unscale),
     ):

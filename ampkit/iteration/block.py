@@ -2,14 +2,14 @@
 
 When a block begins, it stashes the gradients of earlier blocks and yields ``loss.float() * scale``. When it ends, `collect`
 unscales and checks the fresh gradients, adds the stashed ones to them, moves the scale on its device, and hands the flag to
-the optimizers. Nothing in between waits for a device.
+the optimizers. Nothing in between waits for a device. At a static scale of 1 there is nothing to do: the step looks at the gradients.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ConfigurationError, LossIdError, LossScaleError, NotInitializedError
 from ..labels import labelled
 from ..optimizers.scales import Scale, on
-from ..sharding import fsdp_modules, highest, unsharded_params
-from .advice import Advice, watched
+from ..registry import wrappers
+from ..sharding import highest
+from .advice import Advice
 from .found_inf import FoundInf, constant, is_known_clean
-from .gradients import Gradients
+from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
-from .running_statistics import after_step
-from .slots import BackwardPass, Slots
+from .reach import leaves_of, node_of, open_blocks, retained
+from .unscale import BackwardPass
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 
@@ -35,21 +36,16 @@ _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 class Block:
     """One ``with scale_loss(...)``; see `ampkit.scale_loss`.
 
-    ``named`` wraps the optimizers that the block was given, ``unnamed`` all others of live sessions, and ``unowned`` are the
-    gradients of parameters without an optimizer: a backward pass may reach these all the same. ``is_unreduced`` tells, after
-    the backward pass, whether FSDP2 has kept its gradients to itself. Then nothing is checked, and the following blocks stay
-    at the scale of this one until FSDP2 has reduced them.
+    ``named`` wraps the optimizers that the block was given. It holds the gradients of these, of the other optimizers of their
+    sessions, and whatever else its backward passes reach (`before_backward`).
     """
 
     scaling: LossScaling
     loss: torch.Tensor
     named: list[OptimizerWrapper]
-    unnamed: list[OptimizerWrapper]
-    unowned: list[Gradients]
     scaler: LossScaler
     delay_unscale: bool
     delay_overflow_check: bool
-    is_unreduced: Callable[[], bool]
     scale: Scale = 1.0
 
     def backward(self, *_: object, **__: object) -> None:
@@ -60,110 +56,166 @@ class Block:
         )
 
     def __enter__(self) -> torch.Tensor:
-        self._wrappers = [*self.named, *self.unnamed]
-        self._refuse()
-        try:
-            self.scaling.report_skips()
-        except LossScaleError:  # a script that saves its model now saves statistics without this batch
-            for wrapper in self._wrappers:
-                after_step(wrapper, True)
-            raise
-        if self.delay_unscale:
-            keep_casts_to_step(self._wrappers)
-        else:  # autograd keeps those that the backward pass needs, and frees each when it is done with it
-            drop_casts()
-        self._scaled = scaled = self.loss.float()
-        self._is_plain = self.scaler.is_one and not self.scaling.plan.master_weights
-        if not self._is_plain:
-            held = self.scaling.held_scale
-            self.scale = self.scaler.current(home_of(self.named)) if held is None else held
-            self._scaled = scaled = scaled * on(self.scale, scaled.device)
-            self._stash_gradients()
-            if not self.scaler.is_one:
-                self.scaling.advice.before_backward(self.named, scaled, self.delay_unscale)
+        self._held: list[OptimizerWrapper] = []
+        self._ran = False  # a backward pass, in this thread
         for wrapper in self.named:
-            wrapper.findings.scaler = self.scaler
-        try:
-            self._tell_wrappers(self)
-            return scaled
-        except BaseException:
-            self._tell_wrappers(None)
-            raise
-
-    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        self._tell_wrappers(None)
-        if not self._is_plain:
-            if error_type is None:
-                self._end()
-            else:
-                self._put_back(BackwardPass(self.scale, done=set()))
-
-    def _tell_wrappers(self, block: Block | None) -> None:
-        for wrapper in self._wrappers:
-            wrapper.block = block
-
-    def _refuse(self) -> None:
-        """Raise for an optimizer that was closed since scale_loss was called, and for a block inside of another."""
-        for wrapper in self._wrappers:
-            if not wrapper.active and wrapper in self.named:
+            if not wrapper.active:
                 raise NotInitializedError(
                     f"The session of this {type(wrapper.optimizer).__name__} was closed. Call initialize() again, or leave out "
                     "scale_loss."
                 )
-            if wrapper.block is not None:
-                raise ConfigurationError(
-                    "scale_loss was entered inside of another scale_loss block. Leave the first block before entering the second: "
-                    "gradients of several losses add up across blocks. Of threads that train at once, each calls initialize() for "
-                    "its own models and optimizers."
-                )
+            wrapper.gradients.refuse("open")
+        try:
+            self.scaling.report_skips()
+        except LossScaleError:  # a script that saves its model now saves statistics without this batch
+            self._keep_statistics_finite()
+            raise
+        if self.delay_unscale:
+            keep_casts_to_step(self.named)
+        else:  # autograd keeps those that the backward pass needs, and frees each when it is done with it
+            drop_casts()
+        self._is_plain = self.scaler.is_one and not self.scaling.plan.master_weights
+        for wrapper in self.named:
+            wrapper.findings.begin(self.scaler, self.named if self._is_plain else ())
+        self._scaled = scaled = self.loss.float()
+        if self._is_plain:
+            open_blocks().append(self)
+            return scaled
+        held = self.scaling.held_scale
+        self.scale = self.scaler.current(home_of(self.named)) if held is None else held
+        self._scaled = scaled = scaled * on(self.scale, scaled.device)
+        try:
+            self._hold([wrapper.owner for wrapper in self.named])
+            if self.delay_unscale:
+                self._hold_outside(self.scaling.find_unowned(self.named[0].owner))
+            elif self.scaling.outside.slots:
+                self._hold_outside(())
+            if not self.scaler.is_one:
+                self.scaling.advice.before_backward(self.named, scaled, self.delay_unscale)
+            open_blocks().append(self)
+            return scaled
+        except BaseException:
+            self._put_back()
+            raise
 
-    def _stash_gradients(self) -> None:
-        """Stash the gradients that are there. No optimizer's are touched where those of one have to be refused."""
-        for wrapper in self._wrappers:
-            wrapper.gradients.bring_back()
-            wrapper.gradients.clipping.check_writes()
-            wrapper.end_loans()
+    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
+        open_blocks().remove(self)
+        if self._is_plain:
+            return
+        if error_type is None:
+            self._end()
+        else:
+            self._put_back()
+
+    # What it holds
+
+    def _hold(self, sessions: Iterable[Any]) -> None:
+        """Stash the gradients of these sessions. No optimizer's are touched where those of one have to be refused."""
+        fresh = [one for session in dict.fromkeys(sessions) for one in session.wrappers if one not in self._held]
+        for wrapper in fresh:
+            wrapper.gradients.refuse("open")
+        for wrapper in fresh:
+            wrapper.settle(finishes=False)
+            if wrapper.findings.is_used:
+                wrapper.findings.zero_skipped()
         ddp = self.scaling.ddp()
-        in_buckets, empty = ddp is not None and ddp.gradient_as_bucket_view, []
-        for wrapper in self._wrappers:
-            wrapper.gradients.in_buckets = in_buckets
-            empty.append(wrapper.findings.drop_cleared())
-            wrapper.findings.drop_skipped()
-        for wrapper, is_empty in zip(self._wrappers, empty):  # those before may hold the same parameters
-            wrapper.gradients.open(self.scale, is_empty)
-        for gradients in self.unowned:
-            gradients.in_buckets = in_buckets
-            gradients.open(self.scale, gradients.drop_cleared())
+        for wrapper in fresh:
+            self._held.append(wrapper)
+            wrapper.gradients.open(self.scale, copies=ddp is not None and ddp.gradient_as_bucket_view)
 
-    def _put_back(self, backward: BackwardPass) -> None:
-        for wrapper in self._wrappers:
-            wrapper.gradients.put_back(backward)
-        for gradients in self.unowned:
-            gradients.put_back(backward)
+    def _hold_outside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Stash the gradients of these, which no optimizer of ours updates."""
+        outside = self.scaling.outside
+        fresh = [Slot(tensor) for tensor in tensors if id(tensor) not in outside.ids]
+        outside.add(fresh)
+        if outside.in_block:
+            outside.stash(fresh)
+        else:
+            outside.settle()
+            outside.open(self.scale)
+
+    def before_backward(self, roots: Sequence[Any], inputs: Any) -> None:
+        """Before a backward pass inside of the block: hold what it will write to.
+
+        Raises `ConfigurationError` for one that does not come from the scaled loss and reaches optimizers of other sessions.
+        """
+        self._ran = True
+        if self._is_plain or inputs is not None:
+            return
+        node = self._scaled.grad_fn
+        beside = None
+        if any(root is not self._scaled for root in roots):
+            beside = leaves_of(map(node_of, roots), past=node)
+        reached = leaves_of([node])
+        others = [one for one in wrappers() if one not in self._held and not one.gradients.in_block]
+        found = [one for one in others if reached.may_write_to(one.gradients.ids)]
+        if beside is not None and any(one not in found and beside.may_write_to(one.gradients.ids) for one in others):
+            raise ConfigurationError(
+                "A backward pass inside of a scale_loss block did not come from the scaled loss alone, and reaches parameters of "
+                "another initialize() call, whose optimizer the block was not given. Go backward there outside of the block, in one "
+                "of its own, or add its loss to the one that scale_loss is given, with both optimizers."
+            )
+        self._hold([one.owner for one in found])
+        self._hold_leaves(reached.leaves, reached.has_python)
+
+    def _hold_leaves(self, leaves: list[torch.Tensor], has_python: bool) -> None:
+        owned = [one.gradients.ids for one in wrappers()]
+        outside = [leaf for leaf in leaves if not any([id(leaf) in ids for ids in owned])]
+        for session in dict.fromkeys([one.owner for one in self._held]):
+            if has_python:
+                outside += session.scaling.find_unowned(session)
+            gathered = session.gathered_params() if outside else ()
+            outside = [leaf for leaf in outside if id(leaf) not in gathered]
+        outside += retained()
+        if outside and self.scaling.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
+            self.scaling.advice.tell("unowned", self.named[0].owner.name_of(outside[0]))
+        elif outside:
+            self._hold_outside(outside)
+
+    # Its end
+
+    def _put_back(self) -> None:
+        backward = BackwardPass(self.scale, done=set())
+        for gradients in (*[wrapper.gradients for wrapper in self._held], self.scaling.outside):
+            if gradients.in_block:
+                gradients.put_back(backward)
+        self.scaling.forget_outside()
 
     def _end(self) -> None:
-        scaling, scale = self.scaling, self.scale
+        scaling, scale, session = self.scaling, self.scale, self.named[0].owner
         if not (self.delay_unscale or self.scaler.is_one) and self._scaled.requires_grad:
             scaling.advice.after_backward(self.named)
         is_local = scaling.backward_was_local()
-        scaling.held_scale = scale if self.is_unreduced() else None
+        scaling.held_scale = scale if session.is_unreduced() else None
+        self._keep_statistics_finite()
         if self.delay_unscale:
-            for wrapper in self._wrappers:
-                if wrapper in self.unnamed and not wrapper.gradients.has_fresh:
-                    wrapper.gradients.put_back(BackwardPass(scale))
-                else:
+            for wrapper in self._held:
+                if wrapper in self.named or wrapper.gradients.has_fresh:
                     wrapper.gradients.keep_scaled(scale)
                     wrapper.delayed_with = self.scaler
-            for gradients in self.unowned:
-                gradients.keep_scaled(scale)
-        elif scaling.held_scale is not None:
-            self._put_back(BackwardPass(scale))
+                else:
+                    wrapper.gradients.put_back(BackwardPass(scale))
+            if scaling.outside.in_block:
+                scaling.outside.keep_scaled(scale)
+        elif scaling.held_scale is not None or not self._has_made_gradients():
+            self._put_back()
         else:
-            done = set() if len(self._wrappers) > 1 else None
+            done = set() if len(self._held) > 1 else None
             backward = BackwardPass(scale, is_local, self.scaler.is_power_of_two, done)
-            collect(backward, self.named, self.unnamed, self.unowned, self.scaler, self.delay_overflow_check, self.loss)
-            for wrapper in self._wrappers:
+            unnamed = [wrapper for wrapper in self._held if wrapper not in self.named]
+            outside = scaling.outside if scaling.outside.in_block else None
+            collect(backward, self.named, unnamed, outside, self.scaler, self.delay_overflow_check, self.loss)
+            scaling.forget_outside()
+            for wrapper in self._held:
                 wrapper.hand_gradients()
+
+    def _has_made_gradients(self) -> bool:
+        """Whether a backward pass ran: a script may leave a block early, ``continue``. Processes that agree all collect."""
+        return self._ran or any([one.gradients.has_fresh or one.gradients.process_groups for one in self._held])
+
+    def _keep_statistics_finite(self) -> None:
+        for session in dict.fromkeys([wrapper.owner for wrapper in (*self._held, *self.named)]):
+            session.statistics.keep_finite()
 
 
 @labelled("unscale")
@@ -171,7 +223,7 @@ def collect(
     backward: BackwardPass,
     named: Sequence[OptimizerWrapper],
     unnamed: Sequence[OptimizerWrapper],
-    unowned: Sequence[Gradients],
+    outside: Gradients | None,
     scaler: LossScaler,
     delay_overflow_check: bool = False,
     loss: torch.Tensor | None = None,
@@ -182,28 +234,22 @@ def collect(
     """
     # What blocks with delay_overflow_check=True found belongs to this iteration.
     found = None if scaler.is_one else scaler.delayed_check or new_finding(named, scaler)
-    for gradients in unowned:
-        gradients.collect(backward, found)
+    if outside is not None:
+        outside.collect(backward, found)
     for wrapper in named:
         wrapper.gradients.collect(backward, found)
         wrapper.findings.add(found)
     for wrapper in unnamed:
-        gradients = wrapper.gradients
-        # Processes that step together must all ask.
-        if not (gradients.has_fresh or gradients.process_groups):
-            gradients.put_back(backward)
-            continue
-        of_unnamed = None if found is None else new_finding(named)
-        gradients.collect(backward, of_unnamed)
-        if of_unnamed is not None:
-            _combine(of_unnamed, [wrapper])
-        wrapper.findings.add(of_unnamed)
+        _collect_unnamed(wrapper, backward, found, named)
     if found is None:
         return
-    if loss is not None and not is_known_clean(found.flag):
+    is_clean = is_known_clean(found.flag)
+    if loss is not None and not is_clean:
         found.loss = loss.detach()
     _combine(found, named)
-    _drop_overflowed(unowned, found)
+    for gradients in () if is_clean else (outside, *[wrapper.gradients for wrapper in named]):
+        if gradients is not None:  # what no optimizer clears would stay inf or NaN for good, and be added to by another's block
+            gradients.zero_where(found.flag, gradients is outside)
     if delay_overflow_check:
         scaler.delayed_check = found
         return
@@ -212,11 +258,29 @@ def collect(
         _check_ranks(scaler, named)
 
 
+def _collect_unnamed(
+    wrapper: OptimizerWrapper, backward: BackwardPass, found: FoundInf | None, named: Sequence[OptimizerWrapper]
+) -> None:
+    gradients = wrapper.gradients
+    # Processes that step together must all ask.
+    if not (gradients.has_fresh or gradients.process_groups):
+        gradients.put_back(backward)
+        return
+    of_unnamed = None if found is None else new_finding(named)
+    gradients.collect(backward, of_unnamed)
+    if of_unnamed is not None:
+        _combine(of_unnamed, [wrapper])
+    wrapper.findings.add(of_unnamed)
+    if found is not None and backward.done and any([slot in backward.done for slot in gradients.slots]):
+        wrapper.findings.share(found)
+
+
 class LossScaling:
     """What the blocks of one session share, and what its GradScaler calls in their place.
 
-    ``scalers`` has one loss scaler per loss; ``unowned`` the gradients of the models' parameters that no optimizer updates;
-    ``held_scale`` the scale of gradients that FSDP2 has yet to reduce; ``ddp()`` the DDP module whose forward ran last.
+    ``scalers`` has one loss scaler per loss; ``outside`` the gradients that a block holds, or that wait at its scale, of tensors
+    without an optimizer of ours; ``held_scale`` the scale of gradients that FSDP2 has yet to reduce; ``ddp()`` the DDP module whose
+    forward ran last.
     """
 
     def __init__(self, plan: Any) -> None:
@@ -230,8 +294,11 @@ class LossScaling:
         self.ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._runs_without_sync = False
         self.held_scale: Scale | None = None
-        self.unowned = Gradients()
-        self._number_owned = -1  # when ``unowned`` was found
+        self.outside = Gradients()
+        self._unowned: tuple[int, list[weakref.ref[torch.Tensor]]] = (
+            -1,
+            [],
+        )  # and the number of slots when it was found
         self.advice = Advice()
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -243,22 +310,22 @@ class LossScaling:
             )
         return self.scalers[loss_id]
 
-    def find_unowned(self, session: Any) -> None:
-        """Find the parameters of the session's models that no optimizer updates: their gradients are unscaled and checked too.
+    def find_unowned(self, session: Any) -> list[torch.Tensor]:
+        """The parameters of the session's models that no optimizer of ours updates.
 
         Scripts clip them together with the others, or step over them with an optimizer that `initialize` has not seen.
         """
-        number = sum([len(wrapper.gradients.slots) for wrapper in watched()])
-        if number != self._number_owned:
-            self._number_owned = number
-            owned = {slot.param for wrapper in watched() for slot in wrapper.gradients.slots}
-            # FSDP2 has put what it gathered in the places of the optimizer's parameters, and reduces their gradients itself.
-            owned.update(
-                param for model in session.models for one in fsdp_modules(model) for param in unsharded_params(one)
-            )
-            self.unowned.forget_slots()
+        number = sum([len(wrapper.gradients.slots) for wrapper in wrappers()])
+        if number != self._unowned[0]:
+            ids = {one for wrapper in wrappers() for one in wrapper.gradients.ids}.union(session.gathered_params())
             params = (param for model in session.models for param in model.parameters())
-            self.unowned.add(Slots().of([param for param in params if param not in owned], {}))
+            self._unowned = number, [weakref.ref(param) for param in params if id(param) not in ids]
+        return [param for ref in self._unowned[1] if (param := ref()) is not None]
+
+    def forget_outside(self) -> None:
+        """After a block, unless gradients wait at its scale."""
+        if self.outside.slots and self.outside.state is not State.WAITING:
+            self.outside.forget_slots()
 
     @property
     def is_one_of_several_without_ddp(self) -> bool:
@@ -285,26 +352,27 @@ class LossScaling:
     def finish_delayed(self, wrapper: OptimizerWrapper) -> None:
         """At a step, while gradients wait after ``delay_unscale=True``: end the iteration as a block would have."""
         scaler = wrapper.delayed_with or self.scalers[0]
-        backward = BackwardPass(wrapper.gradients.delayed_scale, exact_in_place=scaler.is_power_of_two)
-        collect(backward, [wrapper], [], self._unowned_delayed, scaler)
+        backward = BackwardPass(wrapper.gradients.scale, exact_in_place=scaler.is_power_of_two)
+        collect(backward, [wrapper], [], self._outside_waiting(), scaler)
+        self.forget_outside()
 
-    @property
-    def _unowned_delayed(self) -> list[Gradients]:
-        return [self.unowned] if self.unowned.delayed_scale is not None else []
+    def _outside_waiting(self) -> Gradients | None:
+        return self.outside if self.outside.state is State.WAITING else None
 
     def unscale(self, wrapper: OptimizerWrapper, scaler: LossScaler) -> FoundInf | None:
         """Unscale gradients that wait in ``.grad``, and check them without ending the iteration; None where nothing is checked."""
-        wrapper.gradients.clipping.check_writes()
-        wrapper.findings.drop_cleared()
-        scale = wrapper.gradients.delayed_scale
-        if scale is None:
+        wrapper.settle(finishes=False)
+        if wrapper.gradients.state is not State.WAITING:
             return None
         found = None if scaler.is_one else new_finding([wrapper], scaler)
-        for gradients in (wrapper.gradients, *self._unowned_delayed):
+        scale, outside = wrapper.gradients.scale, self._outside_waiting()
+        for gradients in (wrapper.gradients, *([] if outside is None else [outside])):
             gradients.collect(BackwardPass(scale, exact_in_place=scaler.is_power_of_two), found)
         if found is not None:
             _combine(found, [wrapper])
-            _drop_overflowed([self.unowned], found)
+            if outside is not None and not is_known_clean(found.flag):
+                outside.zero_where(found.flag)
+        self.forget_outside()
         return found
 
     def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
@@ -340,13 +408,6 @@ def _combine(found: FoundInf, wrappers: Sequence[OptimizerWrapper]) -> None:
     groups = [group for wrapper in wrappers for group in wrapper.gradients.process_groups]
     if groups:
         highest(found.flag, dict.fromkeys(groups))
-
-
-def _drop_overflowed(unowned: Sequence[Gradients], found: FoundInf) -> None:
-    """Gradients that no optimizer clears would stay inf or NaN for good."""
-    for gradients in unowned:
-        if not is_known_clean(found.flag):
-            gradients.zero_where(found.flag)
 
 
 def _check_ranks(scaler: LossScaler, wrappers: Sequence[OptimizerWrapper]) -> None:

@@ -6,6 +6,7 @@ Below stands torch's own ``clip_grad_norm_``, which reads narrow gradients as th
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,9 +17,9 @@ from ..casting.narrow_gradients import stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..patching import PatchSet, SharedPatches
-from .slots import Slot
 
-Seen = tuple[Slot, torch.Tensor | None, int]  # a gradient and its version, or none
+Slot = Any  # of gradients.py, which imports this module
+Seen = tuple[Slot, "weakref.ref[torch.Tensor] | None", int]  # a gradient and its version, or none
 
 
 class Clipping:
@@ -40,7 +41,7 @@ class Clipping:
     def add(self, coefficient: torch.Tensor, slots: Iterable[Slot]) -> None:
         """Clip the gradients of these slots by this too."""
         self.pending = coefficient if self.pending is None else self.pending * coefficient
-        self._clipped = [seen(slot) for slot in slots]
+        self._clipped = seen(slots)
         self._is_used = False
 
     def check_writes(self, refuses: bool = True) -> None:
@@ -63,17 +64,22 @@ class Clipping:
         self._is_used = True
 
 
-def seen(slot: Slot) -> Seen:
-    """A gradient as it is now."""
-    gradient = slot.gradient
-    return slot, gradient, 0 if gradient is None else gradient._version
+def seen(slots: Iterable[Slot]) -> list[Seen]:
+    """The gradients of these slots as they are now; they are not kept alive."""
+    found: list[Seen] = []
+    for slot in slots:
+        gradient = stored_gradient(slot.param)
+        found.append((slot, None, 0) if gradient is None else (slot, weakref.ref(gradient), gradient._version))
+    return found
 
 
 def is_still(one: Seen) -> bool:
     """Whether the gradient is the same tensor, with no write since that torch has counted."""
-    slot, before, version = one
-    gradient = slot.gradient
-    return gradient is before and (gradient is None or gradient._version == version)
+    slot, ref, version = one
+    gradient = stored_gradient(slot.param)
+    if gradient is None or ref is None:
+        return gradient is None and ref is None
+    return gradient is ref() and gradient._version == version
 
 
 def _of_narrow_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

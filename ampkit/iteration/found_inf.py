@@ -7,6 +7,7 @@ of a step.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,8 @@ import torch
 from .. import kernels
 from ..errors import ConfigurationError
 from ..optimizers.scales import on
-from ..sharding import highest, local
+from ..sharding import highest
 from .clipping import Seen, is_still, seen
-from .slots import values_of
 
 
 class FoundInf:
@@ -96,28 +96,49 @@ def places_for(
 
 
 class Findings:
-    """Whether the gradients of one optimizer were finite, from the blocks that made them to the steps that use them.
+    """Whether the gradients of one optimizer are finite, from the blocks that made them to the steps that use them.
 
-    Each block adds its `FoundInf`. A step takes them as one flag, `flag`, and decides by it on its device, or, where the optimizer
-    has to be told on the host, by `forbid_step`.
+    A flag is about gradients, and goes with them: it is dropped where they are cleared, or others put in their place. A step looks
+    at the gradients that it would step with, and goes by the flags of the blocks that made them too: what a script has repaired
+    since, or another optimizer of the block has met, skips it all the same.
     """
 
     def __init__(self, gradients: Any, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
-        self._new: list[FoundInf] = []  # since the last step
-        self._used: list[FoundInf] = []  # by steps, since there are gradients
-        self._flag: torch.Tensor | None = None  # of the last step, while no block has made other gradients
-        # A number that is finite where all gradients were, and these as they were then.
-        self._checked: tuple[torch.Tensor, list[Seen]] | None = None
+        self._flag: torch.Tensor | None = None  # of all blocks that made the gradients that are there
+        self._new: list[FoundInf] = []  # these blocks, until a step has counted them
+        self._shared: torch.Tensor | None = None  # of another optimizer's block, which made some of these gradients
+        self._made: weakref.ref[torch.Tensor] | None = None  # the first of these gradients
+        self._checked: tuple[torch.Tensor, list[Seen]] | None = None  # a number that is finite where these are
+        #: Of the optimizers that a block at loss scale 1 has named together: the flags of those that have stepped since.
+        self._beside: dict[Findings, torch.Tensor | None] = {}
         self._skipped: bool | torch.Tensor = False  # the last step; a tensor is the flag by which its device decided
         self.scaler: Any = None  # of the last block
+        self._scalers: list[Any] = []  # of the blocks that the last step has gone by
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
 
     def add(self, found: FoundInf | None) -> None:
         """A block has made gradients, and this is its flag; None where it does not check them."""
-        self._flag = self._checked = None
+        self._checked = self._shared = None
         if found is not None and found not in self._new:
             self._new.append(found)
+            self._flag = found.flag if self._flag is None else _highest([self._flag, found.flag])
+            first = self._gradients.first
+            self._made = None if first is None else weakref.ref(first)
+
+    def begin(self, scaler: Any, named: Sequence[Any]) -> None:
+        """A block has named the optimizer. Where none of its gradients are looked at before the step, those ``named`` skip together."""
+        self.scaler = scaler
+        self._beside = {} if len(named) < 2 else {one.findings: None for one in named if one.findings is not self}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a step has gone by the flag of the gradients that are there."""
+        return self._flag is not None and not self._new
+
+    def share(self, found: FoundInf) -> None:
+        """Another optimizer's block has made gradients that this one updates too, until a block makes them again."""
+        self._shared = found.flag
 
     @property
     def has_new(self) -> bool:
@@ -126,77 +147,90 @@ class Findings:
 
     def mark_checked(self, number: torch.Tensor) -> None:
         """Have the next step judge the gradients of now by a number that is finite where they are, without a look of its own."""
-        self._checked = number, [seen(slot) for slot in self._gradients.slots]
+        self._checked = number, seen(self._gradients.slots)
 
     def flag(self, checks: bool = False) -> torch.Tensor | None:
         """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it.
 
-        With ``checks``, gradients that no block has checked are checked now.
+        At loss scale 1 gradients are looked at with ``checks`` alone.
         """
-        found = self._end_blocks()
-        if found:
-            flag = _highest([one.flag for one in found])
-            apart = [one.flag for one in found if not one.moves_scale]
-            if self.came_through_no_block or self._is_averaged_by_hand():  # what came after the block had checked
-                again = self._check_again().flag
-                apart.append(again - flag)
-                flag = _highest([flag, again])
-            if apart:
-                self._owner.scaling.scalers[0].count_apart(_highest(apart))
-            self._used += found
-            self._flag = flag
-        elif checks or self._flag is not None:
-            # Where there is a flag, the step before has used it. Since then a script may have put other gradients there.
-            again, scaler = self._check_again(), self.scaler or self._owner.scaling.scalers[0]
-            if checks and scaler.is_one:
+        self._drop_of_others()
+        new, self._new = self._new, []
+        self._scalers = [one.scaler for one in (self, *new) if one.scaler is not None]
+        for one in new:
+            if one.scaler is not None and one.scaler.delayed_check is one:  # its iteration ends now at the latest
+                one.scaler.update(one)
+        apart = [one.flag for one in new if not one.moves_scale]
+        scaler, before = self.scaler or self._owner.scaling.scalers[0], self._flag
+        are_agreed = before is not None and self._gradients.process_groups and not self._is_averaged_by_hand()
+        if (checks or not scaler.is_one) and not are_agreed:
+            again = self._look()
+            if scaler.is_one:
+                self._heed_others(again)
                 scaler.update(again)
                 scaler.report()
-            elif self._flag is None:
-                scaler.count_apart(again.flag)
-            self._flag = again.flag
+            elif new or before is None:
+                apart.append(again.flag if before is None else again.flag - before)
+            self._flag = again.flag if before is None or scaler.is_one else _highest([before, again.flag])
+        if self._shared is not None:
+            self._flag = self._shared if self._flag is None else _highest([self._flag, self._shared])
+        if apart:
+            self._owner.scaling.scalers[0].count_apart(_highest(apart))
         self._checked = None
         self._skipped = False if self._flag is None else self._flag
         return self._flag
 
     def forbid_step(self, checks: bool = False) -> bool:
         """Whether this step is to be skipped, read from the device; a skip is reported."""
-        scalers = {one.scaler for one in (self, *self._new) if one.scaler is not None}
         flag = self.flag(checks)
         self._skipped = flag is not None and is_set(flag)
         if self._skipped:
-            for scaler in scalers.union(self._owner.scaling.scalers[:1]):
-                scaler.report(wait=True, unnamed=self._first_nonfinite)
+            self.report()
         return self._skipped
+
+    def report(self) -> None:
+        """Log a skip that the host knows of."""
+        for scaler in dict.fromkeys([*self._scalers, *self._owner.scaling.scalers[:1]]):
+            scaler.report(wait=True, unnamed=self._first_nonfinite)
 
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped. Waits for the device where that was decided there."""
         if isinstance(self._skipped, torch.Tensor):
-            self.end_step(is_set(self._skipped), clears=self._flag is not None)
+            self._skipped = is_set(self._skipped)
         return self._skipped
 
-    def end_step(self, skipped: bool, clears: bool = True) -> None:
-        """The last step was taken, or ``skipped``: then its gradients become 0, since the next step must not use them."""
+    def end_step(self, skipped: bool) -> None:
+        """The last step was taken, or ``skipped``."""
         self._skipped = skipped
-        if skipped and clears:
-            self.forget()
-            self._gradients.clipping.forget()
-            self._gradients.zero_where(constant(1.0, torch.float32, self._gradients.device))
 
-    def _end_blocks(self) -> list[FoundInf]:
-        """The flags since the last step. Checks that were delayed end their iteration now at the latest."""
-        found, self._new = self._new, []
-        if len(self._owner.optimizers) > 1:  # blocks that named another may have made gradients of the same parameters
-            shared = dict.fromkeys(slot.found_inf for slot in self._gradients.slots if slot.owners > 1)
-            known = {None, *found, *self._used}
-            self._used = [one for one in self._used if one in shared]
-            found += [one for one in shared if one not in known]
-        else:
-            self._used = []
-        for one in found:
-            if one.scaler is not None and one.scaler.delayed_check is one:
-                one.scaler.update(one)
-        return found
+    def forget(self) -> None:
+        """The gradients are gone, and what was found in them."""
+        self._flag = self._made = self._checked = self._shared = None
+        self._new = []
+        self.came_through_no_block = False
+
+    def zero_skipped(self) -> None:
+        """Before a block adds to gradients that a step has refused, or a session ends: zeros in their place."""
+        self._drop_of_others()
+        if self._flag is not None and not is_known_clean(self._flag):
+            self._gradients.zero_where(self._flag)
+        self.forget()
+
+    def _drop_of_others(self) -> None:
+        """Forget flags of gradients in whose places a script has put others."""
+        if self._made is not None and self._gradients.first is not self._made():
+            self.forget()
+
+    def _heed_others(self, own: FoundInf) -> None:
+        """Have the flag be set where one of another optimizer of the block is."""
+        beside, self._beside = self._beside, {}
+        told = own.flag.clone() if beside else own.flag
+        for other, flag in beside.items():
+            flag = other._look().flag if flag is None else flag
+            own.flag.copy_(torch.maximum(own.flag, on(flag, own.flag.device)))
+            if self in other._beside:
+                other._beside[self] = told
 
     def _is_averaged_by_hand(self) -> bool:
         """Whether a script may average gradients over processes between block and step. torch counts no write of a collective."""
@@ -204,42 +238,20 @@ class Findings:
             self._owner.scaling.is_one_of_several_without_ddp and not self._gradients.process_groups
         )
 
-    def _check_again(self) -> FoundInf:
+    def _look(self) -> FoundInf:
         """Whether the gradients of now are finite, on all processes that step together."""
         if self._checked is not None and all(map(is_still, self._checked[1])):
             return FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
         found = FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), name_of=self._owner.name_of)
         self._gradients.check(found)
-        highest(found.flag, self._gradients.process_groups)
+        if self._gradients.process_groups:
+            highest(found.flag, self._gradients.process_groups)
         return found
 
     def _first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient is not finite now."""
-        for slot in self._gradients.slots:
-            if slot.gradient is not None and not local(values_of(slot.gradient)).isfinite().all():
-                return self._owner.name_of(slot.param)
-        return None
-
-    # Flags go with the gradients
-
-    def forget(self) -> None:
-        """The gradients are gone, and with them the flags of blocks that did not name this optimizer: they move no scale."""
-        self._flag = self._checked = None
-        self.came_through_no_block = False
-        self._used = []
-        self._new = [found for found in self._new if found.scaler is not None]
-
-    def drop_cleared(self) -> bool:
-        """Forget the flags of gradients that were cleared. Returns whether there are no gradients."""
-        is_empty = self._gradients.drop_cleared()
-        if is_empty:
-            self.forget()
-        return is_empty
-
-    def drop_skipped(self) -> None:
-        """Before a block adds to gradients that were not cleared: zeros in their place, where the last step was skipped."""
-        if self._flag is not None and not is_known_clean(self._flag):
-            self._gradients.zero_where(self._flag)
+        param = self._gradients.first_nonfinite()
+        return None if param is None else self._owner.name_of(param)
 
 
 def _highest(flags: list[torch.Tensor]) -> torch.Tensor:

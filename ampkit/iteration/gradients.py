@@ -3,50 +3,122 @@
 After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: what a script writes there counts at the
 step as it does in torch. It is float32 where the weight's precision cannot hold it (float16 at a loss scale, a sum of several
 blocks), which ``Tensor.grad_dtype`` allows, and else what the backward pass left, in place. All of it is done by multi-tensor
-passes, and never waits for a device.
+passes (unscale.py), and never waits for a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from .. import kernels
-from ..casting.narrow_gradients import is_set_aside, note_set_aside
-from ..models.float32_values import forget_gradient, put_gradient
-from ..optimizers.scales import Scale, is_one, on, ratio
-from ..sharding import by_placement, is_sharded, process_groups, total_over
+from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
+from ..errors import ConfigurationError
+from ..models.float32_values import Float32Value, forget_gradient, put_gradient
+from ..optimizers.scales import Scale, on, ratio
+from ..sharding import local, process_groups
 from .clipping import Clipping
 from .found_inf import FoundInf, places_for
-from .slots import BackwardPass, Slot, is_sparse, values_of
-
-SlotGradient = tuple[Slot, torch.Tensor]
+from .unscale import BackwardPass, add_to_stashes, bring_to, is_sparse, norm_of, unscale, values_of
 
 _CPU = torch.device("cpu")
 
 
-class Gradients:
-    """Stash, collect, clip: the verbs of an iteration on the gradients of one optimizer.
+class Slot:
+    """One parameter, and where its gradient is: unscaled in ``param.grad`` after a block, in ``stash`` while another one is open.
 
-    ``delayed_scale`` is the scale at which gradients wait in ``param.grad`` (``delay_unscale=True``), else None. ``local`` says
-    that they come from a backward pass under ``DDP.no_sync()``: only what is in ``param.grad`` will be reduced. While either
-    holds, gradients stay there during the next backward pass; otherwise they are stashed, so that fresh ones arrive unmixed.
-    ``process_groups`` are the groups of processes that have to agree whether to step: the ``process_group`` of `initialize`, and
-    those that the parameters lie on.
+    ``entry`` has its float32 value, where the model computes with it in lower precision and trains it in float32; then the
+    gradient may be float32 too. ``owners`` counts the optimizers that update the parameter.
+    """
+
+    __slots__ = ("__weakref__", "entry", "owners", "param", "stash")
+
+    def __init__(self, param: torch.Tensor, entry: Float32Value | None = None) -> None:
+        self.param = param
+        self.entry = entry
+        self.owners = 0
+        self.stash: torch.Tensor | None = None
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """``param.grad`` as it is stored: a script that reads that of a float32 weight gets it in float32."""
+        return stored_gradient(self.param)
+
+
+class Slots:
+    """The slots of a session, one for each parameter, however many optimizers update it."""
+
+    def __init__(self) -> None:
+        self._slots: MutableMapping[int, Slot] = weakref.WeakValueDictionary()  # by the parameter's id
+
+    def of(self, params: Iterable[torch.Tensor], values: Mapping[torch.Tensor, Float32Value]) -> Iterator[Slot]:
+        """The slots of these parameters; ``values`` has the float32 values of those that are in lower precision."""
+        for param in params:
+            slot = self._slots.get(id(param))
+            if slot is None:
+                entry = values.get(param)
+                if entry is not None and entry.rest is None:  # made of cast weights since, by a parametrization
+                    entry.rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+                slot = self._slots[id(param)] = Slot(param, entry)
+            yield slot
+
+
+class State(enum.Enum):
+    """Where the gradients of an optimizer are, between two backward passes and while a block is open."""
+
+    READY = "unscaled in p.grad, or cleared"
+    LOCAL = "unscaled in p.grad; made under no_sync(), and reduced with those of the next backward pass"
+    WAITING = "in p.grad at a loss scale, until a block or a step unscales them (delay_unscale=True)"
+    IN_BLOCK = "earlier ones in stashes, or with the fresh ones in p.grad; fresh ones at the scale of the block"
+
+
+#: What a script may not do in a state, by the verb: every other transition is allowed.
+_REFUSED = {
+    ("step", State.IN_BLOCK): (
+        "optimizer.step() was called inside the scale_loss block, where gradients are still scaled. End the block first: step() "
+        "belongs on the level of `with`, not inside it."
+    ),
+    ("clip", State.IN_BLOCK): (
+        "clip_grad_norm_ was called inside the scale_loss block, where gradients are still scaled. End the block first."
+    ),
+    ("open", State.IN_BLOCK): (
+        "scale_loss was entered inside of another scale_loss block. Leave the first block before entering the second: gradients of "
+        "several losses add up across blocks. Of threads that train at once, each calls initialize() for its own models and "
+        "optimizers."
+    ),
+}
+
+
+class Gradients:
+    """Those of one optimizer: a `State`, and the verbs that lead from one to the next.
+
+    ===========  ====================================  ==================================
+    verb         from                                  to
+    ===========  ====================================  ==================================
+    open         READY, LOCAL, WAITING                 IN_BLOCK
+    collect      IN_BLOCK, WAITING                     READY (LOCAL under ``no_sync()``)
+    keep_scaled  IN_BLOCK                              WAITING
+    put_back     IN_BLOCK                              what it was before
+    clear        any                                   READY, or still IN_BLOCK
+    ===========  ====================================  ==================================
+
+    ``scale`` is that of the block, or at which gradients wait. ``process_groups`` are the groups of processes that have to agree
+    whether to step: the ``process_group`` of `initialize`, and those that the parameters lie on.
     """
 
     def __init__(self, process_group: Any = None) -> None:
         self.slots: list[Slot] = []
-        self.mastered: list[Slot] = []  # those whose float32 value is a weight and a rest
+        self.stored: list[Slot] = []  # those of weights in lower precision with rests
+        self.ids: set[int] = set()  # of their parameters
         self.process_groups = self._of_script = [] if process_group is None else [process_group]
-        self.is_open = False
-        self.delayed_scale: Scale | None = None
-        self.local = False
+        self.state = State.READY
+        self.scale: Scale = 1.0
+        self._before = State.READY  # the block that is open
         self.clipping = Clipping()
-        # Whether gradients are views of DDP's buckets, which it may replace by others with the same values.
-        self.in_buckets = False
 
     def add(self, slots: Iterable[Slot]) -> None:
         """From now on these parameters' gradients too, once each; where ``slots`` raises, those before stay added."""
@@ -56,8 +128,9 @@ class Gradients:
                 known.add(slot)
                 slot.owners += 1
                 self.slots.append(slot)
+                self.ids.add(id(slot.param))
                 if slot.entry is not None:
-                    self.mastered.append(slot)
+                    self.stored.append(slot)
         self.process_groups = list(
             dict.fromkeys([*process_groups(slot.param for slot in self.slots), *self._of_script])
         )
@@ -72,91 +145,89 @@ class Gradients:
         for slot in self.slots:
             slot.owners -= 1
         self.slots.clear()
-        self.mastered.clear()
+        self.stored.clear()
+        self.ids.clear()
 
-    # The backward pass
+    def refuse(self, verb: str) -> None:
+        """Raise `ConfigurationError` where a script may not do this now."""
+        if (verb, self.state) in _REFUSED:
+            raise ConfigurationError(_REFUSED[verb, self.state])
 
     @property
-    def stays(self) -> bool:
-        """Whether gradients stay in ``param.grad`` while the next backward pass adds to them."""
-        return self.delayed_scale is not None or self.local
+    def in_block(self) -> bool:
+        return self.state is State.IN_BLOCK
 
-    def open(self, scale: Scale, is_empty: bool = False) -> None:
-        """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
+    @property
+    def are_scaled(self) -> bool:
+        """Whether what lies in ``param.grad`` is multiplied by a loss scale."""
+        is_scaled = self.state is State.IN_BLOCK or self.state is State.WAITING
+        return is_scaled and (isinstance(self.scale, torch.Tensor) or self.scale != 1.0)
 
-        ``is_empty``, which `drop_cleared` returns, says that there are none.
-        """
-        if self.clipping.pending is not None:
-            self.widen()
-        self.is_open = True
-        if self.stays:
-            factor = ratio(scale, 1.0 if self.delayed_scale is None else self.delayed_scale)
-            if self.delayed_scale is not None:
-                self.delayed_scale = scale
-            self._bring_to(factor)
-            return
-        for slot in () if is_empty else self.slots:
-            gradient = slot.param.grad
-            if gradient is not None:
-                slot.stash = gradient
-                forget_gradient(slot.param)
-                note_set_aside(slot.param)
-                if self.in_buckets and gradient.dtype is slot.param.dtype:  # which the next backward pass overwrites
-                    slot.stash = gradient.clone()
+    @property
+    def stay(self) -> bool:
+        """Whether those of before are in ``param.grad`` while the backward pass of the open block adds to them."""
+        return self._before is not State.READY
 
-    def set_aside(self) -> None:
-        """Stash gradients in another dtype than their weights', with which dynamo does not trace. `bring_back` is the undo."""
-        for slot in () if self.is_open else self.mastered:
-            gradient = slot.param.grad
-            if gradient is not None and gradient.dtype is not slot.param.dtype and not self.stays:
-                slot.stash = gradient
-                forget_gradient(slot.param)
-
-    def bring_back(self) -> None:
-        """Have what was set aside be ``param.grad`` again, unless a script has put another gradient there."""
-        for slot in () if self.is_open else self.mastered:
-            if slot.stash is not None:
-                if slot.param.grad is None:
-                    put_gradient(slot.param, slot.stash)
-                slot.stash = None
-
-    def _bring_to(self, factor: Scale) -> None:
-        """Multiply gradients that stay, in the precision of their weights, in which the backward pass adds to them."""
-        inputs, outputs = [], []
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The first gradient that there is: in a block, of the backward pass that just ran."""
         for slot in self.slots:
-            gradient = slot.param.grad
-            if gradient is None:
-                continue
-            if gradient.dtype is not slot.param.dtype and slot.entry is not None and not is_sparse(gradient):
-                forget_gradient(slot.param)
-                slot.param.grad = torch.empty_like(gradient, dtype=slot.param.dtype)
-            elif is_one(factor):
-                continue
-            inputs.append(values_of(gradient))
-            outputs.append(values_of(slot.param.grad))
-        kernels.multi_tensor_scale(inputs, outputs, factor)
+            if (gradient := stored_gradient(slot.param)) is not None:
+                return gradient
+        return None
 
     @property
     def has_fresh(self) -> bool:
-        """Whether the backward pass that just ran left gradients here."""
+        """Whether there are gradients in ``param.grad``."""
+        return self.first is not None
+
+    def first_nonfinite(self) -> torch.Tensor | None:
+        """The first parameter whose gradient is not finite now. Waits for the device."""
         for slot in self.slots:
-            if slot.gradient is not None:
-                return True
-        return False
+            if (gradient := slot.gradient) is not None and not local(values_of(gradient)).isfinite().all():
+                return slot.param
+        return None
+
+    # The backward pass
+
+    def open(self, scale: Scale, copies: bool = False) -> None:
+        """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
+
+        With ``copies`` gradients are views of DDP's buckets, which the next backward pass overwrites.
+        """
+        self.refuse("open")
+        if self.clipping.pending is not None:
+            self.widen()
+        if self.state is State.READY:
+            self.stash(self.slots, copies)
+        else:
+            bring_to(self.slots, ratio(scale, self.scale if self.state is State.WAITING else 1.0))
+        self._before, self.state, self.scale = self.state, State.IN_BLOCK, scale
+
+    @staticmethod
+    def stash(slots: Iterable[Slot], copies: bool = False) -> None:
+        """Set gradients aside, so that fresh ones arrive unmixed."""
+        for slot in slots:
+            if stored_gradient(slot.param) is None:
+                continue
+            gradient = slot.stash = slot.param.grad
+            forget_gradient(slot.param)
+            note_set_aside(slot.param)
+            if copies and gradient.dtype is slot.param.dtype:
+                slot.stash = gradient.clone()
 
     def put_back(self, backward: BackwardPass) -> None:
         """After a backward pass that failed, or did not come here: the gradients as they were before it.
 
         Where gradients stayed in ``param.grad``, what the pass had added to them stays too, unscaled.
         """
-        self.is_open = False
-        if self.delayed_scale is not None:
-            return
-        if self.local:
+        if self._before is State.LOCAL:
             self.collect(BackwardPass(backward.scale, local=True), None)
-        else:
+        elif self._before is State.READY:
             for slot in _without_cleared(backward.take(self.slots)):
-                _put_stash_back(slot)
+                stash, slot.stash = slot.stash, None
+                put_gradient(slot.param, stash)
+        self.state = self._before
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
@@ -173,8 +244,7 @@ class Gradients:
             else:
                 slot.param.grad = gradient + (stash * on(scale, stash.device)).to(gradient.dtype)
         kernels.multi_tensor_axpby(fresh, stashes, fresh, 1.0, scale)
-        self.is_open = False
-        self.delayed_scale = scale
+        self.state, self.scale = State.WAITING, scale
 
     def collect(self, backward: BackwardPass, found: FoundInf | None) -> None:
         """After a backward pass: unscale fresh gradients, add them to those before, and check them on the way."""
@@ -187,26 +257,47 @@ class Gradients:
             elif gradient is not None:
                 sums.append((slot, gradient))
             else:
-                _put_stash_back(slot)
+                slot.stash = None
+                put_gradient(slot.param, stash)
         if fresh:
-            _unscale(fresh, backward, found)
+            unscale(fresh, backward, found)
         if sums:
-            _add(sums, backward, found)
-        if found is not None:
-            for slot, _ in (*fresh, *sums):
-                if slot.owners > 1:
-                    slot.found_inf = found
-        self.is_open = False
-        self.delayed_scale = None
-        self.local = backward.local
+            add_to_stashes(sums, backward, found)
+        self.state = State.LOCAL if backward.local else State.READY
 
     # Between the block and the step
+
+    def settle(self, refuses: bool = True) -> None:
+        """Have ``param.grad`` hold what there is: what was set aside for dynamo comes back, and a clipping goes with its gradients.
+
+        Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
+        """
+        if self.clipping.pending is not None:
+            self.clipping.check_writes(refuses)
+        if self.state is State.IN_BLOCK:
+            return
+        for slot in self.stored:
+            if slot.stash is not None:
+                if slot.param.grad is None:
+                    put_gradient(slot.param, slot.stash)
+                slot.stash = None
+        if not self.has_fresh:
+            self.state = State.READY
+            self.clipping.forget()
+
+    def set_aside(self) -> None:
+        """Stash gradients in another dtype than their weights', with which dynamo does not trace. `settle` brings them back."""
+        for slot in self.stored if self.state is State.READY else ():
+            gradient = slot.param.grad
+            if gradient is not None and gradient.dtype is not slot.param.dtype:
+                slot.stash = gradient
+                forget_gradient(slot.param)
 
     def in_float32(self) -> dict[Slot, torch.Tensor]:
         """The gradients of weights with rests in float32, clipped: ``param.grad`` itself where it is that."""
         clip, found = self.clipping.pending, {}
         inputs, outputs = [], []
-        for slot in self.mastered:
+        for slot in self.stored:
             gradient = slot.param.grad
             if gradient is None:
                 continue
@@ -223,7 +314,7 @@ class Gradients:
 
     def widen(self) -> None:
         """Have ``param.grad`` of weights with rests be float32, and clipped: scripts read them as gradients of float32 values."""
-        if self.is_open or self.delayed_scale is not None:
+        if self.state is State.IN_BLOCK or self.state is State.WAITING:
             return  # there is nothing to be seen in a backward pass, nor while gradients wait at their scale
         for slot, gradient in self.in_float32().items():
             put_gradient(slot.param, gradient)
@@ -235,9 +326,9 @@ class Gradients:
             values_of(gradient) for slot in self.slots if slot.entry is None and (gradient := slot.gradient) is not None
         ]
         kernels.multi_tensor_scale(own, own, coefficient)
-        if self.mastered:
-            self.clipping.add(coefficient, self.mastered)
-            if any(slot.owners > 1 for slot in self.mastered):
+        if self.stored:
+            self.clipping.add(coefficient, self.stored)
+            if any(slot.owners > 1 for slot in self.stored):
                 self.widen()
 
     def check(self, found: FoundInf) -> None:
@@ -254,7 +345,7 @@ class Gradients:
         for slot in self.slots:
             if (gradient := slot.gradient) is not None:
                 (own if clip is None or slot.entry is None else clipped).append(values_of(gradient))
-        norms = [norm for norm in (_norm_of(own), _norm_of(clipped)) if norm is not None]
+        norms = [norm for norm in (norm_of(own), norm_of(clipped)) if norm is not None]
         if clipped:
             norms[-1] = norms[-1] * on(clip, norms[-1].device)
         if len(norms) > 1:
@@ -263,25 +354,14 @@ class Gradients:
 
     # Clearing
 
-    def drop_cleared(self) -> bool:
-        """A clipping goes with the gradients. Returns whether there are none."""
-        is_empty = not self.has_fresh
-        if is_empty:
-            self.delayed_scale, self.local = None, False
-            self.clipping.forget()
-        else:
-            self.clipping.check_writes(refuses=False)
-        return is_empty
-
     def clear(self, set_to_none: bool, own: bool) -> None:
         """What ``zero_grad`` of torch does not see: stashed gradients, and the model's where the optimizer steps over others.
 
         With ``own`` it clears parameters without rests too, else the optimizer's own ``zero_grad`` does.
         """
-        self.delayed_scale, self.local = None, False
-        self.clipping.forget()
+        self.forget()
         for slot in self.slots:
-            slot.clear()
+            slot.stash = None
             if own or slot.entry is not None:
                 if set_to_none and slot.entry is None:
                     slot.param.grad = None
@@ -292,14 +372,20 @@ class Gradients:
                         gradient.detach_()
                     gradient.requires_grad_(False).zero_()  # views cannot be detached in place
 
-    def zero_where(self, flag: torch.Tensor) -> None:
-        """Write zeros where ``flag`` is not 0, on its device. Gradients that several optimizers share have a flag of their own."""
+    def forget(self) -> None:
+        """The gradients are gone."""
+        if self.state is State.IN_BLOCK:
+            self._before = State.READY
+        else:
+            self.state = State.READY
+        self.clipping.forget()
+
+    def zero_where(self, flag: torch.Tensor, all_of_them: bool = True) -> None:
+        """Write zeros where ``flag`` is not 0, on its device: to all gradients, or to those that several optimizers share."""
         for slot in self.slots:
-            slot.stash = None
-            if slot.gradient is not None:
-                found = flag if slot.found_inf is None else slot.found_inf.flag
+            if slot.gradient is not None and (all_of_them or slot.owners > 1):
                 gradient = values_of(slot.gradient).detach()
-                gradient.masked_fill_(on(found, gradient.device) != 0, 0.0)
+                gradient.masked_fill_(on(flag, gradient.device) != 0, 0.0)
 
 
 def _without_cleared(slots: list[Slot]) -> list[Slot]:
@@ -308,123 +394,3 @@ def _without_cleared(slots: list[Slot]) -> list[Slot]:
         if slot.stash is not None and not is_set_aside(slot.param):
             slot.stash = None
     return slots
-
-
-def _put_stash_back(slot: Slot) -> None:
-    """After a backward pass that made no gradient of this parameter: the one of before."""
-    stash, slot.stash = slot.stash, None
-    put_gradient(slot.param, stash)
-
-
-def _unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
-    """Unscale gradients where they are, or into float32 where the weight's precision cannot hold the result."""
-    inv = backward.inv
-    if is_one(inv) and found is None:
-        return
-    inexact = (torch.float16,) if backward.exact_in_place else (torch.float16, torch.bfloat16)
-    params, inputs, outputs, is_in_place = [], [], [], True
-    for slot, gradient in fresh:
-        output = gradient
-        if gradient.layout is not torch.strided:
-            _unscale_sparse(slot, gradient, inv, found)
-            continue
-        if gradient.grad_fn is not None:
-            gradient, output = _put_recorded(slot, gradient, inv)
-            is_in_place = False
-        elif slot.entry is not None and gradient.dtype in inexact:
-            output = torch.empty_like(gradient, dtype=torch.float32)
-            put_gradient(slot.param, output)
-            is_in_place = False
-        params.append(slot.param)
-        inputs.append(gradient)
-        outputs.append(output)
-    kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(found, params))
-
-
-def _add(sums: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
-    """Add fresh gradients to stashed ones: in float32, where the weight's value is float32."""
-    params, fresh, stashes, totals = [], [], [], []
-    for slot, gradient in sums:
-        if slot.owners > 1 and slot.found_inf is not None:
-            _drop_if(slot, slot.found_inf.flag)
-        if is_sparse(gradient) or is_sparse(slot.stash):
-            _add_sparse(slot, gradient, backward.inv, found)
-            continue
-        total = stash = slot.stash
-        is_of_script = stash._is_view()  # of a flat buffer: what autograd leaves is none
-        if slot.entry is not None and stash.dtype is not torch.float32 and not is_of_script:
-            total = torch.empty_like(stash, dtype=torch.float32)
-        slot.stash = None
-        if gradient.grad_fn is not None or stash.grad_fn is not None:
-            gradient, total = _put_recorded(slot, gradient, backward.inv, stash)
-        else:
-            put_gradient(slot.param, total)
-        params.append(slot.param)
-        fresh.append(gradient)
-        stashes.append(stash)
-        totals.append(total)
-    flag, first_bad = places_for(found, params)
-    kernels.multi_tensor_axpby(fresh, stashes, totals, backward.inv, 1.0, flag, 0, first_bad)
-
-
-def _put_recorded(
-    slot: Slot, gradient: torch.Tensor, inv: Scale, stash: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """After ``backward(create_graph=True)``: unscale ``param.grad`` for autograd too, since a script may differentiate it again.
-
-    Returns what the kernels, of which autograd knows nothing, read and write.
-    """
-    with torch.enable_grad():
-        dtype = gradient.dtype if slot.entry is None else torch.float32
-        total = gradient.to(dtype) * on(inv, gradient.device)
-        if stash is not None:
-            total = total + stash
-    put_gradient(slot.param, total)
-    return gradient.detach(), total.detach()
-
-
-def _drop_if(slot: Slot, found_inf: torch.Tensor) -> None:
-    """A contribution that was not finite is no part of the sum."""
-    stash = slot.stash
-    slot.stash = torch.where(on(found_inf, stash.device) != 0, torch.zeros_like(stash), stash)
-
-
-def _norm_of(gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none."""
-    if not gradients:
-        return None
-    if not any(map(is_sharded, gradients)):
-        return kernels.multi_tensor_l2norm(gradients)[0]
-    squares = 0.0
-    for parts, groups in by_placement(gradients):
-        squares = squares + total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())
-    return squares.sqrt().float()
-
-
-# Sparse gradients, which no multi-tensor kernel takes, one by one
-
-
-def _unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
-    """``gradient`` * ``inv`` becomes the slot's."""
-    # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
-    dtype = slot.param.dtype if slot.entry is None else torch.float32
-    total = gradient.to(dtype).coalesce() * on(inv, gradient.device)
-    if found is not None:
-        finite = torch.isfinite(total._values()).all()
-        found.flag.copy_(torch.maximum(found.flag, on((~finite).to(torch.float32), found.flag.device)))
-    put_gradient(slot.param, total)
-
-
-def _add_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
-    """``gradient`` * ``inv`` is added to the slot's stash. The sum is sparse where both are."""
-    stash, slot.stash = slot.stash, None
-    both = is_sparse(stash) and is_sparse(gradient)
-    _unscale_sparse(slot, gradient if is_sparse(gradient) else gradient.to_sparse(), inv, found)
-    fresh = slot.param.grad
-    put_gradient(
-        slot.param, fresh + stash.to(fresh.dtype) if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype))
-    )
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if is_sparse(gradient) else gradient

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +18,11 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from .. import kernels
-from ..casting.narrow_gradients import past_the_getter
+from ..casting.narrow_gradients import past_the_getter, stored_gradient
 from ..dtypes import LOWER_PRECISION
-from ..optimizers.fused import FusedOptimizer
-from ..optimizers.traits import takes_rests, takes_step_inputs
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
-from .gradients import Gradients
-from .slots import is_sparse
+from .gradients import Gradients, Slot
 
 _OPTIMIZERS = (SGD, Adam, AdamW)
 #: Settings of groups with which torch's step computes something else than ours.
@@ -38,8 +34,6 @@ class OnePassStep:
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
         self._gradients = gradients
-        # Its step may have something around it, as schedulers put there.
-        self._has_own_step = inspect.unwrap(optimizer.step).__module__ in ("torch.optim.adam", "torch.optim.sgd")
         #: Of steps that were counted together, by the first: counts, their versions, a number for each, equal where they are.
         self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
         self.found_inf: Tensor | None = None
@@ -50,25 +44,20 @@ class OnePassStep:
         """Whether its class is one whose update is known here."""
         return type(optimizer) in _OPTIMIZERS
 
-    def reason_against(self, optimizer: Any) -> str | None:
-        """Why torch's own arithmetic, over float32 copies of the weights, has to take this step; None where one pass can."""
-        if not self._has_own_step:
-            return "its step() is not torch's own"
+    @staticmethod
+    def reason_against(optimizer: Any, slots: list[Slot]) -> str | None:
+        """Why torch's own arithmetic has to take this step; None where one pass can."""
         for group in optimizer.param_groups:
             for name in _OTHER_ARITHMETIC:
                 if group.get(name):
                     return f"{name}=True"
-        for slot in self._gradients.slots:
-            if (gradient := slot.gradient) is not None and is_sparse(gradient):
+        for slot in slots:
+            gradient = stored_gradient(slot.param)
+            if gradient is not None and gradient.layout is not torch.strided:
                 return "a sparse gradient"
             if slot.param.is_complex():
                 return "a complex parameter"
         return None
-
-    @staticmethod
-    def counts_on_device(optimizer: Any) -> bool:
-        """Whether the number of a step is nothing that the host has to know."""
-        return all([group.get("capturable", False) for group in optimizer.param_groups])
 
     @contextmanager
     def in_step(self, optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
@@ -86,7 +75,7 @@ class OnePassStep:
 
         ``others`` are lists beside the parameters, of which one call takes equal elements.
         """
-        rests = {id(slot.param): slot.entry.rest for slot in self._gradients.mastered}
+        rests = {id(slot.param): slot.entry.rest for slot in self._gradients.stored}
         found: dict[Any, list[int]] = {}
         for i, param in enumerate(params):
             found.setdefault((id(param) in rests, param.device, *(column[i] for column in others)), []).append(i)
@@ -95,13 +84,17 @@ class OnePassStep:
             clip = self._gradients.clipping.pending if has_rests else None
             yield indices, dict(lower=lower, clip=clip, found_inf=self.found_inf)
 
-    def count(self, steps: list[Tensor]) -> list[int]:
+    def count(self, params: Sequence[Tensor], steps: list[Tensor]) -> list[int]:
         """Count a step; returns a number for each parameter, equal where their counts are.
 
-        They are read once: counts that always move together stay equal.
+        They are read once: counts that always move together stay equal. Where a device decides whether the step is taken, it counts:
+        torch's counts on the host are moved there.
         """
         if not steps:
             return []
+        for i, step in enumerate(steps) if self.found_inf is not None and not self.found_inf.is_cpu else ():
+            if step.device != params[i].device:
+                steps[i] = self.state[params[i]]["step"] = step.to(params[i].device)
         known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
         are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
         if not are_same or [step._version for step in steps] != versions:  # a script may set some of them back
@@ -114,23 +107,18 @@ class OnePassStep:
         self.known_counts[id(steps[0])] = list(steps), [step._version for step in steps], numbers
         return numbers
 
+    def give_counts_back(self, optimizer: Any) -> None:
+        """Have step counts be on the host again, where torch keeps them."""
+        if not any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
+            for state in optimizer.state.values():
+                if isinstance(count := state.get("step"), Tensor):
+                    state["step"] = count.cpu()
+
     def float32_moments(self, params: Sequence[Tensor], moments: list[Tensor], name: str) -> None:
         """Have moments that torch has made in the precision of lower-precision weights be float32."""
         for i, moment in enumerate(moments):
             if moment.dtype in LOWER_PRECISION:
                 moments[i] = self.state[params[i]][name] = moment.float()
-
-
-def why_over_stand_ins(optimizer: Any, gradients: Gradients, one_pass_step: bool = True) -> str | None:
-    """Why a step runs over float32 copies of weights in lower precision; None where one pass updates weights and rests."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, FusedOptimizer):
-        if not takes_rests(optimizer):
-            return f"the update of {name} needs float32 parameters"
-        return None if takes_step_inputs(optimizer) else "its step() was replaced before initialize()"
-    if not OnePassStep.is_for(optimizer):
-        return f"ampkit has no one-pass update of {name}"
-    return OnePassStep(optimizer, gradients).reason_against(optimizer) if one_pass_step else "one_pass_step=False"
 
 
 class _Running(threading.local):
@@ -150,7 +138,7 @@ def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
             return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
         one.float32_moments(params, exp_avgs, "exp_avg")
         one.float32_moments(params, exp_avg_sqs, "exp_avg_sq")
-        for indices, given in one.batches(params, one.count(steps)):
+        for indices, given in one.batches(params, one.count(params, steps)):
             kernels.multi_tensor_adam(
                 *([column[i] for i in indices] for column in (grads, params, exp_avgs, exp_avg_sqs)),
                 lr=settings["lr"],

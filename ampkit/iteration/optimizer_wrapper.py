@@ -9,8 +9,6 @@ update weight and rest in one pass, others step over stand-ins (stand_ins.py).
 from __future__ import annotations
 
 import functools
-import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,34 +23,22 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
-from ..errors import AmpkitError, ConfigurationError, LossScaleError
+from ..errors import AmpkitError, ConfigurationError
 from ..labels import labelled
 from ..logs import logger
-from ..optimizers.fused import StepInputs
-from ..optimizers.scales import is_one
-from ..optimizers.traits import (
-    clears_as_torch,
-    evaluates_once,
-    lacks_momenta,
-    takes_found_inf,
-    takes_rests,
-    takes_step_inputs,
-)
+from ..optimizers.traits import Traits, evaluates_once, has_hooks
 from ..patching import PatchSet
-from .advice import Advice, unwatch, watch
-from .found_inf import Findings, is_known_clean, is_set
-from .gradients import Gradients
+from ..registry import WRAPPER_KEY, add_wrapper, remove_wrapper
+from .advice import Advice
+from .found_inf import Findings, is_known_clean
+from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
-from .one_pass import OnePassStep, why_over_stand_ins
-from .running_statistics import Snapshot, after_step
-from .slots import WRAPPER_KEY, Slots
+from .one_pass import OnePassStep
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
+from .ways import Way, choose
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling
-# Those of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
-_pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
-_post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 
 _AMID_UPDATE = (
     "ampkit: this was raised while optimizer.step() updated weights: some may be updated and others not. To train on, load a "
@@ -67,19 +53,12 @@ class OptimizerWrapper:
         self._optimizer = weakref.ref(optimizer)
         self.owner = owner
         self._patches = PatchSet()
-        self.block: Any = None  # the scale_loss block that is open, whether it names this optimizer or not
         self.delayed_with: LossScaler | None = None
-        self.snapshots: list[Snapshot] = []  # of running statistics, since the last step
         self.active = True
-        self._takes_step_inputs = takes_step_inputs(optimizer)
-        self._takes_rests = self._takes_step_inputs and takes_rests(optimizer)
+        self.traits = Traits.of(optimizer)
         self.gradients = Gradients(owner.process_group)
         self.findings = Findings(self.gradients, owner)
-        self._clears_as_torch = clears_as_torch(optimizer)
-        self._takes_found_inf = not self._takes_step_inputs and takes_found_inf(optimizer)
-        self._one_pass = None
-        if owner.plan.one_pass_step and OnePassStep.is_for(optimizer):
-            self._one_pass = OnePassStep(optimizer, self.gradients)
+        self.one_pass = OnePassStep(optimizer, self.gradients)
         self._told_of: set[str] = set()  # why steps were taken over stand-ins
         self._slots = slots
         self._params: list[Tensor] = []  # of the groups, when they were last looked at
@@ -88,17 +67,17 @@ class OptimizerWrapper:
             self._know_params(params_of(optimizer))
             self.stand_ins = StandIns(optimizer, self.gradients)
             self._patches.set(optimizer, WRAPPER_KEY, self)
-            self._replace(optimizer, "step", self._step)
-            self._replace(optimizer, "zero_grad", self._zero_grad)
             for name, method in (
+                ("step", self._step),
+                ("zero_grad", self._zero_grad),
                 ("add_param_group", self._add_param_group),
                 ("load_state_dict", self._load_state_dict),
             ):
                 if hasattr(optimizer, name):
                     self._replace(optimizer, name, method)
-            for inner in inner_optimizers(optimizer) if self.gradients.mastered else ():
+            for inner in inner_optimizers(optimizer) if self.gradients.stored else ():
                 self._replace(inner, "step", self._step_of_inner)
-            watch(self)
+            add_wrapper(self)
         except BaseException:
             self.detach()
             raise
@@ -109,12 +88,14 @@ class OptimizerWrapper:
 
     def detach(self) -> None:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
-        if not self.gradients.is_open:
-            self.synchronize_gradients(refuses=False)
+        if not self.gradients.in_block:
+            self.settle(refuses=False)
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
+            self.findings.zero_skipped()
+            self.one_pass.give_counts_back(self.optimizer)
         self.active = False
-        unwatch(self)
+        remove_wrapper(self)
         self._patches.restore()
         for own, cast in self.state_cast(torch.float32):
             own.update(cast)
@@ -133,14 +114,14 @@ class OptimizerWrapper:
 
     def master_params(self) -> Iterator[Tensor]:
         """What the optimizer updates, in its order: of weights with rests their float32 values, which are lent."""
-        if not self.gradients.is_open:
-            self.synchronize_gradients()
+        if not self.gradients.in_block:
+            self.settle()
             self.gradients.widen()
         elif self.gradients.has_fresh:
             self.advice.tell("scaled", "master_params was asked for")
-        if self.gradients.mastered:
-            self.gradients.mastered[0].entry.loans.lend_again()
-        entries = {slot.param: slot.entry for slot in self.gradients.mastered}
+        if self.gradients.stored:
+            self.gradients.stored[0].entry.loans.lend_again()
+        entries = {slot.param: slot.entry for slot in self.gradients.stored}
         for param in params_of(self.optimizer):
             entry = entries.get(param)
             if entry is not None:
@@ -159,23 +140,31 @@ class OptimizerWrapper:
         """Whether a loss is multiplied for it by something else than a static 1.0."""
         return not all([scaler.is_one for scaler in self.owner.scalers])
 
-    def is_outside_of_blocks(self, thread: int) -> bool:
-        """Whether a backward pass of this thread would bring gradients that come through no block."""
-        is_to_look = not (self.gradients.is_open or self.findings.came_through_no_block) and self.has_scale
-        return is_to_look and self.owner.thread == thread
+    @property
+    def is_outside_of_blocks(self) -> bool:
+        """Whether a backward pass outside of all blocks would bring gradients that come through none."""
+        return not (self.gradients.in_block or self.findings.came_through_no_block) and self.has_scale
+
+    def note_outside(self, passes: int) -> None:
+        """A backward pass outside of all blocks has written to the gradients. ``passes`` counts those through scaled losses before.
+
+        Added to gradients that wait at a loss scale, those of a loss without a scale are told of at once.
+        """
+        if self.gradients.state is not State.WAITING:
+            self.findings.came_through_no_block = True
+        elif self.advice.passes == passes and self.owner.plan.policy.base != "apex":  # which scales by hand
+            self.advice.tell("beside delayed")
 
     def has_scaled(self, params: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
-        delayed, block = self.gradients.delayed_scale, self.block
-        waits = delayed is not None and not is_one(delayed)
-        is_in_block = block is not None and self in block.named and not block.scaler.is_one
-        return (waits or is_in_block) and not {slot.param for slot in self.gradients.slots}.isdisjoint(params)
+        gradients = self.gradients
+        return gradients.are_scaled and gradients.has_fresh and any([id(param) in gradients.ids for param in params])
 
     def hand_gradients(self) -> None:
         """After a block: float32 parameters that were lent, and that a script still holds, get the gradients of now."""
         if not self._has_lent:
             return
-        lent = [slot for slot in self.gradients.mastered if slot.entry.loans.held_by_script(slot.entry) is not None]
+        lent = [slot for slot in self.gradients.stored if slot.entry.loans.held_by_script(slot.entry) is not None]
         self._has_lent = bool(lent)
         if lent:
             self.gradients.widen()
@@ -183,10 +172,20 @@ class OptimizerWrapper:
             slot.entry.loans.lend_again(slot.entry)
             slot.entry.loans.hand_gradient(slot.entry)
 
-    def end_loans(self, refuses: bool = True) -> None:
-        """Take over what was written to float32 values, and gradients, that were lent."""
-        if self.gradients.mastered:
-            self.gradients.mastered[0].entry.loans.end(refuses=refuses)
+    def settle(self, finishes: bool = True, refuses: bool = True) -> None:
+        """Bring every gradient, unscaled, to ``param.grad``; take over what was written to loans.
+
+        Without ``finishes`` gradients that wait at a scale go on waiting. Raises `ConfigurationError`, where it ``refuses``, for
+        writes of which one would be lost.
+        """
+        gradients = self.gradients
+        if gradients.stored:
+            gradients.stored[0].entry.loans.end(refuses=refuses)
+        gradients.settle(refuses)
+        if gradients.state is State.READY and not gradients.has_fresh:
+            self.findings.forget()
+        elif finishes and gradients.state is State.WAITING:
+            self.owner.scaling.finish_delayed(self)
 
     def _replace(self, optimizer: Any, name: str, method: Callable[..., Any]) -> None:
         before, ref = vars(optimizer).get(name), weakref.ref(optimizer)
@@ -211,13 +210,9 @@ class OptimizerWrapper:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.stand_ins.are_in_place:  # a part of the step of an optimizer around this one
             return original(*args, **kwargs)
-        closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
-        if self.gradients.is_open:
-            raise ConfigurationError(
-                "optimizer.step() was called inside the scale_loss block, where gradients are still scaled. End the block "
-                "first: step() belongs on the level of `with`, not inside it."
-            )
+        self.gradients.refuse("step")
         self.follow_groups()
+        closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
         if callable(closure):
             kwargs.pop("closure", None)
             if not evaluates_once(self.optimizer):
@@ -231,143 +226,80 @@ class OptimizerWrapper:
 
     @labelled("step")
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        optimizer, found_inf = self.optimizer, None
-        self.synchronize_gradients()
-        if self.owner.thread != threading.get_ident() and self.has_scale and not self.findings.has_new:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__}.step() was called in another thread than its session's, and no scale_loss block has "
-                "named it since its last step: what blocks of this thread have left in its gradients is at their loss scale. Call "
-                "initialize() once for all that trains together, or in the thread that trains."
-            )
-        one_pass = self._one_pass_now()
-        checks = self.checks_now()
-        if self.gradients.clipping.pending is not None and _has_hooks(optimizer):
+        optimizer = self.optimizer
+        self.settle()
+        way = self._way()
+        if self.gradients.clipping.pending is not None and has_hooks(optimizer):
             self.gradients.widen()  # scripts look at gradients there
-        heeds_flag = self._takes_step_inputs or self._takes_found_inf
+        is_skipped, found_inf = self._judge(way)
+        if is_skipped:
+            return self.skip()
         try:
-            if heeds_flag or (one_pass is not None and one_pass.counts_on_device(optimizer)):
-                found_inf = self.findings.flag(checks)
-            elif self.findings.forbid_step(checks):
-                return self.skip()
-        except LossScaleError:  # a script that saves its model now saves statistics without this batch
-            after_step(self, True)
-            raise
-        if found_inf is not None and is_known_clean(found_inf):
-            found_inf = None  # with a flag a step takes longer, torch's on the CPU by a third
-        if self._takes_step_inputs:
-            optimizer.inputs = StepInputs(
-                found_inf=found_inf, total_norm=self.gradients.total_norm, around=self._updating
-            )
-        elif (
-            found_inf is not None and self._takes_found_inf
-        ):  # torch's own, to which GradScaler hands the flag like this
-            if lacks_momenta(optimizer) and is_set(found_inf):
-                return self.skip()
-            optimizer.grad_scale, optimizer.found_inf = None, found_inf
-        try:
-            with self._uncast(), self._over_stand_ins(one_pass, found_inf):
-                result = original(*args, **kwargs)
-                after_step(self, found_inf)
+            with nullcontext() if way.is_one_kernel and not has_hooks(optimizer) else _casting_disabled():
+                result = way.step(self, functools.partial(original, *args, **kwargs), found_inf)
             self.end_step()
             return result
         except BaseException as error:
             if not isinstance(error, AmpkitError):
                 error.add_note(_AMID_UPDATE)
             raise
-        finally:
-            if self._takes_step_inputs:
-                optimizer.inputs = None
-            elif found_inf is not None and self._takes_found_inf:
-                del optimizer.grad_scale, optimizer.found_inf
 
-    def _uncast(self) -> AbstractContextManager[None]:
-        """Casts off for a step. One of a single kernel, FusedAdam's, FusedSGD's or of torch's fused ones, calls nothing to cast."""
-        is_one_kernel = self._takes_rests or (self._takes_found_inf and OnePassStep.is_for(self.optimizer))
-        return nullcontext() if is_one_kernel and not _has_hooks(self.optimizer) else _casting_disabled()
-
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """The update of a fused step, without the script's hooks before and after it."""
-        inputs = self.optimizer.inputs
-        if self._takes_rests:
-            if _has_hooks(self.optimizer):
-                self.synchronize_gradients()
-            inputs.rests = {id(slot.param): slot.entry.rest for slot in self.gradients.mastered}
-            inputs.clip = self.gradients.clipping.pending
-            yield
-        else:
-            with self.stand_ins.in_step():
-                yield
-
-    @property
-    def why_over_stand_ins(self) -> str | None:
-        """Why a step of weights in lower precision runs over float32 copies of them; None where one pass updates them."""
-        return (
-            None
-            if self._takes_rests
-            else why_over_stand_ins(self.optimizer, self.gradients, self.owner.plan.one_pass_step)
-        )
-
-    @property
-    def can_skip(self) -> bool:
-        """Whether a step may be skipped: not where every scale is a static 1.0, and no step looks at gradients."""
-        return self.checks_step or self.has_scale
-
-    @property
-    def checks_step(self) -> bool:
-        """Whether a step looks at gradients that no block has checked, as at loss scale 1."""
-        checks: bool | None = self.owner.plan.check_gradients
-        if checks is None:
-            return self._takes_step_inputs or (self._one_pass is not None and self._may_step_in_one_pass)
-        return checks
-
-    def checks_now(self) -> bool:
-        """Whether the step that begins looks at its gradients. Those that came through no block are told of."""
-        if not self.findings.came_through_no_block:
-            return self.checks_step
-        if not self.findings.has_new:
-            self.advice.tell("outside", type(self.optimizer).__name__)
-        return True
-
-    @property
-    def _may_step_in_one_pass(self) -> bool:
-        """Whether torch's own step is another one here: over weights with rests, or float32 weights without a loss scale."""
-        return bool(self.gradients.mastered) or self.owner.plan.steps_in_one_pass
-
-    def _one_pass_now(self) -> OnePassStep | None:
-        """What has torch's optimizer update everything in one pass; None where its own step does, or where it needs stand-ins."""
-        if self._one_pass is None or not self._may_step_in_one_pass:
-            return None
-        reason = self._one_pass.reason_against(self.optimizer)
-        if reason is None:
-            return self._one_pass
-        if self.gradients.mastered and reason not in self._told_of:
+    def _way(self) -> Way:
+        """How this step is taken. That it runs over float32 copies, which costs time and memory, is said once for each reason."""
+        way, reason = choose(self)
+        is_torchs = not self.traits.takes_inputs and OnePassStep.is_for(self.optimizer)
+        if reason is not None and is_torchs and self.gradients.stored and reason not in self._told_of:
             self._told_of.add(reason)
-            logger.info(
-                "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
-                type(self.optimizer).__name__,
-                reason,
-            )
-        return None
+            if self.owner.plan.one_pass_step:
+                logger.info(
+                    "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
+                    type(self.optimizer).__name__,
+                    reason,
+                )
+        return way
 
-    def _over_stand_ins(self, one_pass: OnePassStep | None, found_inf: Tensor | None) -> AbstractContextManager[None]:
-        """Have the step that follows run over stand-ins, or in ``one_pass``, where the optimizer knows nothing of rests.
-
-        The script's hooks before the step may write to the model's gradients, and those after it look at its weights: stand-ins are
-        there for the update between them alone. Optimizers that take step inputs see to it where their update begins.
+    def _judge(self, way: Way) -> tuple[bool, Tensor | None]:
+        """Whether the host knows that this step is to be skipped, and the flag by which the device decides; None where it is clear.
         """
-        if self._takes_step_inputs or (one_pass is None and not self.gradients.mastered):
-            return nullcontext()
-        in_step = self.stand_ins.in_step() if one_pass is None else one_pass.in_step(self.optimizer, found_inf)
-        return self._between_hooks(in_step) if _has_hooks(self.optimizer) else in_step
+        findings, checks = self.findings, self.checks_step(way)
+        try:
+            if not way.skips_on_device:
+                return findings.forbid_step(checks), None
+            flag = findings.flag(checks)
+            is_clean = flag is None or is_known_clean(flag)
+            if not (is_clean or self.traits.takes_inputs or self.traits.takes_found_inf) and flag.is_cpu:  # read for nothing
+                findings.report()
+                return True, None
+        except BaseException:  # a script that saves its model now saves statistics without this batch
+            self.owner.statistics.keep_finite()
+            raise
+        # With a flag a step takes longer, torch's on the CPU by a third.
+        return False, None if is_clean else flag
+
+    def checks_step(self, way: Way | None = None) -> bool:
+        """Whether a step looks at gradients that no block has checked, as at loss scale 1.
+
+        Those that came through no block at another scale are told of.
+        """
+        if self.findings.came_through_no_block:
+            if not self.findings.has_new:
+                self.advice.tell("outside", type(self.optimizer).__name__)
+            return True
+        checks: bool | None = self.owner.plan.check_gradients
+        return (way or choose(self)[0]).checks_by_default if checks is None else checks
 
     @contextmanager
-    def _between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:
+    def between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:
+        """Enter this for the update alone: the script's hooks before and after it look at the model's own gradients and weights."""
         optimizer, is_entered = self.optimizer, False
+        if not has_hooks(optimizer):
+            with in_step:
+                yield
+            return
 
         def begin(*_: Any) -> None:
             nonlocal is_entered
-            self.synchronize_gradients()
+            self.settle()
             in_step.__enter__()
             is_entered = True
 
@@ -390,10 +322,10 @@ class OptimizerWrapper:
 
     def _step_of_inner(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step of an optimizer inside of this one: of the step around it, or of a script's own (SAM's second)."""
-        if self.stand_ins.are_in_place or self._takes_rests:
+        if self.stand_ins.are_in_place or self.traits.takes_rests:
             return original(*args, **kwargs)
-        self.synchronize_gradients()
-        if self.findings.forbid_step(self.checks_now()):
+        self.settle()
+        if self.findings.forbid_step(self.checks_step()):
             return self.skip()
         with _casting_disabled(), self.stand_ins.in_step():
             result = original(*args, **kwargs)
@@ -403,7 +335,7 @@ class OptimizerWrapper:
     @labelled("clip")
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the gradients by their norm, which is returned: inside the step where the optimizer does that."""
-        self.synchronize_gradients()
+        self.settle()
         norm = self.gradients.total_norm()
         if norm is None:
             return torch.zeros(())
@@ -417,24 +349,16 @@ class OptimizerWrapper:
     def end_step(self) -> None:
         """After a step that was taken."""
         self.gradients.clipping.end_step()
-        if self.gradients.mastered:
-            self.gradients.mastered[0].entry.loans.lend_again()
+        if self.gradients.stored:
+            self.gradients.stored[0].entry.loans.lend_again()
+        self.owner.statistics.keep_finite()
         drop_casts()
-
-    def synchronize_gradients(self, refuses: bool = True) -> None:
-        """Bring every gradient, unscaled, to ``param.grad``; take over what was written to loans."""
-        if refuses:
-            self.gradients.clipping.check_writes()
-        self.gradients.bring_back()
-        self.end_loans(refuses)
-        self.findings.drop_cleared()
-        if self.gradients.delayed_scale is not None:
-            self.owner.scaling.finish_delayed(self)
 
     def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
-        after_step(self, True)
         self.findings.end_step(skipped=True)
+        self.gradients.clipping.end_step()
+        self.owner.statistics.keep_finite()
         drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
@@ -442,7 +366,7 @@ class OptimizerWrapper:
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        own = self._clears_as_torch and set_to_none and getattr(self.optimizer, "set_grad_none", True)
+        own = self.traits.clears_as_torch and set_to_none and getattr(self.optimizer, "set_grad_none", True)
         self.findings.forget()
         self.gradients.clear(set_to_none, own=own)
         if not own:
@@ -468,9 +392,8 @@ class OptimizerWrapper:
 
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """torch gives state the dtype of its parameter. For weights with rests that is the float32 of a stand-in."""
-        if self._one_pass is not None:
-            self._one_pass.known_counts.clear()
-        with nullcontext() if self._takes_rests else self.stand_ins.in_groups():
+        self.one_pass.known_counts.clear()
+        with nullcontext() if self.traits.takes_rests else self.stand_ins.in_groups():
             return original(*args, **kwargs)
 
     def follow_groups(self) -> None:
@@ -478,7 +401,7 @@ class OptimizerWrapper:
 
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
-        if not (self.gradients.is_open or self.stand_ins.are_in_place):
+        if not (self.gradients.in_block or self.stand_ins.are_in_place):
             params: list[Tensor] = []
             for group in self.optimizer.param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this
@@ -491,19 +414,6 @@ class OptimizerWrapper:
         self.owner.train(params)
         self.gradients.add(self._slots.of(params, self.owner.float32_values()))
         self._params = params
-
-
-def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
-    """The wrapper that a live session put on this optimizer, if any."""
-    return getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    """Whether hooks of the script run before or after this optimizer's update, where gradients and weights may be written to."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
-        optimizer, "_optimizer_step_post_hooks", None
-    )
-    return own is not None and bool(own or _pre_hooks_of_all or _post_hooks_of_all)
 
 
 def drop_casts() -> None:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from .. import kernels
 from ..errors import ClosureError, ConfigurationError
 from ..optimizers.traits import is_known
-from .gradients import Gradients
-from .running_statistics import after_step
-from .slots import WRAPPER_KEY, Slot
+from ..registry import WRAPPER_KEY
+from .gradients import Gradients, Slot
 
 
 class StandIns:
@@ -37,7 +36,7 @@ class StandIns:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Have the optimizer step over them; what it made of them goes to the model."""
-        if self.are_in_place or not self._gradients.mastered:
+        if self.are_in_place or not self._gradients.stored:
             yield
             return
         with self.in_groups():
@@ -53,7 +52,7 @@ class StandIns:
     def in_groups(self) -> Iterator[None]:
         """Have the optimizer's groups and state name them; they hold no values."""
         of_param = {}
-        for slot in self._gradients.mastered:
+        for slot in self._gradients.stored:
             if slot not in self._of:
                 device = slot.param.device
                 self._of[slot] = nn.Parameter(torch.empty(0, device=device), requires_grad=slot.param.requires_grad)
@@ -87,7 +86,7 @@ class StandIns:
     @torch.no_grad()
     def take_from_model(self) -> None:
         """Values and gradients as they are in the model."""
-        slots = self._gradients.mastered
+        slots = self._gradients.stored
         for slot in slots:
             slot.entry.loans.end(slot.entry)
             slot.entry.move_rest_beside(slot.param)
@@ -99,7 +98,7 @@ class StandIns:
     def take_gradients(self) -> None:
         """Gradients as they are in the model."""
         found = self._gradients.in_float32()
-        for slot in self._gradients.mastered:
+        for slot in self._gradients.stored:
             self._of[slot].grad = found.get(slot)
         if not self._moves:
             values = ((slot, self._of.get(slot, slot.param)) for slot in self._gradients.slots)
@@ -110,7 +109,7 @@ class StandIns:
         """Split the values into weights and rests."""
         if not self._moves:
             self._refuse_steps_past()
-        slots = self._gradients.mastered
+        slots = self._gradients.stored
         kernels.multi_tensor_split(
             [self._of[slot] for slot in slots], [slot.param for slot in slots], [slot.entry.rest for slot in slots]
         )
@@ -118,8 +117,8 @@ class StandIns:
     def _refuse_steps_past(self) -> None:
         """Raise where the optimizer wrote to the model's weights and left these alone. The weights go back."""
         before, self._before = self._before, {}
-        still = [slot for slot in self._gradients.mastered if torch.equal(before[slot][1], self._of[slot])]
-        self._moves = len(still) < len(self._gradients.mastered)
+        still = [slot for slot in self._gradients.stored if torch.equal(before[slot][1], self._of[slot])]
+        self._moves = len(still) < len(self._gradients.stored)
         past = [slot for slot in still if not torch.equal(before[slot][0], slot.param)]
         if not past:
             return
@@ -178,8 +177,8 @@ def step_evaluating_again(
         # As it was where step() was called.
         with getattr(casting_off, "paused", nullcontext)():
             loss = closure()
-        wrapper.synchronize_gradients()
-        if wrapper.findings.forbid_step(wrapper.checks_now()):
+        wrapper.settle()
+        if wrapper.findings.forbid_step(wrapper.checks_step()):
             raise _SkippedInClosure
         if stand_ins.are_in_place:
             stand_ins.take_gradients()
@@ -199,6 +198,5 @@ def step_evaluating_again(
             raise
         wrapper.skip()
         return loss
-    after_step(wrapper, None)
     wrapper.end_step()
     return result

@@ -27,6 +27,7 @@ from ..compiling import compiled_models
 from ..errors import ConfigurationError
 from ..labels import labelled
 from ..patching import Undo
+from ..registry import watchers
 from .classes import Around, stand_before
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .records import lower_entries, record_of
@@ -40,11 +41,8 @@ class Watcher(NamedTuple):
     before_forward: Callable[[nn.Module], None]
     before_compiled_forward: Callable[[nn.Module], None]
     after_zero_grad: Callable[[nn.Module], None]
-    after_load: Callable[[nn.Module], None]  #: after ``load_state_dict``
     opt_level: str
 
-
-watchers: weakref.WeakKeyDictionary[nn.Module, Watcher] = weakref.WeakKeyDictionary()
 
 # Bound once: asked in every forward.
 _compiling = torch.compiler.is_compiling
@@ -97,13 +95,6 @@ def _zero_grad(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> No
     with past_the_getter():
         own(model, *args, **kwargs)
     return watcher.after_zero_grad(model)
-
-
-def _load_from_state_dict(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> None:
-    own(model, *args, **kwargs)
-    watcher = watchers.get(model)
-    if watcher is not None:
-        watcher.after_load(model)
 
 
 def _prepare_scriptable(model: nn.Module, own: Callable | None, args: tuple, kwargs: dict) -> Any:
@@ -226,7 +217,6 @@ def cast_parts(model: nn.Module, narrow_in: torch.dtype, undo: Undo) -> None:
 _METHODS: dict[str, Around] = {
     "_apply": _apply,
     "zero_grad": _zero_grad,
-    "_load_from_state_dict": _load_from_state_dict,
     "__prepare_scriptable__": _prepare_scriptable,
     "__copy__": _copy,
     "forward": _forward,

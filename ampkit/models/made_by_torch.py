@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 from ..patching import shared_patch
-from .forward import watchers
+from ..registry import watchers
 from .records import lower_entries
 
 

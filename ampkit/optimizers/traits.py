@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,32 +24,57 @@ def evaluates_once(optimizer: Any) -> bool:
     return is_known(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def takes_step_inputs(optimizer: Any) -> bool:
-    """Whether it is a fused optimizer of ours whose ``step`` no script has replaced."""
-    if not isinstance(optimizer, FusedOptimizer) or "step" in vars(optimizer):
-        return False
-    step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
-    return bool(optimizer.takes_step_inputs) and step.__module__.startswith(_HOME)
+class Traits(NamedTuple):
+    """What its methods say, asked before `initialize` puts others in their places.
+
+    ``takes_inputs``: it is a fused optimizer of ours whose ``step`` no script has replaced; ``takes_rests``: its ``update`` writes
+    weights and rests together. ``takes_found_inf``: it skips by itself when told to by its attribute ``found_inf``, as torch's
+    fused optimizers do. ``has_own_step``: its ``step`` is that of torch's Adam or SGD, though a scheduler may stand around it.
+    ``clears_as_torch``: its ``zero_grad`` is torch's or ours.
+    """
+
+    takes_inputs: bool
+    takes_rests: bool
+    takes_found_inf: bool
+    has_own_step: bool
+    clears_as_torch: bool
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Traits:
+        is_ours = isinstance(optimizer, FusedOptimizer)
+        step = inspect.unwrap(type(optimizer).step)  # torch wraps it for its hooks
+        takes_inputs = is_ours and "step" not in vars(optimizer) and step.__module__.startswith(_HOME)
+        takes_rests = is_ours and optimizer.takes_rests and type(optimizer).update.__module__.startswith(_HOME)
+        takes_inputs = takes_inputs and optimizer.takes_step_inputs
+        own_zero_grad = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
+        return cls(
+            bool(takes_inputs),
+            bool(takes_inputs and takes_rests),
+            not takes_inputs and _takes_found_inf(optimizer),
+            inspect.unwrap(optimizer.step).__module__ in ("torch.optim.adam", "torch.optim.sgd"),
+            "zero_grad" not in vars(optimizer) and getattr(type(optimizer), "zero_grad", None) in own_zero_grad,
+        )
 
 
-def takes_rests(optimizer: Any) -> bool:
-    """Whether its ``update``, which no script has replaced, writes weights and rests together."""
-    return bool(optimizer.takes_rests) and type(optimizer).update.__module__.startswith(_HOME)
-
-
-def clears_as_torch(optimizer: Any) -> bool:
-    """Whether ``zero_grad`` is torch's or ours, and not one that a script has written."""
-    own = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
-    return "zero_grad" not in vars(optimizer) and getattr(type(optimizer), "zero_grad", None) in own
-
-
-def takes_found_inf(optimizer: Any) -> bool:
-    """Whether it skips by itself when told to by its attribute ``found_inf``, as torch's fused optimizers do."""
+def _takes_found_inf(optimizer: Any) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if any(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         return False  # torch takes no plain tensor beside DTensors
     return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+
+
+# Those of torch.optim.optimizer.register_optimizer_step_pre_hook and register_optimizer_step_post_hook.
+_pre_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+_post_hooks_of_all = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+
+
+def has_hooks(optimizer: Any) -> bool:
+    """Whether hooks of the script run before or after this optimizer's update, where gradients and weights may be written to."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
+        optimizer, "_optimizer_step_post_hooks", None
+    )
+    return own is not None and bool(own or _pre_hooks_of_all or _post_hooks_of_all)
 
 
 def lacks_momenta(optimizer: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import ampkit
 from ampkit import optimizers
 from ampkit.apex import optimizers as apex_optimizers
-from ampkit.iteration.optimizer_wrapper import wrapper_of
+from ampkit.registry import wrapper_of
 
 OURS = {
     "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2),
@@ -59,7 +59,7 @@ def iteration(model, optimizer, bad=1.0, seed=1, clip=None):
 
 def everything(model, optimizer):
     """Weights and their rests, buffers, moments and counts; copies."""
-    rests = [slot.entry.rest for slot in wrapper_of(optimizer).gradients.mastered]
+    rests = [slot.entry.rest for slot in wrapper_of(optimizer).gradients.stored]
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     return [x.detach().clone() for x in (*model.parameters(), *model.buffers(), *rests, *states)]
 

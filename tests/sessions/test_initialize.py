@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
 from ampkit.patching import PatchSet
-from ampkit.session import live_sessions
+from ampkit.registry import live_sessions
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 NAMESPACES = (torch, nn.functional, torch.Tensor, torch.linalg, torch.special)

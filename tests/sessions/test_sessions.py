@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.session import live_sessions
+from ampkit.registry import live_sessions
 
 
 def make_pair():

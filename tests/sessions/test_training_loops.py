@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit.session import session_of
+from ampkit.registry import session_of
 
 X, Y = (
     torch.randn(16, 4, generator=torch.Generator().manual_seed(3)),

@@ -19,7 +19,7 @@ from sessions import test_random_scripts
 from torch import nn
 
 import ampkit
-from ampkit.session import live_sessions
+from ampkit.registry import live_sessions
 
 from .promise import Promise
 from .runs import Recipe, Run

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import ampkit
 from ampkit.models.records import lower_entries
 from ampkit.optimizers import FusedAdam, FusedSGD
-from ampkit.session import session_of
+from ampkit.registry import session_of
 
 # Models
 

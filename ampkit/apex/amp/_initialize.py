@@ -17,7 +17,8 @@ from ...dtypes import CASTABLE
 from ...errors import ConfigurationError
 from ...logs import logger
 from ...policy import Policy
-from ...session import Session, current_session, live_sessions
+from ...registry import current_session, live_sessions
+from ...session import Session
 from ..parallel import DistributedDataParallel
 from . import _printing
 from ._amp_state import _amp_state

@@ -16,10 +16,11 @@ import torch
 from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
 from ...iteration.found_inf import FoundInf
-from ...iteration.optimizer_wrapper import wrapper_of
-from ...iteration.slots import BackwardPass, Slot
+from ...iteration.gradients import Slot, State
+from ...iteration.unscale import BackwardPass
 from ...logs import logger
-from ...session import Session, session_of
+from ...registry import session_of, wrapper_of
+from ...session import Session
 from ._amp_state import _amp_state
 from .scaler import LossScaler
 
@@ -67,11 +68,8 @@ def _amp_lazy_init(optimizer: Any) -> None:
 def _prepare_amp_backward(optimizer: Any) -> None:
     """Before a backward pass: set the gradients aside that are there, so that fresh ones arrive unmixed."""
     wrapper = _wrapper(optimizer)
-    gradients = wrapper.gradients
-    wrapper.end_loans()
-    gradients.drop_cleared()
-    gradients.clipping.check_writes()
-    gradients.open(1.0 if gradients.delayed_scale is None else gradients.delayed_scale)
+    wrapper.settle(finishes=False)
+    wrapper.gradients.open(wrapper.gradients.scale if wrapper.gradients.state is State.WAITING else 1.0)
 
 
 def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
@@ -88,7 +86,7 @@ def _post_amp_backward(optimizer: Any, scaler: LossScaler) -> None:
 
 def _master_params_to_model_params(optimizer: Any) -> None:
     """Take over what was written to masters, by whatever way."""
-    _wrapper(optimizer).end_loans()
+    _wrapper(optimizer).settle(finishes=False)
 
 
 _METHODS = (
@@ -120,15 +118,15 @@ class AmpOptimizerState:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether scaled gradients wait in ``.grad`` (``delay_unscale=True``). May be set by those who write their own loop."""
-        return self._gradients.delayed_scale is not None
+        return self._gradients.state is State.WAITING
 
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
         gradients = self._gradients
-        if value and gradients.delayed_scale is None:
+        if value and gradients.state is not State.WAITING:
             gradients.keep_scaled(_amp_state.loss_scalers[0].loss_scale())
-        elif not value:
-            gradients.delayed_scale = None
+        elif not value and gradients.state is State.WAITING:
+            gradients.state = State.READY
 
     def __getattr__(self, name: str) -> Any:
         views = {} if name.startswith("__") or "_optimizer" not in self.__dict__ else _views(self._has_masters)

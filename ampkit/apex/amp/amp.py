@@ -16,7 +16,7 @@ from ...casting.decorators import register_half_function as register_half_functi
 from ...casting.decorators import register_promote_function as register_promote_function
 from ...plan import default_lower_precision
 from ...policy.cast_rules import CastKind
-from ...session import session_of
+from ...registry import session_of
 from . import _printing
 from ._amp_state import _amp_state
 from ._initialize import _end_casts_of_other_kinds

@@ -16,7 +16,7 @@ from ...errors import ConfigurationError
 from ...iteration.loss_scale import DynamicLossScale, LossScaler, load_scalers, save_scalers
 from ...logs import logger
 from ...plan import OPT_LEVELS, resolve
-from ...session import live_sessions
+from ...registry import live_sessions
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._initialize import core_level, open_session
 

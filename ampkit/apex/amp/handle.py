@@ -13,9 +13,9 @@ from ...casting.engine import Casting
 from ...errors import LossIdError
 from ...iteration.found_inf import FoundInf
 from ...iteration.loss_scale import LossScaler as CoreScaler
-from ...iteration.optimizer_wrapper import wrapper_of
 from ...logs import logger
-from ...session import Session, live_sessions, session_of
+from ...registry import live_sessions, session_of, wrapper_of
+from ...session import Session
 from . import utils
 from ._amp_state import _amp_state
 from ._process_optimizer import warn_of_replaced_methods
@@ -58,7 +58,8 @@ def scale_loss(
         warn_of_replaced_methods(optimizer)
     core, scaler = _scaler(loss_id), _amp_state.loss_scalers[loss_id]
     script_judges = scaler.is_changed_by_the_script and not delay_unscale
-    with sessions[0].scale_loss(loss, found, core, delay_unscale, delay_overflow_check or script_judges) as scaled:
+    wrappers = [wrapper_of(optimizer) for optimizer in found]
+    with sessions[0].block(loss, wrappers, core, delay_unscale, delay_overflow_check or script_judges) as scaled:
         yield scaled
     if not delay_unscale:
         scaler.end_block()

@@ -15,7 +15,7 @@ from torch import nn
 from ... import kernels
 from ...dtypes import LOWER_PRECISION
 from ...errors import CheckpointError, LossScaleError
-from ...iteration.optimizer_wrapper import wrapper_of
+from ...registry import wrapper_of
 from ..amp.scaler import LossScaler
 
 

@@ -25,7 +25,7 @@ from ...models.keep_fp32 import Kept
 from ...patching import PatchSet
 from ...policy import CastKind
 from ...policy.autocast import CPU_LIST, CUDA_LIST
-from ...session import live_sessions
+from ...registry import live_sessions
 from ..sites import Site, look
 
 _WRAPPERS = os.path.join(os.path.dirname(casting.__file__), "")

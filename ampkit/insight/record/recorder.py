@@ -24,7 +24,7 @@ from ...casting.cache import CastCaches
 from ...dtypes import LOWER_PRECISION
 from ...errors import ConfigurationError
 from ...patching import PatchSet, Undo
-from ...session import current_session, live_sessions
+from ...registry import current_session, live_sessions
 from ..explain import short
 from ..watching import Call, Watch, tensors_in
 from .advice import advise

@@ -14,10 +14,9 @@ import torch
 
 from ...api import step_was_skipped
 from ...casting.tensors import params_of
-from ...iteration.optimizer_wrapper import wrapper_of
-from ...iteration.slots import is_sparse
+from ...iteration.unscale import is_sparse
 from ...optimizers.scales import on
-from ...session import session_of
+from ...registry import session_of, wrapper_of
 from ...sharding import local
 from ..around_step import names_of, to_host
 from ..updates import Weights, some
@@ -126,7 +125,7 @@ class Steps(StepHooks):
             for value in optimizer.state.get(param, {}).values():
                 if isinstance(value, torch.Tensor):
                     memory.is_a(MOMENTS, value)
-        for slot in wrapper.gradients.mastered if wrapper is not None else ():
+        for slot in wrapper.gradients.stored if wrapper is not None else ():
             memory.is_a(MASTERS, slot.entry.rest)
 
     # At the end

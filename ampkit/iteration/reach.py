@@ -1,0 +1,126 @@
+"""Which gradients a backward pass writes to, and to which block it belongs.
+
+``Tensor.backward`` calls `torch.autograd.backward`, which is patched while a session lives. Inside of a `scale_loss` block it has
+the block hold, before they are written to, the gradients that the graph of its roots leads to: those of optimizers of other sessions,
+and of tensors that no optimizer of ours updates. Outside of all blocks, gradients that get something are noted for the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from ..registry import wrappers
+
+_compiling = torch.compiler.is_dynamo_compiling
+_running_backward = torch._C._current_graph_task_id  # -1 outside of a backward pass
+_PythonNode = torch.autograd.function.BackwardCFunction
+
+
+class Reached(NamedTuple):
+    """Where a graph leads: its leaves, and whether a function in Python is among its nodes, which may reach anything.
+
+    A reentrant checkpoint, or a reversible layer, runs a backward pass of its own over a graph that is not there yet.
+    """
+
+    leaves: list[torch.Tensor]
+    has_python: bool
+
+    def may_write_to(self, ids: set[int]) -> bool:
+        """Whether a backward pass may write to the gradient of a tensor with one of these ids."""
+        return self.has_python or any([id(leaf) in ids for leaf in self.leaves])
+
+
+def node_of(root: torch.Tensor | GradientEdge) -> Any:
+    """Where a backward pass from here begins."""
+    return root.node if isinstance(root, GradientEdge) else root.grad_fn
+
+
+def leaves_of(roots: Iterable[Any], past: Any = None) -> Reached:
+    """What the graphs of these nodes lead to, without what they reach through the node ``past`` alone."""
+    leaves, has_python = [], False
+    pending = [node for node in roots if node is not None and node is not past]
+    met = {None, past, *pending}
+    for node in pending:
+        following = node.next_functions
+        if not following and hasattr(node, "variable"):
+            leaves.append(node.variable)
+        elif isinstance(node, _PythonNode):
+            has_python = True
+        for after, _ in following:
+            if after not in met:
+                met.add(after)
+                pending.append(after)
+    return Reached(leaves, has_python)
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
+
+
+_open = _Open()
+
+
+def open_blocks() -> list[Any]:
+    """The blocks that this thread is in, innermost last."""
+    return _open.blocks
+
+
+_retained: list[weakref.ref[torch.Tensor]] = []
+
+
+def retained() -> list[torch.Tensor]:
+    """Results of functions of which a script has asked for the gradients, ``x.retain_grad()``."""
+    return [tensor for ref in tuple(_retained) if (tensor := ref()) is not None]
+
+
+def noting_retained(original: Callable[..., None]) -> Callable[..., None]:
+    """What stands in the place of ``Tensor.retain_grad``."""
+
+    @functools.wraps(original)
+    def retain_grad(tensor: torch.Tensor) -> None:
+        original(tensor)
+        if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in _retained):
+            _retained.append(weakref.ref(tensor, _retained.remove))
+
+    return retain_grad
+
+
+def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
+    """What stands in the place of ``torch.autograd.backward``."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if _compiling():  # dynamo would guard every gradient
+            return torch._dynamo.disable(backward)(tensors, *args, **kwargs)
+        if _running_backward() != -1:  # a part of the pass around it, as torch.utils.checkpoint is
+            return original(tensors, *args, **kwargs)
+        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
+        roots = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
+        if _open.blocks:
+            _open.blocks[-1].before_backward(roots, inputs)
+            return original(roots, *args, **kwargs)
+        reached = _reached_outside(roots, inputs)
+        original(roots, *args, **kwargs)
+        for wrapper, passes in reached:
+            wrapper.note_outside(passes)
+        return None
+
+    return backward
+
+
+def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
+    """The optimizers with a loss scale that a backward pass outside of all blocks reaches, and their counts of scaled passes."""
+    scaled = [wrapper for wrapper in wrappers() if wrapper.is_outside_of_blocks]
+    if not scaled:
+        return []
+    leaves = leaves_of(map(node_of, roots)).leaves if inputs is None else inputs
+    ids = {id(leaf) for leaf in ([leaves] if isinstance(leaves, torch.Tensor) else leaves)}
+    return [(one, one.advice.passes) for one in scaled if not ids.isdisjoint(one.gradients.ids)]

@@ -1,0 +1,69 @@
+"""What is initialized in this process: its sessions, optimizers and models. Who is asked for one of them asks here.
+
+`live_sessions` are those that are neither closed nor without models and optimizers, oldest first. `wrappers` are what live sessions
+put on their optimizers, and `watchers` what is told of the calls of each initialized model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+WRAPPER_KEY = "_ampkit"  # where an optimizer has its wrapper
+
+live_sessions: list[Any] = []
+watchers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_wrappers: list[weakref.ref[Any]] = []
+_additions = 0
+
+
+def wrapper_of(optimizer: Any) -> Any | None:
+    """The wrapper that a live session has put on this optimizer, if any."""
+    wrapper = getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
+    return wrapper if wrapper is not None and wrapper.optimizer is optimizer else None  # copies share everything
+
+
+def wrappers() -> list[Any]:
+    """The optimizer wrappers of live sessions, oldest first."""
+    return [wrapper for ref in _wrappers if (wrapper := ref()) is not None]
+
+
+def add_wrapper(wrapper: Any) -> None:
+    """Count an optimizer's wrapper among `wrappers`, while it lives."""
+    _wrappers.append(weakref.ref(wrapper, _wrappers.remove))
+
+
+def remove_wrapper(wrapper: Any) -> None:
+    _wrappers[:] = [ref for ref in _wrappers if ref() is not wrapper]
+
+
+def current_session() -> Any | None:
+    """The newest live session, or None before `initialize` and after `close`. Raises nothing."""
+    return live_sessions[-1] if live_sessions else None
+
+
+def session_of(thing: Any) -> Any | None:
+    """The live session that owns a model or an optimizer."""
+    wrapper = wrapper_of(thing)
+    if wrapper is not None:
+        return wrapper.owner
+    for session in reversed(live_sessions):
+        if session.owns(thing):
+            return session
+    return None
+
+
+def additions() -> int:
+    """How many modules have become a part of another in this process: what was found in a model stays true while this does."""
+    return _additions
+
+
+def _count(*_: Any) -> None:
+    global _additions
+    _additions += 1
+
+
+register_module_module_registration_hook(_count)
