@@ -101,7 +101,7 @@ class Repetition:
         undo.callback(patches.restore)
         patches.set(self._watch, "on_module", self.keep_all)
         patches.set(torch.autograd, "backward", self._backward(inspect.unwrap(torch.autograd.backward)))
-        patches.set(Session, "scale_loss", self._scale_loss)
+        patches.set(Session, "block", self._block)
         patches.set(GradScaler, "scale", self._scale)
         for owner in (GradScaler, *GradScaler.__subclasses__()):
             for name in {"unscale_", "step"} & vars(owner).keys():
@@ -137,15 +137,15 @@ class Repetition:
         return backward
 
     @property
-    def _scale_loss(self) -> Any:
+    def _block(self) -> Any:
         @contextlib.contextmanager
-        def scale_loss(_: Session, loss: torch.Tensor, _optimizers: Any, scaler: Any, *_delays: Any) -> Iterator[Any]:
+        def block(_: Session, loss: torch.Tensor, _wrappers: Any, scaler: Any, *_delays: Any) -> Iterator[Any]:
             if scaler.dynamic:
                 self.floor, self.backoff = scaler.floor, scaler.rule.backoff_factor
             self.scale = scaler.loss_scale * self.factor
             yield loss.float() * self.scale
 
-        return scale_loss
+        return block
 
     @property
     def _scale(self) -> Any:

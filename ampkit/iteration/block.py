@@ -26,7 +26,7 @@ from .found_inf import FoundInf, constant, is_known_clean
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
-from .reach import leaves_of, node_of, open_blocks, retained
+from .reach import here, leaves_of, node_of, retained
 from .unscale import BackwardPass
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
@@ -79,7 +79,7 @@ class Block:
             wrapper.findings.begin(self.scaler, self.named if self._is_plain else ())
         self._scaled = scaled = self.loss.float()
         if self._is_plain:
-            open_blocks().append(self)
+            here.blocks.append(self)
             return scaled
         held = self.scaling.held_scale
         self.scale = self.scaler.current(home_of(self.named)) if held is None else held
@@ -92,20 +92,23 @@ class Block:
                 self._hold_outside(())
             if not self.scaler.is_one:
                 self.scaling.advice.before_backward(self.named, scaled, self.delay_unscale)
-            open_blocks().append(self)
+            here.blocks.append(self)
             return scaled
         except BaseException:
             self._put_back()
             raise
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        open_blocks().remove(self)
+        here.blocks.remove(self)
         if self._is_plain:
             return
-        if error_type is None:
-            self._end()
-        else:
+        if error_type is not None:
+            return self._put_back()
+        try:
+            return self._end()
+        except BaseException:
             self._put_back()
+            raise
 
     # What it holds
 
@@ -168,7 +171,9 @@ class Block:
             outside = [leaf for leaf in outside if id(leaf) not in gathered]
         outside += retained()
         if outside and self.scaling.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
-            self.scaling.advice.tell("unowned", self.named[0].owner.name_of(outside[0]))
+            session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
+            first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
+            self.scaling.advice.tell("unowned", session.name_of(first))
         elif outside:
             self._hold_outside(outside)
 
@@ -238,15 +243,17 @@ def collect(
         outside.collect(backward, found)
     for wrapper in named:
         wrapper.gradients.collect(backward, found)
-        wrapper.findings.add(found)
     for wrapper in unnamed:
         _collect_unnamed(wrapper, backward, found, named)
+    if found is not None:
+        _combine(found, named)
+    for wrapper in named:  # not before: the flag is what has been found in all of them
+        wrapper.findings.add(found)
     if found is None:
         return
     is_clean = is_known_clean(found.flag)
     if loss is not None and not is_clean:
         found.loss = loss.detach()
-    _combine(found, named)
     for gradients in () if is_clean else (outside, *[wrapper.gradients for wrapper in named]):
         if gradients is not None:  # what no optimizer clears would stay inf or NaN for good, and be added to by another's block
             gradients.zero_where(found.flag, gradients is outside)

@@ -210,6 +210,11 @@ class Findings:
         self._new = []
         self.came_through_no_block = False
 
+    def drop_cleared(self) -> None:
+        """There are no gradients: what was found in them goes. A flag stays of a block that has made none of them."""
+        if self._made is not None or self._flag is None:
+            self.forget()
+
     def zero_skipped(self) -> None:
         """Before a block adds to gradients that a step has refused, or a session ends: zeros in their place."""
         self._drop_of_others()

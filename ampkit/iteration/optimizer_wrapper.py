@@ -183,7 +183,7 @@ class OptimizerWrapper:
             gradients.stored[0].entry.loans.end(refuses=refuses)
         gradients.settle(refuses)
         if gradients.state is State.READY and not gradients.has_fresh:
-            self.findings.forget()
+            self.findings.drop_cleared()
         elif finishes and gradients.state is State.WAITING:
             self.owner.scaling.finish_delayed(self)
 

@@ -65,12 +65,8 @@ class _Open(threading.local):
         self.blocks: list[Any] = []
 
 
-_open = _Open()
-
-
-def open_blocks() -> list[Any]:
-    """The blocks that this thread is in, innermost last."""
-    return _open.blocks
+#: The blocks that this thread is in, innermost last.
+here = _Open()
 
 
 _retained: list[weakref.ref[torch.Tensor]] = []
@@ -104,8 +100,8 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
             return original(tensors, *args, **kwargs)
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
         roots = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
-        if _open.blocks:
-            _open.blocks[-1].before_backward(roots, inputs)
+        if here.blocks:
+            here.blocks[-1].before_backward(roots, inputs)
             return original(roots, *args, **kwargs)
         reached = _reached_outside(roots, inputs)
         original(roots, *args, **kwargs)

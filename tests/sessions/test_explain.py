@@ -108,7 +108,8 @@ def test_rows_say_what_is_stored_computed_and_kept():
         ("fused", "O5", "one pass", ""),
         ("amsgrad", "O5", "its own", "amsgrad=True"),
         ("unknown", "O5", "its own", "ampkit has no one-pass update of RMSprop"),
-        ("torch's", "O1", "its own", "weights are float32"),
+        ("torch's", "O1", "one pass", ""),
+        ("torch's", "O0", "its own", "weights are float32"),
         ("torch's", "O3", "its own", "weights are in lower precision, without float32 values"),
     ],
 )
