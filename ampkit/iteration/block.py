@@ -58,6 +58,7 @@ class Block:
     def __enter__(self) -> torch.Tensor:
         self._held: list[OptimizerWrapper] = []
         self._ran = False  # a backward pass, in this thread
+        self._is_plain = self.scaler.is_one and not self.scaling.plan.master_weights
         for wrapper in self.named:
             if not wrapper.active:
                 raise NotInitializedError(
@@ -66,49 +67,52 @@ class Block:
                 )
             wrapper.gradients.refuse("open")
         try:
+            here.blocks.append(self)
             self.scaling.report_skips()
-        except LossScaleError:  # a script that saves its model now saves statistics without this batch
-            self._keep_statistics_finite()
+            return self._begin()
+        except BaseException as error:
+            self._leave(error)
             raise
+
+    def _begin(self) -> torch.Tensor:
         if self.delay_unscale:
             keep_casts_to_step(self.named)
         else:  # autograd keeps those that the backward pass needs, and frees each when it is done with it
             drop_casts()
-        self._is_plain = self.scaler.is_one and not self.scaling.plan.master_weights
         for wrapper in self.named:
             wrapper.findings.begin(self.scaler, self.named if self._is_plain else ())
         self._scaled = scaled = self.loss.float()
         if self._is_plain:
-            here.blocks.append(self)
             return scaled
-        held = self.scaling.held_scale
+        scaling = self.scaling
+        held = scaling.held_scale
         self.scale = self.scaler.current(home_of(self.named)) if held is None else held
         self._scaled = scaled = scaled * on(self.scale, scaled.device)
-        try:
-            self._hold([wrapper.owner for wrapper in self.named])
-            if self.delay_unscale:
-                self._hold_outside(self.scaling.find_unowned(self.named[0].owner))
-            elif self.scaling.outside.slots:
-                self._hold_outside(())
-            if not self.scaler.is_one:
-                self.scaling.advice.before_backward(self.named, scaled, self.delay_unscale)
-            here.blocks.append(self)
-            return scaled
-        except BaseException:
-            self._put_back()
-            raise
+        self._hold([wrapper.owner for wrapper in self.named])
+        if self.delay_unscale:
+            self._hold_outside(scaling.find_unowned(self.named[0].owner))
+        elif scaling.outside.slots:
+            self._hold_outside(())
+        if not self.scaler.is_one:
+            scaling.advice.before_backward(self.named, scaled, self.delay_unscale)
+        return scaled
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        here.blocks.remove(self)
-        if self._is_plain:
-            return
-        if error_type is not None:
-            return self._put_back()
-        try:
-            return self._end()
-        except BaseException:
+        if error is None and not self._is_plain:
+            try:
+                self._end()
+            except BaseException as failure:
+                self._leave(failure)
+                raise
+        self._leave(error)
+
+    def _leave(self, error: object) -> None:
+        """Nothing is held any more. After an error gradients are as they were before, and statistics can be saved."""
+        if self in here.blocks:
+            here.blocks.remove(self)
+        if error is not None:
+            self._keep_statistics_finite()
             self._put_back()
-            raise
 
     # What it holds
 
