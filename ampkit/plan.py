@@ -7,6 +7,7 @@ nothing has been touched when it raises.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -48,27 +49,27 @@ class Plan:
     scope: str = "process"
     lower_precision_weights: str = "float32"
 
-    @property
+    @functools.cached_property
     def casts_weights(self) -> bool:
         """Whether model weights are held in lower precision."""
         return self.cast_model_type in LOWER_PRECISION
 
-    @property
+    @functools.cached_property
     def casts_calls(self) -> bool:
         """Whether calls of torch are cast by the tables."""
         return self.patch_torch_functions_type is not None or self.casts_weights
 
-    @property
+    @functools.cached_property
     def has_narrow_results(self) -> bool:
         """Whether calls are cast inside the models alone, where softmax, norms and pow hand on the precision of their input."""
         return self.casts_calls and not self.patch_torch_functions
 
-    @property
+    @functools.cached_property
     def has_narrow_gradients(self) -> bool:
         """Whether the gradient of a large float32 weight is in lower precision until a script reads it."""
         return self.has_narrow_results and not self.casts_weights and self.loss_scale == 1.0
 
-    @property
+    @functools.cached_property
     def steps_in_one_pass(self) -> bool:
         """Whether torch's optimizers update float32 weights in one pass, which a device can skip without a word to the host."""
         return self.casts_calls and not self.casts_weights and self.one_pass_step
@@ -78,7 +79,7 @@ class Plan:
         """What calls are cast to, or None."""
         return self.patch_torch_functions_type or self.cast_model_type
 
-    @property
+    @functools.cached_property
     def lowers_all(self) -> bool:
         """Whether inputs are cast, and all parameters but norms are stored in lower precision, not only matrices: as Apex did."""
         return self.casts_weights and (not self.master_weights or self.policy.base == "apex")

@@ -1,7 +1,7 @@
 """What is initialized in this process: its sessions, optimizers and models. Who is asked for one of them asks here.
 
-`live_sessions` are those that are neither closed nor without models and optimizers, oldest first. `wrappers` are what live sessions
-put on their optimizers, and `watchers` what is told of the calls of each initialized model.
+`live_sessions` are those that are neither closed nor without models and optimizers, oldest first. `wrappers` are what they have
+put on their optimizers, as long as these live, and `watchers` what is told of the calls of each initialized model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _additions = 0
 def wrapper_of(optimizer: Any) -> Any | None:
     """The wrapper that a live session has put on this optimizer, if any."""
     wrapper = getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
-    return wrapper if wrapper is not None and wrapper.optimizer is optimizer else None  # copies share everything
+    return wrapper if wrapper is not None and wrapper.optimizer() is optimizer else None  # copies share everything
 
 
 def wrappers() -> list[Any]:

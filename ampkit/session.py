@@ -52,7 +52,7 @@ from .models.preparing import Originals, prepare_models
 from .models.records import lower_entries, walk
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
-from .registry import live_sessions, watchers, wrapper_of
+from .registry import live_sessions, watchers, wrapper_of, wrappers
 from .sharding import fsdp_modules, is_unreduced, unsharded_params
 
 #: Held while torch, models and optimizers are changed or given back: one `initialize` or `close` at a time, whatever its thread.
@@ -123,7 +123,7 @@ class Session:
 
     @property
     def wrappers(self) -> list[OptimizerWrapper]:
-        return [wrapper for ref in self._optimizers if (wrapper := wrapper_of(ref())) is not None]
+        return [wrapper for wrapper in wrappers() if wrapper.owner is self]
 
     @property
     def is_live(self) -> bool:
@@ -287,7 +287,7 @@ class Session:
                 self._undo.if_alive(lambda one: one.__dict__.pop("__getstate__", None), one)
                 copies.hand_out_plain_state(one, values)
         wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
-        unchecked = [one.optimizer for one in wrappers if not (one.checks_step() or one.has_scale)]
+        unchecked = [one.optimizer() for one in wrappers if not (one.checks_step() or one.has_scale)]
         if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
             logger.info(
                 "Nothing checks the gradients of %s for inf and NaN at loss scale 1: check_gradients=True does, and reads a number "

@@ -108,9 +108,9 @@ class Advice:
 
     # At a block
 
-    def before_backward(self, wrappers: list[Any], scaled: torch.Tensor, delay_unscale: bool) -> None:
+    def before_backward(self, named: list[Any], scaled: torch.Tensor, delay_unscale: bool) -> None:
         """Look for hooks at the first block, and count backward passes through ``scaled`` where a row asks for that."""
-        if self.is_first("first block") and (slot_and_wrapper := _first_with_hook(wrappers)) is not None:
+        if self.is_first("first block") and (slot_and_wrapper := _first_with_hook(named)) is not None:
             slot, wrapper = slot_and_wrapper
             self.tell("hook", wrapper.owner.name_of(slot.param))
         self._passes_before = self.passes
@@ -120,21 +120,21 @@ class Advice:
     def _count_pass(self, _: torch.Tensor) -> None:
         self.passes += 1
 
-    def after_backward(self, wrappers: list[Any]) -> None:
+    def after_backward(self, named: list[Any]) -> None:
         """Look whether a backward pass went through the scaled loss, until one has."""
         if self.scaled_loss_was_used:
             return
         self.scaled_loss_was_used = self.passes > self._passes_before
         if not self.scaled_loss_was_used:
-            if any(wrapper.gradients.has_fresh for wrapper in wrappers if not wrapper.gradients.stay):
+            if any(wrapper.gradients.has_fresh for wrapper in named if not wrapper.gradients.stay):
                 self.tell("another loss")
             elif not self.is_first("a block without a backward pass"):  # a script may leave out a bad batch
                 self.tell("no backward")
 
 
-def _first_with_hook(wrappers: list[Any]) -> tuple[Any, Any] | None:
+def _first_with_hook(named: list[Any]) -> tuple[Any, Any] | None:
     """A slot whose parameter has a hook of the script's, of which a clamp would clamp nearly all of a scaled gradient."""
-    of_script = ((slot, one) for one in wrappers for slot in one.gradients.slots if _has_hook_of_script(slot.param))
+    of_script = ((slot, one) for one in named for slot in one.gradients.slots if _has_hook_of_script(slot.param))
     return next(of_script, None)
 
 
@@ -179,7 +179,7 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def unscale(grad_scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         for wrapper in wrappers():
-            if wrapper.optimizer is optimizer and wrapper.has_scale:
+            if wrapper.optimizer() is optimizer and wrapper.has_scale:
                 wrapper.advice.tell("GradScaler", type(optimizer).__name__)
                 wrapper.findings.came_through_no_block = False
         return original(grad_scaler, optimizer, *args, **kwargs)

@@ -26,7 +26,7 @@ from .found_inf import FoundInf, constant, is_known_clean
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
-from .reach import here, leaves_of, node_of, retained
+from .reach import Reached, here, leaves_of, node_of, retained
 from .unscale import BackwardPass
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
@@ -58,14 +58,16 @@ class Block:
     def __enter__(self) -> torch.Tensor:
         self._held: list[OptimizerWrapper] = []
         self._ran = False  # a backward pass, in this thread
-        self._is_plain = self.scaler.is_one and not self.scaling.plan.master_weights
+        self._is_one = self.scaler.is_one
+        self._is_plain = self._is_one and not self.scaling.plan.master_weights
         for wrapper in self.named:
             if not wrapper.active:
                 raise NotInitializedError(
-                    f"The session of this {type(wrapper.optimizer).__name__} was closed. Call initialize() again, or leave out "
+                    f"The session of this {type(wrapper.optimizer()).__name__} was closed. Call initialize() again, or leave out "
                     "scale_loss."
                 )
-            wrapper.gradients.refuse("open")
+            if wrapper.gradients.state is State.IN_BLOCK:
+                wrapper.gradients.refuse("open")
         try:
             here.blocks.append(self)
             self.scaling.report_skips()
@@ -88,12 +90,12 @@ class Block:
         held = scaling.held_scale
         self.scale = self.scaler.current(home_of(self.named)) if held is None else held
         self._scaled = scaled = scaled * on(self.scale, scaled.device)
-        self._hold([wrapper.owner for wrapper in self.named])
+        self._hold(self.named)
         if self.delay_unscale:
             self._hold_outside(scaling.find_unowned(self.named[0].owner))
         elif scaling.outside.slots:
             self._hold_outside(())
-        if not self.scaler.is_one:
+        if not self._is_one:
             scaling.advice.before_backward(self.named, scaled, self.delay_unscale)
         return scaled
 
@@ -116,11 +118,15 @@ class Block:
 
     # What it holds
 
-    def _hold(self, sessions: Iterable[Any]) -> None:
-        """Stash the gradients of these sessions. No optimizer's are touched where those of one have to be refused."""
-        fresh = [one for session in dict.fromkeys(sessions) for one in session.wrappers if one not in self._held]
-        for wrapper in fresh:
-            wrapper.gradients.refuse("open")
+    def _hold(self, reached: Iterable[OptimizerWrapper]) -> None:
+        """Stash the gradients of these and of all in their sessions. None are touched where those of one have to be refused."""
+        fresh: list[OptimizerWrapper] = []
+        for one in reached:
+            for wrapper in one.owner.wrappers:
+                if wrapper not in self._held and wrapper not in fresh:
+                    if wrapper.gradients.state is State.IN_BLOCK:
+                        wrapper.gradients.refuse("open")
+                    fresh.append(wrapper)
         for wrapper in fresh:
             wrapper.settle(finishes=False)
             if wrapper.findings.is_used:
@@ -150,30 +156,42 @@ class Block:
         if self._is_plain or inputs is not None:
             return
         node = self._scaled.grad_fn
-        beside = None
+        reached = leaves_of([node])
+        every = wrappers()
+        if len(every) > len(self._held):
+            self._hold_strangers(reached, roots, node)
+        outside = []
+        for leaf in reached.leaves:
+            for wrapper in every:
+                if id(leaf) in wrapper.gradients.ids:
+                    break
+            else:
+                outside.append(leaf)
+        outside += retained()
+        if outside or reached.has_python:
+            self._hold_unowned(outside, reached.has_python)
+
+    def _hold_strangers(self, reached: Reached, roots: Sequence[Any], node: Any) -> None:
+        """Hold the optimizers of other sessions that the scaled loss reaches. Raises where the other roots reach more."""
+        others = [one for one in wrappers() if one not in self._held and one.gradients.state is not State.IN_BLOCK]
+        found = [one for one in others if reached.may_write_to(one.gradients.ids)]
         if any(root is not self._scaled for root in roots):
             beside = leaves_of(map(node_of, roots), past=node)
-        reached = leaves_of([node])
-        others = [one for one in wrappers() if one not in self._held and not one.gradients.in_block]
-        found = [one for one in others if reached.may_write_to(one.gradients.ids)]
-        if beside is not None and any(one not in found and beside.may_write_to(one.gradients.ids) for one in others):
-            raise ConfigurationError(
-                "A backward pass inside of a scale_loss block did not come from the scaled loss alone, and reaches parameters of "
-                "another initialize() call, whose optimizer the block was not given. Go backward there outside of the block, in one "
-                "of its own, or add its loss to the one that scale_loss is given, with both optimizers."
-            )
-        self._hold([one.owner for one in found])
-        self._hold_leaves(reached.leaves, reached.has_python)
+            if any(one not in found and beside.may_write_to(one.gradients.ids) for one in others):
+                raise ConfigurationError(
+                    "A backward pass inside of a scale_loss block did not come from the scaled loss alone, and reaches parameters "
+                    "of another initialize() call, whose optimizer the block was not given. Go backward there outside of the block, "
+                    "or in one of its own, or add its loss to the one that scale_loss is given, with both optimizers."
+                )
+        self._hold(found)
 
-    def _hold_leaves(self, leaves: list[torch.Tensor], has_python: bool) -> None:
-        owned = [one.gradients.ids for one in wrappers()]
-        outside = [leaf for leaf in leaves if not any([id(leaf) in ids for ids in owned])]
+    def _hold_unowned(self, outside: list[torch.Tensor], has_python: bool) -> None:
+        """Hold leaves that no optimizer of ours updates; behind a function in Python may be every such parameter of the models."""
         for session in dict.fromkeys([one.owner for one in self._held]):
             if has_python:
                 outside += session.scaling.find_unowned(session)
-            gathered = session.gathered_params() if outside else ()
+            gathered = session.gathered_params()
             outside = [leaf for leaf in outside if id(leaf) not in gathered]
-        outside += retained()
         if outside and self.scaling.plan.policy.base == "apex":  # its scripts divide these by the scale themselves
             session, ids = self.named[0].owner, {id(leaf) for leaf in outside}
             first = next((param for param in self.scaling.find_unowned(session) if id(param) in ids), outside[0])
@@ -192,7 +210,7 @@ class Block:
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
-        if not (self.delay_unscale or self.scaler.is_one) and self._scaled.requires_grad:
+        if not (self.delay_unscale or self._is_one) and self._scaled.requires_grad:
             scaling.advice.after_backward(self.named)
         is_local = scaling.backward_was_local()
         scaling.held_scale = scale if session.is_unreduced() else None
@@ -211,20 +229,23 @@ class Block:
         else:
             done = set() if len(self._held) > 1 else None
             backward = BackwardPass(scale, is_local, self.scaler.is_power_of_two, done)
-            unnamed = [wrapper for wrapper in self._held if wrapper not in self.named]
-            outside = scaling.outside if scaling.outside.in_block else None
+            unnamed = [] if done is None else [wrapper for wrapper in self._held if wrapper not in self.named]
+            outside = scaling.outside if scaling.outside.state is State.IN_BLOCK else None
             collect(backward, self.named, unnamed, outside, self.scaler, self.delay_overflow_check, self.loss)
-            scaling.forget_outside()
+            if outside is not None:
+                scaling.forget_outside()
             for wrapper in self._held:
-                wrapper.hand_gradients()
+                if wrapper.has_lent:
+                    wrapper.hand_gradients()
 
     def _has_made_gradients(self) -> bool:
         """Whether a backward pass ran: a script may leave a block early, ``continue``. Processes that agree all collect."""
-        return self._ran or any([one.gradients.has_fresh or one.gradients.process_groups for one in self._held])
+        return self._ran or any(one.gradients.has_fresh or one.gradients.process_groups for one in self._held)
 
     def _keep_statistics_finite(self) -> None:
-        for session in dict.fromkeys([wrapper.owner for wrapper in (*self._held, *self.named)]):
-            session.statistics.keep_finite()
+        for wrapper in self._held or self.named:
+            if wrapper.owner.statistics.changed:
+                wrapper.owner.statistics.keep_finite()
 
 
 @labelled("unscale")
@@ -414,20 +435,22 @@ def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None 
     return FoundInf(flag, scaler, wrappers[0].owner.name_of)
 
 
-def _combine(found: FoundInf, wrappers: Sequence[OptimizerWrapper]) -> None:
+def _combine(found: FoundInf, named: Sequence[OptimizerWrapper]) -> None:
     """Set the flag on every process where it is set on one: they step together or not at all."""
-    groups = [group for wrapper in wrappers for group in wrapper.gradients.process_groups]
+    groups: list[Any] = []
+    for wrapper in named:
+        groups += wrapper.gradients.process_groups
     if groups:
         highest(found.flag, dict.fromkeys(groups))
 
 
-def _check_ranks(scaler: LossScaler, wrappers: Sequence[OptimizerWrapper]) -> None:
+def _check_ranks(scaler: LossScaler, named: Sequence[OptimizerWrapper]) -> None:
     """Raise where the processes do not agree on the loss scale: they would train apart from here on."""
-    groups = dict.fromkeys(group for wrapper in wrappers for group in wrapper.gradients.process_groups)
+    groups = dict.fromkeys(group for wrapper in named for group in wrapper.gradients.process_groups)
     if not groups and torch.distributed.is_available() and torch.distributed.is_initialized():
         groups = {torch.distributed.group.WORLD: None}  # DDP's
     scale = scaler.loss_scale
-    bounds = torch.tensor([scale, -scale], device=home_of(wrappers))
+    bounds = torch.tensor([scale, -scale], device=home_of(named))
     highest(bounds, groups)
     if bounds.sum() != 0.0:
         raise LossScaleError(
@@ -437,9 +460,9 @@ def _check_ranks(scaler: LossScaler, wrappers: Sequence[OptimizerWrapper]) -> No
         )
 
 
-def home_of(wrappers: Sequence[OptimizerWrapper]) -> torch.device:
+def home_of(named: Sequence[OptimizerWrapper]) -> torch.device:
     """Where the loss scale of these optimizers lives."""
-    for wrapper in wrappers:  # not next(...): asked in every iteration
+    for wrapper in named:
         if wrapper.gradients.slots:
             break
     return wrapper.gradients.device

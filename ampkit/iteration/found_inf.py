@@ -162,20 +162,21 @@ class Findings:
                 one.scaler.update(one)
         apart = [one.flag for one in new if not one.moves_scale]
         scaler, before = self.scaler or self._owner.scaling.scalers[0], self._flag
-        are_agreed = before is not None and self._gradients.process_groups and not self._is_averaged_by_hand()
-        if (checks or not scaler.is_one) and not are_agreed:
+        is_one = scaler.is_one
+        if (checks or not is_one) and not (before is not None and self._are_agreed()):
             again = self._look()
-            if scaler.is_one:
+            if is_one:
                 self._heed_others(again)
                 scaler.update(again)
                 scaler.report()
-            elif new or before is None:
-                apart.append(again.flag if before is None else again.flag - before)
-            self._flag = again.flag if before is None or scaler.is_one else _highest([before, again.flag])
+                self._flag = again.flag
+            elif before is None or not is_known_clean(again.flag):
+                apart += [again.flag if before is None else again.flag - before] if new or before is None else []
+                self._flag = again.flag if before is None else _highest([before, again.flag])
         if self._shared is not None:
             self._flag = self._shared if self._flag is None else _highest([self._flag, self._shared])
-        if apart:
-            self._owner.scaling.scalers[0].count_apart(_highest(apart))
+        if apart and not is_known_clean(flag := _highest(apart)):
+            self._owner.scaling.scalers[0].count_apart(flag)
         self._checked = None
         self._skipped = False if self._flag is None else self._flag
         return self._flag
@@ -237,6 +238,10 @@ class Findings:
             if self in other._beside:
                 other._beside[self] = told
 
+    def _are_agreed(self) -> bool:
+        """Whether the processes that step together have agreed at the end of the block, and nothing has come since."""
+        return bool(self._gradients.process_groups) and not self._is_averaged_by_hand()
+
     def _is_averaged_by_hand(self) -> bool:
         """Whether a script may average gradients over processes between block and step. torch counts no write of a collective."""
         return self._owner.process_group is not None or (
@@ -259,6 +264,9 @@ class Findings:
         return None if param is None else self._owner.name_of(param)
 
 
-def _highest(flags: list[torch.Tensor]) -> torch.Tensor:
+def _highest(flags: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flag for all of these, where the first is."""
-    return functools.reduce(lambda highest_yet, flag: torch.maximum(highest_yet, on(flag, highest_yet.device)), flags)
+    highest_yet = flags[0]
+    for flag in flags[1:]:
+        highest_yet = torch.maximum(highest_yet, flag.to(highest_yet.device, non_blocking=True))
+    return highest_yet

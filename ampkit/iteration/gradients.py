@@ -281,7 +281,7 @@ class Gradients:
                 if slot.param.grad is None:
                     put_gradient(slot.param, slot.stash)
                 slot.stash = None
-        if not self.has_fresh:
+        if self.first is None:
             self.state = State.READY
             self.clipping.forget()
 
@@ -333,9 +333,13 @@ class Gradients:
 
     def check(self, found: FoundInf) -> None:
         """Note in ``found`` what is not finite among the gradients of now, on this process."""
-        there = [(slot.param, values_of(gradient)) for slot in self.slots if (gradient := slot.gradient) is not None]
-        flag, first_bad = places_for(found, [param for param, _ in there])
-        gradients = [gradient for _, gradient in there]
+        params, gradients = [], []
+        for slot in self.slots:
+            gradient = stored_gradient(slot.param)
+            if gradient is not None:
+                params.append(slot.param)
+                gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
+        flag, first_bad = places_for(found, params)
         kernels.multi_tensor_unscale_l2norm(gradients, found_inf=flag, first_bad=first_bad)
 
     def total_norm(self) -> torch.Tensor | None:

@@ -70,15 +70,15 @@ class OnePassStep:
         finally:
             _running.step = None
 
-    def batches(self, params: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    def batches(self, params: Sequence[Tensor], apart: Sequence[Any]) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Indices of parameters, on one device, that one call of a kernel can update, and what it is told of rests and clipping.
 
-        ``others`` are lists beside the parameters, of which one call takes equal elements.
+        ``apart`` is a list beside the parameters, of which one call takes equal elements.
         """
-        rests = {id(slot.param): slot.entry.rest for slot in self._gradients.stored}
+        rests = {id(slot.param): slot.entry.rest for slot in self._gradients.stored} if self._gradients.stored else {}
         found: dict[Any, list[int]] = {}
         for i, param in enumerate(params):
-            found.setdefault((id(param) in rests, param.device, *(column[i] for column in others)), []).append(i)
+            found.setdefault((id(param) in rests, param.device, apart[i]), []).append(i)
         for (has_rests, *_), indices in found.items():
             lower = [rests[id(params[i])] for i in indices] if has_rests else None
             clip = self._gradients.clipping.pending if has_rests else None
@@ -114,12 +114,6 @@ class OnePassStep:
                 if isinstance(count := state.get("step"), Tensor):
                     state["step"] = count.cpu()
 
-    def float32_moments(self, params: Sequence[Tensor], moments: list[Tensor], name: str) -> None:
-        """Have moments that torch has made in the precision of lower-precision weights be float32."""
-        for i, moment in enumerate(moments):
-            if moment.dtype in LOWER_PRECISION:
-                moments[i] = self.state[params[i]][name] = moment.float()
-
 
 class _Running(threading.local):
     def __init__(self) -> None:
@@ -136,11 +130,16 @@ def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
         one = _running.step
         if one is None:
             return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
-        one.float32_moments(params, exp_avgs, "exp_avg")
-        one.float32_moments(params, exp_avg_sqs, "exp_avg_sq")
+        for moments, name in ((exp_avgs, "exp_avg"), (exp_avg_sqs, "exp_avg_sq")):
+            for i, moment in enumerate(moments):  # which torch has made in the precision of lower-precision weights
+                if moment.dtype in LOWER_PRECISION:
+                    moments[i] = one.state[params[i]][name] = moment.float()
         for indices, given in one.batches(params, one.count(params, steps)):
+            columns = grads, params, exp_avgs, exp_avg_sqs
+            if len(indices) < len(params):
+                columns = tuple([[column[i] for i in indices] for column in columns])
             kernels.multi_tensor_adam(
-                *([column[i] for i in indices] for column in (grads, params, exp_avgs, exp_avg_sqs)),
+                *columns,
                 lr=settings["lr"],
                 betas=(float(settings["beta1"]), float(settings["beta2"])),
                 eps=settings["eps"],

@@ -50,7 +50,7 @@ class OptimizerWrapper:
     """One optimizer of a session (``owner``): slots, gradients, what was found in them, and methods in the place of its own."""
 
     def __init__(self, optimizer: Any, owner: Any, slots: Slots) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         self.owner = owner
         self._patches = PatchSet()
         self.delayed_with: LossScaler | None = None
@@ -62,7 +62,7 @@ class OptimizerWrapper:
         self._told_of: set[str] = set()  # why steps were taken over stand-ins
         self._slots = slots
         self._params: list[Tensor] = []  # of the groups, when they were last looked at
-        self._has_lent = False  # master_params was asked for
+        self.has_lent = False  # master_params was asked for
         try:
             self._know_params(params_of(optimizer))
             self.stand_ins = StandIns(optimizer, self.gradients)
@@ -82,10 +82,6 @@ class OptimizerWrapper:
             self.detach()
             raise
 
-    @property
-    def optimizer(self) -> Any:
-        return self._optimizer()
-
     def detach(self) -> None:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
         if not self.gradients.in_block:
@@ -93,7 +89,7 @@ class OptimizerWrapper:
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
             self.findings.zero_skipped()
-            self.one_pass.give_counts_back(self.optimizer)
+            self.one_pass.give_counts_back(self.optimizer())
         self.active = False
         remove_wrapper(self)
         self._patches.restore()
@@ -103,7 +99,7 @@ class OptimizerWrapper:
 
     def state_cast(self, dtype: torch.dtype | None = None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The state of parameters that train in lower precision, each with what it is in this dtype, or in theirs."""
-        optimizer = self.optimizer
+        optimizer = self.optimizer()
         keeps = "keeps_float32_state" if dtype is None else "keeps_narrow_state"
         state = {} if getattr(optimizer, keeps, False) else optimizer.state
         return [
@@ -122,10 +118,10 @@ class OptimizerWrapper:
         if self.gradients.stored:
             self.gradients.stored[0].entry.loans.lend_again()
         entries = {slot.param: slot.entry for slot in self.gradients.stored}
-        for param in params_of(self.optimizer):
+        for param in params_of(self.optimizer()):
             entry = entries.get(param)
             if entry is not None:
-                self._has_lent = True
+                self.has_lent = True
                 param = entry.loans.lend_parameter(entry, param)
             yield param
 
@@ -162,10 +158,8 @@ class OptimizerWrapper:
 
     def hand_gradients(self) -> None:
         """After a block: float32 parameters that were lent, and that a script still holds, get the gradients of now."""
-        if not self._has_lent:
-            return
         lent = [slot for slot in self.gradients.stored if slot.entry.loans.held_by_script(slot.entry) is not None]
-        self._has_lent = bool(lent)
+        self.has_lent = bool(lent)
         if lent:
             self.gradients.widen()
         for slot in lent:
@@ -215,7 +209,7 @@ class OptimizerWrapper:
         closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
         if callable(closure):
             kwargs.pop("closure", None)
-            if not evaluates_once(self.optimizer):
+            if not evaluates_once(self.optimizer()):
                 step = functools.partial(original, *rest, **kwargs)
                 return step_evaluating_again(self, step, closure, _casting_disabled())
             with torch.enable_grad():
@@ -226,7 +220,7 @@ class OptimizerWrapper:
 
     @labelled("step")
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        optimizer = self.optimizer
+        optimizer = self.optimizer()
         self.settle()
         way = self._way()
         if self.gradients.clipping.pending is not None and has_hooks(optimizer):
@@ -247,13 +241,13 @@ class OptimizerWrapper:
     def _way(self) -> Way:
         """How this step is taken. That it runs over float32 copies, which costs time and memory, is said once for each reason."""
         way, reason = choose(self)
-        is_torchs = not self.traits.takes_inputs and OnePassStep.is_for(self.optimizer)
+        is_torchs = not self.traits.takes_inputs and OnePassStep.is_for(self.optimizer())
         if reason is not None and is_torchs and self.gradients.stored and reason not in self._told_of:
             self._told_of.add(reason)
             if self.owner.plan.one_pass_step:
                 logger.info(
                     "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
-                    type(self.optimizer).__name__,
+                    type(self.optimizer()).__name__,
                     reason,
                 )
         return way
@@ -283,7 +277,7 @@ class OptimizerWrapper:
         """
         if self.findings.came_through_no_block:
             if not self.findings.has_new:
-                self.advice.tell("outside", type(self.optimizer).__name__)
+                self.advice.tell("outside", type(self.optimizer()).__name__)
             return True
         checks: bool | None = self.owner.plan.check_gradients
         return (way or choose(self)[0]).checks_by_default if checks is None else checks
@@ -291,11 +285,7 @@ class OptimizerWrapper:
     @contextmanager
     def between_hooks(self, in_step: AbstractContextManager[None]) -> Iterator[None]:
         """Enter this for the update alone: the script's hooks before and after it look at the model's own gradients and weights."""
-        optimizer, is_entered = self.optimizer, False
-        if not has_hooks(optimizer):
-            with in_step:
-                yield
-            return
+        optimizer, is_entered = self.optimizer(), False
 
         def begin(*_: Any) -> None:
             nonlocal is_entered
@@ -351,27 +341,30 @@ class OptimizerWrapper:
         self.gradients.clipping.end_step()
         if self.gradients.stored:
             self.gradients.stored[0].entry.loans.lend_again()
-        self.owner.statistics.keep_finite()
+        if self.owner.statistics.changed:
+            self.owner.statistics.keep_finite()
         drop_casts()
 
     def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
         self.findings.end_step(skipped=True)
         self.gradients.clipping.end_step()
-        self.owner.statistics.keep_finite()
+        if self.owner.statistics.changed:
+            self.owner.statistics.keep_finite()
         drop_casts()
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
-        if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
-            self.optimizer._opt_called = True
+        if getattr(self.optimizer().step, "_wrapped_by_lr_sched", False):
+            self.optimizer()._opt_called = True
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        own = self.traits.clears_as_torch and set_to_none and getattr(self.optimizer, "set_grad_none", True)
+        own = self.traits.clears_as_torch and set_to_none and getattr(self.optimizer(), "set_grad_none", True)
         self.findings.forget()
         self.gradients.clear(set_to_none, own=own)
         if not own:
             original(*args, **kwargs)
-        self.hand_gradients()
+        if self.has_lent:
+            self.hand_gradients()
 
     # The groups
 
@@ -387,7 +380,7 @@ class OptimizerWrapper:
                     "of the new group."
                 )
         result = original(group, *args, **kwargs)
-        self._know_params(params_of(self.optimizer))
+        self._know_params(params_of(self.optimizer()))
         return result
 
     def _load_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -403,7 +396,7 @@ class OptimizerWrapper:
         """
         if not (self.gradients.in_block or self.stand_ins.are_in_place):
             params: list[Tensor] = []
-            for group in self.optimizer.param_groups:
+            for group in self.optimizer().param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this
                     group["params"] = list(group["params"])
                 params += group["params"]
@@ -423,11 +416,11 @@ def drop_casts() -> None:
         casting.caches.drop()
 
 
-def keep_casts_to_step(wrappers: Sequence[OptimizerWrapper]) -> None:
+def keep_casts_to_step(named: Sequence[OptimizerWrapper]) -> None:
     """Have the casts of what these optimizers hold serve further micro-batches, until `drop_casts`."""
     casting = active_casting()
     if casting is not None:
-        casting.caches.keep_to_step(tuple(slot.param for one in wrappers for slot in one.gradients.slots))
+        casting.caches.keep_to_step(tuple(slot.param for one in named for slot in one.gradients.slots))
 
 
 def _casting_disabled() -> Any:

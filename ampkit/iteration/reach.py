@@ -74,7 +74,7 @@ _retained: list[weakref.ref[torch.Tensor]] = []
 
 def retained() -> list[torch.Tensor]:
     """Results of functions of which a script has asked for the gradients, ``x.retain_grad()``."""
-    return [tensor for ref in tuple(_retained) if (tensor := ref()) is not None]
+    return [tensor for ref in tuple(_retained) if (tensor := ref()) is not None] if _retained else []
 
 
 def noting_retained(original: Callable[..., None]) -> Callable[..., None]:

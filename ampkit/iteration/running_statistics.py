@@ -26,7 +26,7 @@ class RunningStatistics:
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, _Statistics] = weakref.WeakKeyDictionary()
-        self._changed: list[_Statistics] = []  # by a training forward, since they were last looked at
+        self.changed: list[_Statistics] = []  # by a training forward, since they were last looked at
 
     def before_forward(self, model: nn.Module) -> None:
         """Look at the model's statistics where the forward that begins may change them, or an earlier one has."""
@@ -35,15 +35,15 @@ class RunningStatistics:
             found = self._of[model] = _Statistics(model)
         if not found.places or _tracing() is not None or _transform_level() is not None:
             return
-        if self._changed:
+        if self.changed:
             self.keep_finite()
         if found.are_training:
             found.keep_finite()
-            self._changed.append(found)
+            self.changed.append(found)
 
     def keep_finite(self) -> None:
         """Have what is not finite go back, in all models that a training forward ran in since the last time."""
-        changed, self._changed = self._changed, []
+        changed, self.changed = self.changed, []
         for one in changed:
             one.keep_finite()
 

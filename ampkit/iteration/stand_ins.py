@@ -7,6 +7,7 @@ weights and rests. The dtype of the weights themselves is not changed for it, si
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,13 +26,17 @@ class StandIns:
     """Those of one optimizer, and of optimizers inside of it over the same parameters (SAM's, Lookahead's)."""
 
     def __init__(self, optimizer: Any, gradients: Gradients) -> None:
-        self._optimizers = [optimizer, *inner_optimizers(optimizer)]
+        self._refs = [weakref.ref(one) for one in (optimizer, *inner_optimizers(optimizer))]
         self._gradients = gradients
         self._of: dict[Slot, nn.Parameter] = {}
         self.are_in_place = False
         # Until a step has moved a stand-in: an optimizer with a list of its own steps past them.
         self._moves = is_known(optimizer)
         self._before: dict[Slot, tuple[Tensor, Tensor]] = {}  # weights and stand-ins
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [optimizer for ref in self._refs if (optimizer := ref()) is not None]
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -168,7 +173,7 @@ def step_evaluating_again(
         evaluations += 1
         if evaluations > 1 and wrapper.owner.plan.has_dynamic_loss_scale:
             raise ClosureError(
-                f"{type(wrapper.optimizer).__name__} evaluated its closure a second time in one step, which a dynamic loss "
+                f"{type(wrapper.optimizer()).__name__} evaluated its closure a second time in one step, which a dynamic loss "
                 "scale does not allow: the scale may move between two evaluations. Use a static scale (loss_scale=128.0), "
                 "or bfloat16 without one (opt_level='O4' or 'O5'). The parameters are as they were before the step."
             )
@@ -191,8 +196,8 @@ def step_evaluating_again(
         with torch.no_grad():
             for target, value in (*before, *rests):
                 target.copy_(value)
-        if isinstance(wrapper.optimizer, torch.optim.LBFGS):
-            wrapper.optimizer.state.clear()  # it would look for what the rest of the step leaves there
+        if isinstance(wrapper.optimizer(), torch.optim.LBFGS):
+            wrapper.optimizer().state.clear()  # it would look for what the rest of the step leaves there
         wrapper.gradients.clipping.end_step()
         if isinstance(error, ClosureError):
             raise

@@ -45,7 +45,7 @@ def _with_inputs(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tenso
         optimizer.inputs.clip = wrapper.gradients.clipping.pending
         yield
 
-    optimizer = wrapper.optimizer
+    optimizer = wrapper.optimizer()
     optimizer.inputs = StepInputs(found_inf=found_inf, total_norm=wrapper.gradients.total_norm, around=around)
     try:
         return original()
@@ -55,7 +55,9 @@ def _with_inputs(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tenso
 
 def _in_one_pass(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None) -> Any:
     """torch's SGD, Adam and AdamW: the function that they hand their lists to is another one."""
-    with wrapper.between_hooks(wrapper.one_pass.in_step(wrapper.optimizer, found_inf)):
+    optimizer = wrapper.optimizer()
+    in_step = wrapper.one_pass.in_step(optimizer, found_inf)
+    with wrapper.between_hooks(in_step) if has_hooks(optimizer) else in_step:
         return original()
 
 
@@ -63,7 +65,7 @@ def _told(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | Non
     """torch's with ``fused=True``, to which GradScaler hands the flag like this."""
     if found_inf is None:
         return _of_its_own(wrapper, original, None)
-    optimizer = wrapper.optimizer
+    optimizer = wrapper.optimizer()
     optimizer.grad_scale, optimizer.found_inf = None, found_inf
     try:
         return _of_its_own(wrapper, original, None)
@@ -75,13 +77,14 @@ def _of_its_own(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor
     """Any other: it updates float32 weights, or float32 copies of stored ones."""
     if not wrapper.gradients.stored:
         return original()
-    with wrapper.between_hooks(wrapper.stand_ins.in_step()):
+    in_step = wrapper.stand_ins.in_step()
+    with wrapper.between_hooks(in_step) if has_hooks(wrapper.optimizer()) else in_step:
         return original()
 
 
 OURS = Way("ours in one pass", True, True, True, _with_inputs)
 OURS_OVER_COPIES = Way("ours over float32 copies", True, True, False, _with_inputs)
-IN_ONE_PASS = Way("torch's in one pass", True, True, False, _in_one_pass)
+IN_ONE_PASS = Way("torch's in one pass", True, True, True, _in_one_pass)
 FUSED = Way("torch's fused", True, False, True, _told)
 ITS_OWN = Way("its own", False, False, False, _of_its_own)
 
@@ -91,7 +94,7 @@ def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
     traits, gradients, plan = wrapper.traits, wrapper.gradients, wrapper.owner.plan
     if traits.takes_inputs and traits.takes_rests:
         return OURS, None
-    optimizer = wrapper.optimizer
+    optimizer = wrapper.optimizer()
     reason = why_not_in_one_pass(optimizer, traits, gradients.slots, plan.one_pass_step)
     if traits.takes_inputs:
         return OURS_OVER_COPIES, reason

@@ -96,9 +96,9 @@ class StepHooks:
 
     def _on_skip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def skip(wrapper: OptimizerWrapper) -> Any:
-            self._begin(wrapper.optimizer)
+            self._begin(wrapper.optimizer())
             original(wrapper)
-            self._end(wrapper.optimizer, skipped=True)
+            self._end(wrapper.optimizer(), skipped=True)
 
         return skip
 
@@ -107,7 +107,7 @@ class StepHooks:
             scale = block.scale  # it moves when the block ends
             with unwatched():
                 self.scale = scale.clone() if isinstance(scale, torch.Tensor) else scale
-            self.scales.update((wrapper.optimizer, self.scale) for wrapper in block.named)
+            self.scales.update((wrapper.optimizer(), self.scale) for wrapper in block.named)
             return original(block, *error)
 
         return __exit__
