@@ -20,7 +20,7 @@ from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import logger
 from ..optimizers.scales import on, refuse_to_begin
-from .found_inf import FoundInf, is_capturing, refuse_to_read
+from .found_inf import FoundInf, is_capturing, is_known_clean, refuse_to_read
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
@@ -124,6 +124,11 @@ class HostCopy:
             return self._words.is_cpu
         return self._is_sent and not is_capturing(self._words) and self._event.query()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it is never behind: on the CPU."""
+        return self._words.is_cpu
+
     def read(self, wait: bool = False) -> ScaleState:
         """What has arrived; with ``wait`` the words as they are now."""
         self._is_sent = False
@@ -162,6 +167,7 @@ class LossScaler:
         self._set_by_hand = math.inf
         self._as_apex = as_apex  # every skip has a line, and the same one
         self._line, self._repeats = "", 0  # the last such line, and how often it would have stood there again
+        self._has_news = False  # whether a step may have been skipped that was not told of
         self._error: LossScaleError | None = None  # found where raising would have been out of place
         self._state: torch.Tensor | None = None
         self._recent: deque[FoundInf] = deque(maxlen=8)  # among which the newest skip is, for its parameter's name
@@ -229,7 +235,7 @@ class LossScaler:
         if not self.dynamic:
             return self._known.scale
         self._live_on(device)
-        is_captured = is_capturing(self._state)
+        is_captured = self._state.is_cuda and is_capturing(self._state)
         # What a CUDA graph replays must come from the state, not from a copy that was made before it.
         if self._snapshot is None or is_captured != self._snapshot[1]:
             self._snapshot = self._scale.clone(), is_captured
@@ -250,6 +256,7 @@ class LossScaler:
         flag = found.flag if moves_scale else torch.zeros_like(found.flag)
         kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
+        self._has_news = self._has_news or not is_known_clean(found.flag)
         self._recent.append(found)
         self._copy.send()
         return found
@@ -259,6 +266,7 @@ class LossScaler:
         if self._state is None:
             self._live_on(flag.device)
         self._state[-1:].add_(on(flag > 0, self._state.device))
+        self._has_news = True
         self._copy.send()
 
     def _live_on(self, device: torch.device) -> None:
@@ -306,6 +314,8 @@ class LossScaler:
         """
         if wait:
             self.synchronize()
+        elif not self._has_news:
+            return False
         else:
             self._learn()
         told, self._told = self._told, self._known
@@ -324,6 +334,7 @@ class LossScaler:
         if raises and self._error is not None:
             error, self._error = self._error, None
             raise error
+        self._has_news = self._error is not None or not (wait or self._copy.is_current)
         return bool(skips)
 
     def _diagnose(self, skips: int, unnamed: Callable[[], str | None]) -> None:

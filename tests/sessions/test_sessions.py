@@ -276,34 +276,46 @@ def test_gradients_of_what_a_thread_has_left_behind_are_touched_by_no_other():
     assert seen[0] is kept is model[0].weight.grad
 
 
-@pytest.mark.parametrize("many", ["sessions", "optimizers"])
-def test_a_thread_is_told_to_initialize_what_it_trains_itself(many):
+def test_a_thread_is_told_to_initialize_what_it_trains_itself():
     """Else blocks of the thread that has initialized would touch gradients while it computes them."""
-    if many == "sessions":
-        pairs = [initialized_pair(), initialized_pair()]
-    else:
-        pairs = list(zip(*ampkit.initialize(*zip(make_pair(), make_pair()), opt_level="O2", verbosity=0)))
+    pairs = list(zip(*ampkit.initialize(*zip(make_pair(), make_pair()), opt_level="O2", verbosity=0)))
     refused = []
     train_while(pairs[0], lambda: refused.append(in_a_thread(lambda: shrink_output(*pairs[1]))))
     assert isinstance(refused[0], ampkit.ConfigurationError) and "each calls initialize()" in str(refused[0])
     shrink_output(*pairs[0])
 
 
-def test_a_step_of_what_another_thread_has_initialized_apart_is_refused():
-    """A generator's gradients come through the critic's block, which cannot know that this thread trains both."""
-    generator, critic = initialized_pair(), initialized_pair()
-    before = [value.clone() for value in generator[0].state_dict().values()]
+def test_two_sessions_of_one_thread_are_trained_in_two():
+    pairs, alone = [initialized_pair(), initialized_pair()], initialized_pair()
+    for pair in pairs:
+        pair[0].load_state_dict(alone[0].state_dict())
+    errors = []
+    train_while(pairs[0], lambda: errors.append(in_a_thread(lambda: train_while(pairs[1], lambda: None))))
+    train_while(alone, lambda: None)
+    assert errors == [None]
+    for model, _ in pairs:
+        assert all(map(torch.equal, model.state_dict().values(), alone[0].state_dict().values()))
 
-    def train():
-        loss = critic[0](torch.ones(2, 4) * generator[0](torch.ones(2, 4)).float()).float().sum()
-        with ampkit.scale_loss(loss, critic[1]) as scaled:
-            scaled.backward()
-        critic[1].step()
-        generator[1].step()
 
-    error = in_a_thread(train)
-    assert isinstance(error, ampkit.ConfigurationError) and "once for all that trains together" in str(error)
-    assert all(map(torch.equal, generator[0].state_dict().values(), before))
+def test_a_generator_and_a_critic_of_two_sessions_are_trained_in_another_thread():
+    """The generator's gradients come through the critic's block: they are unscaled as in the thread that has initialized."""
+    found = []
+    for run in (in_a_thread, lambda work: work()):
+        torch.manual_seed(5)
+        generator, critic = initialized_pair(), initialized_pair()
+
+        def train(generator=generator, critic=critic):
+            loss = critic[0](torch.ones(2, 4) * generator[0](torch.ones(2, 4)).float()).float().sum()
+            with ampkit.scale_loss(loss, critic[1]) as scaled:
+                scaled.backward()
+            found.append([param.grad.float() for one in (critic, generator) for param in one[0].parameters()])
+            critic[1].step()
+            generator[1].step()
+
+        assert run(train) is None
+        found[-1] += [value.clone() for one in (critic, generator) for value in one[0].state_dict().values()]
+        ampkit.close()
+    assert all(map(torch.equal, *found)) and max(value.abs().max().item() for value in found[0]) < 100.0
 
 
 def test_a_block_leaves_gradients_alone_of_a_session_that_another_thread_has_made():
