@@ -18,8 +18,8 @@ cannot see the hooks that DDP puts on an accumulation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,21 +78,21 @@ def is_set_aside(param: Tensor) -> bool:
     return _library is None or _library.is_set_aside(param)
 
 
-class _PastTheGetter:
-    """A context in which ``p.grad`` is read as it is stored, in this thread."""
+read_narrow: Callable[[bool], bool] = bool if _library is None else _library.read_narrow
+"""Says whether ``p.grad`` is read as it is stored from now on, in this thread; returns what held before.
 
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = _library.read_narrow(True)
-
-    def __exit__(self, *error: object) -> None:
-        _library.read_narrow(self._before)
+For steps of which every kernel takes both precisions.
+"""
 
 
-def past_the_getter() -> AbstractContextManager[Any]:
-    """``p.grad`` is read as it is stored inside, in this thread: for steps of which every kernel takes both precisions."""
-    return nullcontext() if _library is None else _PastTheGetter()
+@contextmanager
+def past_the_getter() -> Iterator[None]:
+    """``p.grad`` is read as it is stored inside, in this thread."""
+    before = read_narrow(True)
+    try:
+        yield
+    finally:
+        read_narrow(before)
 
 
 def takes_narrow_gradients(tensor: Any) -> bool:

@@ -122,8 +122,6 @@ class Advice:
 
     def after_backward(self, named: list[Any]) -> None:
         """Look whether a backward pass went through the scaled loss, until one has."""
-        if self.scaled_loss_was_used:
-            return
         self.scaled_loss_was_used = self.passes > self._passes_before
         if not self.scaled_loss_was_used:
             if any(wrapper.gradients.has_fresh for wrapper in named if not wrapper.gradients.stay):

@@ -210,7 +210,8 @@ class Block:
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
-        if not (self.delay_unscale or self._is_one) and self._scaled.requires_grad:
+        is_to_look = not (self.delay_unscale or self._is_one or scaling.advice.scaled_loss_was_used)
+        if is_to_look and self._scaled.requires_grad:
             scaling.advice.after_backward(self.named)
         is_local = scaling.backward_was_local()
         scaling.held_scale = scale if session.is_unreduced() else None
@@ -224,7 +225,7 @@ class Block:
                     wrapper.gradients.put_back(BackwardPass(scale))
             if scaling.outside.in_block:
                 scaling.outside.keep_scaled(scale)
-        elif scaling.held_scale is not None or not self._has_made_gradients():
+        elif scaling.held_scale is not None or not (self._ran or self._has_made_gradients()):
             self._put_back()
         else:
             done = set() if len(self._held) > 1 else None
@@ -240,7 +241,7 @@ class Block:
 
     def _has_made_gradients(self) -> bool:
         """Whether a backward pass ran: a script may leave a block early, ``continue``. Processes that agree all collect."""
-        return self._ran or any(one.gradients.has_fresh or one.gradients.process_groups for one in self._held)
+        return any(one.gradients.has_fresh or one.gradients.process_groups for one in self._held)
 
     def _keep_statistics_finite(self) -> None:
         for wrapper in self._held or self.named:

@@ -267,23 +267,26 @@ class Gradients:
 
     # Between the block and the step
 
-    def settle(self, refuses: bool = True) -> None:
+    def settle(self, refuses: bool = True) -> bool:
         """Have ``param.grad`` hold what there is: what was set aside for dynamo comes back, and a clipping goes with its gradients.
 
-        Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
+        Returns whether there are gradients. Raises `ConfigurationError` for a write to clipped gradients, where it ``refuses``.
         """
         if self.clipping.pending is not None:
             self.clipping.check_writes(refuses)
         if self.state is State.IN_BLOCK:
-            return
+            return True
         for slot in self.stored:
             if slot.stash is not None:
                 if slot.param.grad is None:
                     put_gradient(slot.param, slot.stash)
                 slot.stash = None
-        if self.first is None:
+        are_there = self.first is not None
+        if not are_there:
             self.state = State.READY
-            self.clipping.forget()
+            if self.clipping.pending is not None:
+                self.clipping.forget()
+        return are_there
 
     def set_aside(self) -> None:
         """Stash gradients in another dtype than their weights', with which dynamo does not trace. `settle` brings them back."""

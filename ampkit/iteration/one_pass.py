@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from .. import kernels
-from ..casting.narrow_gradients import past_the_getter, stored_gradient
+from ..casting.narrow_gradients import read_narrow, stored_gradient
 from ..dtypes import LOWER_PRECISION
 from ..patching import PatchSet, SharedPatches
 from .found_inf import is_set
@@ -63,12 +63,12 @@ class OnePassStep:
     def in_step(self, optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
         """Have torch's step update weights and rests together, or nothing where ``found_inf`` is not 0."""
         self.state, self.found_inf = optimizer.state, found_inf
-        _running.step = self
+        _running.step, before = self, read_narrow(True)
         try:
-            with past_the_getter():
-                yield
+            yield
         finally:
             _running.step = None
+            read_narrow(before)
 
     def batches(self, params: Sequence[Tensor], apart: Sequence[Any]) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Indices of parameters, on one device, that one call of a kernel can update, and what it is told of rests and clipping.

@@ -175,8 +175,7 @@ class OptimizerWrapper:
         gradients = self.gradients
         if gradients.stored:
             gradients.stored[0].entry.loans.end(refuses=refuses)
-        gradients.settle(refuses)
-        if gradients.state is State.READY and not gradients.has_fresh:
+        if not gradients.settle(refuses):
             self.findings.drop_cleared()
         elif finishes and gradients.state is State.WAITING:
             self.owner.scaling.finish_delayed(self)
@@ -204,7 +203,8 @@ class OptimizerWrapper:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.stand_ins.are_in_place:  # a part of the step of an optimizer around this one
             return original(*args, **kwargs)
-        self.gradients.refuse("step")
+        if self.gradients.state is State.IN_BLOCK:
+            self.gradients.refuse("step")
         self.follow_groups()
         closure, rest = (args[0], args[1:]) if args else (kwargs.get("closure"), ())
         if callable(closure):
@@ -241,13 +241,13 @@ class OptimizerWrapper:
     def _way(self) -> Way:
         """How this step is taken. That it runs over float32 copies, which costs time and memory, is said once for each reason."""
         way, reason = choose(self)
-        is_torchs = not self.traits.takes_inputs and OnePassStep.is_for(self.optimizer())
-        if reason is not None and is_torchs and self.gradients.stored and reason not in self._told_of:
+        if reason is not None and self.gradients.stored and reason not in self._told_of:
             self._told_of.add(reason)
-            if self.owner.plan.one_pass_step:
+            optimizer = self.optimizer()
+            if self.owner.plan.one_pass_step and OnePassStep.is_for(optimizer):
                 logger.info(
                     "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
-                    type(self.optimizer()).__name__,
+                    type(optimizer).__name__,
                     reason,
                 )
         return way
@@ -338,12 +338,14 @@ class OptimizerWrapper:
 
     def end_step(self) -> None:
         """After a step that was taken."""
-        self.gradients.clipping.end_step()
+        if self.gradients.clipping.pending is not None:
+            self.gradients.clipping.end_step()
         if self.gradients.stored:
             self.gradients.stored[0].entry.loans.lend_again()
         if self.owner.statistics.changed:
             self.owner.statistics.keep_finite()
-        drop_casts()
+        if not isinstance(self.optimizer(), torch.optim.Optimizer):  # else torch has called what drops them
+            drop_casts()
 
     def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
@@ -394,7 +396,7 @@ class OptimizerWrapper:
 
         What it took out keeps its slot: its gradients are unscaled like the others', and it may come back.
         """
-        if not (self.gradients.in_block or self.stand_ins.are_in_place):
+        if not (self.gradients.state is State.IN_BLOCK or self.stand_ins.are_in_place):
             params: list[Tensor] = []
             for group in self.optimizer().param_groups:
                 if not isinstance(group["params"], list):  # a generator, which would be empty after this
