@@ -124,6 +124,23 @@ def _in_regions_of_now(function: Callable) -> Callable:
     return call
 
 
+_aliases = 0
+
+
+def aliases_taken() -> int | None:
+    """How many aliases of tensors that are no parameters scripts have taken (``.data``, NumPy); None where nobody counts.
+
+    torch counts no write through these.
+    """
+    return _aliases if type(torch.Tensor.data) is _Data else None
+
+
+def _count(tensor: torch.Tensor) -> None:
+    global _aliases
+    if type(tensor) is not nn.Parameter:
+        _aliases += 1
+
+
 class _Data(property):
     """Stands for ``Tensor.data``. dynamo asks it for its class and name, where a subclass has a ``__torch_function__``."""
 
@@ -137,6 +154,7 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
         forget(tensor)
+        _count(tensor)
         return data.__get__(tensor)
 
     def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -152,6 +170,7 @@ def _patch_writes(patches: PatchSet, state: CastingState) -> None:
         @functools.wraps(function)
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             forget(tensor)
+            _count(tensor)
             return function(tensor, *args, **kwargs)
 
         return call

@@ -26,7 +26,7 @@ from .found_inf import FoundInf, constant, is_known_clean
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
-from .reach import Reached, here, leaves_of, node_of, retained
+from .reach import Reached, here, leaves_behind, leaves_of, node_of, retained
 from .unscale import BackwardPass
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
@@ -156,7 +156,7 @@ class Block:
         if self._is_plain or inputs is not None:
             return
         node = self._scaled.grad_fn
-        reached = leaves_of([node])
+        reached = Reached(*leaves_behind([self._scaled]))
         every = wrappers()
         if len(every) > len(self._held):
             self._hold_strangers(reached, roots, node)
@@ -281,7 +281,9 @@ def collect(
     if loss is not None and not is_clean:
         found.loss = loss.detach()
     for gradients in () if is_clean else (outside, *[wrapper.gradients for wrapper in named]):
-        if gradients is not None:  # what no optimizer clears would stay inf or NaN for good, and be added to by another's block
+        if (
+            gradients is not None
+        ):  # what no optimizer clears would stay inf or NaN for good, and be added to by another's block
             gradients.zero_where(found.flag, gradients is outside)
     if delay_overflow_check:
         scaler.delayed_check = found

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from .. import kernels
+from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
 from ..optimizers.scales import on
 from ..sharding import highest
-from .clipping import Seen, is_still, seen
+from . import clipping
+from .reach import are_still, seen
 
 
 class FoundInf:
@@ -109,7 +111,8 @@ class Findings:
         self._new: list[FoundInf] = []  # these blocks, until a step has counted them
         self._shared: torch.Tensor | None = None  # of another optimizer's block, which made some of these gradients
         self._made: weakref.ref[torch.Tensor] | None = None  # the first of these gradients
-        self._checked: tuple[torch.Tensor, list[Seen]] | None = None  # a number that is finite where these are
+        self._judged: tuple[Any, int | None] | None = None  # all of them, when the last block had judged them
+        self._checked: tuple[torch.Tensor, list[clipping.Seen]] | None = None  # a number that is finite where these are
         #: Of the optimizers that a block at loss scale 1 has named together: the flags of those that have stepped since.
         self._beside: dict[Findings, torch.Tensor | None] = {}
         self._skipped: bool | torch.Tensor = False  # the last step; a tensor is the flag by which its device decided
@@ -125,6 +128,7 @@ class Findings:
             self._flag = found.flag if self._flag is None else _highest([self._flag, found.flag])
             first = self._gradients.first
             self._made = None if first is None else weakref.ref(first)
+            self._judged = seen(self._gradients.params), aliases_taken()
 
     def begin(self, scaler: Any, named: Sequence[Any]) -> None:
         """A block has named the optimizer. Where none of its gradients are looked at before the step, those ``named`` skip together."""
@@ -147,7 +151,7 @@ class Findings:
 
     def mark_checked(self, number: torch.Tensor) -> None:
         """Have the next step judge the gradients of now by a number that is finite where they are, without a look of its own."""
-        self._checked = number, seen(self._gradients.slots)
+        self._checked = number, clipping.seen(self._gradients.slots)
 
     def flag(self, checks: bool = False) -> torch.Tensor | None:
         """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it.
@@ -163,7 +167,7 @@ class Findings:
         apart = [one.flag for one in new if not one.moves_scale]
         scaler, before = self.scaler or self._owner.scaling.scalers[0], self._flag
         is_one = scaler.is_one
-        if (checks or not is_one) and not (before is not None and self._are_agreed()):
+        if (checks or not is_one) and not (before is not None and (self._are_still() or self._are_agreed())):
             again = self._look()
             if is_one:
                 self._heed_others(again)
@@ -207,7 +211,7 @@ class Findings:
 
     def forget(self) -> None:
         """The gradients are gone, and what was found in them."""
-        self._flag = self._made = self._checked = self._shared = None
+        self._flag = self._made = self._judged = self._checked = self._shared = None
         self._new = []
         self.came_through_no_block = False
 
@@ -238,6 +242,13 @@ class Findings:
             if self in other._beside:
                 other._beside[self] = told
 
+    def _are_still(self) -> bool:
+        """Whether these are the gradients that a block has judged, with no write since: torch counts them, but through an alias."""
+        if self._judged is None or self._is_averaged_by_hand():
+            return False
+        judged, aliases = self._judged
+        return aliases is not None and aliases == aliases_taken() and are_still(judged, self._gradients.params)
+
     def _are_agreed(self) -> bool:
         """Whether the processes that step together have agreed at the end of the block, and nothing has come since."""
         return bool(self._gradients.process_groups) and not self._is_averaged_by_hand()
@@ -250,7 +261,7 @@ class Findings:
 
     def _look(self) -> FoundInf:
         """Whether the gradients of now are finite, on all processes that step together."""
-        if self._checked is not None and all(map(is_still, self._checked[1])):
+        if self._checked is not None and all(map(clipping.is_still, self._checked[1])):
             return FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
         found = FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), name_of=self._owner.name_of)
         self._gradients.check(found)

@@ -113,7 +113,8 @@ class Gradients:
     def __init__(self, process_group: Any = None) -> None:
         self.slots: list[Slot] = []
         self.stored: list[Slot] = []  # those of weights in lower precision with rests
-        self.ids: set[int] = set()  # of their parameters
+        self.params: list[torch.Tensor] = []  # theirs, and the ids of these
+        self.ids: set[int] = set()
         self.process_groups = self._of_script = [] if process_group is None else [process_group]
         self.state = State.READY
         self.scale: Scale = 1.0
@@ -128,6 +129,7 @@ class Gradients:
                 known.add(slot)
                 slot.owners += 1
                 self.slots.append(slot)
+                self.params.append(slot.param)
                 self.ids.add(id(slot.param))
                 if slot.entry is not None:
                     self.stored.append(slot)
@@ -146,6 +148,7 @@ class Gradients:
             slot.owners -= 1
         self.slots.clear()
         self.stored.clear()
+        self.params.clear()
         self.ids.clear()
 
     def refuse(self, verb: str) -> None:

@@ -253,15 +253,16 @@ class OptimizerWrapper:
         return way
 
     def _judge(self, way: Way) -> tuple[bool, Tensor | None]:
-        """Whether the host knows that this step is to be skipped, and the flag by which the device decides; None where it is clear.
-        """
+        """Whether the host knows that this step is to be skipped, and the flag by which the device decides; None where it is clear."""
         findings, checks = self.findings, self.checks_step(way)
         try:
             if not way.skips_on_device:
                 return findings.forbid_step(checks), None
             flag = findings.flag(checks)
             is_clean = flag is None or is_known_clean(flag)
-            if not (is_clean or self.traits.takes_inputs or self.traits.takes_found_inf) and flag.is_cpu:  # read for nothing
+            if (
+                not (is_clean or self.traits.takes_inputs or self.traits.takes_found_inf) and flag.is_cpu
+            ):  # read for nothing
                 findings.report()
                 return True, None
         except BaseException:  # a script that saves its model now saves statistics without this batch

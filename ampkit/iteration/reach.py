@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
+from ..casting.library import dispatch
 from ..registry import wrappers
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -58,6 +59,34 @@ def leaves_of(roots: Iterable[Any], past: Any = None) -> Reached:
                 met.add(after)
                 pending.append(after)
     return Reached(leaves, has_python)
+
+
+def _leaves_behind(tensors: list[torch.Tensor]) -> Reached:
+    return leaves_of([tensor.grad_fn for tensor in tensors])
+
+
+def _seen(params: list[torch.Tensor]) -> Any:
+    gradients = [param.grad for param in params]
+    return [None if one is None else (weakref.ref(one), one._version) for one in gradients]
+
+
+def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
+    def is_still(param: torch.Tensor, one: Any) -> bool:
+        gradient = param.grad
+        if gradient is None or one is None:
+            return gradient is None and one is None
+        return one[0]() is gradient and one[1] == gradient._version
+
+    return len(before) == len(params) and all(map(is_still, params, before))
+
+
+_library = dispatch().library
+leaves_behind: Callable[[list[torch.Tensor]], Any] = _leaves_behind if _library is None else _library.leaves_of
+"""A function of tensors: the leaves that their graphs lead to, and whether a function in Python is among the nodes."""
+seen = _seen if _library is None else _library.seen
+"""A function of a list of parameters: their gradients as they are now, for `are_still`; they are not kept alive."""
+are_still = _are_still if _library is None else _library.are_still
+"""A function of what `seen` returned and the same list: whether the same tensors are there, with no write that torch counts."""
 
 
 class _Open(threading.local):

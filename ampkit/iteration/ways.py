@@ -98,7 +98,9 @@ def choose(wrapper: Wrapper) -> tuple[Way, str | None]:
     reason = why_not_in_one_pass(optimizer, traits, gradients.slots, plan.one_pass_step)
     if traits.takes_inputs:
         return OURS_OVER_COPIES, reason
-    if reason is None and (gradients.stored or plan.steps_in_one_pass):
+    # At a loss scale torch's fused ones over float32 weights have the flag too; at 1 they would look at no gradient.
+    serves_itself = not gradients.stored and traits.takes_found_inf and plan.loss_scale != 1.0
+    if reason is None and (gradients.stored or plan.steps_in_one_pass) and not serves_itself:
         return IN_ONE_PASS, None
     if traits.takes_found_inf and not lacks_momenta(optimizer):
         return FUSED, reason

@@ -4,6 +4,7 @@
 #include "cast_store.cpp"
 #include "module.cpp"
 #include "narrow_gradients.cpp"
+#include "reach.cpp"
 #include "shared_cast.cpp"
 #include "switch.cpp"
 #include "tensor_access.cpp"

@@ -14,6 +14,7 @@ extern PyTypeObject SwitchType;
 extern PyTypeObject CallType;
 PyObject* make_tensor_access();
 bool add_narrow_gradients(PyObject* module);
+bool add_reach(PyObject* module);
 }  // namespace ampkit
 
 namespace {
@@ -41,7 +42,8 @@ PyMODINIT_FUNC PyInit__casting() {
   if (module == nullptr) return nullptr;
   if (PyModule_AddStringConstant(module, "torch_version", AMPKIT_BUILT_WITH_TORCH) < 0 ||
       PyModule_AddType(module, &ampkit::CastStoreType) < 0 || PyModule_AddType(module, &ampkit::SwitchType) < 0 ||
-      PyModule_AddType(module, &ampkit::CallType) < 0 || !ampkit::add_narrow_gradients(module)) {
+      PyModule_AddType(module, &ampkit::CallType) < 0 || !ampkit::add_narrow_gradients(module) ||
+      !ampkit::add_reach(module)) {
     Py_DECREF(module);
     return nullptr;
   }

@@ -1,0 +1,11 @@
+// Where the graph of a loss leads, and whether gradients are still what they were: ampkit/iteration/reach.py and found_inf.py.
+#pragma once
+
+#include <Python.h>
+
+namespace ampkit {
+
+// {"leaves_of": function, "seen": function, "are_still": function}
+bool add_reach(PyObject* module);
+
+}  // namespace ampkit
