@@ -204,7 +204,7 @@ def scale_loss(
         raise TypeError(
             f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself."
         )
-    session = wrappers[0].owner
+    session: Session = wrappers[0].owner
     return session.block(loss, wrappers, session.scaler(loss_id), delay_unscale, delay_overflow_check)
 
 

@@ -20,7 +20,7 @@ _wrappers: list[weakref.ref[Any]] = []
 _additions = 0
 
 
-def wrapper_of(optimizer: Any) -> Any | None:
+def wrapper_of(optimizer: Any) -> Any:
     """The wrapper that a live session has put on this optimizer, if any."""
     wrapper = getattr(optimizer, "__dict__", {}).get(WRAPPER_KEY)
     return wrapper if wrapper is not None and wrapper.optimizer() is optimizer else None  # copies share everything
@@ -40,12 +40,12 @@ def remove_wrapper(wrapper: Any) -> None:
     _wrappers[:] = [ref for ref in _wrappers if ref() is not wrapper]
 
 
-def current_session() -> Any | None:
+def current_session() -> Any:
     """The newest live session, or None before `initialize` and after `close`. Raises nothing."""
     return live_sessions[-1] if live_sessions else None
 
 
-def session_of(thing: Any) -> Any | None:
+def session_of(thing: Any) -> Any:
     """The live session that owns a model or an optimizer."""
     wrapper = wrapper_of(thing)
     if wrapper is not None:

@@ -2,8 +2,9 @@
 
     python benchmarks/flow.py [--levels O1,O2,O5] [--list]
 
-The fourth iteration of Linear, LayerNorm, ReLU, Linear with torch.optim.AdamW is traced with sys.setprofile. A call is a Python function of
-the package that begins (comprehensions included), a move is a call in another file than the call before. --list prints each call.
+The fourth iteration of Linear, LayerNorm, ReLU, Linear with torch.optim.AdamW is traced with sys.setprofile. A call is a Python
+function of the package that begins (comprehensions included), a move is a call in another file than the call before. --list prints
+each call.
 """
 
 from __future__ import annotations

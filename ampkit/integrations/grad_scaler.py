@@ -226,7 +226,7 @@ def _load(scaler: LossScaler, state: Mapping[str, Any]) -> None:
 
 
 def _newest_scaler(loss_id: int) -> LossScaler:
-    newest = current_session()
+    newest: Session | None = current_session()
     if newest is None:
         raise NotInitializedError(
             "There is no loss scale before initialize(). Call ampkit.initialize(model, optimizer) first."

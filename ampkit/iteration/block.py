@@ -2,7 +2,7 @@
 
 When a block begins, it stashes the gradients of earlier blocks and yields ``loss.float() * scale``. When it ends, `collect`
 unscales and checks the fresh gradients, adds the stashed ones to them, moves the scale on its device, and hands the flag to
-the optimizers. Nothing in between waits for a device. At a static scale of 1 there is nothing to do: the step looks at the gradients.
+the optimizers. Nothing in between waits for a device. At a static scale of 1 a block does nothing: the step looks at gradients.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class Block:
             if any(one not in found and beside.may_write_to(one.gradients.ids) for one in others):
                 raise ConfigurationError(
                     "A backward pass inside of a scale_loss block did not come from the scaled loss alone, and reaches parameters "
-                    "of another initialize() call, whose optimizer the block was not given. Go backward there outside of the block, "
-                    "or in one of its own, or add its loss to the one that scale_loss is given, with both optimizers."
+                    "of another initialize() call, whose optimizer the block was not given. Go backward there outside of the "
+                    "block, or in one of its own, or add its loss to the one that scale_loss is given, with both optimizers."
                 )
         self._hold(found)
 

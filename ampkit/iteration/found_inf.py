@@ -131,7 +131,7 @@ class Findings:
             self._judged = seen(self._gradients.params), aliases_taken()
 
     def begin(self, scaler: Any, named: Sequence[Any]) -> None:
-        """A block has named the optimizer. Where none of its gradients are looked at before the step, those ``named`` skip together."""
+        """A block has named the optimizer. Where only steps look at gradients, those ``named`` together skip together."""
         self.scaler = scaler
         self._beside = {} if len(named) < 2 else {one.findings: None for one in named if one.findings is not self}
 

@@ -87,8 +87,8 @@ class OnePassStep:
     def count(self, params: Sequence[Tensor], steps: list[Tensor]) -> list[int]:
         """Count a step; returns a number for each parameter, equal where their counts are.
 
-        They are read once: counts that always move together stay equal. Where a device decides whether the step is taken, it counts:
-        torch's counts on the host are moved there.
+        They are read once: counts that always move together stay equal. Where a device decides whether the step is taken, it
+        counts: torch's counts on the host are moved there.
         """
         if not steps:
             return []

@@ -253,7 +253,7 @@ class OptimizerWrapper:
         return way
 
     def _judge(self, way: Way) -> tuple[bool, Tensor | None]:
-        """Whether the host knows that this step is to be skipped, and the flag by which the device decides; None where it is clear."""
+        """Whether the host knows that this step is to be skipped, and the flag by which a device decides; None for a clear one."""
         findings, checks = self.findings, self.checks_step(way)
         try:
             if not way.skips_on_device:

@@ -1,8 +1,9 @@
 """Which gradients a backward pass writes to, and to which block it belongs.
 
 ``Tensor.backward`` calls `torch.autograd.backward`, which is patched while a session lives. Inside of a `scale_loss` block it has
-the block hold, before they are written to, the gradients that the graph of its roots leads to: those of optimizers of other sessions,
-and of tensors that no optimizer of ours updates. Outside of all blocks, gradients that get something are noted for the step.
+the block hold, before they are written to, the gradients that the graph of the loss leads to: those of optimizers of other
+sessions, and of tensors that no optimizer of ours updates. Outside of all blocks, gradients that get something are noted for the
+step.
 """
 
 from __future__ import annotations

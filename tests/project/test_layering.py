@@ -29,7 +29,7 @@ LAYERS = [
         "patching",
     ],
     ["policy", "kernels"],
-    ["libraries", "sharding", "labels", "logs", "errors", "dtypes"],
+    ["registry", "libraries", "sharding", "labels", "logs", "errors", "dtypes"],
 ]
 RANK = {room: (level, place) for level, rooms in enumerate(LAYERS) for place, room in enumerate(rooms)}
 
