@@ -3,9 +3,9 @@
     python benchmarks/bench_iteration.py [--parameters 8 60 160] [--repetitions 40] [--device cuda]
 
 Each model is so many 16 x 16 weights, of which the loss reads one number; their gradients are put in place by hand, so that
-nothing but the host's work shows. The contenders are O1 with torch's fused AdamW, O2 and O5 with FusedAdam, and torch.amp.GradScaler
-with torch's fused AdamW. All but O5 have a dynamic loss scale. They take turns; times are medians in microseconds, ratios medians of
-the ratios of neighbouring repetitions.
+nothing but the host's work shows. The contenders are O1 with torch's fused AdamW, O2 and O5 with FusedAdam, and torch's
+GradScaler with its fused AdamW. All but O5 have a dynamic loss scale. They take turns; times are medians in microseconds,
+ratios medians of the ratios of neighbouring repetitions.
 """
 
 from __future__ import annotations

@@ -280,11 +280,11 @@ def collect(
     is_clean = is_known_clean(found.flag)
     if loss is not None and not is_clean:
         found.loss = loss.detach()
-    for gradients in () if is_clean else (outside, *[wrapper.gradients for wrapper in named]):
-        if (
-            gradients is not None
-        ):  # what no optimizer clears would stay inf or NaN for good, and be added to by another's block
-            gradients.zero_where(found.flag, gradients is outside)
+    # What no optimizer clears would stay inf or NaN for good; what several share is added to by another's block.
+    if outside is not None and not is_clean:
+        outside.zero_where(found.flag)
+    for wrapper in () if is_clean else named:
+        wrapper.gradients.zero_where(found.flag, all_of_them=False)
     if delay_overflow_check:
         scaler.delayed_check = found
         return
@@ -330,10 +330,8 @@ class LossScaling:
         self._runs_without_sync = False
         self.held_scale: Scale | None = None
         self.outside = Gradients()
-        self._unowned: tuple[int, list[weakref.ref[torch.Tensor]]] = (
-            -1,
-            [],
-        )  # and the number of slots when it was found
+        #: Parameters of the models without an optimizer of ours, and the number of slots when they were found.
+        self._unowned: tuple[int, list[weakref.ref[torch.Tensor]]] = (-1, [])
         self.advice = Advice()
 
     def scaler(self, loss_id: int) -> LossScaler:

@@ -147,6 +147,11 @@ def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
     scaled = [wrapper for wrapper in wrappers() if wrapper.is_outside_of_blocks]
     if not scaled:
         return []
-    leaves = leaves_of(map(node_of, roots)).leaves if inputs is None else inputs
-    ids = {id(leaf) for leaf in ([leaves] if isinstance(leaves, torch.Tensor) else leaves)}
+    if inputs is not None:
+        leaves = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    elif all([isinstance(root, torch.Tensor) for root in roots]):
+        leaves, _ = leaves_behind(roots)
+    else:
+        leaves = leaves_of(map(node_of, roots)).leaves
+    ids = {id(leaf) for leaf in leaves}
     return [(one, one.advice.passes) for one in scaled if not ids.isdisjoint(one.gradients.ids)]
