@@ -397,8 +397,15 @@ class LossScaler:
     # Checkpoints
 
     def state_dict(self) -> dict[str, float | int]:
-        """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints."""
-        return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
+        """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints.
+
+        With a hysteresis also ``"overflows_left"``, after how many overflows in a row the scale goes down.
+        """
+        known = self.synchronize()
+        state: dict[str, float | int] = {"loss_scale": known.scale, "unskipped": known.unskipped}
+        if self.dynamic and self.rule.hysteresis > 1:
+            state["overflows_left"] = known.overflows_left
+        return state
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         validate_scaler_state(state)
@@ -409,7 +416,9 @@ class LossScaler:
             logger.warning(
                 "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.", saved, scale
             )
-        self._write(scale=scale, unskipped=int(state["unskipped"]), skips_in_a_row=0, skips_at_floor=0)
+        left = min(int(state.get("overflows_left", self.rule.hysteresis)), self.rule.hysteresis)
+        counts = {"unskipped": int(state["unskipped"]), "overflows_left": left}
+        self._write(scale=scale, skips_in_a_row=0, skips_at_floor=0, **counts)
 
 
 def _passes(count: int, newest: int, interval: int) -> bool:
@@ -484,7 +493,6 @@ def validate_scaler_state(state: object) -> None:
         raise CheckpointError(
             f"The saved loss scale must be a positive, finite float32, found {state['loss_scale']!r}."
         )
-    if not isinstance(state["unskipped"], int) or not 0 <= state["unskipped"] < 2**31:
-        raise CheckpointError(
-            f"The saved 'unskipped' must be an integer of 0 to 2**31 - 1, found {state['unskipped']!r}."
-        )
+    for name in ("unskipped", "overflows_left"):
+        if not isinstance(state.get(name, 0), int) or not 0 <= state.get(name, 0) < 2**31:
+            raise CheckpointError(f"The saved {name!r} must be an integer of 0 to 2**31 - 1, found {state[name]!r}.")

@@ -191,6 +191,16 @@ def test_state_dict_round_trip_continues_the_count():
     assert iterate(resumed, 0) == iterate(scaler, 0) == [65536.0]
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_state_dict_round_trip_keeps_the_patience_of_a_hysteresis(before):
+    """Three overflows in a row lower the scale of 8: those before the checkpoint and those after it count together."""
+    rule = DynamicLossScale(init_scale=8.0, hysteresis=3)
+    scaler, resumed = LossScaler(rule), LossScaler(rule)
+    iterate(scaler, *[1] * before)
+    resumed.load_state_dict(scaler.state_dict())
+    assert iterate(resumed, 1, 1, 1) == [8.0] * (2 - before) + [4.0, 2.0, 1.0][: before + 1]
+
+
 def test_loading_a_scale_below_the_floor_lifts_it():
     scaler = LossScaler()
     scaler.load_state_dict({"loss_scale": 2.0**-20, "unskipped": 0})
