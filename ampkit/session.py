@@ -42,14 +42,13 @@ from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
 from .models import copies, sharded
-from .models.agreement import Dtypes, note_new_modules, refuse_changed_dtype, sync_weights
 from .models.collectives import collectives, note_weights
 from .models.float32_values import Float32Value, Loans
 from .models.forward import Watcher
 from .models.incoming import Incoming
 from .models.made_by_torch import averages, exports
 from .models.preparing import Originals, prepare_models
-from .models.records import lower_entries, walk
+from .models.records import Dtypes, lower_entries, note_new_modules, record_of, refuse_changed_dtype, sync_weights
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
@@ -420,11 +419,9 @@ class Session:
 
     def _cast_where_it_is(self, model: nn.Module, left_as: Dtypes | None) -> None:
         """The model may have moved since: ask one of its parameters, as next(model.parameters()) would, in less time."""
-        first = left_as[0][0]() if left_as else None
-        if first is None:
-            first = next(
-                (param for one in walk(model) for param in one._parameters.values() if param is not None), None
-            )
+        record = None if left_as else record_of(model)
+        cast = record.every_cast if record is not None else None
+        first = left_as[0][0]() if left_as else cast[0][0] if cast else next(model.parameters(), None)
         if first is not None and first.device.type in self.casting.device_types:
             return
         here = device_types([model])

@@ -1,6 +1,6 @@
 """The forward of an initialized model: has calls cast inside, casts outputs, and tells its session that it runs.
 
-Methods of the model's class have ours around them (classes.py), so that ``model(x)`` and ``model.forward(x)`` do the same, and
+Methods of the model's class have ours around them, as long as models of the class are initialized, so that ``model(x)`` and ``model.forward(x)`` do the same, and
 DataParallel's replicas behave alike. What a model does, the instance says: it holds a `ForwardCasts` (dtypes only); its session,
 where it has one, is asked through `watchers`.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from traceback import walk_tb
@@ -26,9 +28,8 @@ from ..casting.tensors import cast_floating, map_tensors, tensors_in
 from ..compiling import compiled_models
 from ..errors import ConfigurationError
 from ..labels import labelled
-from ..patching import Undo
+from ..patching import SharedPatches, Undo, shared_patch
 from ..registry import watchers
-from .classes import Around, stand_before
 from .copies import INNER_FORWARD_KEY, hand_out_plain_copies, need_no_plain_copies, remove_hooks
 from .records import lower_entries, record_of
 
@@ -43,6 +44,9 @@ class Watcher(NamedTuple):
     after_zero_grad: Callable[[nn.Module], None]
     opt_level: str
 
+
+Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
+"""Called with the instance, the class's own method, and the arguments of a call."""
 
 # Bound once: asked in every forward.
 _compiling = torch.compiler.is_compiling
@@ -328,3 +332,62 @@ def _on_trace(context: Any) -> None:
     watcher = watchers.get(variable.value)
     if watcher is not None:
         compiled_models.note(variable.value, watcher.before_compiled_forward)
+
+
+# Methods around those of a class. A method of ours calls the class's own for every instance that is not initialized.
+
+
+_patched: dict[tuple[type, str], SharedPatches] = {}
+
+
+def stand_before(cls: type, methods: Mapping[str, Around], undo: Undo, of_public: Around | None = None) -> None:
+    """Have calls of these methods of a class go through what stands beside their names, until ``undo``.
+
+    Calls of the public methods that are the class's own go through ``of_public``. All who ask for a method name the same.
+    """
+    while _is_parametrized(cls):  # torch takes the class back with the last parametrization
+        cls = cls.__base__
+    public = () if of_public is None else _public_methods_of(cls)
+    for name, around in {**dict.fromkeys(public, of_public), **methods}.items():
+        if (cls, name) not in _patched:
+            _patched[cls, name] = shared_patch(lambda: cls, name, functools.partial(_calling, cls, name, around))
+        _patched[cls, name].acquire()
+        undo.callback(_release, cls, name)
+
+
+def _release(cls: type, name: str) -> None:
+    if _patched[cls, name].release():
+        del _patched[cls, name]
+
+
+def _public_methods_of(cls: type) -> Iterator[str]:
+    """The public methods that are the model's own, such as ``generate``: not torch's, and no generators, which begin later."""
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if name.startswith("_") or hasattr(nn.Module, name) or not isinstance(method, types.FunctionType):
+            continue
+        begins_later = inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method)
+        if not begins_later and method.__module__.partition(".")[0] != "torch":
+            yield name
+
+
+def _calling(cls: type, name: str, around: Around, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    stored = inspect.getattr_static(cls, name, None)
+    if stored is not None and not isinstance(stored, types.FunctionType):  # a static method, a property
+
+        def own(self, *args, **kwargs):
+            return stored.__get__(self, type(self))(*args, **kwargs)
+
+    def method(self, *args, **kwargs):
+        return around(self, own, args, kwargs)
+
+    # dynamo keeps graphs by code object, and no more than a few: every class needs its own. torch.jit.script compiles the source of
+    # the own method, with the globals of this one.
+    code, names = method.__code__.replace(), getattr(own, "__globals__", globals())
+    method = types.FunctionType(code, names, name, None, method.__closure__)
+    return method if own is None else functools.wraps(own)(method)
+
+
+def _is_parametrized(cls: type) -> bool:
+    """Whether torch made the class for one parametrized module."""
+    return len(cls.__bases__) == 1 and cls.__name__ == f"Parametrized{cls.__base__.__name__}"

@@ -3,11 +3,12 @@
 Every submodule of a cast model has the model's `CastModel` in its ``__dict__``. Because it lies there, ``state_dict``,
 ``load_state_dict``, deepcopy and pickle of any part of the model find it without knowing of a session. Parameters are found by
 themselves and not by name, since pruning and parametrizations move them. The iterators over modules take a fraction of the time
-of torch's: every forward asks.
+of torch's. Before a forward what was written to loans and weights is taken over, and changed dtypes are refused.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,8 +16,12 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..registry import additions
 from .copies import RECORD_KEY, hand_out_plain_copies
 from .float32_values import Float32Value, Loans
+
+#: Parameters of a model, and the dtypes that they were left as.
+Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]
 
 
 @dataclass
@@ -34,6 +39,7 @@ class CastModel:
     as_they_came: dict[int, nn.Parameter] = field(default_factory=dict)  # of any dtype
     parts: list[CastModel] = field(default_factory=list)
     was_made_float32: bool = False  # by ``model.float()``
+    additions: int = -1  # of modules, when it was last looked for new ones
     #: (parameter, its float32 value) for all that were cast. Held also when they are in no module any more: an id is taken once.
     every_cast: list[tuple[nn.Parameter, Float32Value]] = field(default_factory=list)
 
@@ -115,3 +121,61 @@ def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metad
             entry.put(tensor, loaded)
             # A state_dict() of the caller's is not touched: load_state_dict hands on a copy.
             state_dict[prefix + name] = tensor.detach()
+
+
+# What a forward begins with
+
+
+def sync_weights(model: nn.Module) -> bool:
+    """Have what was written to loans, and float32 values that were assigned to weights (``p.data = values``), reach the weights.
+
+    Returns whether values were assigned. Raises `ConfigurationError` for weights whose dtype was changed, by name.
+    """
+    whole = record_of(model)
+    whole.loans.end()
+    whole.loans.lend_again()
+    note_new_modules(model)
+    assigned: list[tuple[nn.Parameter, Float32Value, torch.dtype]] = []
+    changed: Dtypes = []
+    for record in (whole, *whole.parts):
+        lower_precision = record.lower_precision
+        for param, entry in record.every_cast:
+            if param.dtype is lower_precision:
+                rest = entry.rest
+                # Not entry.move_rest_beside(param), which every weight would be asked for in every forward.
+                if rest is not None and (rest.numel() != param.numel() or rest.device != param.device):
+                    entry.move_rest_beside(param)
+            elif param.dtype is torch.float32 and not whole.was_made_float32:
+                assigned.append((param, entry, lower_precision))
+            else:
+                changed.append((weakref.ref(param), lower_precision))
+        changed += [(weakref.ref(param), torch.float32) for param in record.kept if param.dtype is not torch.float32]
+    if changed:
+        refuse_changed_dtype(model, changed)
+    for param, entry, lower_precision in assigned:
+        entry.take_float32(param, lower_precision)
+    whole.was_made_float32 = False
+    return bool(assigned)
+
+
+def note_new_modules(model: nn.Module) -> None:
+    """Have modules that are new since ``initialize``, such as parametrizations, save what came from the model in float32."""
+    record = record_of(model)
+    if record is None or record.additions == additions():
+        return
+    record.additions = additions()
+    for module in walk(model):
+        if RECORD_KEY not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
+            go_by_record(module, record)
+
+
+def refuse_changed_dtype(model: nn.Module, left_as: Dtypes) -> None:
+    """Raise where a parameter of the model has another dtype than it was left as, by its name."""
+    changed = [(param, dtype) for ref, dtype in left_as if (param := ref()) is not None and param.dtype is not dtype]
+    names = {param: name for name, param in model.named_parameters()} if changed else {}
+    for param, dtype in changed:
+        if param in names:
+            raise ConfigurationError(
+                f"{names[param]!r} is {param.dtype}, initialize() left it {dtype}. Do not change the dtype of an initialized model "
+                "(.half(), .float(), .to(dtype)): call ampkit.close() first, or initialize again with another level."
+            )
