@@ -1,10 +1,11 @@
-"""What it costs that a skipped step puts running statistics back: ResNet-50's buffers, as part of a training step at O2.
+"""What it costs that running statistics stay finite: ResNet-50's buffers, as part of a training step at O2.
 
     python benchmarks/bench_running_statistics.py [--rounds 20] [--batch 8] [--size 224] [--device cpu] [--dtype bfloat16]
 
-Two things are done in each iteration: before the first forward the buffers are copied, and at the step chosen from the copy
-or from themselves, on the device. Each is timed alone, waiting for the device before and after, so that on CUDA the sum is an
-upper bound of what a step takes longer. "launches" counts the operations that torch dispatches. Figures are medians.
+Twice in each iteration, before the forward and at the end of the block, elements are chosen from the buffers or from a copy
+of their last finite values, on the device; on the CPU, where the host can look, all are copied alone. Each is timed alone,
+waiting for the device before and after, so that on CUDA the sum is an upper bound of what a step takes longer. "launches"
+counts the operations that torch dispatches. Figures are medians.
 """
 
 import argparse
@@ -18,8 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit
-from ampkit.registry import wrapper_of
-from ampkit.iteration.running_statistics import RunningStatistics, after_step
+from ampkit.iteration.running_statistics import RunningStatistics
 from ampkit.optimizers import FusedSGD
 
 WARM_UP = 2
@@ -53,18 +53,15 @@ def main():
             scaled.backward()
         optimizer.step()
 
-    session_own, wrapper = RunningStatistics(), wrapper_of(optimizer)
-    found_inf = torch.zeros(1, device=args.device)
+    own = RunningStatistics()
 
-    def copy():
-        session_own.before_forward(model, [wrapper])
+    def before():
+        own.before_forward(model)
 
-    def choose():
-        after_step(wrapper, found_inf)
-
-    seconds = {"step": [], "copy": [], "choose": []}
+    parts = {"before": before, "after": own.keep_finite}
+    seconds = {"step": [], **{name: [] for name in parts}}
     for index in range(WARM_UP + args.rounds):
-        for name, action in (("step", step), ("copy", copy), ("choose", choose)):
+        for name, action in (("step", step), *parts.items()):
             taken = timed(action, args.device)
             if index >= WARM_UP:
                 seconds[name].append(taken)
@@ -75,9 +72,9 @@ def main():
     )
     print(f"{sum(buffer.nbytes for buffer in buffers) / 1e6:.2f} MB")
     print(f"{'part':<8}{'ms':>10}{'of a step':>12}{'launches':>10}")
-    for name, action in (("copy", copy), ("choose", choose)):
+    for name, action in parts.items():
         print(f"{name:<8}{medians[name] * 1e3:>10.3f}{medians[name] / medians['step']:>12.2%}{launches(action):>10}")
-    both = medians["copy"] + medians["choose"]
+    both = medians["before"] + medians["after"]
     print(f"{'both':<8}{both * 1e3:>10.3f}{both / medians['step']:>12.2%}")
     print(f"{'step':<8}{medians['step'] * 1e3:>10.3f}")
 

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..models.records import walk
+from ..registry import additions
 
 # Bound once: asked in every forward.
 _tracing = torch._C._get_tracing_state
@@ -26,39 +27,49 @@ class RunningStatistics:
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, _Statistics] = weakref.WeakKeyDictionary()
-        self.changed: list[_Statistics] = []  # by a training forward, since they were last looked at
+        self._changed: list[_Statistics] = []  # by a training forward, since they were last looked at
 
     def before_forward(self, model: nn.Module) -> None:
         """Look at the model's statistics where the forward that begins may change them, or an earlier one has."""
+        if _tracing() is not None or _transform_level() is not None:
+            return
         found = self._of.get(model)
         if found is None:
-            found = self._of[model] = _Statistics(model)
-        if not found.places or _tracing() is not None or _transform_level() is not None:
-            return
-        if self.changed:
+            found = self._of[model] = _Statistics()
+        changed = self._changed
+        if changed:
             self.keep_finite()
-        if found.are_training:
-            found.keep_finite()
-            self.changed.append(found)
+        has_others = found.additions != additions()
+        if has_others:
+            found.look_in(model)
+        if found.places and found.are_training:
+            if has_others or found not in changed:
+                found.keep_finite()
+            self._changed.append(found)
 
     def keep_finite(self) -> None:
         """Have what is not finite go back, in all models that a training forward ran in since the last time."""
-        changed, self.changed = self.changed, []
+        changed, self._changed = self._changed, []
         for one in changed:
             one.keep_finite()
-
-    def find_again(self) -> None:
-        """The models may have other layers now."""
-        self._of.clear()
 
 
 class _Statistics:
     """The statistics of one model, and their last finite values in memory that stays: a captured CUDA graph goes on using it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
+        self.additions = -1  # of modules to others, when the layers were looked for
         #: The attributes of modules, which keep no module alive, and the names of their statistics.
-        self.places = [(vars(module), names) for module in walk(model) if (names := _names_in(module))]
+        self.places: list[tuple[dict[str, Any], list[str]]] = []
         self._last: dict[tuple[Any, ...], torch.Tensor] = {}  # by device, dtype and sizes
+        self._last_of: dict[tuple[int, str], torch.Tensor] = {}  # views of these, by place
+
+    def look_in(self, model: nn.Module) -> None:
+        """Find the layers that the model has now."""
+        self.additions = additions()
+        self.places = [(vars(module), names) for module in walk(model) if (names := _names_in(module))]
+        here = {(id(attributes), name) for attributes, names in self.places for name in names}
+        self._last_of = {place: last for place, last in self._last_of.items() if place in here}
 
     @property
     def are_training(self) -> bool:
@@ -68,19 +79,21 @@ class _Statistics:
     @torch.no_grad()
     def keep_finite(self) -> None:
         """Elements that are not finite go back to their last finite values; what is finite now is kept for the next time."""
-        alike: dict[Any, list[torch.Tensor]] = {}
+        alike: dict[Any, dict[tuple[int, str], torch.Tensor]] = {}
         for attributes, names in self.places:
             for name in names:
                 tensor = attributes["_buffers"].get(name)
                 if type(tensor) is torch.Tensor and tensor.is_floating_point() and not tensor.is_inference():
-                    alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        for kind, tensors in alike.items():
+                    alike.setdefault((tensor.device, tensor.dtype), {})[id(attributes), name] = tensor
+        for kind, found in alike.items():
+            tensors = list(found.values())
             now = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            last = self._last.setdefault((*kind, *[tensor.numel() for tensor in tensors]), now)
-            if last is now:
-                continue
+            key = (*kind, *[tensor.numel() for tensor in tensors])
+            last = self._last.get(key)
+            if last is None:
+                last = self._last[key] = self._known_of(found)
             is_finite = now.isfinite()
-            if now.is_cpu and is_finite.all():
+            if is_known_finite(is_finite):
                 last.copy_(now)
                 continue
             torch.where(is_finite, now, last, out=last)
@@ -88,6 +101,22 @@ class _Statistics:
             # Not counted, as torch's batch norm does not count its own: a graph that is kept may still be run backward.
             with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
                 torch._foreach_copy_(tensors, values)
+
+    def _known_of(self, found: dict[tuple[int, str], torch.Tensor]) -> torch.Tensor:
+        """Memory for the last finite values of these: layers may be others than before, or elsewhere."""
+        before = [self._last_of.get(place) for place in found]
+        pieces = [
+            tensor.reshape(-1) if last is None or last.numel() != tensor.numel() else last.to(tensor)
+            for last, tensor in zip(before, found.values(), strict=True)
+        ]
+        known = torch.cat(pieces)
+        self._last_of.update(zip(found, known.split([piece.numel() for piece in pieces]), strict=True))
+        return known
+
+
+def is_known_finite(is_finite: torch.Tensor) -> bool:
+    """Whether the host can tell without waiting that all are: on the CPU."""
+    return is_finite.is_cpu and bool(is_finite.all())
 
 
 def _names_in(module: nn.Module) -> list[str]:

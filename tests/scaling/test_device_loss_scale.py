@@ -3,7 +3,7 @@
 import math
 import sys
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex.optimizers import FusedAdagrad, FusedLAMB, FusedLARS, FusedNovoGrad
-from ampkit.iteration import found_inf, optimizer_wrapper
+from ampkit.iteration import found_inf, optimizer_wrapper, running_statistics
 from ampkit.iteration.loss_scale import HostCopy, LossScaler
 from ampkit.kernels import reference
 from ampkit.optimizers import FusedAdam, FusedSGD
@@ -38,14 +38,16 @@ MADE_ON_HOST = ("lift_fresh", "lift")
 
 @pytest.fixture
 def host_copies(monkeypatch):
-    """How numbers reach the host: whether those that were sent have arrived, and a flag is known without waiting, is ours to say.
+    """How numbers reach the host: whether those that were sent have arrived, and what is known without waiting, is ours to say.
 
     On the CPU everything has arrived at once; with ``arrived`` set to False it is a device that is far behind. Which flags the
     host waits for is noted in ``read``.
     """
     copies = types.SimpleNamespace(read=[], arrived=True)
     ready, known, is_set = HostCopy.ready, found_inf.is_known_clean, found_inf.is_set
+    finite = running_statistics.is_known_finite
     monkeypatch.setattr(HostCopy, "ready", lambda copy: copies.arrived and ready(copy))
+    monkeypatch.setattr(running_statistics, "is_known_finite", lambda those: copies.arrived and finite(those))
     for module in (found_inf, optimizer_wrapper):
         monkeypatch.setattr(module, "is_known_clean", lambda flag: copies.arrived and known(flag), raising=False)
         monkeypatch.setattr(module, "is_set", lambda flag: copies.read.append(flag) or is_set(flag), raising=False)
@@ -195,13 +197,19 @@ def test_running_statistics_go_back_without_a_read(make, device, monkeypatch, ho
     x, y = batch(device)
     host_copies.arrived = False
     iteration(model, optimizer, x, y)
-    before = [buffer.clone() for buffer in model.buffers()]
+    before = [value.clone() for value in (model[1].running_mean, model[1].running_var)]
+    bad = x.clone()
+    bad[1, 2] = math.inf
     with no_host_reads(device, monkeypatch):
-        iteration(model, optimizer, x, y, math.inf, micro_batches=2)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+        iteration(model, optimizer, bad, y, micro_batches=2)
+    after = model[1].running_mean, model[1].running_var
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert int(model[1].num_batches_tracked) == 3
     with no_host_reads(device, monkeypatch):
         iteration(model, optimizer, x, y)
-    assert not any(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+        iteration(model, optimizer, x, y, math.inf)  # whose forward is finite
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(buffer.isfinite().all() for buffer in model.buffers()) and int(model[1].num_batches_tracked) == 5
 
 
 def everything(model, optimizer):
@@ -258,7 +266,7 @@ def test_torchs_fused_optimizers_are_not_read_either(make, level, device, monkey
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
-    model, optimizer = initialized_on("cpu", lambda p: torch.optim.SGD(p, lr=0.1), level)
+    model, optimizer = initialized_on("cpu", lambda p: torch.optim.RMSprop(p, lr=0.01), level)
     x, y = batch()
     for count in range(1, 4):
         optimizer.zero_grad()
@@ -269,6 +277,24 @@ def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
         assert len(host_copies.read) == count
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O4", "O5"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_torchs_optimizers_that_step_in_one_pass_are_not_read(make, level, device, monkeypatch, host_copies):
+    """On the CPU a skip is told of at once, for which nothing has to be waited for."""
+    model, optimizer = initialized_on(device, lambda p: make(p, lr=0.01), level)
+    x, y = batch(device)
+    iteration(model, optimizer, x, y)
+    before = float32_values(model)
+    with no_host_reads(device, monkeypatch) if device.type == "cuda" else nullcontext():
+        iteration(model, optimizer, x, y, math.inf, clip=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, float32_values(model)))
+    with no_host_reads(device, monkeypatch):
+        for _ in range(2):
+            iteration(model, optimizer, x, y, clip=1.0)
+    assert not any(torch.equal(a, b) for a, b in zip(before, float32_values(model)))
+    assert host_copies.read == []
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", STORED_BF16, "O5"])
 @pytest.mark.parametrize("cleared_by", ["optimizer", "model"])
 @pytest.mark.parametrize(
@@ -277,13 +303,14 @@ def test_an_ordinary_optimizer_reads_once_at_its_step(level, host_copies):
         FUSED["FusedAdam"],
         lambda p: torch.optim.AdamW(p, fused=True),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p, lr=0.01),
     ],
-    ids=["ours", "torch fused", "torch"],
+    ids=["ours", "torch fused", "torch", "ordinary"],
 )
 def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
     make, cleared_by, level, device, monkeypatch, host_copies
 ):
-    """Not counted is the number that an ordinary optimizer waits for, once in each step."""
+    """Not counted is the number that an ordinary optimizer waits for, once in each step that is checked."""
     model, optimizer = initialized_on(device, make, level)
     x, y = batch(device)
     iteration(model, optimizer, x, y)
@@ -294,12 +321,12 @@ def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
         monkeypatch.setattr(optimizer, "zero_grad", lambda: zero_grad(set_to_none=False))
     before = float32_values(model)
     read = len(host_copies.read)
-    with no_host_reads(device, monkeypatch, may_wait=type(optimizer) is torch.optim.SGD):
+    with no_host_reads(device, monkeypatch, may_wait=type(optimizer) is torch.optim.RMSprop):
         for _ in range(3):
             iteration(model, optimizer, x, y)
     assert not any(torch.equal(a, b) for a, b in zip(before, float32_values(model)))
-    if type(optimizer) is torch.optim.SGD:
-        assert len(host_copies.read) - read == 3
+    waits = type(optimizer) is torch.optim.RMSprop and level in ("O1", "O2")
+    assert len(host_copies.read) - read == (3 if waits else 0)
 
 
 # What the host learns
@@ -517,15 +544,23 @@ def test_running_statistics_go_back_in_a_captured_iteration():
         for _ in range(3):
             iteration(model, optimizer, x, y)
     torch.cuda.current_stream().wait_stream(stream)
-    factor = torch.ones((), device="cuda")
+    x, good = x.clone(), x
     graph = torch.cuda.CUDAGraph()
     optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
-        iteration(model, optimizer, x, y, factor)
-    for value, count in ((1.0, 4), (math.inf, 4), (1.0, 5)):
-        factor.fill_(value)
+        iteration(model, optimizer, x, y)
+    weight = model[1].weight
+    for value, count in ((1.0, 4), (math.inf, 5), (1.0, 6)):
+        before = weight.clone(), norm.running_mean.clone(), norm.running_var.clone()
+        x.copy_(good)
+        x[0, 1] *= value
         graph.replay()
         assert int(norm.num_batches_tracked) == count
+        is_same = [old == new for old, new in zip(before, (weight, norm.running_mean, norm.running_var), strict=True)]
+        if value == math.inf:  # in one channel
+            assert is_same[0].all() and all(same.tolist() == [index == 1 for index in range(6)] for same in is_same[1:])
+        else:
+            assert not any(same.any() for same in is_same[1:]) and not is_same[0].all()
 
 
 @pytest.mark.cuda(count=2)

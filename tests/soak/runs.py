@@ -264,7 +264,8 @@ class Run:
         build = {"cnn": self._classifier, "llama": self._language_model, "gan": self._adversaries}
         self.players: list[Player] = build[recipe.model]()
         self.given, self.scales = scales, {}
-        self.kept = self.statistics()
+        #: What skipped turns have left in the models' buffers: their forwards have run, and what is finite of them stays.
+        self.left: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         if initializes:
             self.initialize()
 
@@ -313,20 +314,28 @@ class Run:
         shape = {"cnn": (4, 3, 6, 6), "gan": ((4, 6), (4, 4))[player]}[self.recipe.model]
         return torch.randn(shape, generator=drawn)
 
-    def iterate(self, number: int, fault: Fault | None = None, leaves_out: int | None = None) -> list[bool]:
-        """One iteration, spoiled by ``fault``, without the turn of the player ``leaves_out``; which players skipped their steps."""
-        if leaves_out == 0:
-            for name, buffer in self.players[0].model.named_buffers():
-                buffer.copy_(self.kept[f"0 {name}"])
-        return [
-            self.turn(number, player, fault if fault is not None and fault.player == player else None)
-            for player in range(len(self.players))
-            if player != leaves_out
-        ]
+    def iterate(
+        self, number: int, fault: Fault | None = None, leaves_out: int | None = None, left: dict | None = None
+    ) -> list[bool]:
+        """One iteration, spoiled by ``fault``; which players skipped their steps.
 
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """The first player's buffers. A skip puts them back to what they were after its last step: a critic's have moved since."""
-        return {f"0 {name}": buffer.clone() for name, buffer in self.players[0].model.named_buffers()}
+        In the place of the turn of the player ``leaves_out``, buffers become what the run with that turn had ``left`` in them.
+        """
+        skipped = []
+        for player in range(len(self.players)):
+            if player == leaves_out:
+                for name, buffer in self.buffers().items():
+                    buffer.copy_(left[number, player][name])
+            else:
+                skipped.append(
+                    self.turn(number, player, fault if fault is not None and fault.player == player else None)
+                )
+        return skipped
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Of all models."""
+        named = [(index, *pair) for index, one in enumerate(self.players) for pair in one.model.named_buffers()]
+        return {f"{index} {name}": buffer for index, name, buffer in named}
 
     def turn(self, number: int, player: int, fault: Fault | None = None) -> bool:
         """The turn of one player: clear, blocks, clip, step; whether the step was skipped."""
@@ -338,8 +347,8 @@ class Run:
             ampkit.clip_grad_norm_(one.optimizer, self.recipe.max_norm)
         one.optimizer.step()
         was_skipped = ampkit.step_was_skipped(one.optimizer)
-        if player == 0 and not was_skipped:
-            self.kept = self.statistics()
+        if was_skipped:
+            self.left[number, player] = {name: buffer.clone() for name, buffer in self.buffers().items()}
         return was_skipped
 
     def block(self, number: int, player: int, part: int, fault: Fault | None = None) -> None:
