@@ -1,0 +1,483 @@
+"""What a block has found goes with the gradients that it made: to the step that would use them, and no further."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from helpers import STORED_BF16
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+
+X = torch.ones(1, 4)
+BAD = math.inf
+
+LEVELS = ["O1", "O2", STORED_BF16]
+SCALES = [
+    pytest.param(1024.0, id="static"),
+    pytest.param(ampkit.DynamicLossScale(init_scale=1024.0, growth_interval=1000), id="dynamic"),
+]
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=1.0),
+    "AdamW": partial(torch.optim.AdamW, lr=0.5),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.5),
+    "FusedAdam": partial(ampkit.optimizers.FusedAdam, lr=0.5),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.5, fused=True),
+}
+PRECISION = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}
+
+each_level = pytest.mark.parametrize("level", LEVELS)
+each_scale = pytest.mark.parametrize("scale", SCALES)
+each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+class Two(nn.Module):
+    """Two layers beside each other with weights of zero, so that steps of SGD leave the sum of their gradients, negated."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
+        for param in self.parameters():
+            nn.init.zeros_(param)
+
+    def forward(self, x):
+        return self.first(x).float() + self.second(x).float()
+
+
+def made(level, scale, count=1, make=OPTIMIZERS["SGD"], sessions=1):
+    """Models and their optimizers, of one session or of one for each."""
+    models = [Two() for _ in range(count)]
+    optimizers = [make(model.parameters()) for model in models]
+    settings = {"opt_level": level, "loss_scale": scale, "verbosity": 0}
+    if level in PRECISION:
+        settings[PRECISION[level]] = torch.float16
+    if level == STORED_BF16:
+        settings["opt_level"], settings["cast_model_type"] = "O2", torch.bfloat16
+    if sessions == 1:
+        ampkit.initialize(models, optimizers, **settings)
+    else:
+        for model, optimizer in zip(models, optimizers):
+            ampkit.initialize(model, optimizer, **settings)
+    return [*models, *optimizers]
+
+
+def loss_of(model, slope):
+    """A loss whose gradient is ``slope`` for every weight."""
+    return slope * model(X).sum()
+
+
+def go(model, optimizers, slope, **flags):
+    with ampkit.scale_loss(loss_of(model, slope), optimizers, **flags) as scaled:
+        scaled.backward()
+
+
+def value(model):
+    """The one number that all weights are."""
+    (number,) = {number for p in model.parameters() for number in p.detach().float().unique().tolist()}
+    return number
+
+
+def gradient(model):
+    (number,) = {number for p in model.parameters() for number in p.grad.float().unique().tolist()}
+    return number
+
+
+def clear(model):
+    for param in model.parameters():
+        param.grad = None
+
+
+# What a script does to gradients between block and step
+
+
+def repair_in_place(model, optimizer):
+    for param in model.parameters():
+        param.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def repair_through_data(model, optimizer):
+    for param in model.parameters():
+        param.grad.data.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def repair_master_gradients(model, optimizer):
+    for param in ampkit.master_params(optimizer):
+        param.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def read_gradients_and_repair(model, optimizer):
+    norms = [param.grad.float().norm() for param in ampkit.master_params(optimizer)]
+    assert len(norms) == 2
+    repair_in_place(model, optimizer)
+
+
+def clip_with_torch_and_repair(model, optimizer):
+    torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)
+    repair_in_place(model, optimizer)
+
+
+def clip_with_torch_and_repair_the_models(model, optimizer):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    repair_in_place(model, optimizer)
+
+
+def repair_all_but_the_first(model, optimizer):
+    model.second.weight.grad = torch.zeros_like(model.second.weight)
+    repair_in_place(model, optimizer)
+
+
+REPAIRS = [
+    repair_in_place,
+    repair_through_data,
+    repair_master_gradients,
+    read_gradients_and_repair,
+    clip_with_torch_and_repair,
+    clip_with_torch_and_repair_the_models,
+    repair_all_but_the_first,
+]
+
+
+@pytest.mark.parametrize("repair", REPAIRS, ids=lambda one: one.__name__)
+@each_level
+@each_scale
+def test_repaired_gradients_of_an_overflow_skip(level, scale, repair):
+    model, optimizer = made(level, scale)
+    go(model, optimizer, BAD)
+    repair(model, optimizer)
+    optimizer.step()
+    assert value(model) == 0.0 and ampkit.step_was_skipped(optimizer)
+    optimizer.zero_grad()
+    go(model, optimizer, 2.0)
+    optimizer.step()
+    assert value(model) == -2.0
+
+
+def clear_by_optimizer(model, optimizer):
+    optimizer.zero_grad()
+
+
+def clear_by_optimizer_in_place(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def clear_by_model(model, optimizer):
+    model.zero_grad()
+
+
+def clear_by_model_in_place(model, optimizer):
+    model.zero_grad(set_to_none=False)
+
+
+def clear_by_hand(model, optimizer):
+    clear(model)
+
+
+CLEARS = [clear_by_optimizer, clear_by_optimizer_in_place, clear_by_model, clear_by_model_in_place, clear_by_hand]
+
+
+@pytest.mark.parametrize("clears", CLEARS, ids=lambda one: one.__name__)
+@each_level
+@each_scale
+def test_cleared_gradients_take_their_overflow_along(level, scale, clears):
+    model, optimizer = made(level, scale)
+    go(model, optimizer, BAD)
+    clears(model, optimizer)
+    go(model, optimizer, 2.0)
+    optimizer.step()
+    assert value(model) == -2.0 and not ampkit.step_was_skipped(optimizer)
+
+
+@each_level
+@each_scale
+@each_optimizer
+def test_a_second_step_after_a_skip_moves_nothing(level, scale, make):
+    model, optimizer = made(level, scale, make=make)
+    go(model, optimizer, BAD)
+    for _ in range(3):
+        optimizer.step()
+        assert value(model) == 0.0 and ampkit.step_was_skipped(optimizer)
+    repair_in_place(model, optimizer)
+    optimizer.step()
+    assert value(model) == 0.0
+    go(model, optimizer, 2.0)  # without zero_grad: zeros are in the place of what was refused
+    assert gradient(model) == 2.0
+    optimizer.step()
+    assert value(model) != 0.0 and not ampkit.step_was_skipped(optimizer)
+
+
+def nothing(first, second):
+    pass
+
+
+def block_left_early(first, second):
+    for _ in range(1):
+        with ampkit.scale_loss(loss_of(first[0], 1.0), first[1]):
+            continue
+
+
+def block_of_the_other(first, second):
+    go(*second, 1.0)
+
+
+def checkpointed_block_of_the_other(first, second):
+    model, optimizer = second
+    with ampkit.scale_loss(
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).sum(), optimizer
+    ) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("between", [nothing, block_left_early, block_of_the_other, checkpointed_block_of_the_other])
+@pytest.mark.parametrize("sessions", [1, 2])
+@each_level
+@each_scale
+def test_momentum_moves_nothing_at_a_second_step_after_a_skip(level, scale, sessions, between):
+    make = partial(torch.optim.SGD, lr=1.0, momentum=0.5)
+    model, other, optimizer, of_other = made(level, scale, count=2, make=make, sessions=sessions)
+    go(model, optimizer, 2.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    go(model, optimizer, BAD)
+    optimizer.step()
+    between((model, optimizer), (other, of_other))
+    optimizer.step()
+    assert value(model) == -2.0
+
+
+@each_level
+@each_scale
+def test_an_overflow_in_one_layer_stays_when_another_gets_its_first_gradient(level, scale):
+    model, optimizer = made(level, scale)
+    go(model.second, optimizer, BAD)
+    loss_of(model.first, 2.0).backward()
+    repair_in_place(model, optimizer)
+    optimizer.step()
+    assert value(model) == 0.0
+
+
+@each_level
+@each_scale
+@each_optimizer
+def test_gradients_kept_for_a_step_are_judged_by_their_own_values(level, scale, make):
+    model, optimizer = made(level, scale, make=make)
+    go(model, optimizer, 2.0)
+    kept = [param.grad.clone() for param in model.parameters()]
+    optimizer.zero_grad()
+    go(model, optimizer, BAD)
+    for param, gradients in zip(model.parameters(), kept):
+        param.grad = gradients
+    optimizer.step()
+    assert value(model) < 0.0 and not ampkit.step_was_skipped(optimizer)
+    before = value(model)
+    for param, gradients in zip(model.parameters(), kept):
+        param.grad = gradients * BAD
+    optimizer.step()
+    assert value(model) == before and ampkit.step_was_skipped(optimizer)
+
+
+@pytest.mark.compiled("wrappers")  # a float32 gradient is put on a weight in lower precision
+@each_level
+@each_scale
+def test_gradients_put_back_after_zero_grad_are_judged_by_their_own_values(level, scale):
+    model, optimizer = made(level, scale)
+    go(model, optimizer, BAD)
+    kept = [param.grad for param in model.parameters()]
+    optimizer.zero_grad()
+    for param, gradients in zip(model.parameters(), kept):
+        param.grad = gradients
+    optimizer.step()
+    assert value(model) == 0.0 and ampkit.step_was_skipped(optimizer)
+    go(model, optimizer, 2.0)
+    kept = [param.grad for param in model.parameters()]
+    optimizer.zero_grad()
+    for param, gradients in zip(model.parameters(), kept):
+        param.grad = gradients
+    optimizer.step()
+    assert value(model) == -2.0
+
+
+def add_in_place(param, buffer):
+    param.grad += buffer
+
+
+def add_through_data(param, buffer):
+    param.grad.data.add_(buffer)
+
+
+def copy_over(param, buffer):
+    param.grad.copy_(param.grad + buffer)
+
+
+def replace(param, buffer):
+    param.grad = param.grad + buffer
+
+
+def replace_data(param, buffer):
+    param.grad.data = param.grad.data + buffer
+
+
+@pytest.mark.parametrize("adds", [add_in_place, add_through_data, copy_over, replace, replace_data])
+@each_level
+@each_scale
+def test_a_buffer_added_to_gradients_counts_and_mends_no_overflow(level, scale, adds):
+    """GEM: gradients of old tasks are added to those of the new one."""
+    model, optimizer = made(level, scale)
+    for slope, expected in ((2.0, -6.0), (BAD, -6.0), (1.0, -11.0)):
+        optimizer.zero_grad()
+        go(model, optimizer, slope)
+        for param in model.parameters():
+            adds(param, torch.full_like(param.grad, 4.0))
+        optimizer.step()
+        assert value(model) == expected
+
+
+@each_level
+@each_scale
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+@pytest.mark.parametrize("bad_task", [None, 0, 1])
+def test_gradients_of_several_tasks_are_combined_as_in_pcgrad(level, scale, named, bad_task):
+    """A block for each task; the gradients of each are kept, and their sum is what is stepped with."""
+    model, head, optimizer, of_head = made(level, scale, count=2)
+    optimizers = [optimizer, of_head] if named else of_head
+    kept = []
+    for task, slope in enumerate((2.0, 4.0)):
+        optimizer.zero_grad()
+        of_head.zero_grad()
+        slope = BAD if task == bad_task else slope
+        with ampkit.scale_loss(loss_of(model, slope) + loss_of(head, 1.0), optimizers) as scaled:
+            scaled.backward()
+        kept.append([param.grad.clone() for param in model.parameters()])
+    for param, *gradients in zip(model.parameters(), *kept):
+        param.grad = sum(gradients)
+    optimizer.step()
+    of_head.step()
+    assert value(model) == (-6.0 if bad_task is None else 0.0)
+    # The last block alone has made the gradients of the head, and an overflow in one that it does not name is not its own.
+    assert value(head) == (0.0 if bad_task == 1 and named else -1.0)
+
+
+@each_level
+@each_scale
+@each_optimizer
+@pytest.mark.parametrize("sessions", [1, 2])
+def test_a_discriminator_that_steps_every_second_iteration_loses_no_clean_step(level, scale, make, sessions):
+    g, d, of_g, of_d = made(level, scale, count=2, make=make, sessions=sessions)
+    moves = []
+    for index in range(6):
+        of_g.zero_grad()
+        slope = BAD if index in (1, 2) else 1.0
+        with ampkit.scale_loss(loss_of(g, slope) + loss_of(d, slope), of_g) as scaled:
+            scaled.backward()
+        of_g.step()
+        of_d.zero_grad()
+        if index % 2:
+            before = value(d)
+            go(d, of_d, 2.0)
+            of_d.step()
+            moves.append(value(d) < before)
+    assert moves == [True, True, True]
+
+
+@each_level
+@each_scale
+@pytest.mark.parametrize("clips", [False, True], ids=["as they are", "clipped"])
+@pytest.mark.parametrize("end", ["close", "initialize"])
+def test_an_end_before_the_step_leaves_no_inf_in_gradients(level, scale, end, clips):
+    model, optimizer = made(level, scale)
+    go(model, optimizer, BAD)
+    if clips:
+        ampkit.clip_grad_norm_(optimizer, 1.0)
+    if end == "close":
+        ampkit.close()
+    else:
+        ampkit.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    assert all(param.grad is None or param.grad.isfinite().all() for param in model.parameters())
+    optimizer.step()
+    assert value(model) == 0.0
+
+
+@each_level
+@pytest.mark.parametrize("other_leaves", [False, True])
+def test_blocks_left_without_a_backward_pass_count_for_nothing(level, other_leaves):
+    """With hysteresis 2 the second overflow in a row halves the scale, and a block without a pass is no clean iteration."""
+    rule = ampkit.DynamicLossScale(init_scale=1024.0, hysteresis=2, growth_interval=3)
+    model, optimizer = made(level, rule)
+    scales = []
+    for slope in (BAD, None, BAD, None, 1.0, None, 1.0, None, 1.0):
+        optimizer.zero_grad()
+        for _ in range(1):
+            with ampkit.scale_loss(loss_of(model, slope or 1.0), optimizer) as scaled:
+                if slope is None and other_leaves:
+                    continue
+                if slope is None:
+                    break
+                scaled.backward()
+            optimizer.step()
+        scales.append(ampkit.loss_scale(optimizer))
+    assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0, 512.0, 512.0, 1024.0]
+    assert value(model) == -3.0
+
+
+@each_level
+@each_scale
+def test_a_block_left_early_keeps_gradients_and_their_flag(level, scale):
+    model, optimizer = made(level, scale)
+    for slope, expected in ((2.0, -2.0), (BAD, -2.0)):
+        optimizer.zero_grad()
+        go(model, optimizer, slope)
+        for _ in range(1):
+            with ampkit.scale_loss(loss_of(model, 1.0), optimizer):
+                continue
+        repair_in_place(model, optimizer)
+        optimizer.step()
+        assert value(model) == expected
+
+
+# At a static scale of 1
+
+AT_ONE = [
+    pytest.param(level, OPTIMIZERS[name], id=f"{level}, {name}")
+    for level in ("O0", "O4", "O5")
+    for name in ("SGD", "AdamW", "FusedAdam")
+    if level != "O0" or name == "FusedAdam"  # torch's own step of float32 weights is left alone there
+]
+
+
+@pytest.mark.parametrize("level, make", AT_ONE)
+@pytest.mark.parametrize("in_block", [True, False])
+def test_at_scale_1_a_step_looks_by_itself(level, make, in_block):
+    model, optimizer = made(level, None, make=make)
+    moves = []
+    for slope in (1.0, BAD, 1.0):
+        optimizer.zero_grad()
+        before = value(model)
+        if in_block:
+            go(model, optimizer, slope)
+        else:
+            loss_of(model, slope).backward()
+        optimizer.step()
+        moves.append(value(model) < before)
+    assert moves == [True, False, True]
+
+
+@pytest.mark.parametrize("level, make", AT_ONE)
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("clears", [False, True], ids=["cleared together", "each cleared after its step"])
+def test_at_scale_1_optimizers_named_together_skip_together(level, make, bad, order, clears):
+    both = made(level, None, count=3, make=make)
+    models, optimizers = both[:3], both[3:]
+    for is_bad in (False, True, False):
+        before = [value(model) for model in models]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = [loss_of(model, BAD if is_bad and index == bad else 1.0) for index, model in enumerate(models)]
+        with ampkit.scale_loss(sum(losses), optimizers) as scaled:
+            scaled.backward()
+        for index in order:
+            optimizers[index].step()
+            if clears:
+                optimizers[index].zero_grad()
+        assert [value(model) < was for model, was in zip(models, before)] == [not is_bad] * 3

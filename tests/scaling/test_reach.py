@@ -1,0 +1,1045 @@
+"""A block unscales whatever its backward passes reach: scripts get the numbers of the same script in float32."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+
+X = torch.tensor([[1.0, 0.5, -1.0, 2.0], [0.5, -0.25, 1.0, 1.0]])
+
+
+class InFloat32:
+    """The same script without ampkit."""
+
+    def initialize(self, models, optimizers):
+        pass
+
+    def scale_loss(self, loss, optimizers, **flags):
+        return nullcontext(loss)
+
+
+PRECISION = {"O1": "patch_torch_functions_type", "O2": "cast_model_type"}
+
+
+class WithAmpkit:
+    """In float16, which rounds less than what levels take on the CPU by default."""
+
+    def __init__(self, level, loss_scale):
+        self.settings = dict(opt_level=level, loss_scale=loss_scale, verbosity=0)
+        if level in PRECISION:
+            self.settings[PRECISION[level]] = torch.float16
+
+    def initialize(self, models, optimizers):
+        ampkit.initialize(models, optimizers, **self.settings)
+
+    def scale_loss(self, loss, optimizers, **flags):
+        return ampkit.scale_loss(loss, optimizers, **flags)
+
+
+AT = [
+    pytest.param(level, scale, id=f"{level} {name}")
+    for level in ("O1", "O2")
+    for name, scale in (("static", 1024.0), ("dynamic", ampkit.DynamicLossScale(init_scale=512.0)))
+]
+
+
+def net(seed, outputs=4):
+    torch.manual_seed(seed)
+    return nn.Linear(4, outputs, bias=False)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.125)
+
+
+def session(amp, seed, outputs=4):
+    """A model and its optimizer, by a call of initialize of their own."""
+    model = net(seed, outputs)
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer)
+    return model, optimizer
+
+
+def loss_of(output):
+    return output.float().square().mean()
+
+
+def copied(tensor):
+    assert tensor is not None, "no gradient"
+    return tensor.detach().float().clone()
+
+
+def grads(*models):
+    return [copied(p.grad) for model in models for p in model.parameters()]
+
+
+def weights(*models):
+    return [copied(p) for model in models for p in model.parameters()]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for index, (mine, plain) in enumerate(zip(found, expected)):
+        assert plain.abs().max() > 0, f"number {index} would be missed by nobody"
+        assert (mine - plain).abs().max() <= 0.02 * plain.abs().max(), (index, mine, plain)
+
+
+# Scripts. Each is run without ampkit and with it, and returns tensors.
+
+# Passes that reach other sessions
+
+
+class Reversible(torch.autograd.Function):
+    """x + f(x), which keeps nothing: its backward pass computes f(x) again, and goes backward through it by itself."""
+
+    @staticmethod
+    def forward(ctx, x, f):
+        ctx.f = f
+        ctx.save_for_backward(x)
+        return x + f(x).float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.f(x).float()
+        y.backward(gradient)
+        return gradient + x.grad, None
+
+
+def reversible_function_over_another_sessions_weights(amp):
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    for _ in range(2):
+        of_a.zero_grad()
+        of_b.zero_grad()
+        with amp.scale_loss(loss_of(Reversible.apply(a(X).float(), b)), of_a) as scaled:
+            scaled.backward()
+        result = grads(a, b)
+        of_a.step()
+        of_b.step()
+    return result + weights(a, b)
+
+
+def checkpoint_over_another_sessions_weights(amp):
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    with amp.scale_loss(loss_of(checkpoint(b, a(X).float(), use_reentrant=True)), of_a) as scaled:
+        scaled.backward()
+    result = grads(a, b)
+    of_a.step()
+    of_b.step()
+    return result + weights(a, b)
+
+
+def hook_that_trains_another_sessions_model(amp):
+    (a, of_a), (b, _) = session(amp, 1), session(amp, 2)
+    hidden = a(X).float()
+
+    @torch.enable_grad()  # autograd runs hooks without
+    def train_b(_):
+        loss_of(b(X)).backward()
+
+    hidden.register_hook(train_b)
+    with amp.scale_loss(loss_of(hidden), of_a) as scaled:
+        scaled.backward()
+    result = grads(a, b)
+    of_a.step()
+    return result + weights(a)
+
+
+def generator_through_the_critic_of_another_session(amp):
+    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
+    result = []
+    for _ in range(3):
+        of_d.zero_grad()
+        with amp.scale_loss(loss_of(d(X) - 1.0), of_d) as scaled:
+            scaled.backward()
+        with amp.scale_loss(loss_of(d(g(X).detach().float())), of_d) as scaled:
+            scaled.backward()
+        of_d.step()
+        of_g.zero_grad()
+        with amp.scale_loss(loss_of(d(g(X).float()) - 1.0), of_g) as scaled:
+            scaled.backward()
+        result += grads(g, d)
+        of_g.step()
+    return result + weights(g, d)
+
+
+def generator_that_adds_to_the_critics_gradients(amp):
+    """Without zero_grad, and the critic steps by the sum."""
+    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
+    for _ in range(2):
+        with amp.scale_loss(loss_of(d(X) - 1.0), of_d) as scaled:
+            scaled.backward()
+        with amp.scale_loss(loss_of(d(g(X).float())), of_g) as scaled:
+            scaled.backward()
+        result = grads(g, d)
+        of_g.step()
+        of_d.step()
+    return result + weights(g, d)
+
+
+def both_of_a_gan_in_one_block(amp):
+    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
+    for _ in range(2):
+        of_g.zero_grad()
+        of_d.zero_grad()
+        with amp.scale_loss(loss_of(d(g(X).float()) - 1.0), [of_g, of_d]) as scaled:
+            scaled.backward()
+        result = grads(g, d)
+        of_g.step()
+        of_d.step()
+    return result + weights(g, d)
+
+
+def two_passes_in_one_block_of_one_session(amp):
+    g, d = net(1), net(2, 1)
+    of_g, of_d = sgd(g), sgd(d)
+    amp.initialize([g, d], [of_g, of_d])
+    for _ in range(2):
+        of_g.zero_grad()
+        of_d.zero_grad()
+        with amp.scale_loss(loss_of(d(g(X).float()) - 1.0), of_g) as scaled:
+            scaled.backward(retain_graph=True)
+            scaled.backward()
+        result = grads(g, d)
+        of_g.step()
+        of_d.step()
+    return result + weights(g, d)
+
+
+def blocks_of_two_sessions_in_one_with(amp):
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    with amp.scale_loss(loss_of(a(X)), of_a) as one, amp.scale_loss(loss_of(b(X)), of_b) as other:
+        one.backward()
+        other.backward()
+    result = grads(a, b)
+    of_a.step()
+    of_b.step()
+    return result + weights(a, b)
+
+
+def inputs_of_both_blocks_in_one_with(amp):
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+    with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(y)), of_b) as other:
+        one.backward()
+        other.backward()
+    return grads(a, b) + [copied(x.grad), copied(y.grad)]
+
+
+def sum_of_the_losses_of_two_blocks(amp):
+    (a, of_a), (b, of_b), x = session(amp, 1), session(amp, 2), X.clone().requires_grad_()
+    with amp.scale_loss(loss_of(a(x)), of_a) as one, amp.scale_loss(loss_of(b(X)), of_b) as other:
+        (one + other).backward()
+    return grads(a, b) + [copied(x.grad)]
+
+
+def block_of_another_session_around_a_whole_iteration(amp):
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    with amp.scale_loss(loss_of(a(X)), of_a) as scaled:
+        with amp.scale_loss(loss_of(b(X)), of_b) as inner:
+            inner.backward()
+        of_b.step()
+        scaled.backward()
+    of_a.step()
+    return grads(a, b) + weights(a, b)
+
+
+def a_parameter_of_two_models_and_optimizers_of_one_session(amp):
+    a, b, own = net(1), net(2), net(3)
+    b.weight = a.weight
+    head = nn.Sequential(b, own)
+    of_a, of_head = sgd(a), sgd(head)
+    amp.initialize([a, head], [of_a, of_head])
+    for _ in range(2):
+        of_a.zero_grad()
+        of_head.zero_grad()
+        with amp.scale_loss(loss_of(head(X)), of_head) as scaled:
+            scaled.backward()
+        with amp.scale_loss(loss_of(a(X)), of_a) as scaled:
+            scaled.backward()
+        result = grads(a, own)
+        of_a.step()
+        of_head.step()
+    return result + weights(a, own)
+
+
+def frozen_parameters_before_trained_ones(amp):
+    frozen, (a, of_a) = net(1), session(amp, 2)
+    frozen.requires_grad_(False)
+    amp.initialize(frozen, None)
+    with amp.scale_loss(loss_of(a(frozen(X).float())), of_a) as scaled:
+        scaled.backward()
+    assert frozen.weight.grad is None
+    result = grads(a)
+    of_a.step()
+    return result + weights(a)
+
+
+def critic_frozen_while_the_generator_trains(amp):
+    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
+    for _ in range(2):
+        of_d.zero_grad()
+        with amp.scale_loss(loss_of(d(X) - 1.0), of_d) as scaled:
+            scaled.backward()
+        kept = grads(d)
+        d.requires_grad_(False)
+        of_g.zero_grad()
+        with amp.scale_loss(loss_of(d(g(X).float())), of_g) as scaled:
+            scaled.backward()
+        d.requires_grad_(True)
+        result = kept + grads(g, d)
+        of_g.step()
+        of_d.step()
+    return result + weights(g, d)
+
+
+# Passes that reach what no optimizer of ours updates
+
+
+class WeightsOfLosses(nn.Module):
+    """Of Kendall, Gal and Cipolla: a weight for each of two losses, which is trained too."""
+
+    def __init__(self):
+        super().__init__()
+        self.logarithms = nn.Parameter(torch.tensor([0.5, -0.5]))
+
+    def forward(self, losses):
+        return (torch.exp(-self.logarithms) * torch.stack(losses) + self.logarithms).sum()
+
+
+def losses_of(model, x=X):
+    output = model(x)
+    return [loss_of(output), loss_of(output - 1.0)]
+
+
+def weights_of_losses(amp, clears=True, iterations=3, order=(0, 1), **flags):
+    (a, of_a), weighted = session(amp, 1), WeightsOfLosses()
+    of_weights = torch.optim.SGD(weighted.parameters(), lr=0.25)
+    result = []
+    for _ in range(iterations):
+        if clears:
+            of_a.zero_grad()
+            of_weights.zero_grad()
+        with amp.scale_loss(weighted(losses_of(a)), of_a, **flags) as scaled:
+            scaled.backward()
+        if not flags:
+            result += grads(a, weighted)
+        for index in order:
+            (of_a, of_weights)[index].step()
+    return result + weights(a, weighted)
+
+
+def weights_of_losses_without_zero_grad(amp):
+    return weights_of_losses(amp, clears=False)
+
+
+def weights_of_losses_over_micro_batches(amp):
+    (a, of_a), weighted = session(amp, 1), WeightsOfLosses()
+    of_weights = torch.optim.SGD(weighted.parameters(), lr=0.25)
+    for _ in range(3):
+        of_a.zero_grad()
+        of_weights.zero_grad()
+        for index in range(3):
+            with amp.scale_loss(weighted(losses_of(a, X + index)) / 4, of_a, delay_unscale=index < 2) as scaled:
+                scaled.backward()
+        result = grads(a, weighted)
+        of_a.step()
+        of_weights.step()
+    return result + weights(a, weighted)
+
+
+def weights_of_losses_that_wait_for_the_step(amp):
+    return weights_of_losses(amp, delay_unscale=True)
+
+
+def soft_prompt(amp):
+    (a, of_a), prompt = session(amp, 1), nn.Parameter(torch.full((1, 4), 0.5))
+    of_prompt = torch.optim.SGD([prompt], lr=0.5)
+    for _ in range(3):
+        of_a.zero_grad()
+        of_prompt.zero_grad()
+        with amp.scale_loss(loss_of(a(torch.cat([prompt, X]))), of_a) as scaled:
+            scaled.backward()
+        result = grads(a) + [copied(prompt.grad)]
+        of_prompt.step()
+        of_a.step()
+    return result + weights(a) + [copied(prompt)]
+
+
+def adversarial_delta(amp):
+    """The fast gradient sign method: an ascent first, with a delta made anew, then a step with what it found."""
+    a, of_a = session(amp, 1)
+    result = []
+    for _ in range(2):
+        delta = torch.zeros_like(X, requires_grad=True)
+        of_a.zero_grad()
+        with amp.scale_loss(loss_of(a(X + delta)), of_a) as scaled:
+            scaled.backward()
+        result.append(copied(delta.grad))
+        delta = (0.25 * delta.grad).detach()
+        of_a.zero_grad()
+        with amp.scale_loss(loss_of(a(X + delta)), of_a) as scaled:
+            scaled.backward()
+        result += grads(a)
+        of_a.step()
+    return result + weights(a)
+
+
+def adversarial_delta_that_is_kept(amp):
+    """Free adversarial training: the delta lives on, and its gradient is cleared in place."""
+    (a, of_a), delta = session(amp, 1), torch.zeros_like(X, requires_grad=True)
+    for _ in range(3):
+        of_a.zero_grad()
+        with amp.scale_loss(loss_of(a(X + delta)), of_a) as scaled:
+            scaled.backward()
+        result = grads(a) + [copied(delta.grad)]
+        delta.data += 0.25 * delta.grad
+        delta.grad.zero_()
+        of_a.step()
+    return result + weights(a) + [copied(delta)]
+
+
+def gradients_of_inputs(amp):
+    a, of_a = session(amp, 1)
+    result = []
+    for index in range(2):
+        x = (X + index).requires_grad_()
+        of_a.zero_grad()
+        loss = loss_of(a(x))
+        with amp.scale_loss(loss, of_a) as scaled:
+            scaled.backward()
+        result += [copied(loss), copied(x.grad)]
+        of_a.step()
+    return result + weights(a)
+
+
+def gradients_of_inputs_alone(amp):
+    """``inputs=`` of what no optimizer updates."""
+    (a, of_a), x = session(amp, 1), X.clone().requires_grad_()
+    with amp.scale_loss(loss_of(a(x)), of_a) as scaled:
+        scaled.backward(inputs=[x])
+    assert a.weight.grad is None
+    return [copied(x.grad)]
+
+
+def gradients_of_another_sessions_weights_alone(amp):
+    (a, of_a), (b, _) = session(amp, 1), session(amp, 2)
+    with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
+        scaled.backward(inputs=[*a.parameters(), *b.parameters()])
+    return grads(a, b)
+
+
+def retained_features(amp):
+    a, of_a = session(amp, 1)
+    result = []
+    for index in range(2):
+        of_a.zero_grad()
+        features = a(X + index)
+        features.retain_grad()
+        loss = loss_of(features)
+        with amp.scale_loss(loss, of_a) as scaled:
+            scaled.backward()
+        result += [copied(loss), copied(features.grad)]
+        of_a.step()
+    return result + weights(a)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def function_in_python_beside_a_parameter_without_optimizer(amp):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model[1])
+    amp.initialize(model, optimizer)
+    for index in range(3):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model[1](Doubled.apply(model[0](X + index).float()))), optimizer) as scaled:
+            scaled.backward()
+        result = grads(model)  # those of the first layer add up
+        optimizer.step()
+    return result + weights(model[1])
+
+
+def checkpoint_over_a_parameter_without_optimizer(amp):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model[0])
+    amp.initialize(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(
+            loss_of(checkpoint(model[1], model[0](X).float(), use_reentrant=True)), optimizer
+        ) as scaled:
+            scaled.backward()
+        result = grads(model)
+        optimizer.step()
+    return result + weights(model[0])
+
+
+def optimizer_of_a_layer_steps_without_initialize(amp):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model[0])
+    amp.initialize(model[0], optimizer)
+    other = sgd(model[1])
+    for _ in range(3):
+        optimizer.zero_grad()
+        other.zero_grad()
+        with amp.scale_loss(loss_of(model(X)), optimizer) as scaled:
+            scaled.backward()
+        result = grads(model)
+        other.step()
+        optimizer.step()
+    return result + weights(model)
+
+
+def loss_weight_reached_by_blocks_of_two_sessions(amp):
+    (a, of_a), (b, of_b), weight = session(amp, 1), session(amp, 2), nn.Parameter(torch.ones(1))
+    for _ in range(2):
+        for model, optimizer in ((a, of_a), (b, of_b)):
+            optimizer.zero_grad()
+            with amp.scale_loss((weight * loss_of(model(X))).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    return [copied(weight.grad)] + weights(a, b)
+
+
+# What waits at a scale, delay_unscale=True
+
+
+def micro_batches_that_reach_another_session(amp):
+    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2)
+    for _ in range(2):
+        of_g.zero_grad()
+        of_d.zero_grad()
+        for index in range(2):
+            with amp.scale_loss(loss_of(d(g(X + index).float())), of_g, delay_unscale=True) as scaled:
+                scaled.backward()
+        with amp.scale_loss(loss_of(d(X)), of_d) as scaled:
+            scaled.backward()
+        of_d.step()
+        of_g.step()
+    return grads(g, d) + weights(g, d)
+
+
+def loss_weight_that_waits_while_another_sessions_block_adds_to_it(amp):
+    (a, of_a), (b, of_b), weight = session(amp, 1), session(amp, 2), nn.Parameter(torch.ones(1))
+    with amp.scale_loss((weight * loss_of(a(X))).sum(), of_a, delay_unscale=True) as scaled:
+        scaled.backward()
+    with amp.scale_loss((weight * loss_of(b(X))).sum(), of_b) as scaled:
+        scaled.backward()
+    of_a.step()
+    of_b.step()
+    return [copied(weight.grad), *weights(a, b)]
+
+
+def layer_that_joins_the_optimizer_while_its_gradients_wait(amp):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model[1])
+    amp.initialize(model, optimizer)
+    with amp.scale_loss(loss_of(model(X)), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    with amp.scale_loss(loss_of(model(X)), optimizer) as scaled:
+        scaled.backward()
+    result = grads(model)
+    optimizer.step()
+    return result + weights(model)
+
+
+# Functions in Python, and what was retained elsewhere
+
+
+def function_in_python_over_retained_features(amp):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer)
+    hidden = model[0](X).float()
+    hidden.retain_grad()
+    doubled = Doubled.apply(hidden)
+    doubled.retain_grad()
+    with amp.scale_loss(loss_of(model[1](doubled)), optimizer) as scaled:
+        scaled.backward()
+    return [*grads(model), copied(hidden.grad), copied(doubled.grad)]
+
+
+def function_in_python_between_models_with_frozen_parts_of_two_sessions(amp):
+    """Their first layers have no optimizer, and yet get gradients."""
+    models, optimizers = [], []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+        optimizers.append(sgd(models[-1][1]))
+        amp.initialize(models[-1], optimizers[-1])
+    a, b = models
+    with amp.scale_loss(loss_of(b(Doubled.apply(a(X).float()))), optimizers[1]) as scaled:
+        scaled.backward()
+    return grads(a, b)
+
+
+def loss_weight_inside_of_a_checkpoint(amp):
+    (a, of_a), weight = session(amp, 1), nn.Parameter(torch.ones(1))
+    hidden = a(X)
+    loss = checkpoint(lambda x: loss_of(x) * weight, hidden, use_reentrant=True)
+    with amp.scale_loss(loss.sum(), of_a) as scaled:
+        scaled.backward()
+    return [*grads(a), copied(weight.grad)]
+
+
+def checkpoint_over_a_layer_that_was_replaced(amp):
+    model = nn.Sequential(net(1), net(2))
+    optimizer = sgd(model[1])
+    amp.initialize(model, optimizer)
+    for index in range(2):
+        optimizer.zero_grad()
+        if index:
+            model[0].weight = nn.Parameter(net(5).weight.detach().to(model[0].weight.dtype))
+        loss = loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True))
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        result = grads(model)
+        optimizer.step()
+    return result
+
+
+def features_retained_by_a_loss_of_their_own_in_the_block(amp):
+    (a, of_a), y = session(amp, 1), torch.ones(3, requires_grad=True)
+    features = 2 * y
+    features.retain_grad()
+    with amp.scale_loss(loss_of(a(X)), of_a) as scaled:
+        scaled.backward()
+        features.square().sum().backward()
+    return [*grads(a), copied(features.grad), copied(y.grad)]
+
+
+def block_without_a_scale_in_the_same_with(amp):
+    (a, of_a), (c, _), b = session(amp, 1), session(amp, 3), net(2)
+    of_b = sgd(b)
+    if isinstance(amp, WithAmpkit):
+        ampkit.initialize(b, of_b, opt_level="O0", verbosity=0)
+    with amp.scale_loss(loss_of(c(a(X).float())), of_a) as scaled, amp.scale_loss(loss_of(b(X)), of_b) as unscaled:
+        scaled.backward()
+        unscaled.backward()
+    return grads(a, b, c)
+
+
+def checkpoint_around_a_whole_iteration_of_another_session(amp):
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    with amp.scale_loss(loss_of(checkpoint(a, X.clone().requires_grad_(), use_reentrant=True)), of_a) as scaled:
+        scaled.backward()
+        with amp.scale_loss(loss_of(b(X)), of_b) as inner:
+            inner.backward()
+        of_b.step()
+    of_a.step()
+    return grads(a, b) + weights(a, b)
+
+
+# Loops as they were written for Apex
+
+
+def dcgan(amp):
+    g, d = net(1), net(2, 1)
+    of_g, of_d = sgd(g), sgd(d)
+    amp.initialize([g, d], [of_g, of_d])
+    result = []
+    for index in range(3):
+        d.zero_grad()
+        with amp.scale_loss(loss_of(d(X + index) - 1.0), of_d) as scaled:
+            scaled.backward()
+        fake = g(X).float()
+        with amp.scale_loss(loss_of(d(fake.detach())), of_d) as scaled:
+            scaled.backward()
+        result += grads(d)
+        of_d.step()
+        g.zero_grad()
+        with amp.scale_loss(loss_of(d(fake) - 1.0), of_g) as scaled:
+            scaled.backward()
+        result += grads(g, d)
+        of_g.step()
+    return result + weights(g, d)
+
+
+def cyclegan(amp):
+    generators, critics = [net(1), net(2)], [net(3, 1), net(4, 1)]
+    of_generators = torch.optim.SGD([p for g in generators for p in g.parameters()], lr=2.0**-6)
+    of_critics = [torch.optim.SGD(d.parameters(), lr=2.0**-6) for d in critics]
+    amp.initialize(generators, of_generators)
+    for critic, optimizer in zip(critics, of_critics):
+        amp.initialize(critic, optimizer)
+    result = []
+    for index in range(2):
+        a, b = X + index, X - index
+        of_generators.zero_grad()
+        fake_b, fake_a = generators[0](a).float(), generators[1](b).float()
+        cycle = (generators[1](fake_b).float() - a).square().mean() + (
+            generators[0](fake_a).float() - b
+        ).square().mean()
+        loss = loss_of(critics[0](fake_a) - 1.0) + loss_of(critics[1](fake_b) - 1.0) + cycle
+        with amp.scale_loss(loss, of_generators) as scaled:
+            scaled.backward()
+        result += grads(*generators, *critics)
+        of_generators.step()
+        for critic, optimizer, real, fake in zip(critics, of_critics, (a, b), (fake_a, fake_b)):
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(critic(real) - 1.0), optimizer, delay_unscale=True) as scaled:
+                scaled.backward()
+            with amp.scale_loss(loss_of(critic(fake.detach())), optimizer) as scaled:
+                scaled.backward()
+            result += grads(critic)
+            optimizer.step()
+    return result + weights(*generators, *critics)
+
+
+def maml(amp):
+    a, of_a = session(amp, 1)
+    for _ in range(2):
+        of_a.zero_grad()
+        total = 0.0
+        for task in (0.0, 1.0):
+            fast = a.weight.float()
+            (slope,) = torch.autograd.grad(
+                loss_of(nn.functional.linear(X + task, fast) - task), fast, create_graph=True
+            )
+            total = total + loss_of(nn.functional.linear(X - task, fast - 0.125 * slope))
+        with amp.scale_loss(total / 2, of_a) as scaled:
+            scaled.backward()
+        result = grads(a)
+        of_a.step()
+    return result + weights(a)
+
+
+def gradient_penalty(amp):
+    (g, of_g), (d, of_d) = session(amp, 1), session(amp, 2, 1)
+    result = []
+    for _ in range(2):
+        of_d.zero_grad()
+        fake = g(X).float().detach()
+        between = (0.5 * X + 0.5 * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(d(between).float().square().sum(), between, create_graph=True)
+        loss = d(fake).float().mean() - d(X).float().mean() + (slope.norm(dim=1) - 1.0).square().mean()
+        with amp.scale_loss(loss, of_d) as scaled:
+            scaled.backward()
+        result += grads(d)
+        of_d.step()
+        of_g.zero_grad()
+        with amp.scale_loss(loss_of(d(g(X).float())), of_g) as scaled:
+            scaled.backward()
+        result += grads(g, d)
+        of_g.step()
+    return result + weights(g, d)
+
+
+def lbfgs_with_a_block_in_its_closure(amp):
+    a, weight = net(1), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.LBFGS(a.parameters(), lr=0.5, max_iter=3)
+    amp.initialize(a, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        weight.grad = None
+        loss = (weight * loss_of(a(X) - 1.0)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    return [*weights(a), copied(weight.grad)]
+
+
+# Passes beside the scaled loss: right, or refused
+
+
+def sum_with_a_loss_of_a_third_session(amp, scaled, other):
+    (scaled + other).backward()
+
+
+def list_with_a_loss_of_a_third_session(amp, scaled, other):
+    torch.autograd.backward([scaled, other])
+
+
+def list_that_begins_with_the_other_loss(amp, scaled, other):
+    torch.autograd.backward([other, scaled])
+
+
+def loss_made_from_the_scaled_number(amp, scaled, other):
+    scaled.backward(retain_graph=True)
+    (other * scaled.detach() / scaled.detach()).backward()
+
+
+def loss_through_the_scaled_number(amp, scaled, other):
+    (other * scaled / scaled.detach()).backward()
+
+
+def loss_of_its_own_in_the_block(amp, scaled, other):
+    scaled.backward()
+    other.backward()
+
+
+BESIDE = [
+    sum_with_a_loss_of_a_third_session,
+    list_with_a_loss_of_a_third_session,
+    list_that_begins_with_the_other_loss,
+    loss_made_from_the_scaled_number,
+    loss_through_the_scaled_number,
+    loss_of_its_own_in_the_block,
+]
+
+
+def beside(amp, goes_backward):
+    """The scaled loss reaches the first two sessions, and the other loss the third."""
+    (a, of_a), (b, of_b), (c, _) = session(amp, 1), session(amp, 2), session(amp, 3)
+    with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
+        goes_backward(amp, scaled, loss_of(c(X)))
+    return a, b, c, of_a, of_b
+
+
+# Threads
+
+
+def in_threads(*works):
+    """Run these at once, each in a thread of its own, and raise what they raise."""
+    errors = []
+
+    def run(work):
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+def train(amp, model, optimizer, iterations=3, after_backward=lambda: None):
+    for index in range(iterations):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model(X + index)), optimizer) as scaled:
+            scaled.backward()
+            after_backward()
+        optimizer.step()
+
+
+def sessions_made_in_main_and_trained_in_another_thread(amp):
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2, 1)
+
+    def work():
+        for _ in range(2):
+            of_a.zero_grad()
+            of_b.zero_grad()
+            with amp.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
+                scaled.backward()
+            of_a.step()
+            of_b.step()
+
+    in_threads(work)
+    return grads(a, b) + weights(a, b)
+
+
+def sessions_trained_in_two_threads(amp):
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    both_inside = threading.Barrier(2)
+    in_threads(
+        lambda: train(amp, a, of_a, after_backward=lambda: both_inside.wait(30)),
+        lambda: train(amp, b, of_b, after_backward=lambda: both_inside.wait(30)),
+    )
+    return weights(a, b)
+
+
+def block_opened_in_one_thread_and_gone_backward_in_another(amp):
+    (a, of_a), (b, of_b), x = session(amp, 1), session(amp, 2), X.clone().requires_grad_()
+    with amp.scale_loss(loss_of(b(a(x).float())), of_a) as scaled:
+        in_threads(scaled.backward)
+    result = [*grads(a, b), copied(x.grad)]
+    of_a.step()
+    of_b.step()
+    return result + weights(a, b)
+
+
+def retained_features_of_two_threads(amp):
+    """Both are within their blocks when both go backward, and leave them one after the other."""
+    sessions = [session(amp, 1), session(amp, 2)]
+    barrier, first_is_out, found = threading.Barrier(2), threading.Event(), [None, None]
+
+    def work(index):
+        model, optimizer = sessions[index]
+        features = model(X)
+        features.retain_grad()
+        with amp.scale_loss(loss_of(features), optimizer) as scaled:
+            barrier.wait(30)
+            scaled.backward()
+            barrier.wait(30)
+            if index:
+                first_is_out.wait(30)
+        first_is_out.set()
+        barrier.wait(30)
+        found[index] = copied(features.grad)
+
+    in_threads(lambda: work(0), lambda: work(1))
+    return found
+
+
+def checkpoint_in_one_thread_while_another_trains(amp):
+    """A function in Python in one thread's block takes nothing from what another thread is about to step with."""
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    inside, ready, stepped = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        ready.wait(30)
+        of_a.zero_grad()
+        with amp.scale_loss(loss_of(checkpoint(a, X.clone().requires_grad_(), use_reentrant=True)), of_a) as scaled:
+            scaled.backward()
+            inside.set()
+            stepped.wait(30)
+        of_a.step()
+
+    def second():
+        try:
+            with amp.scale_loss(loss_of(b(X)), of_b) as scaled:
+                scaled.backward()
+            ready.set()
+            inside.wait(30)
+            of_b.step()
+        finally:
+            ready.set()
+            stepped.set()
+
+    in_threads(first, second)
+    return weights(a, b)
+
+
+SCRIPTS = [
+    reversible_function_over_another_sessions_weights,
+    checkpoint_over_another_sessions_weights,
+    hook_that_trains_another_sessions_model,
+    generator_through_the_critic_of_another_session,
+    generator_that_adds_to_the_critics_gradients,
+    both_of_a_gan_in_one_block,
+    two_passes_in_one_block_of_one_session,
+    blocks_of_two_sessions_in_one_with,
+    inputs_of_both_blocks_in_one_with,
+    sum_of_the_losses_of_two_blocks,
+    block_of_another_session_around_a_whole_iteration,
+    a_parameter_of_two_models_and_optimizers_of_one_session,
+    frozen_parameters_before_trained_ones,
+    critic_frozen_while_the_generator_trains,
+    weights_of_losses,
+    weights_of_losses_without_zero_grad,
+    weights_of_losses_over_micro_batches,
+    weights_of_losses_that_wait_for_the_step,
+    soft_prompt,
+    adversarial_delta,
+    adversarial_delta_that_is_kept,
+    gradients_of_inputs,
+    gradients_of_inputs_alone,
+    gradients_of_another_sessions_weights_alone,
+    retained_features,
+    function_in_python_beside_a_parameter_without_optimizer,
+    checkpoint_over_a_parameter_without_optimizer,
+    optimizer_of_a_layer_steps_without_initialize,
+    loss_weight_reached_by_blocks_of_two_sessions,
+    micro_batches_that_reach_another_session,
+    loss_weight_that_waits_while_another_sessions_block_adds_to_it,
+    layer_that_joins_the_optimizer_while_its_gradients_wait,
+    function_in_python_over_retained_features,
+    function_in_python_between_models_with_frozen_parts_of_two_sessions,
+    loss_weight_inside_of_a_checkpoint,
+    checkpoint_over_a_layer_that_was_replaced,
+    features_retained_by_a_loss_of_their_own_in_the_block,
+    block_without_a_scale_in_the_same_with,
+    checkpoint_around_a_whole_iteration_of_another_session,
+    dcgan,
+    cyclegan,
+    maml,
+    gradient_penalty,
+    sessions_made_in_main_and_trained_in_another_thread,
+    sessions_trained_in_two_threads,
+    block_opened_in_one_thread_and_gone_backward_in_another,
+    retained_features_of_two_threads,
+    checkpoint_in_one_thread_while_another_trains,
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("level, scale", AT)
+def test_a_script_gets_the_numbers_of_float32(script, level, scale):
+    assert_same(script(WithAmpkit(level, scale)), script(InFloat32()))
+
+
+@pytest.mark.parametrize("goes_backward", BESIDE, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("level, scale", AT)
+def test_a_pass_beside_the_scaled_loss_is_right_or_refused(goes_backward, level, scale):
+    expected = grads(*beside(InFloat32(), goes_backward)[:3])
+    try:
+        found = grads(*beside(WithAmpkit(level, scale), goes_backward)[:3])
+    except ampkit.ConfigurationError as error:
+        assert "did not come from the scaled loss alone" in str(error)
+    else:
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("goes_backward", BESIDE, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("level, scale", AT)
+def test_a_refused_pass_leaves_gradients_of_before_and_training_goes_on(goes_backward, level, scale):
+    amp = WithAmpkit(level, scale)
+    sessions = [session(amp, seed) for seed in (1, 2, 3)]
+    (a, of_a), (b, of_b), (c, of_c) = sessions
+    twins = [net(seed) for seed in (1, 2, 3)]
+    for index, ((model, optimizer), twin) in enumerate(zip(sessions, twins)):
+        with ampkit.scale_loss(loss_of(model(X + index)), optimizer) as scaled:
+            scaled.backward()
+        loss_of(twin(X + index)).backward()
+    try:
+        with ampkit.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
+            if goes_backward in (loss_made_from_the_scaled_number, loss_of_its_own_in_the_block):
+                loss_of(c(X)).backward()
+            else:
+                goes_backward(amp, scaled, loss_of(c(X)))
+    except ampkit.ConfigurationError:
+        assert_same(grads(a, b, c), grads(*twins))
+    for optimizer, twin in zip((of_a, of_b, of_c), twins):
+        optimizer.zero_grad()
+        twin.weight.grad = None
+    with ampkit.scale_loss(loss_of(b(a(X).float())), of_a) as scaled:
+        scaled.backward()
+    loss_of(twins[1](twins[0](X))).backward()
+    assert_same(grads(a, b), grads(*twins[:2]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_grad_scaler_refuses_the_optimizer_of_another_session(level):
+    amp = WithAmpkit(level, 1024.0)
+    (a, of_a), (b, of_b) = session(amp, 1), session(amp, 2)
+    grad_scaler, before = ampkit.GradScaler(), weights(a)  # of the newest session
+    grad_scaler.scale(loss_of(b(a(X).float()))).backward()
+    with pytest.raises(ampkit.NotInitializedError):
+        grad_scaler.step(of_a)
+    grad_scaler.step(of_b)
+    assert_same(weights(a), before)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lbfgs_at_a_static_scale_gets_the_numbers_of_float32(level):
+    script = lbfgs_with_a_block_in_its_closure
+    assert_same(script(WithAmpkit(level, 1024.0)), script(InFloat32()))
