@@ -216,6 +216,7 @@ class Session:
         """
         try:
             self.scaling.synchronize()
+            self.statistics.keep_finite()
         finally:
             self._undo.close()
             self._models.clear()
@@ -435,7 +436,7 @@ class Session:
                 if slot.param in params:
                     slot.stash = None
             wrapper.hand_gradients()
-            if not wrapper.gradients.has_fresh:
+            if not wrapper.gradients.has_fresh or params.issuperset(wrapper.gradients.params):  # cleared, or zeros
                 wrapper.findings.forget()
 
     def _log_banner(self) -> None:

@@ -72,6 +72,11 @@ class GradScaler(TorchGradScaler):
         wrapper, session = wrapper_of(optimizer), session_of(optimizer)
         if wrapper is None or session is None:
             raise not_initialized(optimizer)
+        if session is not self._owner():
+            raise NotInitializedError(
+                f"This {type(optimizer).__name__} is of another initialize() call than this GradScaler, whose loss scale its gradients "
+                "are not at. Pass all optimizers in one call, or make an ampkit.GradScaler(session=...) for each."
+            )
         self._found[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
 
     def is_unscaled(self, optimizer: Any) -> bool:

@@ -8,6 +8,7 @@ the optimizers. Nothing in between waits for a device. At a static scale of 1 a 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ConfigurationError, LossIdError, LossScaleError, NotInitializedError
 from ..labels import labelled
 from ..optimizers.scales import Scale, on
-from ..registry import wrappers
+from ..registry import live_sessions, wrappers
 from ..sharding import highest
 from .advice import Advice
 from .found_inf import FoundInf, constant, is_known_clean
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
-from .reach import Reached, here, leaves_behind, leaves_of, node_of, retained
+from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained
 from .unscale import BackwardPass
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
@@ -57,9 +58,11 @@ class Block:
 
     def __enter__(self) -> torch.Tensor:
         self._held: list[OptimizerWrapper] = []
-        self._ran = False  # a backward pass, in this thread
+        self._ran = False  # a backward pass
+        self.thread = threading.get_ident()
+        self.scaled = self.loss.float()
         self._is_one = self.scaler.is_one
-        self._is_plain = self._is_one and not self.scaling.plan.master_weights
+        self.is_plain = self._is_one and not self.scaling.plan.master_weights
         for wrapper in self.named:
             if not wrapper.active:
                 raise NotInitializedError(
@@ -69,7 +72,7 @@ class Block:
             if wrapper.gradients.state is State.IN_BLOCK:
                 wrapper.gradients.refuse("open")
         try:
-            here.blocks.append(self)
+            open_blocks.append(self)
             self.scaling.report_skips()
             return self._begin()
         except BaseException as error:
@@ -82,14 +85,13 @@ class Block:
         else:  # autograd keeps those that the backward pass needs, and frees each when it is done with it
             drop_casts()
         for wrapper in self.named:
-            wrapper.findings.begin(self.scaler, self.named if self._is_plain else ())
-        self._scaled = scaled = self.loss.float()
-        if self._is_plain:
-            return scaled
+            wrapper.findings.begin(self.scaler, self.named if self.is_plain else ())
+        if self.is_plain:
+            return self.scaled
         scaling = self.scaling
         held = scaling.held_scale
         self.scale = self.scaler.current(home_of(self.named)) if held is None else held
-        self._scaled = scaled = scaled * on(self.scale, scaled.device)
+        self.scaled = scaled = self.scaled * on(self.scale, self.scaled.device)
         self._hold(self.named)
         if self.delay_unscale:
             self._hold_outside(scaling.find_unowned(self.named[0].owner))
@@ -100,7 +102,7 @@ class Block:
         return scaled
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        if error is None and not self._is_plain:
+        if error is None and not self.is_plain:
             try:
                 self._end()
             except BaseException as failure:
@@ -110,16 +112,20 @@ class Block:
 
     def _leave(self, error: object) -> None:
         """Nothing is held any more. After an error gradients are as they were before, and statistics can be saved."""
-        if self in here.blocks:
-            here.blocks.remove(self)
-        if error is not None:
+        if self in open_blocks:
+            open_blocks.remove(self)
+        if error is not None or self.is_plain:
             self._keep_statistics_finite()
+        if error is not None:
             self._put_back()
 
     # What it holds
 
-    def _hold(self, reached: Iterable[OptimizerWrapper]) -> None:
-        """Stash the gradients of these and of all in their sessions. None are touched where those of one have to be refused."""
+    def _hold(self, reached: Iterable[OptimizerWrapper], is_guess: bool = False) -> None:
+        """Stash the gradients of these and of all in their sessions. None are touched where those of one have to be refused.
+
+        A guess is what a function in Python may reach: it is let go where it is used before it has got a gradient.
+        """
         fresh: list[OptimizerWrapper] = []
         for one in reached:
             for wrapper in one.owner.wrappers:
@@ -130,36 +136,44 @@ class Block:
         for wrapper in fresh:
             wrapper.settle(finishes=False)
             if wrapper.findings.is_used:
-                wrapper.findings.zero_skipped()
+                wrapper.findings.zero_skipped(forgets=False)
         ddp = self.scaling.ddp()
         for wrapper in fresh:
             self._held.append(wrapper)
-            wrapper.gradients.open(self.scale, copies=ddp is not None and ddp.gradient_as_bucket_view)
+            wrapper.gradients.open(self.scale, ddp is not None and ddp.gradient_as_bucket_view, self, is_guess)
 
     def _hold_outside(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stash the gradients of these, which no optimizer of ours updates."""
         outside = self.scaling.outside
-        fresh = [Slot(tensor) for tensor in tensors if id(tensor) not in outside.ids]
+        outside.drop({id(slot.param) for wrapper in self._held for slot in wrapper.gradients.slots} & outside.ids)
+        fresh = [Slot(tensor) for key, tensor in {id(one): one for one in tensors}.items() if key not in outside.ids]
+        for session in live_sessions:
+            if session.scaling is not self.scaling and any(
+                id(slot.param) in session.scaling.outside.ids for slot in fresh
+            ):
+                raise ConfigurationError(
+                    "A scale_loss block came to a tensor whose gradient waits at the loss scale of another initialize() call "
+                    "(delay_unscale=True). Step that call's optimizer first, or give both optimizers to each block."
+                )
         outside.add(fresh)
         if outside.in_block:
             outside.stash(fresh)
         else:
             outside.settle()
-            outside.open(self.scale)
+            outside.open(self.scale, holder=self)
 
-    def before_backward(self, roots: Sequence[Any], inputs: Any) -> None:
-        """Before a backward pass inside of the block: hold what it will write to.
+    def before_backward(self, roots: Sequence[Any], inputs: Any, scaled: Sequence[Block]) -> None:
+        """Before a backward pass from ``roots``, which comes from the scaled losses of these blocks: hold what it will write to.
 
-        Raises `ConfigurationError` for one that does not come from the scaled loss and reaches optimizers of other sessions.
+        Raises `ConfigurationError` for one that reaches optimizers of other sessions past these losses.
         """
         self._ran = True
-        if self._is_plain or inputs is not None:
-            return
-        node = self._scaled.grad_fn
-        reached = Reached(*leaves_behind([self._scaled]))
+        reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
+        if inputs is not None:
+            reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
         every = wrappers()
         if len(every) > len(self._held):
-            self._hold_strangers(reached, roots, node)
+            self._hold_strangers(reached, roots if inputs is None else (), scaled)
         outside = []
         for leaf in reached.leaves:
             for wrapper in every:
@@ -167,16 +181,19 @@ class Block:
                     break
             else:
                 outside.append(leaf)
-        outside += retained()
+        if inputs is None:
+            outside += retained([self.scaled])
         if outside or reached.has_python:
             self._hold_unowned(outside, reached.has_python)
 
-    def _hold_strangers(self, reached: Reached, roots: Sequence[Any], node: Any) -> None:
+    def _hold_strangers(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
         """Hold the optimizers of other sessions that the scaled loss reaches. Raises where the other roots reach more."""
-        others = [one for one in wrappers() if one not in self._held and one.gradients.state is not State.IN_BLOCK]
-        found = [one for one in others if reached.may_write_to(one.gradients.ids)]
-        if any(root is not self._scaled for root in roots):
-            beside = leaves_of(map(node_of, roots), past=node)
+        others = [one for one in wrappers() if one.gradients.state is not State.IN_BLOCK]
+        certain = reached._replace(has_python=False)
+        found = [one for one in others if certain.may_write_to(one.gradients.ids)]
+        losses = {block.scaled.grad_fn for block in scaled}
+        if any(node_of(root) not in losses for root in roots):
+            beside = leaves_of(map(node_of, roots), past=losses)
             if any(one not in found and beside.may_write_to(one.gradients.ids) for one in others):
                 raise ConfigurationError(
                     "A backward pass inside of a scale_loss block did not come from the scaled loss alone, and reaches parameters "
@@ -184,6 +201,8 @@ class Block:
                     "block, or in one of its own, or add its loss to the one that scale_loss is given, with both optimizers."
                 )
         self._hold(found)
+        if reached.has_python:
+            self._hold([one for one in others if one not in self._held], is_guess=True)
 
     def _hold_unowned(self, outside: list[torch.Tensor], has_python: bool) -> None:
         """Hold leaves that no optimizer of ours updates; behind a function in Python may be every such parameter of the models."""
@@ -204,14 +223,15 @@ class Block:
     def _put_back(self) -> None:
         backward = BackwardPass(self.scale, done=set())
         for gradients in (*[wrapper.gradients for wrapper in self._held], self.scaling.outside):
-            if gradients.in_block:
+            if gradients.holder is self:
                 gradients.put_back(backward)
         self.scaling.forget_outside()
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
+        self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]  # guesses may be let go
         is_to_look = not (self.delay_unscale or self._is_one or scaling.advice.scaled_loss_was_used)
-        if is_to_look and self._scaled.requires_grad:
+        if is_to_look and self.scaled.requires_grad:
             scaling.advice.after_backward(self.named)
         is_local = scaling.backward_was_local()
         scaling.held_scale = scale if session.is_unreduced() else None
@@ -223,7 +243,7 @@ class Block:
                     wrapper.delayed_with = self.scaler
                 else:
                     wrapper.gradients.put_back(BackwardPass(scale))
-            if scaling.outside.in_block:
+            if scaling.outside.holder is self:
                 scaling.outside.keep_scaled(scale)
         elif scaling.held_scale is not None or not (self._ran or self._has_made_gradients()):
             self._put_back()
@@ -231,7 +251,7 @@ class Block:
             done = set() if len(self._held) > 1 else None
             backward = BackwardPass(scale, is_local, self.scaler.is_power_of_two, done)
             unnamed = [] if done is None else [wrapper for wrapper in self._held if wrapper not in self.named]
-            outside = scaling.outside if scaling.outside.state is State.IN_BLOCK else None
+            outside = scaling.outside if scaling.outside.holder is self else None
             collect(backward, self.named, unnamed, outside, self.scaler, self.delay_overflow_check, self.loss)
             if outside is not None:
                 scaling.forget_outside()
@@ -330,8 +350,6 @@ class LossScaling:
         self._runs_without_sync = False
         self.held_scale: Scale | None = None
         self.outside = Gradients()
-        #: Parameters of the models without an optimizer of ours, and the number of slots when they were found.
-        self._unowned: tuple[int, list[weakref.ref[torch.Tensor]]] = (-1, [])
         self.advice = Advice()
 
     def scaler(self, loss_id: int) -> LossScaler:
@@ -348,12 +366,8 @@ class LossScaling:
 
         Scripts clip them together with the others, or step over them with an optimizer that `initialize` has not seen.
         """
-        number = sum([len(wrapper.gradients.slots) for wrapper in wrappers()])
-        if number != self._unowned[0]:
-            ids = {one for wrapper in wrappers() for one in wrapper.gradients.ids}.union(session.gathered_params())
-            params = (param for model in session.models for param in model.parameters())
-            self._unowned = number, [weakref.ref(param) for param in params if id(param) not in ids]
-        return [param for ref in self._unowned[1] if (param := ref()) is not None]
+        ids = {one for wrapper in wrappers() for one in wrapper.gradients.ids}.union(session.gathered_params())
+        return [param for model in session.models for param in model.parameters() if id(param) not in ids]
 
     def forget_outside(self) -> None:
         """After a block, unless gradients wait at its scale."""

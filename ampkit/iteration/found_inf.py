@@ -7,7 +7,6 @@ of a step.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,7 +109,7 @@ class Findings:
         self._flag: torch.Tensor | None = None  # of all blocks that made the gradients that are there
         self._new: list[FoundInf] = []  # these blocks, until a step has counted them
         self._shared: torch.Tensor | None = None  # of another optimizer's block, which made some of these gradients
-        self._made: weakref.ref[torch.Tensor] | None = None  # the first of these gradients
+        self._made_some = False  # whether these blocks have made gradients
         self._judged: tuple[Any, int | None] | None = None  # all of them, when the last block had judged them
         self._checked: tuple[torch.Tensor, list[clipping.Seen]] | None = None  # a number that is finite where these are
         #: Of the optimizers that a block at loss scale 1 has named together: the flags of those that have stepped since.
@@ -124,10 +123,12 @@ class Findings:
         """A block has made gradients, and this is its flag; None where it does not check them."""
         self._checked = self._shared = None
         if found is not None and found not in self._new:
+            if self.is_used:
+                self._flag = None
             self._new.append(found)
             self._flag = found.flag if self._flag is None else _highest([self._flag, found.flag])
-            first = self._gradients.first
-            self._made = None if first is None else weakref.ref(first)
+            self._gradients.note_judged()
+            self._made_some = self._gradients.are_judged
             self._judged = seen(self._gradients.params), aliases_taken()
 
     def begin(self, scaler: Any, named: Sequence[Any]) -> None:
@@ -211,25 +212,27 @@ class Findings:
 
     def forget(self) -> None:
         """The gradients are gone, and what was found in them."""
-        self._flag = self._made = self._judged = self._checked = self._shared = None
+        self._flag = self._judged = self._checked = self._shared = None
+        self._made_some = False
         self._new = []
         self.came_through_no_block = False
 
     def drop_cleared(self) -> None:
         """There are no gradients: what was found in them goes. A flag stays of a block that has made none of them."""
-        if self._made is not None or self._flag is None:
+        if self._made_some or self._flag is None:
             self.forget()
 
-    def zero_skipped(self) -> None:
+    def zero_skipped(self, forgets: bool = True) -> None:
         """Before a block adds to gradients that a step has refused, or a session ends: zeros in their place."""
         self._drop_of_others()
         if self._flag is not None and not is_known_clean(self._flag):
             self._gradients.zero_where(self._flag)
-        self.forget()
+        if forgets:
+            self.forget()
 
     def _drop_of_others(self) -> None:
         """Forget flags of gradients in whose places a script has put others."""
-        if self._made is not None and self._gradients.first is not self._made():
+        if self._made_some and not self._gradients.are_judged:
             self.forget()
 
     def _heed_others(self, own: FoundInf) -> None:

@@ -119,6 +119,9 @@ class Gradients:
         self.state = State.READY
         self.scale: Scale = 1.0
         self._before = State.READY  # the block that is open
+        self.holder: Any = None  # this block, and whether it only may come here
+        self._is_guess = False
+        self._made: weakref.ref[torch.Tensor] | None = None  # the first gradient, of those that a block has judged
         self.clipping = Clipping()
 
     def add(self, slots: Iterable[Slot]) -> None:
@@ -142,6 +145,13 @@ class Gradients:
         """Where what is found about them is kept."""
         return self.slots[0].param.device if self.slots else _CPU
 
+    def drop(self, ids: set[int]) -> None:
+        """Leave these parameters to another."""
+        if ids:
+            kept = [slot for slot in self.slots if id(slot.param) not in ids]
+            self.forget_slots()
+            self.add(kept)
+
     def forget_slots(self) -> None:
         """No parameters any more."""
         for slot in self.slots:
@@ -152,7 +162,9 @@ class Gradients:
         self.ids.clear()
 
     def refuse(self, verb: str) -> None:
-        """Raise `ConfigurationError` where a script may not do this now."""
+        """Raise `ConfigurationError` where a script may not do this now. What a block holds by a guess it lets go for it."""
+        if self._is_guess and self.state is State.IN_BLOCK and not self.has_fresh:
+            self.put_back(BackwardPass(self.scale))
         if (verb, self.state) in _REFUSED:
             raise ConfigurationError(_REFUSED[verb, self.state])
 
@@ -193,7 +205,7 @@ class Gradients:
 
     # The backward pass
 
-    def open(self, scale: Scale, copies: bool = False) -> None:
+    def open(self, scale: Scale, copies: bool = False, holder: Any = None, is_guess: bool = False) -> None:
         """Before a backward pass at ``scale``: stash the gradients that are there, or bring those that stay to it.
 
         With ``copies`` gradients are views of DDP's buckets, which the next backward pass overwrites.
@@ -206,6 +218,7 @@ class Gradients:
         else:
             bring_to(self.slots, ratio(scale, self.scale if self.state is State.WAITING else 1.0))
         self._before, self.state, self.scale = self.state, State.IN_BLOCK, scale
+        self.holder, self._is_guess = holder, is_guess
 
     @staticmethod
     def stash(slots: Iterable[Slot], copies: bool = False) -> None:
@@ -230,7 +243,7 @@ class Gradients:
             for slot in _without_cleared(backward.take(self.slots)):
                 stash, slot.stash = slot.stash, None
                 put_gradient(slot.param, stash)
-        self.state = self._before
+        self.state, self.holder = self._before, None
 
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
@@ -247,7 +260,7 @@ class Gradients:
             else:
                 slot.param.grad = gradient + (stash * on(scale, stash.device)).to(gradient.dtype)
         kernels.multi_tensor_axpby(fresh, stashes, fresh, 1.0, scale)
-        self.state, self.scale = State.WAITING, scale
+        self.state, self.scale, self.holder = State.WAITING, scale, None
 
     def collect(self, backward: BackwardPass, found: FoundInf | None) -> None:
         """After a backward pass: unscale fresh gradients, add them to those before, and check them on the way."""
@@ -266,7 +279,7 @@ class Gradients:
             unscale(fresh, backward, found)
         if sums:
             add_to_stashes(sums, backward, found)
-        self.state = State.LOCAL if backward.local else State.READY
+        self.state, self.holder = State.LOCAL if backward.local else State.READY, None
 
     # Between the block and the step
 
@@ -322,9 +335,22 @@ class Gradients:
         """Have ``param.grad`` of weights with rests be float32, and clipped: scripts read them as gradients of float32 values."""
         if self.state is State.IN_BLOCK or self.state is State.WAITING:
             return  # there is nothing to be seen in a backward pass, nor while gradients wait at their scale
+        are_judged = self.are_judged
         for slot, gradient in self.in_float32().items():
             put_gradient(slot.param, gradient)
         self.clipping.forget()
+        if are_judged:
+            self.note_judged()
+
+    def note_judged(self) -> None:
+        """A block has judged the gradients of now."""
+        first = self.first
+        self._made = None if first is None else weakref.ref(first)
+
+    @property
+    def are_judged(self) -> bool:
+        """Whether these are the gradients that a block has judged, written to or not."""
+        return self._made is not None and self.first is self._made()
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Have every gradient multiplied by this: those of weights with rests by the step."""

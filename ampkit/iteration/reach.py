@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ class Reached(NamedTuple):
 
     leaves: list[torch.Tensor]
     has_python: bool
+    nodes: Collection[Any] = ()
 
     def may_write_to(self, ids: set[int]) -> bool:
         """Whether a backward pass may write to the gradient of a tensor with one of these ids."""
@@ -44,11 +45,11 @@ def node_of(root: torch.Tensor | GradientEdge) -> Any:
     return root.node if isinstance(root, GradientEdge) else root.grad_fn
 
 
-def leaves_of(roots: Iterable[Any], past: Any = None) -> Reached:
-    """What the graphs of these nodes lead to, without what they reach through the node ``past`` alone."""
+def leaves_of(roots: Iterable[Any], past: Collection[Any] = ()) -> Reached:
+    """What the graphs of these nodes lead to, without what they reach through the nodes in ``past`` alone."""
     leaves, has_python = [], False
-    pending = [node for node in roots if node is not None and node is not past]
-    met = {None, past, *pending}
+    pending = [node for node in roots if node is not None and node not in past]
+    met = {None, *past, *pending}
     for node in pending:
         following = node.next_functions
         if not following and hasattr(node, "variable"):
@@ -59,7 +60,7 @@ def leaves_of(roots: Iterable[Any], past: Any = None) -> Reached:
             if after not in met:
                 met.add(after)
                 pending.append(after)
-    return Reached(leaves, has_python)
+    return Reached(leaves, has_python, met)
 
 
 def _leaves_behind(tensors: list[torch.Tensor]) -> Reached:
@@ -90,21 +91,19 @@ are_still = _are_still if _library is None else _library.are_still
 """A function of what `seen` returned and the same list: whether the same tensors are there, with no write that torch counts."""
 
 
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.blocks: list[Any] = []
-
-
-#: The blocks that this thread is in, innermost last.
-here = _Open()
+#: The blocks that are open, in all threads, innermost last.
+open_blocks: list[Any] = []
 
 
 _retained: list[weakref.ref[torch.Tensor]] = []
 
 
-def retained() -> list[torch.Tensor]:
-    """Results of functions of which a script has asked for the gradients, ``x.retain_grad()``."""
-    return [tensor for ref in tuple(_retained) if (tensor := ref()) is not None] if _retained else []
+def retained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Results of functions of which a script has asked for the gradients, ``x.retain_grad()``, in the graphs of these."""
+    if not _retained:
+        return []
+    nodes = leaves_of(map(node_of, tensors)).nodes
+    return [one for ref in tuple(_retained) if (one := ref()) is not None and one.grad_fn in nodes]
 
 
 def noting_retained(original: Callable[..., None]) -> Callable[..., None]:
@@ -130,8 +129,7 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
             return original(tensors, *args, **kwargs)
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
         roots = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
-        if here.blocks:
-            here.blocks[-1].before_backward(roots, inputs)
+        if open_blocks and _tell_blocks(roots, inputs):
             return original(roots, *args, **kwargs)
         reached = _reached_outside(roots, inputs)
         original(roots, *args, **kwargs)
@@ -140,6 +138,22 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return backward
+
+
+def _tell_blocks(roots: list[Any], inputs: Any) -> bool:
+    """Have blocks hold what a backward pass will write to: those whose scaled losses it comes from, whatever the thread.
+
+    Returns whether there are any, or the pass runs inside of a block all the same.
+    """
+    blocks = [block for block in open_blocks if not block.is_plain]
+    reached = [block for block in blocks if any([root is block.scaled for root in roots])]
+    if len(reached) < len(roots) and blocks:
+        nodes = leaves_of(map(node_of, roots)).nodes
+        reached = [block for block in blocks if block.scaled.grad_fn in nodes]
+    around = [block for block in open_blocks if block.thread == threading.get_ident()]
+    for block in reached or [block for block in around if not block.is_plain][-1:]:
+        block.before_backward(roots, inputs, reached)
+    return bool(reached or around)
 
 
 def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:

@@ -27,7 +27,7 @@ class RunningStatistics:
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, _Statistics] = weakref.WeakKeyDictionary()
-        self._changed: list[_Statistics] = []  # by a training forward, since they were last looked at
+        self.changed: list[_Statistics] = []  # by a training forward, since they were last looked at
 
     def before_forward(self, model: nn.Module) -> None:
         """Look at the model's statistics where the forward that begins may change them, or an earlier one has."""
@@ -36,7 +36,7 @@ class RunningStatistics:
         found = self._of.get(model)
         if found is None:
             found = self._of[model] = _Statistics()
-        changed = self._changed
+        changed = self.changed
         if changed:
             self.keep_finite()
         has_others = found.additions != additions()
@@ -45,11 +45,11 @@ class RunningStatistics:
         if found.places and found.are_training:
             if has_others or found not in changed:
                 found.keep_finite()
-            self._changed.append(found)
+            self.changed.append(found)
 
     def keep_finite(self) -> None:
         """Have what is not finite go back, in all models that a training forward ran in since the last time."""
-        changed, self._changed = self._changed, []
+        changed, self.changed = self.changed, []
         for one in changed:
             one.keep_finite()
 
