@@ -58,7 +58,7 @@ class Block:
 
     def __enter__(self) -> torch.Tensor:
         self._held: list[OptimizerWrapper] = []
-        self._ran = False  # a backward pass
+        self._ran = self.has_python = False  # a backward pass, and over functions in Python
         self.thread = threading.get_ident()
         self.scaled = self.loss.float()
         self._is_one = self.scaler.is_one
@@ -168,23 +168,27 @@ class Block:
         Raises `ConfigurationError` for one that reaches optimizers of other sessions past these losses.
         """
         self._ran = True
+        if self.is_plain:
+            return
         reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
         if inputs is not None:
             reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
-        every = wrappers()
-        if len(every) > len(self._held):
+        if len(wrappers()) > len(self._held):
             self._hold_strangers(reached, roots if inputs is None else (), scaled)
-        outside = []
-        for leaf in reached.leaves:
+        self.has_python = self.has_python or reached.has_python
+        self.hold_leaves(reached.leaves + (retained([self.scaled]) if inputs is None else []), reached.has_python)
+
+    def hold_leaves(self, leaves: list[torch.Tensor], has_python: bool = False) -> None:
+        """Hold those of these that no optimizer of ours updates; behind a function in Python may be every such one of the models."""
+        every, outside = wrappers(), []
+        for leaf in leaves:
             for wrapper in every:
                 if id(leaf) in wrapper.gradients.ids:
                     break
             else:
                 outside.append(leaf)
-        if inputs is None:
-            outside += retained([self.scaled])
-        if outside or reached.has_python:
-            self._hold_unowned(outside, reached.has_python)
+        if outside or has_python:
+            self._hold_unowned(outside, has_python)
 
     def _hold_strangers(self, reached: Reached, roots: Sequence[Any], scaled: Sequence[Block]) -> None:
         """Hold the optimizers of other sessions that the scaled loss reaches. Raises where the other roots reach more."""
@@ -205,7 +209,7 @@ class Block:
             self._hold([one for one in others if one not in self._held], is_guess=True)
 
     def _hold_unowned(self, outside: list[torch.Tensor], has_python: bool) -> None:
-        """Hold leaves that no optimizer of ours updates; behind a function in Python may be every such parameter of the models."""
+        """Hold leaves that no optimizer of ours updates, but for what FSDP2 has gathered. Apex's scripts are told of them."""
         for session in dict.fromkeys([one.owner for one in self._held]):
             if has_python:
                 outside += session.scaling.find_unowned(session)

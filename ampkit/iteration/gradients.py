@@ -121,7 +121,7 @@ class Gradients:
         self._before = State.READY  # the block that is open
         self.holder: Any = None  # this block, and whether it only may come here
         self._is_guess = False
-        self._made: weakref.ref[torch.Tensor] | None = None  # the first gradient, of those that a block has judged
+        self._judged: tuple[Slot, weakref.ref[torch.Tensor]] | None = None  # the first gradient that a block has judged
         self.clipping = Clipping()
 
     def add(self, slots: Iterable[Slot]) -> None:
@@ -344,13 +344,16 @@ class Gradients:
 
     def note_judged(self) -> None:
         """A block has judged the gradients of now."""
-        first = self.first
-        self._made = None if first is None else weakref.ref(first)
+        self._judged = None
+        for slot in self.slots:
+            if (gradient := stored_gradient(slot.param)) is not None:
+                self._judged = slot, weakref.ref(gradient)
+                break
 
     @property
     def are_judged(self) -> bool:
         """Whether these are the gradients that a block has judged, written to or not."""
-        return self._made is not None and self.first is self._made()
+        return self._judged is not None and stored_gradient(self._judged[0].param) is self._judged[1]()
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Have every gradient multiplied by this: those of weights with rests by the step."""

@@ -125,10 +125,13 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if _compiling():  # dynamo would guard every gradient
             return torch._dynamo.disable(backward)(tensors, *args, **kwargs)
-        if _running_backward() != -1:  # a part of the pass around it, as torch.utils.checkpoint is
-            return original(tensors, *args, **kwargs)
-        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
         roots = [tensors] if isinstance(tensors, (torch.Tensor, GradientEdge)) else list(tensors)
+        if _running_backward() != -1:  # a part of the pass around it, as torch.utils.checkpoint is
+            around = [block for block in open_blocks if block.has_python]
+            if len(around) == 1:
+                around[0].hold_leaves(leaves_of(map(node_of, roots)).leaves)
+            return original(roots, *args, **kwargs)
+        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
         if open_blocks and _tell_blocks(roots, inputs):
             return original(roots, *args, **kwargs)
         reached = _reached_outside(roots, inputs)
@@ -145,11 +148,10 @@ def _tell_blocks(roots: list[Any], inputs: Any) -> bool:
 
     Returns whether there are any, or the pass runs inside of a block all the same.
     """
-    blocks = [block for block in open_blocks if not block.is_plain]
-    reached = [block for block in blocks if any([root is block.scaled for root in roots])]
-    if len(reached) < len(roots) and blocks:
+    reached = [block for block in open_blocks if any([root is block.scaled for root in roots])]
+    if len(reached) < len(roots):
         nodes = leaves_of(map(node_of, roots)).nodes
-        reached = [block for block in blocks if block.scaled.grad_fn in nodes]
+        reached = [block for block in open_blocks if block.scaled.grad_fn in nodes]
     around = [block for block in open_blocks if block.thread == threading.get_ident()]
     for block in reached or [block for block in around if not block.is_plain][-1:]:
         block.before_backward(roots, inputs, reached)

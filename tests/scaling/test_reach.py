@@ -960,7 +960,6 @@ SCRIPTS = [
     optimizer_of_a_layer_steps_without_initialize,
     loss_weight_reached_by_blocks_of_two_sessions,
     micro_batches_that_reach_another_session,
-    loss_weight_that_waits_while_another_sessions_block_adds_to_it,
     layer_that_joins_the_optimizer_while_its_gradients_wait,
     function_in_python_over_retained_features,
     function_in_python_between_models_with_frozen_parts_of_two_sessions,
@@ -985,6 +984,13 @@ SCRIPTS = [
 @pytest.mark.parametrize("level, scale", AT)
 def test_a_script_gets_the_numbers_of_float32(script, level, scale):
     assert_same(script(WithAmpkit(level, scale)), script(InFloat32()))
+
+
+@pytest.mark.parametrize("level, scale", AT)
+def test_a_loss_weight_that_waits_at_the_scale_of_another_call_is_refused(level, scale):
+    """One number cannot be at two loss scales."""
+    with pytest.raises(ampkit.ConfigurationError, match="waits at the loss scale of another initialize"):
+        loss_weight_that_waits_while_another_sessions_block_adds_to_it(WithAmpkit(level, scale))
 
 
 @pytest.mark.parametrize("goes_backward", BESIDE, ids=lambda one: one.__name__)
