@@ -281,8 +281,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, dict[str,
     Scalers of all live sessions are numbered in the order of ``initialize``; without a session the dict is empty. Entries are added
     to ``destination`` where one is given. Keys and values are those of Apex's checkpoints; with several sessions alive, each entry
     also has the number of its session. Waits for the device. ``loss_scale`` is the factor itself, and
-    ``unskipped`` counts iterations since the last overflow or growth. With a hysteresis entries also have ``overflows_left``. Raises
-    nothing of its own.
+    ``unskipped`` counts iterations since the last overflow or growth. With a hysteresis entries also have ``overflows_left``.
+    Raises nothing of its own.
     """
     destination = OrderedDict() if destination is None else destination
     collect_orphans(closing=live_sessions[-1:])

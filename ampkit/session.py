@@ -36,6 +36,7 @@ from .iteration.gradients import Slots
 from .iteration.loss_scale import LossScaler
 from .iteration.one_pass import one_pass_steps
 from .iteration.optimizer_wrapper import OptimizerWrapper
+from .iteration.reach import retained_results
 from .iteration.running_statistics import RunningStatistics
 from .iteration.stand_ins import inner_optimizers
 from .kernels.backend import implementation
@@ -193,6 +194,7 @@ class Session:
                 calls_of_torch,
                 *((averages, collectives) if has_lower_weights else ()),
                 *((one_pass_steps,) if has_lower_weights or self.plan.steps_in_one_pass else ()),
+                *(() if all(scaler.is_one for scaler in self.scalers) else (retained_results,)),
             ):
                 shared.acquire()
                 self._undo.callback(shared.release)

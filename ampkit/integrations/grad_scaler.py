@@ -74,8 +74,8 @@ class GradScaler(TorchGradScaler):
             raise not_initialized(optimizer)
         if session is not self._owner():
             raise NotInitializedError(
-                f"This {type(optimizer).__name__} is of another initialize() call than this GradScaler, whose loss scale its gradients "
-                "are not at. Pass all optimizers in one call, or make an ampkit.GradScaler(session=...) for each."
+                f"This {type(optimizer).__name__} is of another initialize() call than this GradScaler, whose loss scale its "
+                "gradients are not at. Pass all optimizers in one call, or make an ampkit.GradScaler(session=...) for each."
             )
         self._found[id(optimizer)] = (wrapper, session.scaling.unscale(wrapper, self._scaler))
 

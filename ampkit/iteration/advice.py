@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..logs import logger
 from ..patching import PatchSet, SharedPatches
 from ..registry import wrappers
-from .reach import noting_retained, reaching_backward
+from .reach import reaching_backward
 
 _THE_BLOCK = "'with ampkit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()'"
 
@@ -188,7 +188,6 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
 def _patch(patches: PatchSet) -> None:
     for owner, name, wrap in (
         (torch.autograd, "backward", reaching_backward),
-        (torch.Tensor, "retain_grad", noting_retained),
         (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", _clip),
         (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", _unscale),
     ):

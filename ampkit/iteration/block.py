@@ -179,7 +179,7 @@ class Block:
         self.hold_leaves(reached.leaves + (retained([self.scaled]) if inputs is None else []), reached.has_python)
 
     def hold_leaves(self, leaves: list[torch.Tensor], has_python: bool = False) -> None:
-        """Hold those of these that no optimizer of ours updates; behind a function in Python may be every such one of the models."""
+        """Hold those that no optimizer of ours updates; behind a function in Python may be every such parameter of the models."""
         every, outside = wrappers(), []
         for leaf in leaves:
             for wrapper in every:

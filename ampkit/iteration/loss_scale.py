@@ -298,11 +298,13 @@ class LossScaler:
             self._learn(wait=True)
         return self._known
 
-    def _learn(self, wait: bool = False) -> None:
-        """Read what has arrived, if anything has, or wait; a static scale need not be a number that float32 has."""
-        if self._state is not None and (wait or self._copy.ready()):
-            learned = self._copy.read(wait)
-            self._known = learned if self.dynamic else learned._replace(scale=self._known.scale)
+    def _learn(self, wait: bool = False) -> bool:
+        """Read what has arrived, or wait; a static scale need not be a number that float32 has. False where nothing has arrived."""
+        if self._state is None or not (wait or self._copy.ready()):
+            return False
+        learned = self._copy.read(wait)
+        self._known = learned if self.dynamic else learned._replace(scale=self._known.scale)
+        return True
 
     def report(
         self, *, wait: bool = False, raises: bool = True, unnamed: Callable[[], str | None] = lambda: None
@@ -314,10 +316,8 @@ class LossScaler:
         """
         if wait:
             self.synchronize()
-        elif not self._has_news:
+        elif not self._has_news or not self._learn():
             return False
-        else:
-            self._learn()
         told, self._told = self._told, self._known
         if self._known.skips_apart != told.skips_apart:
             logger.info(

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from ..casting.library import dispatch
+from ..patching import shared_patch
 from ..registry import wrappers
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -106,7 +107,7 @@ def retained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [one for ref in tuple(_retained) if (one := ref()) is not None and one.grad_fn in nodes]
 
 
-def noting_retained(original: Callable[..., None]) -> Callable[..., None]:
+def _noting_retained(original: Callable[..., None]) -> Callable[..., None]:
     """What stands in the place of ``Tensor.retain_grad``."""
 
     @functools.wraps(original)
@@ -116,6 +117,9 @@ def noting_retained(original: Callable[..., None]) -> Callable[..., None]:
             _retained.append(weakref.ref(tensor, _retained.remove))
 
     return retain_grad
+
+
+retained_results = shared_patch(lambda: torch.Tensor, "retain_grad", _noting_retained)
 
 
 def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,8 +1,8 @@
 """The forward of an initialized model: has calls cast inside, casts outputs, and tells its session that it runs.
 
-Methods of the model's class have ours around them, as long as models of the class are initialized, so that ``model(x)`` and ``model.forward(x)`` do the same, and
-DataParallel's replicas behave alike. What a model does, the instance says: it holds a `ForwardCasts` (dtypes only); its session,
-where it has one, is asked through `watchers`.
+Methods of the model's class have ours around them, as long as models of the class are initialized, so that ``model(x)`` and
+``model.forward(x)`` do the same, and DataParallel's replicas behave alike. ``type(model)`` stays what the script has made. What a
+model does, the instance says: it holds a `ForwardCasts` (dtypes only); its session, where it has one, is asked through `watchers`.
 """
 
 from __future__ import annotations
