@@ -47,8 +47,8 @@ nothing has disturbed, or with plain torch in float32. The code is in [tests/soa
 """
 NOT_PROMISED = """## What is not promised
 
-- **A forward pass leaves its running statistics**, where they are finite, also where its step is skipped or an exception follows. As
-  in plain torch, batch norm has counted the batch by then.
+- **A forward pass leaves its running statistics**, where they are finite, also where its step is skipped or an exception follows.
+  As in plain torch, batch norm has counted the batch by then.
 - **A signal in the first line of a cleanup function** may leave the thread in the midst of it: nothing in Python guards that
   line. `ampkit.close()` ends the session all the same, and a checkpoint continues the run.
 - **An exception while an optimizer updates** leaves some weights updated and others not. The error says so; load a checkpoint.

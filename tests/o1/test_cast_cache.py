@@ -626,8 +626,22 @@ def test_delayed_micro_batches_cast_a_weight_once_per_step():
         assert cache.casts_made == 4 * steps
 
 
+class OfAScript:
+    """What has the methods of an optimizer, and torch calls nothing after its step."""
+
+    def __init__(self, params):
+        self.param_groups, self.state = [{"params": list(params)}], {}
+
+    def step(self):
+        pass
+
+    def zero_grad(self, set_to_none=True):
+        pass
+
+
 STEPS = {
     "ordinary": (lambda p: torch.optim.SGD(p, 0.0), 1.0),
+    "a script's": (OfAScript, 1.0),
     "fused": (lambda p: FusedSGD(p, 0.0), 1.0),
     "torch's fused": (lambda p: torch.optim.SGD(p, 0.0, fused=True), 1.0),
     "skipped": (lambda p: torch.optim.SGD(p, 0.0), float("inf")),
@@ -641,9 +655,10 @@ def test_step_drops_casts_that_a_later_micro_batch_made(kind):
     model, x = nn.Linear(2, 1, bias=False), torch.ones(1, 2)
     model, optimizer = ampkit.initialize(model, make(model.parameters()), opt_level="O1", verbosity=0)
     data = model.weight.data
-    with ampkit.scale_loss(model(x).sum() * factor, optimizer) as scaled:
+    with ampkit.scale_loss(model(x).sum() * factor, optimizer, delay_unscale=True) as scaled:
         scaled.backward()
     model(x)  # for a metric, say
+    assert kept(ampkit.current_session().casting) == 1
     optimizer.step()
     assert kept(ampkit.current_session().casting) == 0
     data.fill_(2.0)

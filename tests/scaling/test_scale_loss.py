@@ -254,6 +254,43 @@ def test_step_after_a_skipped_one_trains_again(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_with_other_gradients_than_a_block_made_is_judged_by_these(level):
+    _, model, optimizer = with_float32_twin(level)
+    overflow(model, optimizer)
+    before = everything(model, optimizer)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not ampkit.step_was_skipped(optimizer)
+    assert all(value.isfinite().all() for value in everything(model, optimizer))
+    assert not all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_looks_again_at_gradients_that_were_written_to(level, make):
+    _, model, optimizer = with_float32_twin(level, lambda p: make(p, lr=0.1))
+    [(x, y)] = batches(1)
+    with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model[3].weight.grad[0, 0] = math.nan
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_close_leaves_zeros_in_the_place_of_skipped_gradients(level):
+    _, model, optimizer = with_float32_twin(level)
+    overflow(model, optimizer)
+    optimizer.step()
+    assert ampkit.step_was_skipped(optimizer)
+    ampkit.close()
+    assert all(not param.grad.any() for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("flag", [None, "delay_unscale", "delay_overflow_check"])
 def test_overflow_in_an_early_micro_batch_skips_the_step(level, flag):
     _, model, optimizer = with_float32_twin(level)
@@ -343,6 +380,41 @@ def test_only_the_optimizers_of_an_overflowing_loss_skip():
     assert [ampkit.step_was_skipped(o) for o in optimizers] == [True, False]
     state = ampkit.state_dict()
     assert [state[f"loss_scaler{i}"]["loss_scale"] for i in range(2)] == [32768.0, 65536.0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_of_another_session_are_unscaled_where_the_loss_reaches_them(level):
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer, scale in zip(models, optimizers, (8.0, 32.0)):
+        ampkit.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    for _ in range(2):
+        with ampkit.scale_loss(sum(model(torch.ones(1, 2)).sum() for model in models), optimizers[0]) as scaled:
+            scaled.backward()
+    assert [model.weight.grad.tolist() for model in models] == [[[2.0, 2.0]]] * 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_gradient_of_a_tensor_of_no_session_is_unscaled(level):
+    model, optimizer = initialize_quietly(nn.Linear(2, 1), sgd, level, loss_scale=8.0)
+    latent = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        with ampkit.scale_loss(model(torch.ones(1, 2)).sum() + latent.sum(), optimizer) as scaled:
+            scaled.backward()
+    assert latent.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_is_left_without_a_backward_pass_moves_no_scale(level):
+    rule = DynamicLossScale(init_scale=4.0, growth_interval=1)
+    model, optimizer = initialize_quietly(nn.Linear(2, 1), sgd, level, loss_scale=rule)
+    for runs in (False, True, False):
+        with ampkit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            if runs:
+                scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 8.0, "unskipped": 0}
 
 
 def test_gradients_that_wait_follow_the_scale_of_a_block_that_fails():

@@ -1,8 +1,9 @@
 """The training runs that are attacked: small, drawn at random, and the same each time, so that two can be compared bit for bit.
 
 A `Recipe` is what is drawn; `Run` trains it, one `iterate(number)` at a time. An iteration is a function of the run's state and its
-number: batches, latent vectors and dropout are drawn from that. `Fault` says what spoils an iteration, and where. `Run.state` is
-all that a step may change, for `assert_same`.
+number: batches, latent vectors and dropout are drawn from that; running statistics are written, and no training reads them. `Fault`
+says what spoils an iteration, and where. `Run.state` is all that an iteration may change, for `assert_same`, and `Run.trained` what
+a skipped one leaves as it was.
 """
 
 from __future__ import annotations
@@ -213,8 +214,6 @@ class Fault:
         places = cls.PLACES
         if recipe.model == "llama":  # whose batches are integers
             places = places[1:]
-        elif player == 1:  # the critic's running statistics are spoiled by the same forward, or by none
-            places = places[:1]
         return cls(
             draw.choice(places),
             draw.choice([math.inf, -math.inf, math.nan]),
@@ -264,8 +263,6 @@ class Run:
         build = {"cnn": self._classifier, "llama": self._language_model, "gan": self._adversaries}
         self.players: list[Player] = build[recipe.model]()
         self.given, self.scales = scales, {}
-        #: What skipped turns have left in the models' buffers: their forwards have run, and what is finite of them stays.
-        self.left: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         if initializes:
             self.initialize()
 
@@ -294,8 +291,7 @@ class Run:
 
         def of_critic(real: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                fake = generator.eval()(torch.randn(4, 4))
-            generator.train()
+                fake = generator(torch.randn(4, 4))
             return F.softplus(-critic(real).float()).mean() + F.softplus(critic(fake).float()).mean()
 
         def of_generator(z: torch.Tensor) -> torch.Tensor:
@@ -314,28 +310,13 @@ class Run:
         shape = {"cnn": (4, 3, 6, 6), "gan": ((4, 6), (4, 4))[player]}[self.recipe.model]
         return torch.randn(shape, generator=drawn)
 
-    def iterate(
-        self, number: int, fault: Fault | None = None, leaves_out: int | None = None, left: dict | None = None
-    ) -> list[bool]:
-        """One iteration, spoiled by ``fault``; which players skipped their steps.
-
-        In the place of the turn of the player ``leaves_out``, buffers become what the run with that turn had ``left`` in them.
-        """
-        skipped = []
-        for player in range(len(self.players)):
-            if player == leaves_out:
-                for name, buffer in self.buffers().items():
-                    buffer.copy_(left[number, player][name])
-            else:
-                skipped.append(
-                    self.turn(number, player, fault if fault is not None and fault.player == player else None)
-                )
-        return skipped
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Of all models."""
-        named = [(index, *pair) for index, one in enumerate(self.players) for pair in one.model.named_buffers()]
-        return {f"{index} {name}": buffer for index, name, buffer in named}
+    def iterate(self, number: int, fault: Fault | None = None, leaves_out: int | None = None) -> list[bool]:
+        """One iteration, spoiled by ``fault``, without the turn of the player ``leaves_out``; which players skipped their steps."""
+        return [
+            self.turn(number, player, fault if fault is not None and fault.player == player else None)
+            for player in range(len(self.players))
+            if player != leaves_out
+        ]
 
     def turn(self, number: int, player: int, fault: Fault | None = None) -> bool:
         """The turn of one player: clear, blocks, clip, step; whether the step was skipped."""
@@ -346,10 +327,7 @@ class Run:
         if self.recipe.max_norm is not None:
             ampkit.clip_grad_norm_(one.optimizer, self.recipe.max_norm)
         one.optimizer.step()
-        was_skipped = ampkit.step_was_skipped(one.optimizer)
-        if was_skipped:
-            self.left[number, player] = {name: buffer.clone() for name, buffer in self.buffers().items()}
-        return was_skipped
+        return ampkit.step_was_skipped(one.optimizer)
 
     def block(self, number: int, player: int, part: int, fault: Fault | None = None) -> None:
         """Forward and backward of one micro-batch."""
@@ -370,10 +348,22 @@ class Run:
                 fault.in_gradients(list(one.model.parameters()))
 
     def state(self) -> dict[str, Any]:
-        """All that a step may change, by name: weights and what their rounding left, buffers, optimizer state."""
+        """All that an iteration may change, by name: weights and what their rounding left, optimizer state, running statistics."""
+        return {**self.trained(), **self.statistics()}
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """The buffers of all players."""
+        return {
+            f"{index} {name}": buffer.clone()
+            for index, one in enumerate(self.players)
+            for name, buffer in one.model.named_buffers()
+        }
+
+    def trained(self) -> dict[str, Any]:
+        """What a skipped step leaves as it was: all of `state` but running statistics, which stay finite."""
         found: dict[str, Any] = {}
         for index, one in enumerate(self.players):
-            for name, value in (*one.model.named_parameters(), *one.model.named_buffers()):
+            for name, value in one.model.named_parameters():
                 found[f"{index} {name}"] = value.detach().clone()
             for place, (_, entry) in enumerate(lower_entries(one.model)):
                 found[f"{index} rest {place}"] = None if entry.rest is None else entry.rest.clone()
@@ -417,6 +407,12 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], what: Any) -> Non
         one, other = found.get(name), wanted.get(name)
         if bits(one) != bits(other) and not (is_nothing(one) and is_nothing(other)):
             raise AssertionError(f"{name} differs: {one} is not {other}\n{what}")
+
+
+def assert_finite(found: dict[str, torch.Tensor], what: Any) -> None:
+    """Running statistics that can be saved."""
+    for name, value in found.items():
+        assert value.isfinite().all(), f"{name} is {value}\n{what}"
 
 
 def is_same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
