@@ -52,7 +52,8 @@ METHOD = """## How it is measured
 | `bench_optimizer_step.py` | all that follows the backward pass |
 | `bench_iteration.py` | the host's part of an iteration |
 | `bench_on_step.py` | what `ampkit.on_step` adds to a step of the GPT |
-| `bench_running_statistics.py` | what it costs to restore running statistics |
+| `bench_running_statistics.py` | what it costs to keep running statistics finite |
+| `flow.py` | the calls of an iteration, and in how many files |
 | `state_dtypes.py` | the loss of a small GPT with moments in 8 bits and in bfloat16 |
 
 What they printed is in [benchmarks/results](../benchmarks/results).

@@ -196,6 +196,14 @@ def check_peak_memory():
     assert all(float(line.split()[-4]) > 12.0 for line in lines)  # weights and moments
 
 
+def check_flow():
+    """What a reader of an iteration follows does not grow."""
+    printed = run("flow.py", "--levels", "O1,O2,O5")
+    found = {line[:2]: numbers(line[3:]) for line in printed.splitlines()}
+    for level, most in {"O1": (205, 32, 135), "O2": (280, 34, 155), "O5": (175, 29, 102)}.items():
+        assert all(number <= bound for number, bound in zip(found[level], most, strict=True)), (level, found[level])
+
+
 RUNS = {
     "accumulation_error.py": check_accumulation_error,
     "beside.py": check_beside,
@@ -211,11 +219,13 @@ RUNS = {
     "state_dtypes.py": check_state_dtypes,
     "peak_memory.py": check_peak_memory,
     "ptxas.py": check_ptxas,
+    "flow.py": check_flow,
 }
 
 
 @pytest.mark.parametrize(
-    "script", ["accumulation_error.py", *(pytest.param(name, marks=pytest.mark.slow) for name in list(RUNS)[1:])]
+    "script",
+    ["accumulation_error.py", "flow.py", *(pytest.param(name, marks=pytest.mark.slow) for name in list(RUNS)[1:-1])],
 )
 def test_script_runs_and_prints_what_it_promises(script):
     RUNS[script]()
