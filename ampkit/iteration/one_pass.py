@@ -92,9 +92,11 @@ class OnePassStep:
         """
         if not steps:
             return []
-        for i, step in enumerate(steps) if self.found_inf is not None and not self.found_inf.is_cpu else ():
-            if step.device != params[i].device:
+        if self.found_inf is not None and not self.found_inf.is_cpu and any([step.is_cpu for step in steps]):
+            numbers = [int(step) for step in steps]
+            for i, step in enumerate(steps):
                 steps[i] = self.state[params[i]]["step"] = step.to(params[i].device)
+            self.known_counts[id(steps[0])] = list(steps), [step._version for step in steps], numbers
         known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
         are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
         if not are_same or [step._version for step in steps] != versions:  # a script may set some of them back
