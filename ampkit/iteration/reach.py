@@ -64,8 +64,9 @@ def leaves_of(roots: Iterable[Any], past: Collection[Any] = ()) -> Reached:
     return Reached(leaves, has_python, met)
 
 
-def _leaves_behind(tensors: list[torch.Tensor]) -> Reached:
-    return leaves_of([tensor.grad_fn for tensor in tensors])
+def _leaves_behind(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    reached = leaves_of([tensor.grad_fn for tensor in tensors])
+    return reached.leaves, reached.has_python
 
 
 def _seen(params: list[torch.Tensor]) -> Any:
