@@ -213,12 +213,16 @@ class Gradients:
         self.refuse("open")
         if self.clipping.pending is not None:
             self.widen()
+        self._before, self.holder, self._is_guess = (
+            self.state,
+            holder,
+            is_guess,
+        )  # first: whatever interrupts the rest, it is undone
         if self.state is State.READY:
             self.stash(self.slots, copies)
         else:
             bring_to(self.slots, ratio(scale, self.scale if self.state is State.WAITING else 1.0))
-        self._before, self.state, self.scale = self.state, State.IN_BLOCK, scale
-        self.holder, self._is_guess = holder, is_guess
+        self.state, self.scale = State.IN_BLOCK, scale
 
     @staticmethod
     def stash(slots: Iterable[Slot], copies: bool = False) -> None:
