@@ -230,6 +230,12 @@ def split(shapes, device):
     )
 
 
+def step_of(kernel):
+    """The function of a rule, the drop-in's ones included."""
+    name = f"multi_tensor_{kernel}"
+    return getattr(kernels, name, None) or getattr(multi_tensor_steps, name)
+
+
 def step(kernel, states, settings, torch_optimizer=None, with_rests=False):
     """One check of the gradients and one step of masters that are rounded into weights, or of weights with rests; against check
     and unscale, torch's step, and copying back.
@@ -242,12 +248,11 @@ def step(kernel, states, settings, torch_optimizer=None, with_rests=False):
         norms = [torch.ones(len(shapes), device=device)] if kernel == "novograd" else []
         found_inf, inverse = flags(device)
         more = {"inv_scale": inverse, "found_inf": found_inf}
+        function = step_of(kernel)
 
         def ours():
             _, each = kernels.multi_tensor_unscale_l2norm(grads, None, inverse, found_inf, per_tensor=bool(norms))
             given = {"grad_norms": each} if norms else {}
-            name = f"multi_tensor_{kernel}"
-            function = getattr(kernels, name, None) or getattr(multi_tensor_steps, name)
             function(grads, ours_of[0], *moments, *norms, ours_of[1], **settings, **given, **more)
 
         outputs = zeros(shapes, device)
@@ -255,9 +260,7 @@ def step(kernel, states, settings, torch_optimizer=None, with_rests=False):
 
             def theirs():
                 torch_unscale(grads, outputs, found_inf, inverse)
-                in_torch(
-                    getattr(kernels, f"multi_tensor_{kernel}"), outputs, masters, *moments, *norms, weights, **settings
-                )
+                in_torch(function, outputs, masters, *moments, *norms, weights, **settings)
 
             return ours, theirs
 
@@ -284,7 +287,7 @@ def plain_step(kernel, states, settings):
         grads, params = random(shapes, device), random(shapes, device)
         moments = [zeros(shapes, device) for _ in range(states)]
         norms = [torch.ones(len(shapes), device=device)] if kernel == "novograd" else []
-        function = getattr(kernels, f"multi_tensor_{kernel}")
+        function = step_of(kernel)
         given = {"grad_norms": torch.ones(len(shapes), device=device)} if norms else {}
 
         ours = partial(function, grads, params, *moments, *norms, **settings, **given)
