@@ -2,6 +2,7 @@
 
     make bench                      within 25 minutes, on the CPU; make bench BENCH=--all for every cell, without a limit
     python benchmarks/bench.py --short --only gpt --only gpt,compiled
+    python benchmarks/bench.py --device cuda --only gpt2 --only resnet50
 
 A cell is a model, eager or compiled, and a number of micro-batches. In each cell every way of training has a process of its own,
 since O1 patches torch for the whole process, and these take turns in changing order, so that another job on the machine
@@ -79,7 +80,7 @@ class Trainer:
 
         parameters = sum(p.numel() for model in self.way.models for p in model.parameters())
         return {
-            "name": cases.NAMES[self.cell.model],
+            "name": {**cases.NAMES, **cases.LARGE}[self.cell.model],
             "about": self.case.about,
             "optimizer": self.case.optimizer,
             "parameters": parameters,
@@ -278,10 +279,13 @@ def cells_of(args):
     import cases
     import ways
 
-    every = list(ways.WAYS)
+    every = args.ways.split(";") if args.ways else list(ways.WAYS)
     if args.only:
         named = map(Cell.parse, args.only)
-        return [Cell(one.model, one.accumulate, one.compiled, FEWER if one.compiled else every) for one in named]
+        return [
+            Cell(one.model, one.accumulate, one.compiled, FEWER if one.compiled and not args.ways else every)
+            for one in named
+        ]
     if args.all:
         several = [(name, count) for name in cases.NAMES for count in (1, 4, 8) if count == 1 or name != "dcgan"]
         return [Cell(name, count, compiled, every) for compiled in (False, True) for name, count in several]
@@ -328,6 +332,7 @@ def main():
     parser.add_argument(
         "--only", action="append", help="a cell: gpt, gpt,4 or gpt,compiled; may be given several times"
     )
+    parser.add_argument("--ways", default="", help="with --only: some ways of training, as 'autocast;O1;O5, fused'")
     parser.add_argument("--short", action="store_true", help="small models, two rounds: to see that it runs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")

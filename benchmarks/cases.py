@@ -175,7 +175,9 @@ class Gan(Case):
         return loss.detach()
 
 
+# What the names of models stand for; those of a real size are for GPUs.
 NAMES = {"resnet18": "ResNet-18", "gpt": "GPT", "bert": "BERT-like", "lstm": "LSTM", "dcgan": "DCGAN", "mlp": "MLP"}
+LARGE = {"resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
 
 
 def make(name, accumulate=1, short=False):
@@ -186,6 +188,21 @@ def make(name, accumulate=1, short=False):
         model, rows = Mlp(), 8 if short else 32
         batches = [(torch.randn(rows, 64), torch.randn(rows, 64)) for _ in many]
         return Case(f"12 linear layers of width 64, {rows} rows", [model], "sgd", batches, nn.MSELoss())
+    if name == "gpt2":
+        width, layers, length, count = (64, 2, 32, 2) if short else (768, 12, 1024, 4)
+        model = Gpt(width, layers, width // 64, length, 1000 if short else 50257)
+        tokens = [torch.randint(1000, (count, length + 1)) for _ in many]
+        batches = [(both[:, :-1], both[:, 1:].flatten()) for both in tokens]
+        about = f"{layers} blocks of width {width}, {count} x {length} tokens"
+        return Case(about, [model], "adamw", batches, nn.CrossEntropyLoss())
+    if name == "resnet50":
+        import torchvision
+
+        size, count = (32, 4) if short else (224, 64)
+        model = torchvision.models.resnet50().to(memory_format=torch.channels_last)
+        images = [torch.randn(count, 3, size, size).to(memory_format=torch.channels_last) for _ in many]
+        batches = [(x, torch.randint(1000, (count,))) for x in images]
+        return Case(f"{count} images of {size} pixels, channels last", [model], "sgd", batches, nn.CrossEntropyLoss())
     if name == "resnet18":
         import torchvision
 

@@ -110,7 +110,7 @@ PARTS: dict[str, list[Step]] = {
         Step("bench_optimizer_step", "python benchmarks/bench_optimizer_step.py --device cuda"),
         *(
             Step(f"bench of {model}", f"python benchmarks/bench.py --device cuda --only {model} --minutes 1.5")
-            for model in ("resnet18", "gpt", "bert", "lstm", "dcgan", "mlp")
+            for model in ("gpt2", "resnet50", "bert", "lstm", "dcgan", "mlp")
         ),
         Step("quantized_sine", "python examples/quantized_sine/quantized_sine.py --out build/quantized_sine"),
     ],
