@@ -299,7 +299,7 @@ def cells_of(args):
 
 def described(cell, found):
     """One line for each way of training."""
-    yield f"{cell}: {found['about']}, {found['optimizer']}, {len(found['ways']['float32']['seconds'])} rounds"
+    yield f"{cell}: {found['about']}, {found['optimizer']}, {len(found['ways']['autocast']['seconds'])} rounds"
     theirs = found["ways"]["autocast"]["seconds"]
     for way, its in found["ways"].items():
         low, ratio, high = statistics.quantiles(
