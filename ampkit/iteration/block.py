@@ -304,17 +304,22 @@ def collect(
     is_clean = is_known_clean(found.flag)
     if loss is not None and not is_clean:
         found.loss = loss.detach()
-    # What no optimizer clears would stay inf or NaN for good; what several share is added to by another's block.
-    if outside is not None and not is_clean:
-        outside.zero_where(found.flag)
-    for wrapper in () if is_clean else named:
-        wrapper.gradients.zero_where(found.flag, all_of_them=False)
+    if not is_clean:
+        _zero_what_stays(found, named, outside)
     if delay_overflow_check:
         scaler.delayed_check = found
         return
     scaler.update(found, moves_scale=not backward.local)
     if _CHECKS_RANKS:
         _check_ranks(scaler, named)
+
+
+def _zero_what_stays(found: FoundInf, named: Sequence[OptimizerWrapper], outside: Gradients | None) -> None:
+    """Zero not-finite gradients that no optimizer clears, and those that another's block would add to."""
+    if outside is not None:
+        outside.zero_where(found.flag)
+    for wrapper in named:
+        wrapper.gradients.zero_where(found.flag, all_of_them=False)
 
 
 def _collect_unnamed(

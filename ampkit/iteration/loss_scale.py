@@ -444,16 +444,7 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
     Where the numbers of sessions differ, the newest are what counts: models of earlier folds may have been alive then, or
     be alive now.
     """
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"load_state_dict expects the dict that ampkit.state_dict() returned, found {type(state).__name__}."
-        )
-    unexpected = [key for key in state if "loss_scaler" not in str(key)]
-    if unexpected:
-        raise CheckpointError(
-            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
-            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
-        )
+    _refuse_foreign_keys(state)
     for entry in state.values():
         validate_scaler_state(entry)
     if groups is None:
@@ -481,6 +472,17 @@ def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[s
             )
         for scaler, entry in zip(group, entries):
             scaler.load_state_dict(entry)
+
+
+def _refuse_foreign_keys(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"load_state_dict expects the dict of ampkit.state_dict(), found {type(state).__name__}.")
+    unexpected = [key for key in state if "loss_scaler" not in str(key)]
+    if unexpected:
+        raise CheckpointError(
+            f"Unexpected keys in the state dict: {', '.join(map(repr, unexpected))}; expected 'loss_scaler0', 'loss_scaler1', ... "
+            "Pass the part of the checkpoint that ampkit.state_dict() wrote."
+        )
 
 
 def validate_scaler_state(state: object) -> None:

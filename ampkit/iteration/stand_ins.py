@@ -8,7 +8,7 @@ weights and rests. The dtype of the weights themselves is not changed for it, si
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -158,29 +158,29 @@ class _SkippedInClosure(Exception):
     """Unwinds an optimizer whose closure met an overflow."""
 
 
+_SECOND_EVALUATION = (
+    "{} evaluated its closure a second time in one step, which a dynamic loss scale does not allow: the scale may move between "
+    "two evaluations. Use a static scale (loss_scale=128.0), or bfloat16 without one (opt_level='O4' or 'O5'). The parameters "
+    "are as they were before the step."
+)
+
+
 def step_evaluating_again(
     wrapper: Wrapper, step: Callable[[Callable], Any], closure: Callable[[], Any], casting_off: Any
 ) -> Any:
     """The model holds what the optimizer does at each evaluation; an overflow in one takes the whole step back."""
     wrapper.findings.end_step(skipped=False)
-    loss, evaluations = None, 0
-    stand_ins, slots = wrapper.stand_ins, wrapper.gradients.slots
-    before = [(slot.param, slot.param.detach().clone()) for slot in slots]
-    rests = [(slot.entry.rest, slot.entry.rest.clone()) for slot in slots if slot.entry is not None]
+    loss, evaluations, stand_ins = None, 0, wrapper.stand_ins
+    before = _copies(wrapper.gradients.slots)
 
     def evaluate() -> Any:
         nonlocal loss, evaluations
         evaluations += 1
         if evaluations > 1 and wrapper.owner.plan.has_dynamic_loss_scale:
-            raise ClosureError(
-                f"{type(wrapper.optimizer()).__name__} evaluated its closure a second time in one step, which a dynamic loss "
-                "scale does not allow: the scale may move between two evaluations. Use a static scale (loss_scale=128.0), "
-                "or bfloat16 without one (opt_level='O4' or 'O5'). The parameters are as they were before the step."
-            )
+            raise ClosureError(_SECOND_EVALUATION.format(type(wrapper.optimizer()).__name__))
         if stand_ins.are_in_place:
             stand_ins.put_into_model()
-        # As it was where step() was called.
-        with getattr(casting_off, "paused", nullcontext)():
+        with getattr(casting_off, "paused", nullcontext)():  # as where step() was called
             loss = closure()
         wrapper.settle()
         if wrapper.findings.forbid_step(wrapper.checks_step()):
@@ -194,7 +194,7 @@ def step_evaluating_again(
             result = step(evaluate)
     except (_SkippedInClosure, ClosureError) as error:
         with torch.no_grad():
-            for target, value in (*before, *rests):
+            for target, value in before:
                 target.copy_(value)
         if isinstance(wrapper.optimizer(), torch.optim.LBFGS):
             wrapper.optimizer().state.clear()  # it would look for what the rest of the step leaves there
@@ -205,3 +205,9 @@ def step_evaluating_again(
         return loss
     wrapper.end_step()
     return result
+
+
+def _copies(slots: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter and each rest, with a copy of its values."""
+    values = [slot.param.detach() for slot in slots] + [slot.entry.rest for slot in slots if slot.entry is not None]
+    return [(value, value.clone()) for value in values]
