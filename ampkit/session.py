@@ -29,6 +29,7 @@ from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
+from .events import listeners, tell
 from .iteration.advice import calls_of_torch
 from .iteration.block import Block, LossScaling
 from .iteration.clipping import torchs_clipping
@@ -357,6 +358,8 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> Block:
         """See `ampkit.scale_loss`. Among ``wrappers`` may be those of other sessions: ``scaler`` is the one for all of them."""
+        if listeners and (stand_in := tell("block_begins", loss, scaler)) is not None:
+            return stand_in
         for wrapper in wrappers:
             wrapper.follow_groups()
         if not self._knows_sharding:

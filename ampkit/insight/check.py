@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ..apex import running
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
+from ..events import Listener, forwards, listening, steps
+from ..iteration.advice import calls_of_torch
 from ..logs import is_rank_zero, logger
 from ..patching import PatchSet, Undo
 from ..plan import OPT_LEVELS
@@ -80,7 +80,7 @@ class _Enough(BaseException):
     """Raised through the script where enough was seen."""
 
 
-class Observer(logging.Handler):
+class Observer(logging.Handler, Listener):
     """What a script did while `watching`, for ``iterations`` steps. Warnings of ampkit count among its ``mistakes``."""
 
     def __init__(self, iterations: int) -> None:
@@ -104,9 +104,9 @@ class Observer(logging.Handler):
     def watching(self) -> Iterator[None]:
         patches = PatchSet()
         with Undo() as undo:
+            undo.enter_context(listening(self, forwards, steps, calls_of_torch))
             undo.callback(patches.restore)
             for owner, name, method in (
-                (torch.autograd, "backward", self._backward),
                 (torch.autocast, "__enter__", self._enter_autocast),
                 (torch.autocast, "__exit__", self._exit_autocast),
                 (torch.amp.grad_scaler.GradScaler, "scale", self._scale),
@@ -114,13 +114,6 @@ class Observer(logging.Handler):
                 (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", self._clip),
             ):
                 patches.set(owner, name, method(getattr(owner, name)))
-            for register, hook in (
-                (register_module_forward_pre_hook, self._before_forward),
-                (register_optimizer_step_pre_hook, lambda *_: self._end_if_enough()),
-                (register_optimizer_step_post_hook, self._after_step),
-            ):
-                undo.callback(register(hook).remove)
-            undo.callback(register_module_forward_hook(self._after_forward, always_call=True).remove)
             logger.addHandler(self)
             undo.callback(logger.removeHandler, self)
             undo.enter_context(torch.compiler.set_stance("force_eager"))
@@ -144,7 +137,10 @@ class Observer(logging.Handler):
         if self._enough:
             raise _Enough
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
+    def step_begins(self, _: Any) -> None:
+        self._end_if_enough()
+
+    def step_ends(self, optimizer: Any, skipped: bool) -> None:
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         self._is_scaled = False
         # One that steps less often than another is not waited for.
@@ -175,7 +171,7 @@ class Observer(logging.Handler):
         """How many forwards of modules are open in this thread."""
         return getattr(self._here, "depth", 0)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def forward_begins(self, module: nn.Module, args: Any) -> None:
         if self.depth == 0 and not isinstance(module, torch.jit.ScriptModule):
             self._end_if_enough()
             self.roots.setdefault(module)
@@ -187,7 +183,7 @@ class Observer(logging.Handler):
             rows = args[0].numel() // max(1, args[0].shape[-1])
             self.rows.setdefault(rows, f"Linear({module.in_features}, {module.out_features})")
 
-    def _after_forward(self, *_: Any) -> None:
+    def forward_ends(self, _: nn.Module) -> None:
         self._here.depth = max(0, self.depth - 1)
 
     def note_call(self, function: Any, args: Sequence[Any]) -> None:
@@ -214,14 +210,10 @@ class Observer(logging.Handler):
     def _note(self, mistake: str) -> None:
         self.mistakes.setdefault(mistake)
 
-    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        def backward(*args: Any, **kwargs: Any) -> None:
-            self._end_if_enough()
-            self.backward_passes += 1
-            self._pass(self.backward_passes)
-            original(*args, **kwargs)
-
-        return backward
+    def backward_begins(self, _: Sequence[Any]) -> None:
+        self._end_if_enough()
+        self.backward_passes += 1
+        self._pass(self.backward_passes)
 
     def _enter_autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(region: Any) -> Any:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..apex import running
-from ..patching import PatchSet, Undo
+from ..events import forwards, steps
+from ..iteration.advice import calls_of_torch
 from ..registry import current_session
 from .cures import Cure
 from .diagnose import Diagnosis
@@ -49,7 +48,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         return 2
     watch = ScriptFinder(arguments.after)
     try:
-        with watch.on_all_backward_passes():
+        with torch.compiler.set_stance("force_eager"), watch:
             code = running.from_command_line(arguments)
     except _Stopped:
         print(watch.found)
@@ -70,39 +69,29 @@ class ScriptFinder(Finder):
     """Judges every backward pass of a script, and stops the script with a `Diagnosis`, ``found``."""
 
     found: Diagnosis | None = None
+    sources = (forwards, steps, calls_of_torch)
 
     def __init__(self, after: int) -> None:
         super().__init__()
         self._after, self._in_a_row = after, 0
 
-    @contextmanager
-    def on_all_backward_passes(self) -> Iterator[None]:
-        patches = PatchSet()
-        with Undo() as undo:
-            undo.callback(patches.restore)
-            patches.set(torch.autograd, "backward", self._judging(torch.autograd.backward))
-            undo.callback(register_optimizer_step_pre_hook(lambda *_: self.forget()).remove)
-            if hasattr(torch.compiler, "set_stance"):
-                undo.enter_context(torch.compiler.set_stance("force_eager"))
-            with self:
-                yield
+    def step_begins(self, _: Any) -> None:
+        self.forget()
 
-    def _judging(self, original: Callable[..., None]) -> Callable[..., None]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            earlier, self.culprit = self.culprit, None
-            with unwatched():
-                self._judge(tensors_in(tensors))
-            if self.culprit is not None:
-                # Gradients that were not finite have ruined the weights: what made them is the cause.
-                self._stop(earlier or self.culprit)
-            original(tensors, *args, **kwargs)
-            with unwatched():
-                self._judge_gradients([param for one in list(self.modules) for param in one.parameters(recurse=False)])
-            self._in_a_row = self._in_a_row + 1 if self.culprit is not None else 0
-            if self.culprit is not None and self._in_a_row == self._after:
-                self._stop(self.culprit)
+    def backward_begins(self, roots: Sequence[Any]) -> None:
+        earlier, self.culprit = self.culprit, None
+        with unwatched():
+            self._judge(tensors_in(roots))
+        if self.culprit is not None:
+            # Gradients that were not finite have ruined the weights: what made them is the cause.
+            self._stop(earlier or self.culprit)
 
-        return backward
+    def backward_ends(self) -> None:
+        with unwatched():
+            self._judge_gradients([param for one in list(self.modules) for param in one.parameters(recurse=False)])
+        self._in_a_row = self._in_a_row + 1 if self.culprit is not None else 0
+        if self.culprit is not None and self._in_a_row == self._after:
+            self._stop(self.culprit)
 
     def _stop(self, culprit: Culprit) -> None:
         session = current_session()

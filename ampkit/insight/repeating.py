@@ -8,23 +8,22 @@ ends where it unscales, clips or steps, at the latest.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
 from ..casting.tensors import params_of
+from ..events import Listener, listening, steps
+from ..iteration.advice import calls_of_torch
 from ..iteration.optimizer_wrapper import drop_casts
 from ..patching import PatchSet, Undo
 from ..registry import live_sessions, wrapper_of
-from ..session import Session
 from .watching import Journal, Watch, tensors_in
 
 
@@ -32,7 +31,7 @@ class _Ended(BaseException):
     """Raised through the script where the part of an iteration ends that makes gradients."""
 
 
-class Repetition:
+class Repetition(Listener):
     """One run of an iteration under ``watch``, at the loss scale of now times ``factor``; ``seed`` is the gradient of the loss.
 
     ``on_loss`` is given the tensors that a backward pass begins with, before it, ``on_gradients`` all parameters with a gradient,
@@ -97,16 +96,14 @@ class Repetition:
 
     def _take_over(self, undo: Undo) -> None:
         """Put stand-ins in the places of what moves a loss scale, or uses gradients."""
+        undo.enter_context(listening(self, steps, calls_of_torch))
         patches = PatchSet()
         undo.callback(patches.restore)
         patches.set(self._watch, "on_module", self.keep_all)
-        patches.set(torch.autograd, "backward", self._backward(inspect.unwrap(torch.autograd.backward)))
-        patches.set(Session, "block", self._block)
         patches.set(GradScaler, "scale", self._scale)
         for owner in (GradScaler, *GradScaler.__subclasses__()):
             for name in {"unscale_", "step"} & vars(owner).keys():
                 patches.set(owner, name, _end)
-        undo.callback(register_optimizer_step_pre_hook(_end).remove)
         for session in live_sessions:
             for model in session.models:
                 self.keep_all(model)
@@ -114,8 +111,8 @@ class Repetition:
                 for param in params_of(optimizer):
                     self.keep(param)
                 patches.set(optimizer, "zero_grad", self._zero_grad)
-                patches.set(optimizer, "step", _end)
                 if (wrapper := wrapper_of(optimizer)) is not None:
+                    patches.set(wrapper.findings, "came_through_no_block", True)  # no backward pass is to be told of
                     patches.set(wrapper, "clip_grad_norm", _end)
                     patches.set(wrapper, "master_params", _end)
 
@@ -123,29 +120,26 @@ class Repetition:
         for param in self._gradients:
             param.grad = None
 
-    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            self._has_run_backward, losses = True, tensors_in(tensors)
-            with unwatched():
-                self._on_loss(losses)
-            if grad_tensors is None and self.seed != 1.0:
-                grad_tensors = [torch.full_like(loss, self.seed) for loss in losses]
-            original(tensors, grad_tensors, *args, **kwargs)
-            with unwatched():
-                self._on_gradients([param for param in self._gradients if param.grad is not None])
+    def step_begins(self, _: Any) -> None:
+        raise _Ended
 
-        return backward
+    def backward_begins(self, roots: Sequence[Any]) -> None:
+        self._has_run_backward, losses = True, tensors_in(roots)
+        with unwatched():
+            self._on_loss(losses)
+        for loss in losses if self.seed != 1.0 else ():
+            loss.register_hook(lambda gradient: gradient * self.seed)
 
-    @property
-    def _block(self) -> Any:
-        @contextlib.contextmanager
-        def block(_: Session, loss: torch.Tensor, _wrappers: Any, scaler: Any, *_delays: Any) -> Iterator[Any]:
-            if scaler.dynamic:
-                self.floor, self.backoff = scaler.floor, scaler.rule.backoff_factor
-            self.scale = scaler.loss_scale * self.factor
-            yield loss.float() * self.scale
+    def backward_ends(self) -> None:
+        with unwatched():
+            self._on_gradients([param for param in self._gradients if param.grad is not None])
 
-        return block
+    @contextlib.contextmanager
+    def block_begins(self, loss: torch.Tensor, scaler: Any) -> Iterator[torch.Tensor]:
+        if scaler.dynamic:
+            self.floor, self.backoff = scaler.floor, scaler.rule.backoff_factor
+        self.scale = scaler.loss_scale * self.factor
+        yield loss.float() * self.scale
 
     @property
     def _scale(self) -> Any:

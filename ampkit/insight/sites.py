@@ -1,6 +1,6 @@
 """Where in a script an operator was called: the user's line, and the name by which the line calls torch.
 
-`look` walks up the Python stack from a dispatch mode. Frames of torch, ampkit and the standard library are passed over, so the
+`look` walks up the Python stack. Frames of torch, ampkit and the standard library are passed over, so the
 site of a ``nn.Softmax`` is the line that calls the module. An operator that autograd runs has no line of its own: `look` finds
 none below the engine, and watching.py puts the operator at the line of its forward.
 """
@@ -11,6 +11,7 @@ import ast
 import functools
 import linecache
 import os
+import sys
 import sysconfig
 import types
 from dataclasses import dataclass
@@ -67,12 +68,12 @@ class Site:
         return f"{os.path.basename(self.file)}:{self.line}"
 
 
-def look(frame: types.FrameType | None, *, past_engine: bool = False) -> tuple[Site | None, str | None]:
-    """The user's line below ``frame``, and the public name of the function of torch that it calls, both None if not found.
+def look(*, past_engine: bool = False) -> tuple[Site | None, str | None]:
+    """The user's line that runs, and the public name of the function of torch that it calls, both None if not found.
 
     The walk ends at autograd's engine, unless ``past_engine``: what lies above has called ``backward()``.
     """
-    function = None
+    frame, function = sys._getframe().f_back, None
     while frame is not None:
         code = frame.f_code
         owner = _owner(code.co_filename)

@@ -8,10 +8,10 @@ that of the operator's own node. `Journal` undoes what operators write.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..events import Listener, forwards, listening
 from ..iteration.unscale import values_of
+from ..patching import SharedPatches
 from .sites import Site, look
 
 _current_node = torch._C._current_autograd_node
@@ -82,13 +84,14 @@ class Call:
         return [tensor for _, tensor in arguments_written(self.op, self.args, self.kwargs)]
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode, Listener):
     """Watches all that runs inside ``with``, in every thread that autograd starts for it. Subclasses replace `around`.
 
     ``looks_at_views`` says whether views in the backward pass, which compute nothing, go through it.
     """
 
     looks_at_views = True
+    sources: tuple[SharedPatches, ...] = (forwards,)  # of events
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +99,7 @@ class Watch(TorchDispatchMode):
         self._running: dict[int, list[nn.Module]] = {}  # by thread
         self._forward: dict[int, tuple[Site | None, str, str]] = {}  # site, function, module: by the node that it made
         self._newest: dict[int, int] = {}  # node, by thread
-        self._hooks: list[Any] = []
+        self._listening = ExitStack()
 
     def around(self, call: Call) -> Any:
         """Run the operator, and return its result."""
@@ -106,26 +109,21 @@ class Watch(TorchDispatchMode):
         """A module begins that is no part of one seen before."""
 
     def __enter__(self) -> Any:
-        of_all = nn.modules.module
-        self._hooks = [
-            of_all.register_module_forward_pre_hook(self._begin),
-            of_all.register_module_forward_hook(self._end, always_call=True),
-        ]
+        self._listening.enter_context(listening(self, *self.sources))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._listening.close()
         super().__exit__(*error)
 
-    def _begin(self, module: nn.Module, _args: Any) -> None:
+    def forward_begins(self, module: nn.Module, _args: Any) -> None:
         if module not in self.modules:
             for path, part in module.named_modules():
                 self.modules.setdefault(part, path)
             self.on_module(module)
         self._running.setdefault(threading.get_ident(), []).append(module)
 
-    def _end(self, module: nn.Module, _args: Any, _output: Any) -> None:
+    def forward_ends(self, module: nn.Module) -> None:
         running = self._running.get(threading.get_ident())
         if running and module in running:
             del running[running.index(module) :]
@@ -141,14 +139,14 @@ class Watch(TorchDispatchMode):
         return self.around(self._located(op, args, kwargs or {}))
 
     def _located(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        node, frame = _current_node(), sys._getframe(2)
-        site, function = look(frame)
+        node = _current_node()
+        site, function = look()
         if node is not None and site is None:
             number = node._sequence_nr()
             if number in self._forward:
                 return Call(op, args, kwargs, *self._forward[number], node.name(), number)
             # Made before the watch began: at the line that calls backward().
-            return Call(op, args, kwargs, look(frame, past_engine=True)[0], operator_name(op), "", node.name(), number)
+            return Call(op, args, kwargs, look(past_engine=True)[0], operator_name(op), "", node.name(), number)
         thread = threading.get_ident()
         running = self._running.get(thread)
         module = self.modules[running[-1]] if running else ""

@@ -24,6 +24,7 @@ from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of
 from ..dtypes import LOWER_PRECISION
 from ..errors import AmpkitError, ConfigurationError
+from ..events import begin_step, end_step, listeners
 from ..labels import labelled
 from ..logs import logger
 from ..optimizers.traits import Traits, evaluates_once, has_hooks
@@ -221,6 +222,8 @@ class OptimizerWrapper:
     @labelled("step")
     def _step_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = self.optimizer()
+        if listeners:
+            begin_step(optimizer)
         self.settle()
         way = self._way()
         if self.gradients.clipping.pending is not None and has_hooks(optimizer):
@@ -315,6 +318,8 @@ class OptimizerWrapper:
         """A step of an optimizer inside of this one: of the step around it, or of a script's own (SAM's second)."""
         if self.stand_ins.are_in_place or self.traits.takes_rests:
             return original(*args, **kwargs)
+        if listeners:
+            begin_step(self.optimizer())
         self.settle()
         if self.findings.forbid_step(self.checks_step()):
             return self.skip()
@@ -347,6 +352,8 @@ class OptimizerWrapper:
             self.owner.statistics.keep_finite()
         if not isinstance(self.optimizer(), torch.optim.Optimizer):  # else torch has called what drops them
             drop_casts()
+        if listeners:
+            end_step(self.optimizer())
 
     def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
@@ -358,6 +365,8 @@ class OptimizerWrapper:
         # Schedulers warn when they step before the optimizer; a skipped step is not the script's mistake.
         if getattr(self.optimizer().step, "_wrapped_by_lr_sched", False):
             self.optimizer()._opt_called = True
+        if listeners:
+            end_step(self.optimizer(), skipped=True)
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from ..casting.library import dispatch
+from ..events import listeners, telling
 from ..patching import shared_patch
 from ..registry import wrappers
 
@@ -136,11 +137,12 @@ def reaching_backward(original: Callable[..., None]) -> Callable[..., None]:
             if len(around) == 1:
                 around[0].hold_leaves(leaves_of(map(node_of, roots)).leaves)
             return original(roots, *args, **kwargs)
+        run = telling(original, roots) if listeners else original
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
         if open_blocks and _tell_blocks(roots, inputs):
-            return original(roots, *args, **kwargs)
+            return run(roots, *args, **kwargs)
         reached = _reached_outside(roots, inputs)
-        original(roots, *args, **kwargs)
+        run(roots, *args, **kwargs)
         for wrapper, passes in reached:
             wrapper.note_outside(passes)
         return None

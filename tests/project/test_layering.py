@@ -26,10 +26,9 @@ LAYERS = [
         "models",
         "casting",
         "compiling",
-        "patching",
     ],
     ["policy", "kernels"],
-    ["registry", "libraries", "sharding", "labels", "logs", "errors", "dtypes"],
+    ["events", "patching", "registry", "libraries", "sharding", "labels", "logs", "errors", "dtypes"],
 ]
 RANK = {room: (level, place) for level, rooms in enumerate(LAYERS) for place, room in enumerate(rooms)}
 

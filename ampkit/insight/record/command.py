@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ...apex import running
+from ...events import listening, steps
 from ...logs import is_rank_zero
-from ...patching import Undo
-from .iterations import StepHooks
+from .iterations import Iterations
 from .record import Record
 from .recorder import recorded
 
@@ -73,11 +73,11 @@ class _Script:
     def __init__(self, skip: int, iterations: int) -> None:
         self.record: Record | None = None
         self._skip, self._iterations = skip, iterations
-        self._waiting, self._recording = Undo(), ExitStack()
+        self._waiting, self._recording = ExitStack(), ExitStack()
 
     def __enter__(self) -> None:
         if self._skip:
-            StepHooks(self._after_skipped).watch(self._waiting)
+            self._waiting.enter_context(listening(Iterations(self._after_skipped), steps))
         else:
             self._begin()
 

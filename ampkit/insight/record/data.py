@@ -12,7 +12,7 @@ from ...dtypes import LOWER_PRECISION
 FORWARD, BACKWARD, RECOMPUTED, STEP = "forward", "backward", "recomputed", "step"
 
 
-@dataclass
+@dataclass(eq=False)
 class CallRow:
     """A function of torch at a line of the script, in one precision: why, and what it took in all iterations.
 

@@ -27,7 +27,7 @@ class Precision(NamedTuple):
     tensor_cores: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """A function at a line, in one phase, in modules of one kind. Casts and seconds wait for the next call."""
 
@@ -35,8 +35,8 @@ class Group:
     function: str
     phase: str
     module: str = ""  # of the latest call
-    #: Of modules, by the id of the row, or of this group where no row has them.
-    paths: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    #: Of modules, by the row, or by this group where no row has them.
+    paths: defaultdict[Any, set[str]] = field(default_factory=lambda: defaultdict(set))
     rows: dict[Precision, CallRow] = field(default_factory=dict)
     last: CallRow | None = None
     lead: Any = None  # the operator, or in backward autograd's node, that counts calls
@@ -81,14 +81,14 @@ def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
         if group.last is not None:
             group.hand_over(group.last)
         for row in _folded(group.rows.values()):
-            row.module = _collapsed(group.paths[id(row)])
+            row.module = _collapsed(group.paths[row])
             by_line.setdefault((group.site, group.phase), []).append(row)
             yield row
     for group in (one for one in groups if one.last is None):
         row = next(iter(by_line.get((group.site, group.phase), [])), None)
         if row is None:  # a line that does nothing but convert, or computes with integers
             row = group.new_row(Precision())
-            row.module, row.calls = _collapsed(group.paths[id(group)]), group.casts
+            row.module, row.calls = _collapsed(group.paths[group]), group.casts
             row.reason = "a cast of the script's" if group.casts else row.reason
             by_line.setdefault((group.site, group.phase), []).append(row)
             yield row

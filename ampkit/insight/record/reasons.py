@@ -70,7 +70,7 @@ class Reasons:
     def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __enter__(region: Any) -> Any:
             entered = original(region)
-            site = look(sys._getframe(1))[0]
+            site = look()[0]
             self._regions.setdefault(threading.get_ident(), []).append(_Region(region._enabled, site))
             return entered
 
@@ -90,10 +90,9 @@ class Reasons:
         dtype: torch.dtype,
         arguments: Sequence[Argument],
         running: Iterable[nn.Module],
-        frame: types.FrameType | None,
         has_dtype: bool,
     ) -> str:
-        """Why ``function``, by its public name, computes in ``dtype``, called at ``frame`` inside of ``running`` modules."""
+        """Why ``function``, by its public name, computes in ``dtype``, called inside of ``running`` modules."""
         if dtype in _EXACT:
             return "as given"
         engine, region = active_casting(), next(iter(reversed(self._regions.get(threading.get_ident(), []))), None)
@@ -102,7 +101,7 @@ class Reasons:
         decides = is_on and rule is not None and rule.kind in _DECIDING
         mixed = len({one.dtype for one in arguments if one.dtype in CASTABLE}) > 1
         was_cast = any(one.dtype is not dtype for one in arguments)
-        if decides and _is_wrapped(frame) and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
+        if decides and _is_wrapped() and (rule.kind is not CastKind.CONTRACTION or was_cast or not mixed):
             return f'row "{name}" of {_table(rule)}'
         if not arguments:
             return "as given"
@@ -112,7 +111,7 @@ class Reasons:
             return f"kept by keep_fp32={kept}"
         if region is not None and not region.enabled and dtype is torch.float32 and not mixed:
             return f"region at {region.site}" if region.site else "a region without casts"
-        if decides and not mixed and not _is_wrapped(frame):
+        if decides and not mixed and not _is_wrapped():
             by = ", cast by torch.autocast's list" if was_cast or dtype in LOWER_PRECISION else ""
             return f"bound before initialize{by}"
         if engine is None and was_cast and _autocast_has(name, dtype):
@@ -161,8 +160,9 @@ def _kept_modules(session: Any) -> dict[nn.Module, str]:
     return found
 
 
-def _is_wrapped(frame: types.FrameType | None) -> bool:
+def _is_wrapped() -> bool:
     """Whether a wrapper of the casting engine stands between the operator and the script's line."""
+    frame: types.FrameType | None = sys._getframe().f_back
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_WRAPPERS):
@@ -178,8 +178,9 @@ def _autocast_has(name: str, dtype: torch.dtype) -> bool:
     return kind is not None and (kind is CastKind.FP32) == (dtype is torch.float32)
 
 
-def called_by_ampkit(frame: types.FrameType | None) -> bool:
+def called_by_ampkit() -> bool:
     """Whether code of ampkit calls the operator, beneath which the mode and torch's frames stand."""
+    frame: types.FrameType | None = sys._getframe().f_back
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _INSIGHT)):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)

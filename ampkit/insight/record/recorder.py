@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...casting.cache import CastCaches
 from ...dtypes import LOWER_PRECISION
 from ...errors import ConfigurationError
+from ...events import is_stepping, listening, steps
 from ...patching import PatchSet, Undo
 from ...registry import current_session, live_sessions
 from ..explain import short
@@ -69,7 +70,7 @@ class Recorder(Watch):
         self._bearers: Counter[str] = Counter()
         self._roots: list[nn.Module] = []
         self._casts: dict[str, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
-        self._promoted: dict[int, str] = {}  # where a row's dtype comes from, by id of the row
+        self._promoted: dict[CallRow, str] = {}  # where a row's dtype comes from
         self._notes: list[str] = []
         self._last = 0  # node of the graph, when the last iteration ended
         self._precision: torch.dtype | None = None
@@ -86,7 +87,7 @@ class Recorder(Watch):
             undo.callback(patches.restore)
             patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
             self._reasons.watch(patches)
-            self.steps.watch(undo)
+            undo.enter_context(listening(self.steps, steps))
             if "torch._dynamo" in sys.modules:  # compiled code shows no operators
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             for session in live_sessions:
@@ -143,7 +144,7 @@ class Recorder(Watch):
             row: Any = group
         else:
             row = self._note_call(group, call, facts.product, read, made)
-        group.paths[id(row)].add(group.module)
+        group.paths[row].add(group.module)
         if begin is None:
             row.seconds += seconds
             if made and not made[0].is_cpu:
@@ -167,9 +168,9 @@ class Recorder(Watch):
     def _group_of(self, call: Call) -> Group:
         phase = RECOMPUTED if call.recomputed else BACKWARD if call.node is not None else FORWARD
         function, module = call.function, call.module
-        if self.steps.is_stepping:
+        if is_stepping():
             phase, function, module = STEP, "step", ""
-        elif function == call.name and phase is FORWARD and called_by_ampkit(sys._getframe(3)):
+        elif function == call.name and phase is FORWARD and called_by_ampkit():
             function = "ampkit"
         key = call.site, function, pattern(module), phase
         group = self._groups.get(key)
@@ -259,14 +260,14 @@ class Recorder(Watch):
         name = short(row.dtype)
         row.reason = self._why(row, group, call, read)
         if "promoted by" in row.reason:
-            self._promoted[id(row)] = f"promoted at {row.site} by {row.reason.partition(' by ')[2]}"
+            self._promoted[row] = f"promoted at {row.site} by {row.reason.partition(' by ')[2]}"
         elif row.reason.endswith("as given"):
             rows = (self._memory.at(tensor).row for tensor in read if tensor.dtype is row.dtype)
-            if origin := next((found for one in rows if (found := self._promoted.get(id(one)))), None):
-                self._promoted[id(row)] = origin
+            if origin := next((found for one in rows if (found := self._promoted.get(one))), None):
+                self._promoted[row] = origin
                 row.reason = f"{name}: as given, {origin}"
         if row.tensor_cores == "no: float32":
-            row.tensor_cores = f"no: float32, {self._promoted.get(id(row)) or row.reason.partition(': ')[2]}"
+            row.tensor_cores = f"no: float32, {self._promoted.get(row) or row.reason.partition(': ')[2]}"
 
     def _why(self, row: CallRow, group: Group, call: Call, read: Sequence[torch.Tensor]) -> str:
         name, own = short(row.dtype), list(group.rows.values())
@@ -281,7 +282,7 @@ class Recorder(Watch):
         arguments = [self._argument(tensor, group) for tensor in read if tensor.dim() or len(read) == 1]
         running = self._running.get(threading.get_ident(), [])
         has_dtype = isinstance(call.kwargs.get("dtype"), torch.dtype)
-        cause = self._reasons.why(call.function, row.dtype, arguments, running, sys._getframe(5), has_dtype)
+        cause = self._reasons.why(call.function, row.dtype, arguments, running, has_dtype)
         return f"{name}: {cause}"
 
     def _argument(self, tensor: torch.Tensor, group: Group) -> Argument:

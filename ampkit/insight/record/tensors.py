@@ -21,7 +21,7 @@ from ...sharding import local
 from ..around_step import names_of, to_host
 from ..updates import Weights, some
 from .data import StepRow, TensorRow
-from .iterations import StepHooks
+from .iterations import Iterations
 from .memory import GRADIENTS, MASTERS, MOMENTS, WEIGHTS, Memory
 
 #: Elements of a tensor that shares are taken of, at most: their standard error is below 1.2%.
@@ -40,7 +40,7 @@ class _Step:
     figures: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # scalars by parameter and name
 
 
-class Steps(StepHooks):
+class Steps(Iterations):
     """Measures what each step does to its parameters; `read` gives the figures.
 
     ``name_of`` gives the one name of a parameter, from what its optimizer calls it; ``precision`` the lower precision in use.
