@@ -87,11 +87,11 @@ def from_command_line(arguments: argparse.Namespace) -> int:
             f"ampkit run: there is no {run.target!r} here. For a module: python -m ampkit run -m NAME.", file=sys.stderr
         )
         return 2
-    execute_as_main(run, arguments.arguments)
+    execute_as_main(run, arguments.arguments, arguments.command)
     return 0
 
 
-def execute_as_main(run: Run, arguments: Sequence[str]) -> None:
+def execute_as_main(run: Run, arguments: Sequence[str], command: str = "run") -> None:
     """`execute`, for a process that has nothing else to do: an exception is shown as plain Python would have shown it."""
     try:
         execute(run, arguments)
@@ -99,7 +99,7 @@ def execute_as_main(run: Run, arguments: Sequence[str]) -> None:
         if isinstance(error, pickle.UnpicklingError) and not run.allow_pickle:
             error.add_note(PICKLES_REFUSED)
         if run.device is None and str(error).startswith(NO_CUDA):
-            error.add_note(RUNS_ON_THE_CPU)
+            error.add_note(RUNS_ON_THE_CPU.replace("ampkit run", f"ampkit {command}"))
         _show_without_our_frames(error)
         raise
 

@@ -36,10 +36,13 @@ _embedding_backward = torch.ops.aten.embedding_dense_backward.default
 _LARGE = 4096
 
 
-def is_large(param: Tensor) -> bool:
-    """Whether narrow gradients are worth it: for large matrices. Subclasses (DTensor) have gradients of their own kind."""
+def is_large(param: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether narrow gradients are worth it, of a parameter that is or would be in ``dtype``: for large matrices in float32.
+
+    Subclasses (DTensor) have gradients of their own kind.
+    """
     sizes = sum(size > 1 for size in param.shape)
-    is_plain = _library is not None and type(param) is torch.nn.Parameter and param.dtype is torch.float32
+    is_plain = _library is not None and type(param) is torch.nn.Parameter and (dtype or param.dtype) is torch.float32
     return is_plain and sizes > 1 and param.numel() >= _LARGE
 
 

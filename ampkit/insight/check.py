@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from ..apex import running
@@ -31,13 +30,21 @@ from ..patching import PatchSet, Undo
 from ..plan import OPT_LEVELS
 from ..policy import CastKind, Policy
 from ..registry import current_session
-from .explain import ModuleRow, OptimizerRow, columns, explain, short
+from .explain import Explanation, ModuleRow, OptimizerRow, columns, explain, short
+from .record.arithmetic import product_of
+from .record.groups import collapsed, pattern
+from .record.tensors import SAMPLE
+from .repeating import unwatched
+from .sites import hide_observers
+from .tuning.ways import fused, optimizers_for
+from .updates import Weights
+from .watching import Call, Watch, tensors_in
+from .words import percent
 
 EXAMPLE = "ampkit check --iterations 2 --device cpu tests/apex/scripts/classify.py --opt-level O1"
 #: A script whose optimizers do not step ends after this many forward or backward passes for each iteration that was asked for.
 _PASSES = 50
 _TENSOR_CORE = 8
-_LEAST_SIZE = 64  # smaller matrices take no time
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
@@ -52,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Run the script's first iterations and print the report. The exit code is 1 where it names a mistake, else 0.
 
-    Exceptions of the script pass through, and then there is no report.
+    Exceptions of the script pass through, after a report on what was seen until then.
     """
     if arguments.iterations < 1:
         print(
@@ -67,13 +74,21 @@ def from_command_line(arguments: argparse.Namespace) -> int:
             return code
     except _Enough:
         sys.excepthook = hook
-    except SystemExit as exited:
-        if exited.code not in (None, 0):
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            if observer.roots:
+                _print_report(arguments.target, observer)
+            hide_observers(error)
             raise
-    lines, has_mistakes = report(arguments.target, observer)
+    return int(_print_report(arguments.target, observer))
+
+
+def _print_report(script: str, observer: Observer) -> bool:
+    """Returns whether it names a mistake."""
+    lines, has_mistakes = report(script, observer)
     if is_rank_zero():
-        print("\n".join(lines))
-    return int(has_mistakes)
+        print("\n".join(lines), flush=True)
+    return has_mistakes
 
 
 class _Enough(BaseException):
@@ -89,7 +104,11 @@ class Observer(logging.Handler, Listener):
         self.steps: dict[Any, int] = {}  # by optimizer
         self.backward_passes = self.forward_passes = 0
         self.roots: dict[nn.Module, None] = {}  # modules that the script itself calls
-        self.rows: dict[int, str] = {}  # of products in a Linear: their number, and the layer
+        self.products = _Products()
+        self.as_it_is: Explanation | None = None  # after the latest step
+        self.lost: dict[tuple[str, str], dict[str, Any]] = {}  # and all updates: by kind and dtype, and by parameter
+        self._weights: Weights | None = None
+        self._initialized: list[nn.Module] = []
         self.casts: dict[CastKind, Counter[str]] = {CastKind.LOWER_PRECISION_FP: Counter(), CastKind.FP32: Counter()}
         self.not_cast: Counter[str] = Counter()
         self.mistakes: dict[str, None] = {}
@@ -98,7 +117,7 @@ class Observer(logging.Handler, Listener):
         self._here = threading.local()
         self._rules = {getattr(rule.owner, rule.name): rule for rule in Policy().rules()[0]}
         self._autocast_off = 0
-        self._is_scaled = self._has_scaler = False
+        self._is_scaled = self.has_scaler = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -117,13 +136,16 @@ class Observer(logging.Handler, Listener):
             logger.addHandler(self)
             undo.callback(logger.removeHandler, self)
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-            with _Calls(self):
+            with _Calls(self), self.products:
                 yield
 
     @property
     def models(self) -> list[nn.Module]:
-        """The modules with parameters that the script called, without their wrappers and without parts of one another."""
-        found = []
+        """The modules with parameters that the script called, without their wrappers and without parts of one another.
+
+        Those that were given to `initialize` come first, in its order.
+        """
+        found = list(self._initialized)
         for model in self.roots:
             while type(model).__name__ in _WRAPPERS:
                 model = next(iter(model.children()))
@@ -137,8 +159,10 @@ class Observer(logging.Handler, Listener):
         if self._enough:
             raise _Enough
 
-    def step_begins(self, _: Any) -> None:
+    def step_begins(self, optimizer: Any) -> None:
         self._end_if_enough()
+        with _unseen():
+            self._weights = Weights(optimizer, SAMPLE)
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
@@ -146,20 +170,45 @@ class Observer(logging.Handler, Listener):
         # One that steps less often than another is not waited for.
         counts = self.steps.values()
         self._enough = min(counts) >= self.iterations or max(counts) >= 2 * self.iterations
-        if (session := current_session()) is not None and session.plan.enabled:
-            self.does = f"ampkit at {session.plan.opt_level}"
-        elif self.does == "float32" or self.does.startswith("weights"):
-            lower = {param.dtype for param in params_of(optimizer)}.intersection(LOWER_PRECISION)
-            for dtype in lower:
-                self.does = f"weights in {short(dtype)}"
-                self._note(
-                    f"{type(optimizer).__name__} updates weights in {short(dtype)}, which rounds small updates away: O5 and O2 "
-                    "train them in float32"
-                )
-        if self.does == "torch.autocast in float16" and not self._has_scaler:
+        session = current_session()
+        with _unseen():
+            if session is not None and session.plan.enabled:
+                self._initialized, self.does = session.models, f"ampkit at {session.plan.opt_level}"
+                self.as_it_is = explain(session)
+            else:
+                self.as_it_is = explain(self.models, list(self.steps))
+                self._look_at_weights(optimizer)
+        if self.does == "torch.autocast in float16" and not self.has_scaler:
             self._note(
                 "torch.autocast in float16 without a GradScaler: small gradients underflow to 0; O1 and O2 scale the loss"
             )
+
+    def _look_at_weights(self, optimizer: Any) -> None:
+        """What a script without ampkit holds its weights in, and how many updates of this step rounding lost in them."""
+        params = {param: name for model in self.models for name, param in model.named_parameters()}
+        if "autocast" not in self.does:
+            trained = {one.dtype for one in (*params, *params_of(optimizer)) if one.requires_grad}
+            lower = [short(dtype) for dtype in LOWER_PRECISION if dtype in trained]
+            frozen = [short(dtype) for dtype in LOWER_PRECISION if dtype in {one.dtype for one in params}]
+            if lower or frozen:
+                self.does = f"weights in {lower[0]}" if lower else f"float32, beside frozen weights in {frozen[0]}"
+        counts = self._weights.counts() if self._weights is not None else {}
+        for one in self._weights.list if self._weights is not None else ():
+            if one.param.dtype in LOWER_PRECISION and one.name in counts:
+                found = self.lost.setdefault((type(optimizer).__name__, short(one.param.dtype)), {})
+                before = found.get(params.get(one.param, one.name), (0, 0))
+                found[params.get(one.param, one.name)] = tuple(a + int(b) for a, b in zip(before, counts[one.name]))
+
+    def all_mistakes(self) -> Iterator[str]:
+        """Lost updates first."""
+        for (kind, dtype), counts in self.lost.items():
+            lost, total = map(sum, zip(*counts.values()))
+            worst = max(counts, key=lambda name: counts[name][0] / max(1, counts[name][1]))
+            yield (
+                f"{kind} updates weights in {dtype}, which rounds small updates away: {lost / max(1, total):.0%} of those seen, "
+                f"{counts[worst][0] / max(1, counts[worst][1]):.0%} of {worst!r}; O5 and O2 train them in float32"
+            )
+        yield from self.mistakes
 
     def _pass(self, count: int) -> None:
         self._enough = self._enough or count >= _PASSES * self.iterations
@@ -179,9 +228,6 @@ class Observer(logging.Handler, Listener):
             if not self.backward_passes:
                 self._pass(self.forward_passes)
         self._here.depth = self.depth + 1
-        if isinstance(module, nn.Linear) and args and isinstance(args[0], Tensor):
-            rows = args[0].numel() // max(1, args[0].shape[-1])
-            self.rows.setdefault(rows, f"Linear({module.in_features}, {module.out_features})")
 
     def forward_ends(self, _: nn.Module) -> None:
         self._here.depth = max(0, self.depth - 1)
@@ -235,7 +281,7 @@ class Observer(logging.Handler, Listener):
 
     def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(grad_scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            self._has_scaler = self._is_scaled = grad_scaler.is_enabled()
+            self.has_scaler = self._is_scaled = grad_scaler.is_enabled()
             return original(grad_scaler, *args, **kwargs)
 
         return scale
@@ -270,57 +316,116 @@ class _Calls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class _Products(Watch):
+    """The matrix products of forward passes: floating-point operations by the kind of module, its sizes, and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[Any] = Counter()
+        self.paths: dict[Any, set[str]] = {}
+
+    def around(self, call: Call) -> Any:
+        out = call()
+        formula = None if call.backward else product_of(call.op._schema.name.partition("::")[2])
+        if formula is not None:
+            product = formula(call.args, tensors_in(out)[0])
+            of = call.module or call.function.rpartition(".")[2]
+            key = pattern(of), frozenset(size for _, size in product.sizes), product.rows
+            self.flops[key] += product.flops
+            self.paths.setdefault(key[:2], set()).add(of)
+        return out
+
+    def off(self) -> str:
+        """Sizes off multiples of 8, with which matrix units of GPUs are slow, most work first, and what to pad them to."""
+        work: Counter[tuple[int, bool]] = Counter()  # by size, and whether it is one of rows
+        where: dict[tuple[int, bool], dict[str, None]] = {}
+        for (of, sizes, rows), flops in self.flops.items():
+            for key in ((rows, True), *((size, False) for size in sizes)):
+                if key[0] % _TENSOR_CORE and not (key[1] and rows < _TENSOR_CORE):
+                    work[key] += flops
+                    where.setdefault(key, {}).setdefault(collapsed(self.paths[of, sizes]))
+        lines = []
+        for (size, is_rows), flops in work.most_common(4):
+            words = f"{size} rows" if is_rows else f"{size} in {', '.join(where[size, False])}"
+            share = percent(flops / self.flops.total())
+            lines.append(f"{words}: pad to {-(-size // _TENSOR_CORE) * _TENSOR_CORE} ({share} of the work)")
+        return "; ".join(lines + [f"and {len(work) - 4} more sizes"] * (len(work) > 4))
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with unwatched(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
 # The report
 
 
 def report(script: str, seen: Observer) -> tuple[list[str], bool]:
     """The lines to print, and whether they name a mistake."""
-    models, optimizers = seen.models, list(seen.steps)
-    names = ", ".join(f"{_plain(model)} ({_count(model):,} parameters)" for model in models) or "no model"
+    models, optimizers, mistakes = seen.models, list(seen.steps), list(seen.all_mistakes())
+    names = ", ".join(f"{type(model).__name__} ({_count(model):,} parameters)" for model in models) or "no model"
     steps = ", ".join(f"{count} steps of {type(one).__name__}" for one, count in seen.steps.items())
     lines = ["", f"{script}: {steps or 'no optimizer stepped'}; {names}; the script uses {seen.does}.", ""]
     levels = {level: explain(models, optimizers, opt_level=level) for level in OPT_LEVELS if level != "O0"}
     table = [("level", "weights", "optimizer step", "bytes per parameter", "loss scale")]
-    for level, explained in levels.items():
-        weights = {one.storage: f"{short(one.storage)}{' + 16-bit rest' * one.has_rest}" for one in explained.modules}
-        lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
-        table.append(
-            (
-                level,
-                lower[0] if lower else "float32",
-                "; ".join(map(_step, explained.optimizers)) or "none",
-                "; ".join(
-                    f"{one.total_bytes:.1f}" if one.total_bytes == one.total_bytes else "?"
-                    for one in explained.optimizers
-                ),
-                "dynamic" if level in ("O1", "O2") else "none",
-            )
-        )
+    if seen.as_it_is is not None:
+        beside = _bytes_beside(seen.as_it_is, models, optimizers)
+        table.append(_row("as it is", seen.as_it_is, "GradScaler" if seen.has_scaler else "", beside))
+    table += [_row(level, one, "dynamic" if level in ("O1", "O2") else "none") for level, one in levels.items()]
+    if len(optimizers) == 1 and (alone := _alone(models, optimizers[0])) is not None:
+        table.append(alone)
     lines += columns(table)
     lower_calls, float32_calls = seen.casts.values()
+    not_cast = [*(f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)), *_scripted(models)]
     rows = [
         ("cast", f"to lower precision {_most(lower_calls)}; to float32 {_most(float32_calls)}"),
         ("kept float32", f"at O2 {_kept(levels['O2'].modules)}"),
-        (
-            "not cast",
-            "; ".join([*(f"{what} ({n}x)" for what, n in seen.not_cast.most_common(4)), *_scripted(models)]) or "none",
-        ),
-        (
-            "shapes",
-            "; ".join(_shapes(models, seen.rows))
-            or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them",
-        ),
-        *(("mistake", mistake) for mistake in seen.mistakes or ["none seen"]),
+        ("not cast", "; ".join(not_cast) or "none"),
+        ("shapes", seen.products.off() or f"all multiples of {_TENSOR_CORE}, as matrix units of GPUs want them"),
+        *(("mistake", mistake) for mistake in mistakes or ["none seen"]),
     ]
-    return [*lines, "", *columns(rows)], bool(seen.mistakes)
-
-
-def _plain(model: nn.Module) -> str:
-    return type(model).__name__
+    return [*lines, "", *columns(rows)], bool(mistakes)
 
 
 def _count(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
+
+
+def _row(name: str, explained: Explanation, scale: str, all_bytes: float | None = None) -> tuple[str, ...]:
+    """A row of the table: the first precision of weights that is lower, or float32, and how each optimizer steps."""
+    weights = {one.storage: f"{short(one.storage)}{' + 16-bit rest' * one.has_rest}" for one in explained.modules}
+    lower = [words for dtype, words in weights.items() if dtype in LOWER_PRECISION]
+    totals = [all_bytes] if all_bytes is not None else [one.total_bytes for one in explained.optimizers]
+    return (
+        name,
+        lower[0] if lower else "float32",
+        "; ".join(map(_step, explained.optimizers)) or "none",
+        "; ".join(f"{total:.1f}" if total == total else "?" for total in totals),
+        scale,
+    )
+
+
+def _bytes_beside(explained: Explanation, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> float | None:
+    """Bytes per parameter of the models where an optimizer steps over copies of the script's own; None where none does."""
+    held = {param for one in optimizers for param in params_of(one)}
+    trained = {param for model in models for param in model.parameters() if param.requires_grad}
+    beside = [param for param in trained - held if param.dtype in LOWER_PRECISION]
+    if not beside or held & trained:
+        return None
+    own = sum(one.total_bytes * one.parameters for one in explained.optimizers)
+    return (own + sum(2 * param.nbytes for param in beside)) / sum(param.numel() for param in trained)
+
+
+def _alone(models: Sequence[nn.Module], optimizer: Any) -> tuple[str, ...] | None:
+    """A row for ampkit's optimizer with moments in 8 bits, without a level; None where it does not compute the same."""
+    lower = {param.dtype for param in params_of(optimizer)}.intersection(LOWER_PRECISION)
+    if "int8" not in optimizers_for(optimizer) or torch.float16 in lower:
+        return None
+    settings = {"state_dtype": "int8", **({"rounding": "stochastic"} if lower else {})}
+    row = _row("alone", explain(models, fused(optimizer, **settings)), "none")
+    words = ", ".join(f'{name}="{value}"' for name, value in settings.items())
+    return (row[0], row[1], row[2].replace(": its own", f"({words})"), *row[3:])
 
 
 def _step(row: OptimizerRow) -> str:
@@ -350,27 +455,3 @@ def _kept(rows: Sequence[ModuleRow]) -> str:
 def _scripted(models: Sequence[nn.Module]) -> list[str]:
     found = [name for model in models for name, one in model.named_modules() if isinstance(one, torch.jit.ScriptModule)]
     return [f"{found[0] or 'the model'} is TorchScript, which torch.autocast casts by its own lists"] if found else []
-
-
-def _shapes(models: Sequence[nn.Module], rows: dict[int, str]) -> list[str]:
-    """Sizes of matrices off multiples of 8, with which matrix units of GPUs are slow, and what to pad them to."""
-    found: Counter[str] = Counter()
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                sizes = (module.in_features, module.out_features)
-            elif isinstance(module, _ConvNd):
-                sizes = (module.in_channels, module.out_channels)
-            else:
-                continue
-            off = [size for size in sizes if size >= _LEAST_SIZE and size % _TENSOR_CORE]
-            if off:
-                kind = next(one.__name__ for one in type(module).__mro__ if one.__module__.startswith("torch.nn"))
-                found[f"{kind}({sizes[0]}, {sizes[1]}): pad {_padded(off)}"] += 1
-    batches = [(n, layer) for n, layer in rows.items() if n >= _LEAST_SIZE and n % _TENSOR_CORE]
-    lines = [f"{text}{f' ({count} layers)' * (count > 1)}" for text, count in found.most_common(3)]
-    return lines + [f"{n} rows enter {layer}: pad {_padded([n])}" for n, layer in batches[:1]]
-
-
-def _padded(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size} to {-(-size // _TENSOR_CORE) * _TENSOR_CORE}" for size in dict.fromkeys(sizes))

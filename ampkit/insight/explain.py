@@ -25,9 +25,10 @@ from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..iteration.loss_scale import DynamicLossScale
 from ..iteration.ways import choose, why_not_in_one_pass
+from ..kernels.moments import packed_size
 from ..logs import printable
 from ..models.keep_fp32 import Kept
-from ..optimizers.traits import Traits
+from ..optimizers.traits import Traits, is_known
 from ..plan import Plan, resolve
 from ..policy import CastKind
 from ..registry import live_sessions, wrapper_of
@@ -59,16 +60,13 @@ _CALLS: tuple[tuple[type, Any, str], ...] = (
     (_InstanceNorm, _F, "instance_norm"),
     (nn.PReLU, _F, "prelu"),
 )
-#: Float32 moments of a parameter, by the class of its optimizer: until its first step there is no state to measure.
+#: How many moments a parameter has, by the class of its optimizer and its group: until its first step there are none to measure.
 _MOMENTS = {
-    "Adam": 2,
-    "AdamW": 2,
-    "NAdam": 2,
-    "RAdam": 2,
-    "FusedAdam": 2,
-    "FusedLAMB": 2,
-    "Adagrad": 1,
-    "FusedAdagrad": 1,
+    **dict.fromkeys(
+        ("Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "FusedLAMB"), lambda group: 2 + bool(group.get("amsgrad"))
+    ),
+    **dict.fromkeys(("Adagrad", "FusedAdagrad"), lambda group: 1),
+    **dict.fromkeys(("SGD", "FusedSGD"), lambda group: bool(group.get("momentum"))),
 }
 _MOST_ROWS = 40
 
@@ -341,33 +339,39 @@ def _bytes(
         weights += param.numel() * dtype.itemsize
         rests += param.numel() * 2 * (param in mastered)
         gradient_dtype = torch.float32 if param in mastered and not in_place[dtype] else dtype
-        if treatment.plan.has_narrow_gradients and is_large(param):
+        if treatment.plan.has_narrow_gradients and is_large(param, dtype):
             gradient_dtype = treatment.plan.lower_precision
         if treatment.is_live and (gradient := stored_gradient(param)) is not None:
             gradient_dtype = gradient.dtype
         gradients += param.numel() * gradient_dtype.itemsize * param.requires_grad
         # Beside weights without float32 values, state is in their precision too.
-        narrows = not treatment.is_live and dtype in LOWER_PRECISION and param not in mastered
-        keeps = getattr(optimizer, "keeps_float32_state", False)
-        state += _bytes_of_state(optimizer, param) / (2 if narrows and not keeps else 1)
+        narrows = (
+            dtype in LOWER_PRECISION and param not in mastered and not getattr(optimizer, "keeps_float32_state", False)
+        )
+        state += _bytes_of_state(optimizer, param, dtype if narrows else torch.float32, treatment.is_live)
     return {
         name: sum_ / total
         for name, sum_ in zip(("weights", "rests", "gradients", "state"), (weights, rests, gradients, state))
     }
 
 
-def _bytes_of_state(optimizer: Any, param: Tensor) -> float:
+def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: bool) -> float:
+    """Measured where it is; else what it would be, by moments in ``dtype``, or as the optimizer stores them."""
+    storage = getattr(optimizer, "storage", None)
+    is_narrow = storage is not None and storage.is_narrow and param.dtype in CASTABLE
     state = optimizer.state.get(param) if hasattr(optimizer, "state") else None
     if state:
         large = [one for one in _tensors(state.values()) if one.numel() > 1 or param.numel() == 1]
-        return sum(one.numel() * one.element_size() for one in large)
+        dtypes = [one.dtype if is_live or is_narrow or one.dtype not in CASTABLE else dtype for one in large]
+        return sum(one.numel() * own.itemsize for one, own in zip(large, dtypes))
     group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), {})
     kind = type(optimizer).__name__
-    if kind in ("SGD", "FusedSGD"):
-        return 4.0 * param.numel() * bool(group.get("momentum"))
-    if kind not in _MOMENTS or getattr(optimizer, "state_dtype", None) not in (None, "float32", torch.float32):
+    if kind not in _MOMENTS or not is_known(optimizer):
         return float("nan")
-    return 4.0 * param.numel() * (_MOMENTS[kind] + bool(group.get("amsgrad")))
+    of_one = param.numel() * (storage.state_dtype if is_narrow else dtype).itemsize
+    if is_narrow and storage.state_dtype is torch.uint8:
+        of_one = packed_size(param.numel())
+    return float(of_one * _MOMENTS[kind](group))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

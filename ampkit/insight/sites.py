@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .. import events
 from ..casting.engine import active_casting
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -39,6 +40,11 @@ _FOLDERS = {
         "stdlib": sysconfig.get_paths()["stdlib"],
     }.items()
 }
+_WATCHING = (
+    os.path.join(os.path.dirname(__file__), ""),
+    events.__file__,
+    os.path.join(_TORCH, "utils", "_python_dispatch.py"),
+)
 _PASSED_OVER = ("torch", "ampkit", "stdlib")
 _OPERATORS = {
     ast.Add: "add",
@@ -99,6 +105,16 @@ def _owner(file: str) -> str:
         return "stdlib"
     path = os.path.realpath(file)
     return next((name for name, folder in _FOLDERS.items() if path.startswith(folder)), "user")
+
+
+def hide_observers(error: BaseException) -> None:
+    """Take the frames out of an exception's traceback that stand there since somebody watches: those of insight, and modes."""
+    frame = error.__traceback__
+    while frame is not None:
+        after = frame.tb_next
+        while after is not None and after.tb_frame.f_code.co_filename.startswith(_WATCHING):
+            after = after.tb_next
+        frame.tb_next = frame = after
 
 
 # The name of what a line calls

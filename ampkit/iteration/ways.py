@@ -115,7 +115,8 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pa
             return f"the update of {name} needs float32 parameters"
         return None if traits.takes_inputs else "its step() was replaced before initialize()"
     if not OnePassStep.is_for(optimizer):
-        return f"ampkit has no one-pass update of {name}"
+        owner = type(optimizer).__module__
+        return f"ampkit has no one-pass update of {name if owner.startswith('torch.') else f'{owner}.{name}'}"
     if not one_pass_step:
         return "one_pass_step=False"
     return OnePassStep.reason_against(optimizer, slots) if traits.has_own_step else "its step() is not torch's own"

@@ -23,10 +23,11 @@ _MULTIPLES |= {
 
 
 class Product(NamedTuple):
-    """What an operator multiplies: ``flops``, and the ``sizes`` along which its matrices lie in memory, with their names."""
+    """What an operator multiplies: ``flops``, named ``sizes`` along which its matrices lie in memory, and ``rows``."""
 
     flops: int
     sizes: tuple[tuple[str, int], ...]
+    rows: int = 0
 
 
 def product_of(name: str) -> Callable[[Any, Any], Product] | None:
@@ -53,7 +54,8 @@ def _matrix(a: torch.Tensor, b: torch.Tensor) -> Product:
     rows = math.prod(a.shape[:-1])
     n = b.shape[-1] if b.dim() > 1 else 1
     sizes = dict([_along(a, "MK"), _along(b, "KN") if b.dim() > 1 else ("K", len(b)), ("N", n)])
-    return Product(2 * rows * a.shape[-1] * n, tuple((name, sizes[name]) for name in "KNM" if name in sizes))
+    found = tuple((name, sizes[name]) for name in "KNM" if name in sizes)
+    return Product(2 * rows * a.shape[-1] * n, found, a.shape[-2] if a.dim() > 1 else 1)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Product:

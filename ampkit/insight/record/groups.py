@@ -81,14 +81,14 @@ def rows_of(groups: Iterable[Group]) -> Iterator[CallRow]:
         if group.last is not None:
             group.hand_over(group.last)
         for row in _folded(group.rows.values()):
-            row.module = _collapsed(group.paths[row])
+            row.module = collapsed(group.paths[row])
             by_line.setdefault((group.site, group.phase), []).append(row)
             yield row
     for group in (one for one in groups if one.last is None):
         row = next(iter(by_line.get((group.site, group.phase), [])), None)
         if row is None:  # a line that does nothing but convert, or computes with integers
             row = group.new_row(Precision())
-            row.module, row.calls = _collapsed(group.paths[group]), group.casts
+            row.module, row.calls = collapsed(group.paths[group]), group.casts
             row.reason = "a cast of the script's" if group.casts else row.reason
             by_line.setdefault((group.site, group.phase), []).append(row)
             yield row
@@ -118,7 +118,7 @@ def pattern(path: str) -> str:
     return _NUMBER.sub("#", path)
 
 
-def _collapsed(paths: set[str]) -> str:
+def collapsed(paths: set[str]) -> str:
     """Paths that differ in numbers alone, as one: ``blocks.0-5.query``."""
     columns = zip(*(map(int, _NUMBER.findall(path)) for path in paths))
     texts = iter([ranges(set(column)) for column in columns])
