@@ -35,7 +35,7 @@ class Listener:
     def forward_ends(self, module: torch.nn.Module) -> None: ...
 
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Any:
-        """A `scale_loss` block is asked for. A context manager that is returned stands in its place."""
+        """A `scale_loss` block, or ``scale`` of torch's GradScaler. A context manager that is returned stands in its place."""
 
     def block_ends(self, optimizers: Sequence[Any], scale: Any) -> None:
         """The loss scale of a block, or of torch's GradScaler in ``step``, before it moves."""
@@ -143,6 +143,23 @@ def _begin_step_of_torch(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str
     return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
 
 
+def _telling_of_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in the place of ``GradScaler.scale``."""
+
+    @functools.wraps(original)
+    def scale(scaler: GradScaler, outputs: Any) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, outputs)
+        if not isinstance(outputs, torch.Tensor):
+            return type(outputs)(scale(scaler, output) for output in outputs)
+        if (stand_in := tell("block_begins", outputs, scaler)) is None:
+            return original(scaler, outputs)
+        with stand_in as scaled:
+            return scaled
+
+    return scale
+
+
 def _telling_of_skips(original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in the place of ``GradScaler.step``, which leaves out the optimizer's where gradients are not finite."""
 
@@ -175,6 +192,7 @@ def _hook_steps(patches: PatchSet) -> None:
     of_all = sys.modules["torch.optim.optimizer"]
     patches.set(of_all._global_optimizer_pre_hooks, _NAME, _begin_step_of_torch)
     patches.set(of_all._global_optimizer_post_hooks, _NAME, lambda optimizer, *_: end_step(optimizer, by_core=False))
+    patches.set(GradScaler, "scale", _telling_of_losses(GradScaler.scale))
     patches.set(GradScaler, "step", _telling_of_skips(GradScaler.step))
 
 

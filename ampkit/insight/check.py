@@ -128,7 +128,6 @@ class Observer(logging.Handler, Listener):
             for owner, name, method in (
                 (torch.autocast, "__enter__", self._enter_autocast),
                 (torch.autocast, "__exit__", self._exit_autocast),
-                (torch.amp.grad_scaler.GradScaler, "scale", self._scale),
                 (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", self._unscale),
                 (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", self._clip),
             ):
@@ -279,12 +278,8 @@ class Observer(logging.Handler, Listener):
 
         return leave
 
-    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def scale(grad_scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            self.has_scaler = self._is_scaled = grad_scaler.is_enabled()
-            return original(grad_scaler, *args, **kwargs)
-
-        return scale
+    def block_begins(self, loss: Tensor, scaler: Any) -> None:
+        self.has_scaler = self._is_scaled = current_session() is None
 
     def _unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def unscale(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from .finder import Culprit, Finder
 class Diagnosis:
     """What `diagnose` found in ``operations`` operators; ``bool(diagnosis)`` tells whether it found anything.
 
-    ``given`` names tensors that were not finite before the iteration. ``print`` it.
+    ``given`` names tensors that were not finite before the iteration. ``iteration`` counts those of a script, from 1. ``print`` it.
     """
 
     operations: int
@@ -24,6 +24,8 @@ class Diagnosis:
     culprit: Culprit | None = None
     cures: tuple[Cure, ...] = ()
     given: tuple[str, ...] = ()
+    iteration: int | None = None
+    note: str = ""
 
     def __bool__(self) -> bool:
         return self.culprit is not None or bool(self.given)
@@ -31,18 +33,22 @@ class Diagnosis:
     def __str__(self) -> str:
         at = "" if self.loss_scale in (None, 1.0) else f" at loss scale {self.loss_scale:g}"
         if not self:
-            return f"nothing found in {self.operations} operations{at}"
+            return f"nothing found in {self.operations} operations{at}" + (f"; {self.note}" if self.note else "")
         lines = [f"{GIVEN}: {name}" for name in self.given]
         if (found := self.culprit) is not None:
             of = " in backward" if found.backward else ""
             dtype = str(found.dtype).removeprefix("torch.")
             lines.append(f"{found.kind}{of}{at}")
             lines.append(f"  line      {found.site or 'unknown'}  {found.source}".rstrip())
-            lines.append(f"  function  {found.function} ({found.op}), {dtype}")
+            if found.op:
+                lines.append(f"  function  {found.function} ({found.op}), {dtype}")
             if found.module:
                 lines.append(f"  module    {found.module}")
             lines.append(f"  numbers   {found.evidence}")
+            when = ", ".join(filter(None, (self.iteration and f"iteration {self.iteration}", found.rows)))
+            lines += [f"  batch     {when}"] if when else []
             lines += [f"  cure      {cure}" for cure in self.cures]
+            lines += [f"  {line}" for line in self.note.splitlines()]
         return "\n".join(lines)
 
 

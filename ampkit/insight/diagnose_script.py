@@ -1,43 +1,54 @@
-"""``ampkit diagnose``: a script that runs under a `Finder`, until its first loss that is not finite or some skips in a row.
+"""``ampkit diagnose``: a script that runs under a `Finder`, until a loss, or gradients in a row, are not finite for good.
 
 The script is not edited. Its operators are watched one by one, so that it runs slowly. Its iterations cannot be repeated, so that
-no cure is tried: `ampkit.diagnose` tries them.
+no cure is tried: `ampkit.diagnose` tries them, on what ``--save`` has written. Where the loss scale is still on its way down to
+what gradients need, the script goes on; what is not finite when it ends is shown then.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..apex import running
+from ..api import step_was_skipped
 from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
-from ..registry import current_session
 from .cures import Cure
 from .diagnose import Diagnosis
-from .evidence import HINTS, OVERFLOW
-from .finder import Culprit, Finder
-from .repeating import unwatched
+from .evidence import HINTS, OVERFLOW, SCALE
+from .failures import culprit_of
+from .finder import Culprit, Finder, is_finite
+from .repeating import rule_of, unwatched
+from .sites import hide_observers
 from .watching import tensors_in
 
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
-_HARMLESS = "none where skips end as the loss scale falls; else bfloat16 (O4 or O5), or float32 for the function"
-_HOW_TO_TRY = "to have cures tried, give ampkit.diagnose() a function that runs forward and backward on this batch"
+_AGAIN = "again with --save FILE, which keeps the batch and the weights of this iteration: ampkit.diagnose() tries cures on them"
+_SAVED = """saved     {path}: what the models were called with in this iteration, and their weights. To have cures tried:
+            saved = torch.load({path!r}); model.load_state_dict(saved["models"][0]); args, kwargs = saved["calls"][0]
+            print(ampkit.diagnose(lambda: loss_of(model(*args, **kwargs)).backward()))  # with the script's own loss"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--after``, and what ``ampkit run`` takes."""
+    """``--after``, ``--save``, and what ``ampkit run`` takes."""
     parser.add_argument(
         "--after",
         type=int,
         default=3,
         metavar="N",
-        help="stop after N backward passes in a row with gradients that are not finite, as skipped steps have (3)",
+        help="stop after N backward passes in a row with gradients that no loss scale makes finite (3)",
     )
+    parser.add_argument("--save", metavar="FILE", help="write the batch and the weights of the iteration that is named")
     running.add_arguments(parser)
 
 
@@ -46,7 +57,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if arguments.after < 1:
         print(f"ampkit diagnose: --after {arguments.after} is not accepted: expected at least 1.", file=sys.stderr)
         return 2
-    watch = ScriptFinder(arguments.after)
+    watch, code = ScriptFinder(arguments.after, arguments.save), 0
     try:
         with torch.compiler.set_stance("force_eager"), watch:
             code = running.from_command_line(arguments)
@@ -54,10 +65,15 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         print(watch.found)
         return 1
     except SystemExit:
-        print(Diagnosis(watch.operations))
+        print(watch.at_the_end())
+        raise
+    except Exception as error:
+        if (culprit := culprit_of(error, watch)) is not None:
+            print(Diagnosis(watch.operations, None, *culprit, iteration=watch.iteration), flush=True)
+        hide_observers(error)
         raise
     if code == 0:
-        print(Diagnosis(watch.operations))
+        print(watch.at_the_end())
     return code
 
 
@@ -71,35 +87,112 @@ class ScriptFinder(Finder):
     found: Diagnosis | None = None
     sources = (forwards, steps, calls_of_torch)
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, path: str | None = None) -> None:
         super().__init__()
-        self._after, self._in_a_row = after, 0
+        self.iteration = 1
+        self._after, self._path, self._in_a_row, self._descents = after, path, 0, 0
+        self._calls: list[tuple[nn.Module, Any, Any]] = []  # of models, in this iteration
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._scale: float | None = None  # of the loss, where there is one
+        self._falls = self._is_loss_finite = False
+        self._first: Any = None
+        self._told: Any = None  # by which torch.amp.GradScaler has a fused optimizer of torch skip on the device
 
-    def step_begins(self, _: Any) -> None:
+    # What happens
+
+    def forward_begins(self, module: nn.Module, args: Any) -> None:
+        if not self.is_inside and self._path is not None:
+            self._calls.append((module, args, {}))
+            if module not in self._hooked:  # of the first call keywords are not known
+                self._hooked.add(module)
+                module.register_forward_pre_hook(self._note_keywords, with_kwargs=True)
+        super().forward_begins(module, args)
+
+    def _note_keywords(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._calls and self._calls[-1][0] is module:
+            self._calls[-1] = module, args, kwargs
+
+    def block_begins(self, loss: torch.Tensor, scaler: Any) -> None:
+        with unwatched():
+            self._is_loss_finite = is_finite(loss)
+            self._scale, backoff, _ = rule_of(scaler)
+        self._falls = backoff is not None
+
+    def step_begins(self, optimizer: Any) -> None:
+        self._told = getattr(optimizer, "found_inf", None)
         self.forget()
+
+    def step_ends(self, optimizer: Any, skipped: bool) -> None:
+        with unwatched():
+            if skipped or step_was_skipped(optimizer) or (self._told is not None and bool(self._told)):
+                self.culprit = None  # has ruined nothing
+        self._first = self._first or weakref.ref(optimizer)
+        self.iteration += self._first() is optimizer
+        self._calls.clear()
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
         earlier, self.culprit = self.culprit, None
         with unwatched():
             self._judge(tensors_in(roots))
-        if self.culprit is not None:
+        if self.culprit is not None and not (self._falls and self._is_loss_finite):
             # Gradients that were not finite have ruined the weights: what made them is the cause.
             self._stop(earlier or self.culprit)
 
     def backward_ends(self) -> None:
         with unwatched():
             self._judge_gradients([param for one in list(self.modules) for param in one.parameters(recurse=False)])
-        self._in_a_row = self._in_a_row + 1 if self.culprit is not None else 0
-        if self.culprit is not None and self._in_a_row == self._after:
-            self._stop(self.culprit)
+        if self.culprit is None:
+            self._in_a_row = 0
+        elif self._fits_at(self.culprit) is None:
+            self._in_a_row = max(0, self._in_a_row) + 1
+            if self._in_a_row == self._after:
+                self._stop(self.culprit)
+        else:
+            self._in_a_row, self._descents = -1, self._descents + 1
+            self._last = self.culprit, self._scale
+
+    def _fits_at(self, culprit: Culprit) -> float | None:
+        """The highest loss scale, of at least 1, at which the culprit's result is finite; None where there is none below."""
+        if not self._falls or culprit.kind != OVERFLOW or not self._scale:
+            return None
+        if not culprit.backward:  # the scaled loss itself
+            return max(1.0, self._scale / 2) if self._is_loss_finite and self._scale > 1 else None
+        if culprit.needed is None or culprit.needed / self._scale > torch.finfo(culprit.dtype).max:
+            return None
+        fits = 2.0 ** math.floor(math.log2(torch.finfo(culprit.dtype).max * self._scale / culprit.needed))
+        return fits if 1.0 <= fits < self._scale else None
+
+    # What was found
+
+    def at_the_end(self) -> Diagnosis:
+        """What is to be said of a script that was not stopped."""
+        if self._in_a_row > 0 and self.culprit is not None:
+            return self._diagnosis(self.culprit)
+        if self._in_a_row < 0:
+            culprit, self._scale = self._last
+            text = f"the script ended on its way down: finite at loss scale {self._fits_at(culprit):g}, which it would reach"
+            return replace(self._diagnosis(replace(culprit, kind=SCALE)), cures=(Cure(text),), note="")
+        note = f"the loss scale fell {self._descents} times, as it does, to what gradients need" * bool(self._descents)
+        return Diagnosis(self.operations, self._scale, note=note)
+
+    def _diagnosis(self, culprit: Culprit) -> Diagnosis:
+        hint = HINTS.get(culprit.kind)
+        if hint and culprit.dtype is torch.float32:
+            hint = f"it happens in float32: the model, not the precision; {hint}"
+        elif culprit.kind == OVERFLOW:
+            hint = f"bfloat16 (O4 or O5), float32 for the function, or {hint}"
+        cures = (Cure(f"not tried: {hint}"),) if hint else ()
+        note = f"next      {_AGAIN}" if self._path is None else _SAVED.format(path=self._path)
+        if self._in_a_row == self._after:
+            note = f"stopped   after {self._after} such backward passes in a row (--after {self._after})\n{note}"
+        return Diagnosis(self.operations, self._scale, culprit, cures, iteration=self.iteration, note=note)
 
     def _stop(self, culprit: Culprit) -> None:
-        session = current_session()
-        scale = session.scalers[0].loss_scale if session is not None and session.scalers else None
-        is_of_scale = culprit.kind == OVERFLOW and culprit.backward and scale not in (None, 1.0)
-        hint = _HARMLESS if is_of_scale else HINTS.get(culprit.kind)
-        if hint and not is_of_scale and culprit.dtype is torch.float32:
-            hint = f"it happens in float32: the model, not the precision; {hint}"
-        cures = [Cure(text) for text in (hint and f"not tried: {hint}", _HOW_TO_TRY) if text]
-        self.found = Diagnosis(self.operations, scale, culprit, tuple(cures))
+        self.found = self._diagnosis(culprit)
+        if self._path is not None:
+            models = dict.fromkeys(module for module, _, _ in self._calls)
+            calls = [(args, kwargs) for _, args, kwargs in self._calls]
+            saved = {"iteration": self.iteration, "models": [one.state_dict() for one in models], "calls": calls}
+            with unwatched():
+                torch.save(tree_map_only(torch.Tensor, lambda one: one.detach().cpu(), saved), self._path)
         raise _Stopped

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from .watching import Call, tensors_in
 
 OVERFLOW = "overflow of the format"
+KERNEL = "a wrong result of the kernel"
 DIVISION = "division by zero"
 LOG = "log of zero"
 DIFFERENCE = "inf - inf"
@@ -27,6 +28,7 @@ DOMAIN = "outside of the function's domain"
 
 #: What to change in a model whose float32 fails too.
 HINTS = {
+    KERNEL: "compute the function in float32, or with another version of torch, and report it",
     OVERFLOW: "bring its input down: clamp it, or divide before the function; torch.softmax and logsumexp subtract the largest",
     DIVISION: "keep the divisor from 0: clamp(min=eps), or eps inside of the square root",
     LOG: "keep its input from 0: clamp(min=eps), log_softmax or logsigmoid; torch.where does not stop the gradient",
@@ -39,21 +41,28 @@ _DIVISORS = {"div": 1, "true_divide": 1, "remainder": 1, "reciprocal": 0, "rsqrt
 _PRODUCTS = {"mul", "matmul", "linear", "conv", "dot", "mv", "baddbmm", "addcmul"}
 
 
-def explain(call: Call, inputs: Any, out: Any) -> tuple[str, str]:
-    """The kind and the numbers. ``inputs`` are the arguments as they were before the call, ``out`` holds inf or NaN."""
-    values = [value for value in tensors_in(inputs) if value.is_floating_point() or value.is_complex()]
-    result = next(one for one in tensors_in(out) if not one.isfinite().all())
+def explain(call: Call, inputs: Any, out: Any) -> tuple[str, str, float | None]:
+    """The kind, the numbers, and the largest that was needed. ``inputs`` are as before the call, ``out`` holds inf or NaN."""
+    values = [readable(value) for value in tensors_in(inputs) if value.is_floating_point() or value.is_complex()]
+    bad = next(one for one in tensors_in(out) if not readable(one).isfinite().all())
+    result = readable(bad)
     exact = _in_float64(call, inputs)
     exact = next((one for one in tensors_in(exact) if one.shape == result.shape), None)
     wrong = ~result.isfinite()
     if exact is not None and exact[wrong].isfinite().all():
         needs = exact[wrong].abs().max().item()
-        return OVERFLOW, f"max |input| = {_largest(values)}, {_subject(call)} needs {needs:.4g}, {_end_of(result)}"
+        text = f"max |input| = {_largest(values)}, {_subject(call)} needs {needs:.4g}, {_end_of(bad)}"
+        return KERNEL if needs <= torch.finfo(bad.dtype).max else OVERFLOW, text, needs
     for kind, text in _outside(call, inputs, values, wrong):
-        return kind, text
+        return kind, text, None
     if result.isinf().any():
-        return OVERFLOW, f"max |input| = {_largest(values)}, {_subject(call)} needs more than float64 has"
-    return DOMAIN, f"{_subject(call)} is not defined for inputs up to {_largest(values)}"
+        return OVERFLOW, f"max |input| = {_largest(values)}, {_subject(call)} needs more than float64 has", None
+    return DOMAIN, f"{_subject(call)} is not defined for inputs up to {_largest(values)}", None
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """One of one byte, which has few operators, as float32."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 2 else tensor
 
 
 def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.Tensor) -> Any:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..iteration.unscale import values_of
 from ..registry import live_sessions
 from ..sharding import local
-from .evidence import DOMAIN, GIVEN, MASK, explain
+from .evidence import DOMAIN, GIVEN, MASK, explain, readable
 from .repeating import Repetition
 from .sites import Site
 from .watching import Call, Watch, address, arguments_written, tensors_in
@@ -34,7 +34,8 @@ class Culprit:
     """The operator that made the first inf or NaN which reached the loss or a gradient.
 
     ``function`` is what the line calls, ``op`` the operator of torch, of a backward pass where ``backward`` says so. ``dtype`` is
-    that of its result. ``evidence`` has the numbers.
+    that of its result. ``evidence`` has the numbers, ``needed`` the largest that the result would have, and ``rows`` says which of
+    the batch are not finite.
     """
 
     kind: str
@@ -46,6 +47,8 @@ class Culprit:
     dtype: torch.dtype
     backward: bool
     order: int = 0
+    needed: float | None = None
+    rows: str = ""
 
     @property
     def source(self) -> str:
@@ -63,6 +66,8 @@ class Finder(Watch):
         self._origins: dict[int, Culprit | None] = {}
         self._mask: Culprit | None = None  # the first, for a loss that is -inf by nothing else
         self._numbers = itertools.count()
+        self._batch = 0  # rows of what a model was called with last
+        self.failed: tuple[Call, Exception] | None = None
 
     def run(self, iteration: Callable[[], Any], factor: float = 1.0) -> Repetition:
         """Watch the iteration, at the loss scale of now times ``factor``."""
@@ -91,12 +96,21 @@ class Finder(Watch):
 
     # Each operator
 
+    def forward_begins(self, module: nn.Module, args: Any) -> None:
+        if not self.is_inside:
+            self._batch = next((len(one) for one in tensors_in(args) if one.dim()), self._batch)
+        super().forward_begins(module, args)
+
     def around(self, call: Call) -> Any:
         self.operations += 1
         before = {
             id(tensor): tensor.clone() for tensor in call.written() if tensor.is_floating_point() and _is_read(call)
         }
-        out = call()
+        try:
+            out = call()
+        except Exception as error:
+            self.failed = call, error
+            raise
         if not (call.op.is_view or call.name.startswith(("empty", "new_empty"))):
             bad = [tensor for tensor in (*tensors_in(out), *call.written()) if not is_finite(tensor)]
             if bad:
@@ -119,23 +133,23 @@ class Finder(Watch):
         is_nan_new = _has_nan(bad) and not any(map(math.isnan, constants))
         if (bad_inputs or constants) and not is_nan_new:
             text = "a constant that is not finite, which this line writes or uses, reaches the loss"
-            self._mask = self._mask or self._new(call, MASK, text, bad[0].dtype)
+            self._mask = self._mask or self._new(call, MASK, text, None, bad[0])
             return None
         inputs = tree_map(
             lambda leaf: before.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf,
             (call.args, call.kwargs),
         )
-        return self._new(call, *explain(call, inputs, bad), bad[0].dtype)
+        return self._new(call, *explain(call, inputs, bad), bad[0])
 
     def _origin_of(self, call: Call, tensor: torch.Tensor, was: torch.Tensor) -> Culprit | None:
         """Of an input that is not finite. One that no operator has made came from outside."""
         key = address(tensor)
         if key not in self._origins:
             text = f"a tensor of shape {tuple(was.shape)}, {was.dtype}, that this line uses, has {_what(was)}"
-            self._origins[key] = None if _is_mask(was) else self._new(call, GIVEN, text, was.dtype)
+            self._origins[key] = None if _is_mask(was) else self._new(call, GIVEN, text, None, was)
         return self._origins[key]
 
-    def _new(self, call: Call, kind: str, evidence: str, dtype: torch.dtype) -> Culprit:
+    def _new(self, call: Call, kind: str, evidence: str, needed: float | None, bad: torch.Tensor) -> Culprit:
         return Culprit(
             kind,
             evidence,
@@ -143,9 +157,11 @@ class Finder(Watch):
             call.function,
             str(call.op),
             call.module,
-            dtype,
+            bad.dtype,
             call.backward,
-            order=next(self._numbers),
+            next(self._numbers),
+            needed,
+            "" if call.backward else _rows(bad, self._batch),
         )
 
     def forget(self) -> None:
@@ -173,9 +189,20 @@ class Finder(Watch):
 def is_finite(tensor: torch.Tensor) -> bool:
     """True too where the question makes no sense."""
     values = values_of(local(tensor))
-    if not (values.is_floating_point() or values.is_complex()) or values.element_size() < 2 or values.is_meta:
+    if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
         return True
-    return bool(values.isfinite().all())
+    return bool(readable(values).isfinite().all())
+
+
+def _rows(bad: torch.Tensor, batch: int) -> str:
+    """Which rows of the batch are not finite in a result of the forward pass that has them in front; nothing where all are."""
+    values = readable(local(bad.detach()))
+    if batch < 2 or not values.dim() or len(values) % batch or values.is_sparse:
+        return ""
+    rows = (~values.isfinite()).reshape(batch, -1).any(1).nonzero().flatten().tolist()
+    if len(rows) in (0, batch):
+        return ""
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))}{', ...' * (len(rows) > 4)} of {batch}, counted from 0"
 
 
 def _is_read(call: Call) -> bool:
@@ -186,15 +213,16 @@ def _is_read(call: Call) -> bool:
 
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Whether all that is not finite is -inf, as scripts write it for what a softmax is to leave out."""
-    return bool((local(tensor).isfinite() | local(tensor).isneginf()).all())
+    values = readable(local(tensor))
+    return bool((values.isfinite() | values.isneginf()).all())
 
 
 def _has_nan(tensors: list[torch.Tensor]) -> bool:
-    return any(bool(local(tensor).isnan().any()) for tensor in tensors)
+    return any(bool(readable(local(tensor)).isnan().any()) for tensor in tensors)
 
 
 def _what(tensor: torch.Tensor) -> str:
-    values = local(tensor)
+    values = readable(local(tensor))
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
     found = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
     return f"{' and '.join(found)} among {values.numel()} elements"

@@ -100,7 +100,6 @@ class Repetition(Listener):
         patches = PatchSet()
         undo.callback(patches.restore)
         patches.set(self._watch, "on_module", self.keep_all)
-        patches.set(GradScaler, "scale", self._scale)
         for owner in (GradScaler, *GradScaler.__subclasses__()):
             for name in {"unscale_", "step"} & vars(owner).keys():
                 patches.set(owner, name, _end)
@@ -136,22 +135,16 @@ class Repetition(Listener):
 
     @contextlib.contextmanager
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Iterator[torch.Tensor]:
-        if scaler.dynamic:
-            self.floor, self.backoff = scaler.floor, scaler.rule.backoff_factor
-        self.scale = scaler.loss_scale * self.factor
-        yield loss.float() * self.scale
+        scale, self.backoff, self.floor = rule_of(scaler)
+        self.scale = scale * self.factor
+        yield (loss if isinstance(scaler, GradScaler) else loss.float()) * self.scale
 
-    @property
-    def _scale(self) -> Any:
-        def scale(grad_scaler: GradScaler, outputs: Any) -> Any:
-            if not grad_scaler.is_enabled():
-                return outputs
-            if not isinstance(outputs, torch.Tensor):
-                return type(outputs)(scale(grad_scaler, output) for output in outputs)
-            self.backoff, self.scale = grad_scaler.get_backoff_factor(), grad_scaler.get_scale() * self.factor
-            return outputs * self.scale
 
-        return scale
+def rule_of(scaler: Any) -> tuple[float, float | None, float]:
+    """The loss scale of ampkit's scaler, or torch's, the factor by which it falls, None for a static one, and the lowest."""
+    if isinstance(scaler, GradScaler):
+        return scaler.get_scale(), scaler.get_backoff_factor(), 2.0**-14
+    return scaler.loss_scale, *((scaler.rule.backoff_factor, scaler.floor) if scaler.dynamic else (None, 2.0**-14))
 
 
 def _end(*_: Any, **__: Any) -> None:

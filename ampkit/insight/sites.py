@@ -44,6 +44,7 @@ _WATCHING = (
     os.path.join(os.path.dirname(__file__), ""),
     events.__file__,
     os.path.join(_TORCH, "utils", "_python_dispatch.py"),
+    os.path.join(_TORCH, "_ops.py"),
 )
 _PASSED_OVER = ("torch", "ampkit", "stdlib")
 _OPERATORS = {
@@ -105,6 +106,17 @@ def _owner(file: str) -> str:
         return "stdlib"
     path = os.path.realpath(file)
     return next((name for name, folder in _FOLDERS.items() if path.startswith(folder)), "user")
+
+
+def look_at(traceback: types.TracebackType | None) -> Site | None:
+    """The user's innermost line in a traceback."""
+    found = None
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if _owner(code.co_filename) not in _PASSED_OVER:
+            found = _site(code.co_filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
 
 
 def hide_observers(error: BaseException) -> None:

@@ -65,6 +65,18 @@ class Call:
     recomputed: bool = False
 
     def __call__(self) -> Any:
+        try:
+            return self.op(*self.args, **self.kwargs)
+        except RuntimeError as error:
+            if "Expected a value of type 'Tensor'" not in str(error):
+                raise
+        # TorchScript's constants are tensors, of which a dispatch mode is given the numbers.
+        places = zip(self.op._schema.arguments, self.args)
+        tensor = torch._C.TensorType.get()
+        self.args = tuple(
+            torch.tensor(one) if isinstance(one, (int, float)) and place.type == tensor else one
+            for place, one in places
+        )
         return self.op(*self.args, **self.kwargs)
 
     @property
@@ -104,6 +116,11 @@ class Watch(TorchDispatchMode, Listener):
     def around(self, call: Call) -> Any:
         """Run the operator, and return its result."""
         return call()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a module runs in this thread."""
+        return bool(self._running.get(threading.get_ident()))
 
     def on_module(self, module: nn.Module) -> None:
         """A module begins that is no part of one seen before."""

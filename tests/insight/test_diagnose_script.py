@@ -1,10 +1,12 @@
 """``ampkit diagnose script.py``: stops at the culprit's line, with the figures of `ampkit.diagnose`."""
 
+import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
 from helpers import ROOT
 
 MODEL = """
@@ -44,6 +46,42 @@ SCRIPTS = {
         optimizer.step()
         print("step", i)
     """,
+    "a gradient that fits at no scale": """
+    model, optimizer = ampkit.initialize(
+        model, optimizer, opt_level="O1", patch_torch_functions_type=torch.float16, verbosity=0
+    )
+    for i in range(10):
+        y = model(torch.ones(1, 4)).float() * 1e5
+        optimizer.zero_grad()
+        with ampkit.scale_loss(y.sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        print("step", i)
+    """,
+    "a fault below the scale of a GradScaler": """
+    scaler, gain = torch.amp.GradScaler("cpu"), 1.0
+    for i in range(20):
+        with torch.autocast("cpu", torch.float16):
+            y = model(torch.ones(2, 4)).float() * 1e2
+            if i == 15:
+                y = (y * 0 + 60).half() * torch.tensor([[2e3], [1.0]]).half()
+        optimizer.zero_grad()
+        scaler.scale(y.float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        print("step", i)
+    """,
+    "a descent that ends": """
+    scaler = torch.amp.GradScaler("cpu")
+    for i in range(8):
+        with torch.autocast("cpu", torch.float16):
+            loss = (model(torch.ones(2, 4)) * 16).sum() # the gradient of the bias is 32
+        optimizer.zero_grad()
+        scaler.scale(loss.float()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        print("step", i)
+    """,
     "nothing": """
     for i in range(2):
         model(torch.ones(2, 4)).mean().backward()
@@ -56,7 +94,20 @@ SCRIPTS = {
 FOUND = {
     "a loss": (3, 1, ["log of zero", "line      script.py:8  loss = y.log().mean()", "of 2"]),
     "a gradient that ruins the weights": (4, 1, ["division by zero in backward", "script.py:7", "torch.Tensor.sqrt"]),
-    "skips": (2, 1, ["overflow of the format in backward at loss scale", "script.py:10", "float16 ends at 65504"]),
+    # 1e4 times the scale: 4e4 is the largest such below 65504. After ten iterations the scale is 64.
+    "skips": (10, 0, ["the loss scale itself in backward", "script.py:10", "ends at 65504", "finite at loss scale 4,"]),
+    "a gradient that fits at no scale": (
+        2,
+        1,
+        ["overflow of the format in backward at loss scale", "script.py:10", "iteration 3", "(--after 3)"],
+    ),
+    "a fault below the scale of a GradScaler": (
+        15,
+        1,
+        ["overflow of the format", "script.py:11", "iteration 16, row 0 of 2"],
+    ),
+    # From 32 * 65536 to 32 * 1024.
+    "a descent that ends": (8, 0, ["nothing found in ", "the loss scale fell 6 times"]),
     "nothing": (2, 0, ["nothing found in "]),
 }
 
@@ -72,3 +123,77 @@ def test_a_script_stops_at_the_culprit(case, tmp_path):
     assert done.stdout.count("step") == steps, done.stdout
     for part in printed:
         assert part in done.stdout, done.stdout
+
+
+FAILS = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    model, frozen = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16().requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    traced = torch.jit.trace(lambda x: torch.mm(x, torch.eye(8, dtype=x.dtype)), (torch.ones(4, 8),))
+    for i in range(3):
+        y = model(torch.ones(4, 8))
+        if i == 1:
+            {line}  # here
+        optimizer.zero_grad()
+        y.float().square().mean().backward()
+        optimizer.step()
+"""
+
+# the line, the kind, and what the numbers and the cure say
+FAILURES = [
+    ("y = y @ torch.eye(8).bfloat16()", "two dtypes in one call", ["float32 (4, 8), bfloat16 (8, 8)", "x.to(y.dtype)"]),
+    ("y = frozen(y)", "a frozen model in another precision", ["Linear's 'weight'", "torch.autocast"]),
+    (
+        "y = y.half().masked_fill(y > 0, -1e9)",
+        "a value that does not fit",
+        ["-1e+09", "float16", "65504", "torch.finfo"],
+    ),
+    ("y = traced(y.bfloat16())", "a traced function", ["bfloat16 (4, 8), float32 (8, 8)", "trace it"]),
+    ("y = torch.vmap(nn.BatchNorm1d(8))(y[None])", "batch norm under vmap", ["replace_all_batch_norm_modules_"]),
+    ("y = y @ frozen.weight.to(torch.float8_e4m3fn)", "weights of one byte", ["float8_e4m3fn", "w.to(x.dtype)"]),
+]
+
+
+@pytest.mark.parametrize("line, kind, words", FAILURES, ids=[kind for _, kind, _ in FAILURES])
+def test_an_exception_has_a_culprit_and_the_scripts_own_frames(line, kind, words, tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(FAILS).lstrip().format(line=line))
+    done = subprocess.run(
+        [sys.executable, "-m", "ampkit", "diagnose", tmp_path / "script.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    printed = done.stdout
+    assert done.returncode == 1 and printed.startswith(kind), done.stdout + done.stderr
+    assert "script.py:10" in printed and "# here" in printed and "iteration 2" in printed
+    assert [word for word in words if word not in printed] == [], printed
+    files = [part for part in done.stderr.splitlines() if part.startswith("  File ")]
+    assert "script.py" in files[0] and not any("ampkit" in one for one in files), done.stderr
+
+
+def test_the_batch_and_the_weights_are_saved_and_diagnosed_once_more(tmp_path):
+    script = """
+        import torch, ampkit
+        torch.manual_seed(0)
+        class Net(torch.nn.Linear):
+            def forward(self, x, *, scale=1.0): return (super().forward(x) * scale).abs().exp()
+        model = Net(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for i in range(6):
+            x = torch.full((3, 4), 0.5)
+            loss = model(x, scale=torch.tensor([[1.0], [1e4 * (i == 4)], [1.0]])).mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    done = subprocess.run(
+        [sys.executable, "-m", "ampkit", "diagnose", "--save", "bad.pt", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert "iteration 5, row 1 of 3" in done.stdout and 'saved["calls"][0]' in done.stdout, done.stdout + done.stderr
+    saved = torch.load(tmp_path / "bad.pt")
+    (args, kwargs), state = saved["calls"][0], saved["models"][0]
+    assert torch.equal(args[0], torch.full((3, 4), 0.5)) and kwargs["scale"][1] == 1e4
+    value = args[0] @ state["weight"].T + state["bias"]
+    assert not (value * kwargs["scale"]).abs().exp().isfinite().all()

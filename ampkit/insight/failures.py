@@ -1,0 +1,91 @@
+"""`culprit_of`: what an exception of a script comes from, where precision is the cause: two dtypes in a call, and the like."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..dtypes import LOWER_PRECISION
+from .cures import Cure
+from .finder import Culprit, Finder
+from .sites import Site, look_at
+from .watching import Call
+
+#: By what the message says: the kind, and the cure.
+_BY_MESSAGE = (
+    (
+        "running_mean or running_var, which will be updated in place",
+        "batch norm under vmap",
+        "torch.func.replace_all_batch_norm_modules_(model), or nn.BatchNorm(track_running_stats=False): it writes to statistics",
+    ),
+    (
+        "TorchScript interpreter",
+        "a traced function",
+        "a trace keeps the dtypes of its example: trace it with what it is called with, at the level and inside of the casts",
+    ),
+)
+
+
+def culprit_of(error: Exception, watch: Finder) -> tuple[Culprit, tuple[Cure, ...]] | None:
+    """The culprit and its cure; None where the exception is about something else."""
+    message = str(error)
+    for words, kind, cure in _BY_MESSAGE:
+        if words in message:
+            site = look_at(error.__traceback__)
+            text = next(iter(re.findall(r"^RuntimeError: (.+)", message, re.M)), message.strip().splitlines()[0])
+            inner = None if watch.failed is None else _two_dtypes(watch.failed[0], watch)
+            return Culprit(kind, inner[1] if inner else text, site, "", "", "", torch.float32, False), (Cure(cure),)
+    if watch.failed is None or watch.failed[1] is not error:
+        return None
+    call = watch.failed[0]
+    found = _two_dtypes(call, watch) or _too_large(call, message)
+    if found is None:
+        return None
+    kind, text, cure, dtype = found
+    site: Site | None = call.site
+    return Culprit(kind, text, site, call.function, str(call.op), call.module, dtype, call.backward), (Cure(cure),)
+
+
+def _two_dtypes(call: Call, watch: Finder) -> Any:
+    given = [one for one in call.inputs() if one.is_floating_point()]
+    odd = next((one for one in given if one.dtype is not given[0].dtype and one.dim()), None)
+    if odd is None:
+        return None
+    names = {
+        param: f"{type(module).__name__}'s {name!r}"
+        for module in list(watch.modules)
+        for name, param in module.named_parameters(recurse=False)
+    }
+    words = [f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}{_named(names, one)}" for one in given]
+    text = f"its arguments are {', '.join(words)}"
+    if any(one.element_size() < 2 for one in given):
+        return (
+            "weights of one byte",
+            text,
+            "no operator takes them beside others: w.to(x.dtype) before the call",
+            odd.dtype,
+        )
+    frozen = [one for one in given if one in names and not one.requires_grad]
+    if frozen:
+        lower = next((one for one in frozen if one.dtype in LOWER_PRECISION), frozen[0])
+        cure = "call it with x.to(its dtype), under torch.autocast, or give it to initialize() beside the model"
+        return "a frozen model in another precision", text, cure, lower.dtype
+    return "two dtypes in one call", text, "convert one beside the call, x.to(y.dtype)", odd.dtype
+
+
+def _named(names: Any, tensor: torch.Tensor) -> str:
+    owner = names.get(tensor, names.get(tensor._base) if tensor._is_view() else None)
+    return f" ({owner})" if owner else ""
+
+
+def _too_large(call: Call, message: str) -> Any:
+    if "without overflow" not in message:
+        return None
+    dtype = next((one.dtype for one in call.inputs() if one.dtype in LOWER_PRECISION), torch.float32)
+    numbers = [float(one) for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, (int, float))]
+    largest = max(numbers, key=abs, default=float("nan"))
+    text = f"{largest:g} in a call in {str(dtype).removeprefix('torch.')}, which ends at {torch.finfo(dtype).max:.6g}"
+    return "a value that does not fit", text, "write torch.finfo(x.dtype).min, or .max, in its place", dtype
