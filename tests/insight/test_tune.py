@@ -253,7 +253,7 @@ def test_the_recommended_way_follows_the_rule(others, name):
 def test_nothing_follows_an_autocast_that_ends_in_nan():
     autocast = row("autocast float16", 8, 90, off=math.nan)
     found = tuning(PLAIN, autocast, row("O3 float16", 2, 70, off=math.nan), row("O1 float16", 5, 95, off=0.009))
-    assert str(found.recommended.way) == "O1 float16" and "1% are allowed" in found.reason
+    assert str(found.recommended.way) == "O1 float16" and "torch.autocast failed" in found.reason
     assert str(tuning(PLAIN, autocast, row("O1 float16", 5, 95, off=0.011)).recommended.way) == "float32"
 
 
@@ -383,7 +383,9 @@ def local_factory():
 @pytest.mark.parametrize(
     "error, words, factory, settings",
     [
-        (TypeError, "found int", 3, {}),
+        (TypeError, "it is an int. tune expects a factory", 3, {}),
+        (TypeError, "it is a Linear. tune expects a factory", torch.nn.Linear(2, 2), {}),
+        (TypeError, "it needs the arguments model, x. tune expects", lambda model, x, y=1: None, {}),
         (ValueError, "<lambda> cannot be imported", lambda: None, {}),
         (ValueError, "cannot be imported. Write it to a file", local_factory(), {}),
         (ValueError, "names no factory", "script.py", {}),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import sys
@@ -37,9 +39,8 @@ class Source:
                 raise ValueError(f"tune: {factory!r} names no factory: expected {expected}.")
             if place.endswith(".py") and not os.path.exists(place):
                 raise FileNotFoundError(f"tune: there is no {place!r} here.")
-        elif not callable(factory):
-            raise TypeError(f"tune expects a function, or 'script.py:factory', found {type(factory).__name__}.")
         else:
+            refuse_no_factory(factory, "it")
             place, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "<object>")
             if "<" in name or (place == "__main__" and file is None):
                 raise ValueError(
@@ -59,8 +60,35 @@ class Source:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(self.place)
-        factory: Callable[[], Any] = functools.reduce(getattr, self.name.split("."), module)
+        try:
+            factory: Callable[[], Any] = functools.reduce(getattr, self.name.split("."), module)
+        except AttributeError:
+            raise NoFactory(f"{os.path.basename(self.place)} has no {self.name!r}. {_EXPECTED}") from None
+        refuse_no_factory(factory, f"{self.name!r} of {os.path.basename(self.place)}")
         return factory
+
+
+class NoFactory(TypeError):
+    """What `tune` was given is something else."""
+
+
+_EXPECTED = "tune expects a factory, a function without arguments: def factory(): ...; return model, optimizer, batches, loss_fn"
+
+
+def refuse_no_factory(found: Any, name: str) -> None:
+    """Raise `NoFactory` for what cannot be called without arguments, and for a model."""
+    kind = type(found).__name__
+    if isinstance(found, nn.Module) or not callable(found):
+        raise NoFactory(f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}. {_EXPECTED}")
+    with contextlib.suppress(ValueError):  # no signature, as some of C
+        params = inspect.signature(found).parameters.values()
+        needed = [
+            one.name
+            for one in params
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        ]
+        if needed:
+            raise NoFactory(f"{name} needs the arguments {', '.join(needed)}. {_EXPECTED}")
 
 
 def checked(made: Any) -> tuple[nn.Module, Any, list[Any], Callable[..., Tensor]]:

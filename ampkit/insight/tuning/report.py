@@ -16,8 +16,8 @@ from ..words import percent
 from .ways import AUTOCAST, FLOAT32, Way
 
 WIDTH = 100
-#: The rule. A loss may be this many times as far from float32's as torch.autocast's is, or this far where that failed;
-TIMES_AUTOCAST, WITHOUT_AUTOCAST = 1.5, 0.01
+#: The rule. A loss may be this many times as far from float32's as torch.autocast's is, this far where that failed, or so near;
+TIMES_AUTOCAST, WITHOUT_AUTOCAST, NO_DISTANCE = 1.5, 0.01, 1e-4
 #: this share of updates may be lost beyond those that float32 loses; and what is this many times as much is alike.
 MORE_LOST, ALIKE = 0.05, 1.03
 RULE = (
@@ -80,19 +80,29 @@ class Tuning:
     about: dict[str, Any]
     rows: dict[str, Row]
 
-    def allowed(self, way: Way) -> float:
-        """How far from float32's the losses of a way may be."""
+    def of_autocast(self, way: Way) -> float | None:
+        """How far from float32's the losses of torch.autocast are, in this precision if it was measured; None where it failed."""
         yardsticks = [row for row in self.rows.values() if row.way.level == AUTOCAST and row.error is None]
         own = [row for row in yardsticks if row.way.dtype == way.dtype] or yardsticks
         distances = [row.distance(self.rows[FLOAT32]) for row in own]
-        return TIMES_AUTOCAST * max(filter(math.isfinite, distances), default=WITHOUT_AUTOCAST / TIMES_AUTOCAST)
+        return max(filter(math.isfinite, distances), default=None)
+
+    def allowed(self, way: Way) -> float:
+        """How far from float32's the losses of a way may be."""
+        of_autocast = self.of_autocast(way)
+        return WITHOUT_AUTOCAST if of_autocast is None else max(NO_DISTANCE, TIMES_AUTOCAST * of_autocast)
+
+    def _distances(self, row: Row) -> str:
+        of_autocast = self.of_autocast(row.way)
+        beside = "torch.autocast failed" if of_autocast is None else f"torch.autocast's {percent(of_autocast)}"
+        return f"its losses are {percent(row.distance(self.rows[FLOAT32]))} from float32's, {beside}"
 
     def why_not(self, row: Row) -> str | None:
         """Why a way is not recommended, however fast; None for one that follows the rule, as float32 does."""
         if row.error is not None:
             return "failed"
-        if (distance := row.distance(self.rows[FLOAT32])) > self.allowed(row.way):
-            return f"its losses are {percent(distance)} from float32's, {percent(self.allowed(row.way))} are allowed"
+        if row.distance(self.rows[FLOAT32]) > self.allowed(row.way):
+            return self._distances(row)
         if row.lost_updates > self.rows[FLOAT32].lost_updates + MORE_LOST:
             return f"it loses {percent(row.lost_updates)} of the updates"
         return None
@@ -111,8 +121,7 @@ class Tuning:
         words = [f"{row.way}: {1 / row.ratio(plain):.2f} times as fast as float32, {_mib(row)} MiB"]
         words[0] += f" (float32 {_mib(plain)})."
         if row is not plain:
-            distance, allowed = row.distance(plain), self.allowed(row.way)
-            words.append(f"Its losses are {percent(distance)} from float32's, {percent(allowed)} are allowed.")
+            words.append(f"I{self._distances(row)[1:]}.")
         out = [(other, self.why_not(other)) for other in self.rows.values() if other.error is None]
         faster = [f"{other.way}, {why}" for other, why in out if why and other.quartiles[1] < row.quartiles[1]]
         words += [f"Faster, and out: {'; '.join(faster)}."] if faster else []

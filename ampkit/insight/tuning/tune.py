@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +24,7 @@ from .report import Row, Tuning
 from .ways import LEVELS, Way
 
 EXAMPLE = "ampkit tune examples/tuning/models.py:lstm --levels O2 --seconds 2"
+_PATIENCE = 5.0  # seconds until it says what it waits for
 _IS_CHILD = "AMPKIT_TUNING"
 
 
@@ -54,8 +56,9 @@ def tune(
     or a name, ``"script.py:factory"`` or ``"package.module:factory"``. A script that calls `tune` does so under
     ``if __name__ == "__main__":``. Random numbers are seeded before the factory is called, and before training.
 
-    Raises TypeError for what is no function, ValueError for one that cannot be imported, for other levels, and for ``seconds`` or
-    ``steps`` below 1, FileNotFoundError for a script that is not there, and RuntimeError where the factory fails, or float32.
+    Raises TypeError for what is no factory, ValueError for a name of none, for one that cannot be imported, for other levels, and for
+    ``seconds`` or ``steps`` below 1, FileNotFoundError for a script that is not there, and RuntimeError where the factory fails, or
+    float32.
     """
     if os.environ.get(_IS_CHILD):
         raise RuntimeError(
@@ -109,10 +112,16 @@ def _measured(task: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             text=True,
         ) as process,
     ):
+        importing = threading.Timer(_PATIENCE, _tell_of_import, [task["source"]["place"]])
+        importing.daemon = True
+        importing.start()
         try:
             print(json.dumps(task), file=process.stdin, flush=True)
             for line in process.stdout:
                 name, found = json.loads(line)
+                importing.cancel()
+                if name == "error" and found[0].startswith("NoFactory: "):
+                    raise ValueError(f"tune: {found[0].partition(': ')[2]}")
                 if name == "error":
                     error = RuntimeError(f"tune: float32 training failed: {found[0]}")
                     error.add_note(found[1])
@@ -121,9 +130,20 @@ def _measured(task: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         except BaseException:
             process.terminate()
             raise
+        finally:
+            importing.cancel()
         if process.wait():
             errors.seek(0)
             raise RuntimeError(f"tune: the measurements ended with exit code {process.returncode}: {errors.read()}")
+
+
+def _tell_of_import(place: str) -> None:
+    print(
+        f"ampkit tune: importing {os.path.basename(place)}, and calling its factory. A script that trains at its top level trains "
+        "now: put that under if __name__ == '__main__':",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 # The command
@@ -146,7 +166,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     try:
         settings = {name: getattr(arguments, name) for name in ("seconds", "steps", "levels", "float16")}
         found = tune(arguments.factory, **settings)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError) as error:  # also of a name of no factory
         print(f"ampkit {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
