@@ -254,6 +254,13 @@ class Session:
         for model, dtype, count in self.incoming.widen(models, optimizers, stays):
             found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
             lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
+            if any(optimizer.state.get(param) for optimizer in optimizers for param in model.parameters()):
+                logger.warning(
+                    "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
+                    "rounded: call load_state_dict() of model and optimizer after initialize(), and the run goes on bit for bit.",
+                    type(model).__name__,
+                    dtype,
+                )
         for line in lines if plan.verbosity >= 1 else ():
             logger.info(line)
 

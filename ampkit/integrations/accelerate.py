@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -13,6 +14,9 @@ from ..registry import current_session, wrapper_of
 from ..session import Session
 from . import clipping
 from .grad_scaler import GradScaler
+
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+"""Where an Accelerator looks that is not told a precision; ``TrainingArguments(bf16=True)`` writes it and leaves it there."""
 
 
 def attach(accelerator: Any, session: Session | None = None) -> None:
@@ -46,9 +50,15 @@ def attach(accelerator: Any, session: Session | None = None) -> None:
 
 def refuse_unfit(accelerator: Any) -> None:
     """`ConfigurationError` for an accelerator that casts by itself, or that does more than DDP."""
-    if accelerator.mixed_precision != "no":
+    if (precision := accelerator.mixed_precision) != "no":
+        where = ""
+        if os.environ.get(PRECISION_VARIABLE) == precision:
+            where = (
+                f" {PRECISION_VARIABLE}={precision} stands in the environment, where TrainingArguments({precision}=True) and "
+                "accelerate launch leave it; an Accelerator goes by it that is not told otherwise."
+            )
         raise ConfigurationError(
-            f"The Accelerator was made with mixed_precision={accelerator.mixed_precision!r}, and ampkit casts already. Use "
+            f"The Accelerator was made with mixed_precision={precision!r}, and ampkit casts already.{where} Use "
             "Accelerator(mixed_precision='no'), also in the file of `accelerate config`; for transformers' Trainer leave bf16= and "
             "fp16= out of TrainingArguments."
         )

@@ -5,12 +5,13 @@ import math
 import lightning.pytorch as pl
 import torch
 from helpers import net_with_norm
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 
 import ampkit
 from ampkit.integrations.lightning import AmpkitPrecision
 
-__all__ = ["AmpkitPrecision", "Module", "WithForward", "trainer"]
+__all__ = ["AmpkitPrecision", "ModelCheckpoint", "Module", "WithForward", "trainer"]
 
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),

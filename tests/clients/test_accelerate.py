@@ -42,8 +42,8 @@ def settings_of(level):
     return {"opt_level": level, "verbosity": 0, **settings.get(level, {})}
 
 
-def prepared(accelerator, level, order=ORDERS[0], optimizer="AdamW", seed=0):
-    model = net_with_norm(seed=seed)
+def prepared(accelerator, level, order=ORDERS[0], optimizer="AdamW", seed=0, born_in=torch.float32):
+    model = net_with_norm(seed=seed).to(born_in)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     for deed in order.split(", "):
         if deed == "prepare":
@@ -157,23 +157,34 @@ def test_gradients_are_clipped_as_in_float32(level, by, accelerator):
     optimizer.step()
 
 
+@pytest.mark.parametrize("born_in", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-def test_a_resumed_run_goes_on_bit_for_bit(level, accelerator, tmp_path):
+def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, accelerator, tmp_path):
     spoiled = 1 if level != "O5" else None
     one = accelerator()
-    model, optimizer = prepared(one, level)
+    model, optimizer = prepared(one, level, born_in=born_in)
     trained(one, model, optimizer, range(4), spoiled)
     one.save_state(tmp_path)
     expected = trained(one, model, optimizer, range(4, 6))
     ampkit.close()
     one.free_memory()
-    model, optimizer = prepared(one, level, seed=9)
+    model, optimizer = prepared(one, level, seed=9, born_in=born_in)
     one.load_state(tmp_path)
     for (weights, *state), (wanted, *wanted_state) in zip(
         trained(one, model, optimizer, range(4, 6)), expected, strict=True
     ):
         assert_equal(weights, wanted)
         assert state == wanted_state
+
+
+def test_a_precision_that_an_earlier_trainer_left_in_the_environment_is_named(accelerator, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    model = ampkit.initialize(net_with_norm(), opt_level="O1", verbosity=0)
+    with pytest.raises(ampkit.ConfigurationError, match="ACCELERATE_MIXED_PRECISION=bf16 stands in the environment"):
+        attach(accelerator())
+    forget_settings()
+    attach(accelerator(mixed_precision="no"))
+    assert model is not None  # or its session would have ended
 
 
 def test_what_cannot_go_together_is_refused(accelerator):

@@ -132,6 +132,23 @@ def test_a_resumed_run_goes_on_bit_for_bit(level, lightning, tmp_path):
     assert precisions[2].state_dict() == precisions[0].state_dict()
 
 
+@pytest.mark.parametrize("born_in", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("level", ("O1", "O2", "O5"))
+def test_a_resumed_run_of_a_model_in_lower_precision_goes_on_bit_for_bit(level, born_in, lightning, tmp_path):
+    def run(path, **resume):
+        keep = lightning.ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
+        precision = lightning.AmpkitPrecision(**settings_of(level))
+        settings = dict(max_epochs=3, callbacks=[keep], enable_checkpointing=True)
+        lightning.trainer(path, -1, precision, **settings).fit(lightning.Module().to(born_in), batches(2), **resume)
+        return torch.load(path / "epoch=2.ckpt", weights_only=False)
+
+    whole = run(tmp_path / "whole")
+    again = run(tmp_path / "again", ckpt_path=tmp_path / "whole" / "epoch=0.ckpt", weights_only=False)
+    assert {value.dtype for value in whole["state_dict"].values() if value.is_floating_point()} == {torch.float32}
+    assert_equal(again["state_dict"], whole["state_dict"])
+    assert again["AmpkitPrecision"] == whole["AmpkitPrecision"]
+
+
 def test_running_statistics_stay_finite_when_a_part_is_called_and_its_step_is_skipped(lightning, tmp_path):
     class WithBatchNorm(lightning.Module):
         def __init__(self, spoiled=None):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -110,15 +111,16 @@ def test_the_trainer_does_what_a_loop_does(level, accumulate, tmp_path):
         assert state["loss_scaler0"]["loss_scale"] == 256.0  # after three clean ones
 
 
+@pytest.mark.parametrize("born_in", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("level", ("O1", "O2", "O5"))
-def test_a_resumed_run_goes_on_bit_for_bit(level, tmp_path):
+def test_a_resumed_run_goes_on_bit_for_bit(level, born_in, tmp_path):
     spoiled = 1 if level != "O5" else None
-    whole = trainer(tmp_path / "whole", level, None, spoiled, save_strategy="steps", save_steps=4)
+    whole = trainer(tmp_path / "whole", level, WithLoss().to(born_in), spoiled, save_strategy="steps", save_steps=4)
     whole.train()
     expected, state = whole.model.state_dict(), ampkit.state_dict()
     expected = {name: value.clone() for name, value in expected.items()}
     ampkit.close()
-    again = trainer(tmp_path / "again", level, WithLoss(seed=9), spoiled)
+    again = trainer(tmp_path / "again", level, WithLoss(seed=9).to(born_in), spoiled)
     again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-4")
     assert len(again.scales) == 2
     assert_equal(again.model.state_dict(), expected)
@@ -159,6 +161,44 @@ def test_a_trainer_that_casts_by_itself_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ampkit.ConfigurationError, match="mixed_precision='bf16'"):
         one.train()
     assert ampkit.current_session() is None
+
+
+@pytest.mark.parametrize("left", ("bf16", "fp16"))
+def test_what_an_earlier_trainer_left_in_the_environment_is_not_meant(left, tmp_path, monkeypatch, caplog):
+    plain = transformers.Trainer(WithLoss(), transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01))
+    expected, _ = trained_by_hand("O1", plain)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", left)
+    one = trainer(tmp_path, "O1")
+    assert f"ACCELERATE_MIXED_PRECISION={left} stands in the environment" in caplog.text
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == left  # it is not ours
+    one.train()
+    assert_equal(one.model.state_dict(), expected)
+
+
+class OwnTrainer(transformers.Trainer):
+    pass
+
+
+class WithSettings(AmpkitMixin):
+    ampkit_settings: ClassVar = {"opt_level": "O5"}
+
+
+class Logs:
+    """A mixin that is no Trainer."""
+
+
+@pytest.mark.parametrize(
+    "bases",
+    ((transformers.Trainer, AmpkitMixin), (OwnTrainer, AmpkitMixin), (transformers.Seq2SeqTrainer, WithSettings)),
+    ids=str,
+)
+def test_a_mixin_behind_the_trainer_is_refused(bases):
+    with pytest.raises(ampkit.ConfigurationError, match=rf"class Mine\(AmpkitMixin, {bases[0].__name__}\)"):
+        type("Mine", bases, {})
+    type("Mine", (Logs, *reversed(bases)), {})
+    type(
+        "Mine", (OwnTrainer, type("Inner", (AmpkitMixin, transformers.Trainer), {})), {}
+    )  # its super() goes on to the mixin
 
 
 # Where `make clients` puts it.

@@ -208,6 +208,39 @@ def test_one_line_says_so(level, number, words, caplog):
     assert "came in" not in caplog.text
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("level", ("O1", "O2", "O4", "O5"))
+@pytest.mark.parametrize(
+    "make", (torch.optim.AdamW, FusedAdam, lambda params: torch.optim.SGD(params, momentum=0.9, lr=0.1))
+)
+def test_a_checkpoint_goes_on_bit_for_bit_loaded_after_initialize_and_a_warning_says_so_before(
+    make, level, dtype, caplog
+):
+    def begun():
+        model = born(dtype)
+        return model, make([param for param in model.parameters() if param.requires_grad])
+
+    model, optimizer = ampkit.initialize(*begun(), opt_level=level, verbosity=0)
+    train(model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer)
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    ampkit.close()
+    assert "has state already" not in caplog.text
+
+    model, optimizer = begun()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert (
+        caplog.text.count("has state already") == 1 and "call load_state_dict() of model and optimizer" in caplog.text
+    )
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer)
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+
+
 def with_int8_weight(model):
     model.last.weight = nn.Parameter(torch.ones(3, 8, dtype=torch.int8), requires_grad=False)
     return model
