@@ -72,7 +72,7 @@ $(VENV)/.simulated: $(VENV)/.extension $(EMULATION) $(SIMULATION)
 NEWEST_TRANSFORMERS := transformers==5.23.0 huggingface_hub==2.4.0 tokenizers==0.23.3
 
 clients: venv
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate lightning
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate lightning peft
 	grep -v '^transformers' $(CONSTRAINTS) > $(VENV)/constraints-newest.txt
 	test -d $(VENV)/transformers-newest || $(PIP) install --quiet --constraint $(VENV)/constraints-newest.txt \
 	  --target $(VENV)/transformers-newest $(NEWEST_TRANSFORMERS)

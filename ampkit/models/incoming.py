@@ -115,4 +115,5 @@ class Incoming:
 def _change_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     gradient, tensor.grad = tensor.grad, None
     tensor.data = tensor.detach().to(dtype)
-    tensor.grad = None if gradient is None else gradient.to(dtype)
+    # A script may have asked for gradients of another dtype than the weight's.
+    tensor.grad = None if gradient is None else gradient.to(tensor.grad_dtype or dtype)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampkit
+import ampkit.apex
 from ampkit.integrations.transformers import AmpkitMixin
 
 transformers = pytest.importorskip("transformers", reason="`make clients` installs transformers")
@@ -161,6 +162,19 @@ def test_a_trainer_that_casts_by_itself_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ampkit.ConfigurationError, match="mixed_precision='bf16'"):
         one.train()
     assert ampkit.current_session() is None
+
+
+@pytest.mark.parametrize("optim", ("adamw_apex_fused", "adamw_torch_fused", "adafactor", "sgd"))
+def test_optimizers_that_the_trainer_knows_by_name(optim, tmp_path):
+    ampkit.apex.install()
+    try:
+        arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, learning_rate=0.01, optim=optim)
+        expected, _ = trained_by_hand("O2", transformers.Trainer(WithLoss(), arguments))
+        one = trainer(tmp_path, "O2", optim=optim)
+        one.train()
+    finally:
+        ampkit.apex.uninstall()
+    assert_equal(one.model.state_dict(), expected)
 
 
 @pytest.mark.parametrize("left", ("bf16", "fp16"))
