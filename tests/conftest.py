@@ -32,6 +32,13 @@ from ampkit.casting.library import dispatch
 from ampkit.kernels import backend
 from ampkit.libraries import cuda_is_emulated
 
+# Launches of the emulation run from PTX too, before any tensor is allocated that a kernel may get.
+if os.environ.get("AMPKIT_EMULATION") == "ptx":
+    from ptx import launching
+
+    kernels.implementation()
+    launching.attach()
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -105,7 +112,8 @@ def pytest_terminal_summary(terminalreporter, config):
     if waiting := config.stash.get(WAITING, 0):
         terminalreporter.write_line(f"{waiting} tests wait for a GPU")
     if cuda_is_emulated():
-        terminalreporter.write_line(f"emulated CUDA: {len(terminalreporter.stats.get('passed', ()))} passed")
+        which = "PTX and emulated CUDA" if os.environ.get("AMPKIT_EMULATION") == "ptx" else "emulated CUDA"
+        terminalreporter.write_line(f"{which}: {len(terminalreporter.stats.get('passed', ()))} passed")
 
 
 def pytest_runtest_setup(item):

@@ -23,7 +23,7 @@ REWRITES = [
     # kernel<<<blocks, threads, shared, stream>>>(arguments)
     (
         re.compile(r"(?P<kernel>\w+(?:<[^<>()]*>)?)<<<(?P<how>.*?)>>>", re.DOTALL),
-        r'::emulation::launch("\g<kernel>", [](const auto&... all) { \g<kernel>(all...); }, \g<how>)',
+        r'::emulation::launch<&\g<kernel>>("\g<kernel>", [](const auto&... all) { \g<kernel>(all...); }, \g<how>)',
     ),
     # __shared__ Type name[size];
     (
@@ -79,7 +79,7 @@ def write_sources(to: Path, rewrites: list) -> list[Path]:
             (to / folder / source.name).write_text(rewritten(source, rewrites))
     kernels = ["registration.cpp", *sorted(source.name for source in CSRC.glob("cuda/*.cu")), "broken.cu"]
     (to / "kernels.cpp").write_text("".join(f'#include "cuda/{name}"\n' for name in kernels))
-    return [to / "kernels.cpp", HERE / "threads.cpp", HERE / "module.cpp"]
+    return [to / "kernels.cpp", *(HERE / name for name in ("threads.cpp", "handover.cpp", "module.cpp"))]
 
 
 def build(to: Path, extra: list[str], rewrites: list = REWRITES, libraries_besides: Sequence[str] = ()) -> Path:
@@ -104,7 +104,7 @@ def build(to: Path, extra: list[str], rewrites: list = REWRITES, libraries_besid
     library = to / f"{MODULE}.abi3.so"
     fresh = to / f"{MODULE}.new"  # a process that has the old one loaded keeps it
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    link = [*compiler, "-shared", *map(str, objects), *libraries, "-ltorch_cpu", *libraries_besides, "-o", str(fresh)]
+    link = [*compiler, "-shared", *map(str, objects), *libraries, "-ltorch_cpu", "-lc10", *libraries_besides, "-o", str(fresh)]
     subprocess.run(link, check=True)
     fresh.replace(library)
     return library

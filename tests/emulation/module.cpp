@@ -32,10 +32,30 @@ PyObject* run_broken(PyObject*, PyObject* name) {
   return PyBool_FromLong(known);
 }
 
+PyObject* hand_over(PyObject*, PyObject* machines) {
+  if (!PyArg_ParseTuple(machines, "OO", &emulation::begin, &emulation::end)) return nullptr;
+  Py_INCREF(emulation::begin);
+  Py_INCREF(emulation::end);
+  emulation::watch_memory();
+  Py_RETURN_NONE;
+}
+
+PyObject* allocation(PyObject*, PyObject* address) {
+  const size_t at = PyLong_AsSize_t(address);
+  if (PyErr_Occurred()) return nullptr;
+  const auto [base, size] = emulation::allocation_of(at);
+  if (size == 0) Py_RETURN_NONE;
+  return Py_BuildValue("KK", static_cast<unsigned long long>(base), static_cast<unsigned long long>(size));
+}
+
 PyMethodDef methods[] = {
     {"launches", launches, METH_NOARGS, "How many kernels were launched since the library was loaded."},
     {"blocks", blocks, METH_NOARGS, "How many blocks these had."},
     {"seed", seed, METH_O, "Begin anew with the random order of threads, from this number."},
+    {"hand_over", hand_over, METH_VARARGS,
+     "Call the first function for every launch from now on, with entry, parameters, blocks, threads and bytes of shared memory, and the"
+     " second after the threads here have run too. Memory is filled with a number when it is allocated."},
+    {"allocation", allocation, METH_O, "Where memory that torch has allocated since then begins, and its bytes; None elsewhere."},
     {"run_broken", run_broken, METH_O, "Launch a kernel of broken.cu, which must end the process; False if there is none."},
     {nullptr, nullptr, 0, nullptr},
 };

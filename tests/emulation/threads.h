@@ -11,6 +11,8 @@
 #include <functional>
 #include <tuple>
 #include <type_traits>
+#include <typeinfo>
+#include <vector>
 
 namespace emulation {
 
@@ -49,11 +51,33 @@ void check_launch();  // what follows every launch
 extern "C" void simulated_launch(void* stream, void (*run)(void*), void* what);
 #endif
 
+// The name of a kernel as its type has it, mangled: what nvcc calls its entry, but for namespaces without a name.
+template <auto kKernel>
+struct Entry {};
+
+// A launch, handed over to another machine: handover.cpp.
+bool hands_over();
+void begin_handover(const char* entry, const std::vector<char>& parameters, int64_t blocks, int64_t threads, size_t shared);
+void end_handover();  // after the threads here have run too
+
+// Parameters as they lie in a launch: one after the other, each at a multiple of its alignment.
+template <class... Arguments>
+std::vector<char> packed(const Arguments&... arguments) {
+  std::vector<char> bytes;
+  const auto add = [&](const auto& one) {
+    const size_t start = (bytes.size() + alignof(decltype(one)) - 1) / alignof(decltype(one)) * alignof(decltype(one));
+    bytes.resize(start + sizeof(one));
+    std::memcpy(bytes.data() + start, &one, sizeof(one));
+  };
+  (add(arguments), ...);
+  return bytes;
+}
+
 template <class Kernel>
 class Launch {
  public:
-  Launch(const char* name, Kernel kernel, int64_t blocks, int64_t threads, void* stream)
-      : name_(name), kernel_(kernel), blocks_(blocks), threads_(threads), stream_(stream) {}
+  Launch(const char* name, const char* entry, Kernel kernel, int64_t blocks, int64_t threads, size_t shared, void* stream)
+      : name_(name), entry_(entry), kernel_(kernel), blocks_(blocks), threads_(threads), shared_(shared), stream_(stream) {}
 
   template <class... Arguments>
   void operator()(const Arguments&... arguments) const {
@@ -65,20 +89,23 @@ class Launch {
     });
     simulated_launch(stream_, [](void* what) { (*static_cast<std::function<void()>*>(what))(); }, run);
 #else
+    if (hands_over()) begin_handover(entry_, packed(arguments...), blocks_, threads_, shared_);
     run_grid(name_, blocks_, threads_, [&] { std::apply(kernel_, copies); });
+    if (hands_over()) end_handover();
 #endif
   }
 
  private:
-  const char* name_;
+  const char *name_, *entry_;
   Kernel kernel_;
   int64_t blocks_, threads_;
+  size_t shared_;
   void* stream_;
 };
 
-template <class Kernel>
-Launch<Kernel> launch(const char* name, Kernel kernel, int64_t blocks, int64_t threads, size_t, void* stream) {
-  return {name, kernel, blocks, threads, stream};
+template <auto kKernel, class Kernel>
+Launch<Kernel> launch(const char* name, Kernel kernel, int64_t blocks, int64_t threads, size_t shared, void* stream) {
+  return {name, typeid(Entry<kKernel>).name(), kernel, blocks, threads, shared, stream};
 }
 
 template <class Value>

@@ -1,0 +1,339 @@
+"""Runs entries of PTX on arrays with an element for each thread: see README.md beside this file.
+
+Blocks run many at once. Of the threads that may go on, those at the lowest program counter do, so that threads that parted meet
+again where their ways join. A thread that is at a barrier waits until no other thread of any block may go on.
+"""
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from ptx.translation import Entry, Place, PtxError
+
+WARP = 32
+LANES_AT_ONCE = 16_384
+MOST_STEPS = 200_000  # of one gang of blocks; what takes more does not end
+READ, WRITE, ATOMIC = "read", "write", "atomic"
+#: What memory holds that was allocated and never written: no number that anything computes.
+UNWRITTEN = np.uint64(0xD1B54A32D192ED03)
+FIRST_ADDRESS = 65_536  # of memory that may be there; an array cannot begin at 0
+NEVER, BEFORE, NOBODY, SEVERAL = -4, -3, -2, -1  # in the place of a thread that has accessed a byte
+
+
+class Access(NamedTuple):
+    """What the threads of one instruction did in global memory."""
+
+    kind: str
+    address: np.ndarray
+    size: int
+    thread: np.ndarray  # among those of all blocks
+    epoch: np.ndarray  # how many barriers these had passed
+    values: np.ndarray | None  # written
+    place: Place
+    base: int  # of the allocation
+
+
+class Memory:
+    """The memory of this process, in which only what ``find`` knows may be accessed: address -> (base, size), or None."""
+
+    def __init__(self, find: Callable[[int], tuple[int, int] | None]) -> None:
+        self.find = find
+        self.known: dict[int, int] = {}  # allocations that were accessed: base, end
+        everything = np.frombuffer((ctypes.c_ubyte * ((1 << 47) - FIRST_ADDRESS)).from_address(FIRST_ADDRESS), np.uint8)
+        self.words = {size: everything.view(f"u{size}") for size in (1, 2, 4, 8)}
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        for base, end in self.known.items():
+            if base <= address < end:
+                return base, end
+        found = self.find(address)
+        if found is None:
+            return 0, 0
+        self.known[found[0]] = sum(found)
+        return found[0], sum(found)
+
+    def check(self, address: np.ndarray, size: int, place: Place) -> int:
+        """Raises where an access is misaligned or leaves its allocation."""
+        if (address & np.uint64(size - 1)).any():
+            raise PtxError(f"a misaligned access of {size} bytes: {place}")
+        low, high = int(address.min()), int(address.max())
+        base, end = self.allocation(low)
+        if high + size > end:
+            base = 0
+            for one in map(int, np.unique(address)):
+                if one + size > self.allocation(one)[1]:
+                    raise PtxError(f"an access of {size} bytes at {one:#x}, outside of all memory: {place}")
+        return base
+
+
+class Shared:
+    """The shared memory of several blocks: who has written and read each byte since the last barrier."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.stride = -(-size // 16) * 16
+        self.limit = size
+        self.bytes = np.full(blocks * self.stride, 0xFF, np.uint8)  # a NaN in every floating point type
+        self.words = {width: self.bytes.view(f"u{width}") for width in (1, 2, 4, 8)}
+        self.writer = np.full(self.bytes.size, NEVER)
+        self.reader = np.full(self.bytes.size, NOBODY)
+
+    def at(self, block: np.ndarray, address: np.ndarray, size: int, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        """Where these accesses begin, and all of their bytes."""
+        if (address & np.uint64(size - 1)).any() or int(address.max()) + size > self.limit:
+            raise PtxError(f"a misaligned access of shared memory, or one beyond its {self.limit} bytes: {place}")
+        start = block * self.stride + address.astype(np.int64)
+        return start, start[:, None] + np.arange(size)
+
+    def read(self, bytes_: np.ndarray, thread: np.ndarray, place: Place) -> None:
+        writer, self_ = self.writer[bytes_], thread[:, None]
+        if (writer == NEVER).any():
+            raise PtxError(f"shared memory that nobody has written is read: {place}")
+        if ((writer != self_) & (writer != BEFORE)).any():
+            raise PtxError(f"a race: shared memory is read that another thread has written since the last barrier: {place}")
+        before = self.reader[bytes_]
+        self.reader[bytes_] = self_
+        alone = ((before == NOBODY) | (before == self_)) & (self.reader[bytes_] == self_)
+        self.reader[bytes_[~alone]] = SEVERAL
+
+    def write(self, bytes_: np.ndarray, thread: np.ndarray, place: Place) -> None:
+        self_ = thread[:, None]
+        writer, reader = self.writer[bytes_], self.reader[bytes_]
+        self.writer[bytes_] = self_
+        own = (writer == self_) | (writer == BEFORE) | (writer == NEVER)
+        if not (own & ((reader == self_) | (reader == NOBODY)) & (self.writer[bytes_] == self_)).all():
+            raise PtxError(f"a race: shared memory is written that another thread has accessed since the last barrier: {place}")
+
+    def pass_barrier(self, block: int) -> None:
+        own = slice(block * self.stride, (block + 1) * self.stride)
+        self.writer[own][self.writer[own] >= 0] = BEFORE
+        self.reader[own] = NOBODY
+
+
+class Gang:
+    """Some blocks of a launch, that run together: the state that translated instructions work on."""
+
+    def __init__(self, entry: Entry, parameters: np.ndarray, first: int, blocks: int, threads: int, grid: int, memory: Memory) -> None:
+        self.entry, self.memory, self.log = entry, memory, []
+        self.count = blocks * threads
+        self.lanes = np.arange(self.count)
+        self.block_of, self.first_thread = self.lanes // threads, first * threads
+        self.in_block = self.lanes % threads
+        self.thread = self.in_block.astype(np.uint32)
+        self.block = np.uint32(first) if blocks == 1 else (first + self.block_of).astype(np.uint32)
+        self.threads, self.grid = np.uint32(threads), np.uint32(grid)
+        self.parameters = {size: parameters.view(f"u{size}") for size in (1, 2, 4, 8)}
+        self.shared = Shared(blocks, entry.shared.size)
+        self.registers: list = [None] * len(entry.registers)
+        self.epoch = np.zeros(blocks, np.int64)
+
+    # Registers: an array with an element for each lane, or one number for all of them.
+
+    def taken(self, value, lanes):
+        if value is None:
+            raise PtxError(f"a register is read that nothing has written, in {self.entry.name}")
+        return value if lanes is None or value.ndim == 0 else value[lanes]
+
+    def put(self, number: int, lanes, value) -> None:
+        if lanes is not None:
+            before = self.registers[number]
+            if before is None or before.ndim == 0:
+                every = np.full(self.count, 0 if before is None else before, value.dtype)
+            else:
+                every = before.copy()  # moves leave one array in two registers
+            every[lanes] = value
+            value = every
+        self.registers[number] = value
+
+    # Running
+
+    def run(self) -> None:
+        ready: dict[int, np.ndarray | None] = {0: None}
+        waiting: dict[int, np.ndarray] = {}
+        for _ in range(MOST_STEPS):
+            if not ready:
+                if not waiting:
+                    return
+                self.pass_barriers(waiting, ready)
+            number = min(ready)
+            lanes = ready.pop(number)
+            block = self.entry.blocks[number]
+            outcome = block.run(self, self.registers, lanes)
+            kind, *rest = block.end
+            if kind == "jump":
+                self.meet(ready, rest[0], lanes)
+            elif kind == "branch":
+                self.part(ready, lanes, outcome, rest[0], number + 1)
+            elif kind == "barrier":
+                waiting[number] = self.lanes if lanes is None else lanes
+                if rest[0] is not None:
+                    self.put(rest[0], lanes, outcome)
+        raise PtxError(f"{self.entry.name} does not end")
+
+    def meet(self, ready: dict, number: int, lanes) -> None:
+        if number in ready:
+            lanes = np.sort(np.concatenate([ready[number], lanes]))
+        ready[number] = None if lanes is None or len(lanes) == self.count else lanes
+
+    def part(self, ready: dict, lanes, outcome, target: int, other: int) -> None:
+        if outcome.ndim == 0 or outcome.all() or not outcome.any():
+            return self.meet(ready, target if outcome.flat[0] else other, lanes)
+        lanes = self.lanes if lanes is None else lanes
+        self.meet(ready, target, lanes[outcome])
+        self.meet(ready, other, lanes[~outcome])
+
+    def pass_barriers(self, waiting: dict[int, np.ndarray], ready: dict) -> None:
+        """Lets the blocks go on of which all threads wait at one barrier."""
+        arrived = {number: np.bincount(self.block_of[lanes], minlength=len(self.epoch)) for number, lanes in waiting.items()}
+        for number, lanes in list(waiting.items()):
+            _, predicate, result, place = self.entry.blocks[number].end
+            here = arrived[number]
+            if ((here != 0) & (here != self.threads)).any():
+                raise PtxError(f"not all threads of a block reach this barrier, but {here[here != 0].min()}: {place}")
+            if predicate is not None:
+                found = np.bincount(self.block_of[lanes], self.taken(self.registers[predicate], lanes), len(self.epoch)) > 0
+                self.put(result, None if len(lanes) == self.count else lanes, found[self.block_of[lanes]])
+            for block in np.flatnonzero(here):
+                self.shared.pass_barrier(block)
+            self.epoch = self.epoch + (here != 0)
+            del waiting[number]
+            self.meet(ready, number + 1, lanes)
+
+    def shuffle(self, lanes, mode: str, value, b, c, mask, place: Place):
+        """shfl.sync: lanes take the value of another of their warp, if it lies in their segment."""
+        lanes = self.lanes if lanes is None else lanes
+        warp = lanes - self.in_block[lanes] % WARP
+        lane = self.in_block[lanes] % WARP
+        b, clamp, segment = (np.broadcast_to(x, lanes.shape).astype(np.int64) & 31 for x in (b, c, c >> np.uint32(8)))
+        mask = np.broadcast_to(mask, lanes.shape).astype(np.int64)
+        here = np.bincount(warp, 2.0**lane, self.count).astype(np.int64)[warp]
+        if ((here & mask) != mask).any() or ((mask >> lane & 1) == 0).any():
+            raise PtxError(f"not all lanes of its mask reach this shuffle: {place}")
+        last, first = (lane & segment) | (clamp & ~segment), lane & segment
+        source = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": first | (b & ~segment)}[mode]
+        inside = source >= last if mode == "up" else source <= last
+        source = np.where(inside, source, lane)
+        if ((mask >> source & 1) == 0).any():
+            raise PtxError(f"a shuffle reads a lane that takes no part in it: {place}")
+        every = np.zeros(self.count, value.dtype)
+        every[lanes] = value
+        return every[warp + source], inside
+
+    # Memory
+
+    def record(self, kind: str, lanes, address, size: int, place: Place, values=None) -> np.ndarray:
+        lanes = self.lanes if lanes is None else lanes
+        address = np.broadcast_to(address, lanes.shape)
+        base = self.memory.check(address, size, place)
+        epoch = self.epoch[self.block_of[lanes]]
+        self.log.append(Access(kind, address, size, lanes + self.first_thread, epoch, values, place, base))
+        return address
+
+    def load_param(self, lanes, address, dtype: str, count: int, place: Place) -> list:
+        size = np.dtype(dtype).itemsize
+        if (address & np.uint64(size * count - 1)).any() or (address + np.uint64(size * count) > self.parameters[1].size).any():
+            raise PtxError(f"a misaligned access of the parameters, or one beyond their end: {place}")
+        at = address.astype(np.int64) // size
+        return [self.parameters[size][at + k].view(dtype) for k in range(count)]
+
+    def load_global(self, lanes, address, dtype: str, count: int, place: Place) -> list:
+        size = np.dtype(dtype).itemsize
+        self.record(READ, lanes, address, size * count, place)
+        at = address.astype(np.int64) - FIRST_ADDRESS
+        words = self.memory.words
+        for k in range(-(-size * count // 8)):
+            if (words[8][(at >> 3) + k] == UNWRITTEN).any():
+                raise PtxError(f"memory that nobody has written is read: {place}")
+        return [words[size][at // size + k].view(dtype) for k in range(count)]
+
+    def store_global(self, lanes, address, dtype: str, values: tuple, place: Place) -> None:
+        size = np.dtype(dtype).itemsize
+        lanes = self.lanes if lanes is None else lanes
+        bits = np.stack([np.broadcast_to(one, lanes.shape) for one in values], axis=1).view(f"u{size}")
+        at = self.record(WRITE, lanes, address, size * len(values), place, bits).astype(np.int64) - FIRST_ADDRESS
+        for k in range(len(values)):
+            self.memory.words[size][at // size + k] = bits[:, k]
+
+    def atomic_minimum(self, lanes, address, value, place: Place):
+        every = self.record(ATOMIC, lanes, address, 8, place)
+        values = np.broadcast_to(value, every.shape)
+        before = np.empty_like(values)
+        words = self.memory.words[8].view(np.int64)
+        for i, at in enumerate((every.astype(np.int64) - FIRST_ADDRESS) // 8):
+            before[i] = words[at]
+            words[at] = min(words[at], values[i])
+        return before
+
+    def load_shared(self, lanes, address, dtype: str, count: int, place: Place) -> list:
+        size = np.dtype(dtype).itemsize
+        lanes = self.lanes if lanes is None else lanes
+        start, bytes_ = self.shared.at(self.block_of[lanes], np.broadcast_to(address, lanes.shape), size * count, place)
+        self.shared.read(bytes_, self.in_block[lanes], place)
+        return [self.shared.words[size][start // size + k].view(dtype) for k in range(count)]
+
+    def store_shared(self, lanes, address, dtype: str, values: tuple, place: Place) -> None:
+        size = np.dtype(dtype).itemsize
+        lanes = self.lanes if lanes is None else lanes
+        start, bytes_ = self.shared.at(self.block_of[lanes], np.broadcast_to(address, lanes.shape), size * len(values), place)
+        self.shared.write(bytes_, self.in_block[lanes], place)
+        for k, value in enumerate(values):
+            self.shared.words[size][start // size + k] = value.view(f"u{size}")
+
+
+def launch(entry: Entry, parameters: bytes, grid: int, threads: int, memory: Memory) -> list[Access]:
+    """Runs all blocks, and gives what they did in global memory."""
+    if len(parameters) != entry.parameters.size:
+        raise PtxError(f"{len(parameters)} bytes of parameters, where {entry.name} takes {entry.parameters.size}")
+    if not 0 < threads <= (entry.max_threads or 1024) or grid < 1:
+        raise PtxError(f"an invalid launch of {entry.name}: {grid} blocks of {threads} threads")
+    words = np.frombuffer(parameters.ljust(-(-len(parameters) // 8) * 8, b"\0"), np.uint8)
+    log: list[Access] = []
+    at_once = max(LANES_AT_ONCE // threads, 1)
+    with np.errstate(all="ignore"):
+        for first in range(0, grid, at_once):
+            gang = Gang(entry, words, first, min(at_once, grid - first), threads, grid, memory)
+            gang.run()
+            log += gang.log
+    find_races(log, threads)
+    return log
+
+
+def find_races(log: list[Access], threads: int) -> None:
+    """Raises where two threads access the same memory, one of them writes, and no barrier lies between."""
+    written = {one.base for one in log if one.kind != READ}
+    log = [one for one in log if one.base in written or one.base == 0]
+    if not log:
+        return
+    width = min(one.size for one in log)
+    parts = [(one, np.repeat(np.arange(one.address.size), one.size // width)) for one in log]
+    key = np.concatenate([np.add.outer(one.address // np.uint64(width), np.arange(one.size // width, dtype=np.uint64)).ravel() for one in log])
+    thread = np.concatenate([one.thread[which] for one, which in parts])
+    writes = np.concatenate([np.full(which.size, one.kind != READ) for one, which in parts])
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - np.uint64(1)))
+    lowest, highest = (how.reduceat(thread[order], starts) for how in (np.minimum, np.maximum))
+    suspects = starts[(lowest != highest) & np.logical_or.reduceat(writes[order], starts)]
+    if not suspects.size:
+        return
+    source = np.concatenate([np.full(which.size, i) for i, (_, which) in enumerate(parts)])
+    within = np.concatenate([which for _, which in parts])
+    for suspect in key[order][suspects][:1000]:
+        of_thread = defaultdict(list)
+        for i in np.flatnonzero(key == suspect):
+            of_thread[int(thread[i])].append((log[source[i]], within[i]))
+        check_order(of_thread, threads)
+
+
+def check_order(of_thread: dict[int, list], threads: int) -> None:
+    """Raises where accesses of different threads are not ordered, and it matters in which order they come."""
+    every = [(thread, one, i) for thread, some in of_thread.items() for one, i in some]
+    for thread, one, i in every:
+        for other_thread, other, j in every:
+            if thread >= other_thread or READ == one.kind == other.kind or ATOMIC == one.kind == other.kind:
+                continue
+            if thread // threads == other_thread // threads and one.epoch[i] != other.epoch[j]:
+                continue
+            if WRITE == one.kind == other.kind and one.size == other.size and (one.values[i] == other.values[j]).all():
+                continue
+            raise PtxError(f"a race: threads {thread} and {other_thread} access the same memory: {one.place}; {other.place}")

@@ -1,0 +1,142 @@
+"""Launches of the emulation (tests/emulation), run from PTX too: ``attach(folder)``, and every call of a kernel does both.
+
+The host code of csrc/cuda packs the parameters and chooses the grid, as for a GPU. The kernel's PTX runs on the memory of this
+process, and then the C++ of tests/emulation on the same memory as it was before. What differs is an error of the call; NaNs are
+equal. What PTX has left is what stays.
+"""
+
+import ctypes
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from ptx.interpreter import FIRST_ADDRESS, Access, Memory, launch
+from ptx.translation import Module, PtxError
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "ptx" / "sm_80"
+ENTRY = re.compile(r"emulation::Entry<&\(?(.*?)\)?>$")  # a type that has the kernel in its name
+
+_demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+_demangle.argtypes, _demangle.restype = [ctypes.c_char_p, *[ctypes.c_void_p] * 3], ctypes.c_void_p
+_free = ctypes.CDLL(None).free
+_free.argtypes = [ctypes.c_void_p]
+
+
+def demangled(name: str) -> str:
+    """A kernel's name with the arguments of its template, and without its parameters: the host passes these otherwise."""
+    pointer = _demangle(name.encode(), None, None, None)
+    if not pointer:
+        raise PtxError(f"no name of C++: {name}")
+    text = ctypes.string_at(pointer).decode()
+    _free(pointer)
+    if found := ENTRY.match(text):
+        text = found[1]
+    depth = 0
+    for i in range(len(text) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[i], 0)
+        if depth == 0:
+            text = text[:i]
+            break
+    return re.sub(r"ampkit::|\(anonymous namespace\)::|^void ", "", text)
+
+
+class Snapshots(Memory):
+    """Memory that keeps what each allocation held when it was first accessed."""
+
+    def __init__(self, find) -> None:
+        super().__init__(find)
+        self.before: dict[int, np.ndarray] = {}
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        base, end = super().allocation(address)
+        if end and base not in self.before:
+            self.before[base] = self.held(base).copy()
+        return base, end
+
+    def held(self, base: int) -> np.ndarray:
+        return self.words[1][base - FIRST_ADDRESS : self.known[base] - FIRST_ADDRESS]
+
+    def swap(self, others: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+        now = {base: self.held(base).copy() for base in others}
+        for base, bytes_ in others.items():
+            self.held(base)[:] = bytes_
+        return now
+
+
+class Machine:
+    """All entries of a folder of PTX, by their names in C++, and how often each was launched."""
+
+    def __init__(self, folder: Path, find) -> None:
+        self.find = find
+        self.entries: dict[str, list[tuple[str, Module, str]]] = {}
+        for path in sorted(folder.glob("*.ptx")):
+            module = Module(path.read_text())
+            for name in module.starts:
+                self.entries.setdefault(demangled(name), []).append((path.stem, module, name))
+        self.launched = Counter({(file, name): 0 for name, some in self.entries.items() for file, *_ in some})
+        self.one_at_a_time = threading.Lock()
+        self.last: tuple[str, list[Access], Snapshots]
+        self.heard = None  # called after each launch with its entry's name and what it did in memory
+
+    def begin(self, entry: str, parameters: bytes, blocks: int, threads: int, shared: int) -> None:
+        self.one_at_a_time.acquire()
+        try:
+            name = demangled(entry)
+            if shared:
+                raise PtxError(f"{name}: shared memory of a launch is not known here")
+            if name not in self.entries:
+                raise PtxError(f"no PTX for {name}: make {FOLDER.relative_to(ROOT)} anew")
+            # The same kernel may be in several files: each takes its turn.
+            file, module, mangled = min(self.entries[name], key=lambda one: self.launched[one[0], name])
+            self.launched[file, name] += 1
+            memory = Snapshots(self.find)
+            log = launch(module.entry(mangled), parameters, blocks, threads, memory)
+            self.last = name, log, memory, memory.swap(memory.before)
+        except BaseException:
+            self.one_at_a_time.release()
+            raise
+
+    def end(self) -> None:
+        try:
+            name, log, memory, by_ptx = self.last
+            by_emulation = memory.swap(by_ptx)
+            for base, bytes_ in by_ptx.items():
+                compare(name, bytes_, by_emulation[base])
+            if self.heard is not None:
+                self.heard(name, log)
+        finally:
+            self.one_at_a_time.release()
+
+    def never_launched(self) -> list[str]:
+        return sorted(f"{file}: {name}" for (file, name), count in self.launched.items() if not count)
+
+
+def compare(name: str, by_ptx: np.ndarray, by_emulation: np.ndarray) -> None:
+    """Raises where bytes differ that are no NaN of both."""
+    if np.array_equal(by_ptx, by_emulation):
+        return
+    differs = by_ptx != by_emulation
+    for bits, infinities in (("u8", [0x7FF << 52]), ("u4", [0x7F800000]), ("u2", [0x7F80, 0x7C00])):
+        size = int(bits[1])
+        whole = by_ptx.size // size * size
+        for infinity in infinities:
+            magnitude = np.array((1 << 8 * size - 1) - 1, bits)
+            both = [(one[:whole].view(bits) & magnitude) > np.array(infinity, bits) for one in (by_ptx, by_emulation)]
+            differs[:whole] &= ~np.repeat(both[0] & both[1], size)
+    if differs.any():
+        at = np.flatnonzero(differs)
+        first = at[0] // 4 * 4
+        found = [one[first : first + 4].tobytes()[::-1].hex() for one in (by_ptx, by_emulation)]
+        raise PtxError(f"{name}: {at.size} bytes differ, the first at {at[0]} of {by_ptx.size}: {found[0]}, emulated {found[1]}")
+
+
+def attach(folder: Path = FOLDER) -> Machine:
+    """Has the emulation hand every launch over from now on."""
+    import ampkit_emulated
+
+    machine = Machine(folder, ampkit_emulated.allocation)
+    ampkit_emulated.hand_over(machine.begin, machine.end)
+    return machine
