@@ -135,7 +135,13 @@ class Gang:
             raise PtxError(f"a register is read that nothing has written, in {self.entry.name}")
         return value if lanes is None or value.ndim == 0 else value[lanes]
 
+    def moved(self, value, lanes):
+        """Of a register that is only moved to another: what comes of paths that never meet."""
+        return value if value is None else self.taken(value, lanes)
+
     def put(self, number: int, lanes, value) -> None:
+        if value is None:
+            return
         if lanes is not None:
             before = self.registers[number]
             if before is None or before.ndim == 0:
@@ -159,7 +165,10 @@ class Gang:
             number = min(ready)
             lanes = ready.pop(number)
             block = self.entry.blocks[number]
-            outcome = block.run(self, self.registers, lanes)
+            try:
+                outcome = block.run(self, self.registers, lanes)
+            except (AttributeError, TypeError) as error:
+                raise PtxError(f"a register is read that nothing has written, after {block.instructions[0].place}") from error
             kind, *rest = block.end
             if kind == "jump":
                 self.meet(ready, rest[0], lanes)

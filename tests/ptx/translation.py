@@ -100,7 +100,7 @@ class Entry:
         for line in module.lines[start + 1 : body]:
             if line.strip().startswith(".param"):
                 self.parameters.add(line.strip(" ,\t"))
-        words = {word for line in module.lines[body:end] if "_Z" in line for word in re.findall(r"_Z[\w$]+", line)}
+        words = {word for line in module.lines[body:end] if ".loc" not in line for word in re.findall(r"[\w$]+", line)}
         for declaration in module.shared:
             if declaration.partition("[")[0].split()[-1] in words:
                 self.shared.add(declaration)
@@ -196,7 +196,7 @@ class Entry:
 
     def _translate(self) -> None:
         writers = [Writer(self, block) for block in self.blocks]
-        outside = set().union(*(writer.read_before for writer in writers))
+        outside = set().union(*(writer.read_before | writer.moved_before for writer in writers))
         space = {name: getattr(instructions, name) for name in instructions.__dict__ if not name.startswith("__")}
         self.registers = {name: i for i, name in enumerate(sorted(outside | {w for one in writers for w in one.written}))}
         for number, (block, writer) in enumerate(zip(self.blocks, writers, strict=True)):
@@ -223,6 +223,7 @@ class Writer:
         self.constants: list[np.generic] = []
         self.places: list[Place] = []
         self.read_before: set[str] = set()
+        self.moved_before: set[str] = set()  # into other registers: what nothing has written may be
         self.written: dict[str, None] = {}
         self.outcome = "None"
         for instruction in block.instructions:
@@ -234,6 +235,7 @@ class Writer:
     def text(self, outside: set[str]) -> str:
         number = self.entry.registers
         before = [f"{name} = s.taken(R[{number[name]}], I)" for name in sorted(self.read_before)]
+        before += [f"{name} = s.moved(R[{number[name]}], I)" for name in sorted(self.moved_before - self.read_before)]
         after = [f"s.put({number[name]}, I, {name})" for name in self.written if name in outside]
         return "\n  ".join(["def block(s, R, I):", *before, *self.lines, *after, f"return {self.outcome}"]) + "\n"
 
@@ -249,7 +251,7 @@ class Writer:
         self.constants.append(value)
         return f"c{len(self.constants) - 1}"
 
-    def read(self, operand: str, kind: str) -> str:
+    def read(self, operand: str, kind: str, moves: bool = False) -> str:
         """An operand as the type that an instruction takes: the lower bits of a register, a constant, an address."""
         dtype = DTYPES[kind]
         if operand in SPECIAL:
@@ -265,9 +267,9 @@ class Writer:
             if operand in layout.offsets:
                 return self.constant(dtype.type(layout.offsets[operand]))
         name = self.register(operand)
-        if name not in self.written:
-            self.read_before.add(name)
         own = self.entry.dtypes[name]
+        if name not in self.written:
+            (self.moved_before if moves and own == dtype else self.read_before).add(name)
         if own == dtype:
             return name
         if own.itemsize == dtype.itemsize and own.kind != "b" and dtype.kind != "b":
@@ -313,7 +315,7 @@ class Writer:
         elif name in FORMS and not any("{" in operand for operand in operands):
             form = FORMS[name]
             result, *given = operands
-            texts = [self.read(one, kind) for one, kind in zip(given, form.operands, strict=True)]
+            texts = [self.read(one, kind, name.startswith("mov.")) for one, kind in zip(given, form.operands, strict=True)]
             self.assign(result, form.result, form.text.format(*texts))
         elif name in ("mov.b32", "mov.b64"):
             self.write_parts(name, *operands)
