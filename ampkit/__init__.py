@@ -1,52 +1,52 @@
 """Mixed precision for PyTorch in two lines: `initialize` and `scale_loss`."""
 
+import sys as _sys
 from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from . import optimizers, parallel
-from .api import (
-    clip_grad_norm_,
-    close,
-    disable_casts,
-    initialize,
-    keep_casts,
-    load_state_dict,
-    master_params,
-    scale_loss,
-    session,
-    state_dict,
-    step_was_skipped,
-)
-from .casting.decorators import (
-    bfloat16_function,
-    float_function,
-    half_function,
-    promote_function,
-    register_bfloat16_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from .errors import (
-    AmpkitError,
-    CheckpointError,
-    ClosureError,
-    ConfigurationError,
-    ExtensionError,
-    LossIdError,
-    LossScaleError,
-    NotInitializedError,
-    RefusedOperation,
-)
-from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scaler
-from .iteration.loss_scale import DynamicLossScale
-from .models.forward import cast_inputs
-from .policy import Policy
-from .registry import current_session
-from .session import Session as _Session
-
 if _TYPE_CHECKING:
+    from . import optimizers, parallel
+    from .api import (
+        clip_grad_norm_,
+        close,
+        disable_casts,
+        initialize,
+        keep_casts,
+        load_state_dict,
+        master_params,
+        scale_loss,
+        session,
+        state_dict,
+        step_was_skipped,
+    )
+    from .casting.decorators import (
+        bfloat16_function,
+        float_function,
+        half_function,
+        promote_function,
+        register_bfloat16_function,
+        register_float_function,
+        register_half_function,
+        register_promote_function,
+    )
+    from .errors import (
+        AmpkitError,
+        CheckpointError,
+        ClosureError,
+        ConfigurationError,
+        ExtensionError,
+        LossIdError,
+        LossScaleError,
+        NotInitializedError,
+        RefusedOperation,
+    )
+    from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scaler
+    from .iteration.loss_scale import DynamicLossScale
+    from .models.forward import cast_inputs
+    from .policy import Policy
+    from .registry import current_session
     from .insight.diagnose import diagnose
     from .insight.explain import explain
     from .insight.record.recorder import recording
@@ -103,30 +103,47 @@ __all__ = [
 ]
 
 
-# What looks at a script from outside, and where it lives: imported when it is first asked for.
-_INSIGHT = {
-    "check_updates": "updates",
-    "diagnose": "diagnose",
-    "explain": "explain",
-    "loss_scale": "steps",
-    "on_step": "steps",
-    "recording": "record.recorder",
-    "tune": "tuning.tune",
+# Where each name lives. What is asked for is imported then: ``import ampkit.optimizers`` loads neither casts nor sessions.
+_HOMES = {
+    "api": "clip_grad_norm_ close disable_casts initialize keep_casts load_state_dict master_params scale_loss session state_dict "
+    "step_was_skipped",
+    "casting.decorators": "bfloat16_function float_function half_function promote_function register_bfloat16_function "
+    "register_float_function register_half_function register_promote_function",
+    "errors": "AmpkitError CheckpointError ClosureError ConfigurationError ExtensionError LossIdError LossScaleError "
+    "NotInitializedError RefusedOperation",
+    "insight.diagnose": "diagnose",
+    "insight.explain": "explain",
+    "insight.record.recorder": "recording",
+    "insight.steps": "loss_scale on_step",
+    "insight.tuning.tune": "tune",
+    "insight.updates": "check_updates",
+    "integrations.grad_scaler": "GradScaler from_grad_scaler to_grad_scaler",
+    "iteration.loss_scale": "DynamicLossScale",
+    "models.forward": "cast_inputs",
+    "policy": "Policy",
+    "registry": "current_session",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> _Any:
-    if name not in _INSIGHT:
+    if name in ("optimizers", "parallel"):
+        return _import_module(f"ampkit.{name}")
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
-    return getattr(_import_module(f"ampkit.insight.{_INSIGHT[name]}"), name)
+    value = globals()[name] = getattr(_import_module(f"ampkit.{_HOME_OF[name]}"), name)
+    return value
 
 
-def _explained(session: _Session) -> str:
-    """What ``print(session)`` shows. The core knows nothing of insight/, so the table is put on the class here."""
-    return str(__getattr__("explain")(session))
+class _Package(_ModuleType):
+    """Python would write the module ``ampkit.session`` over the function of that name."""
+
+    def __setattr__(self, name: str, value: _Any) -> None:
+        if name not in _HOME_OF or not isinstance(value, _ModuleType):
+            super().__setattr__(name, value)
 
 
-_Session.__str__ = _explained  # type: ignore[method-assign, assignment]
+_sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -110,6 +110,10 @@ class Session:
         owned = ((len(self.models), "model"), (len(self.optimizers), "optimizer"))
         return f"<Session {self.plan.opt_level}: {', '.join(f'{n} {what}' + 's' * (n != 1) for n, what in owned)}>"
 
+    def __str__(self) -> str:
+        """The table of `ampkit.explain`, which stands above."""
+        return str(sys.modules["ampkit"].explain(self))
+
     @property
     def scalers(self) -> list[LossScaler]:
         return self.scaling.scalers
@@ -269,7 +273,7 @@ class Session:
         lower = [param for param in params if param.dtype in LOWER_PRECISION]
         lower = [param for param in lower if param not in self.float32_values()] if self.plan.casts_weights else lower
         if lower and self._widens and not self.plan.lowers_all:
-            self.incoming.widen_params(lower)
+            self.incoming.widen_params(lower, self.optimizers)
             for model in self._left_as:
                 refs = [ref for ref, _ in self._left_as[model]]
                 self._left_as[model] = [(ref, param.dtype) for ref in refs if (param := ref()) is not None]

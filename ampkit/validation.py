@@ -96,6 +96,11 @@ def optimizers(value: Any) -> list[Any]:
                 f"initialize() expects optimizers, single or in a list or tuple; {_describe(optimizer)} has no "
                 f"{', '.join(missing)}.{_instead_of(optimizer) or ' Pass the optimizer as the second argument.'}"
             )
+        if getattr(optimizer, "step_in_backward", False):
+            raise ConfigurationError(
+                f"{_describe(optimizer)} with step_in_backward=True steps before a session could look at the gradients. Leave one of "
+                "the two out: it trains a model in lower precision by itself."
+            )
     _refuse_repeats(found, "optimizer")
     return found
 

@@ -23,7 +23,7 @@ from ..optimizers.scales import Scale, on, ratio
 from ..sharding import local, process_groups
 from .clipping import Clipping
 from .found_inf import FoundInf, places_for
-from .unscale import BackwardPass, add_to_stashes, bring_to, is_sparse, norm_of, unscale, values_of
+from .unscale import BackwardPass, add_to_stashes, bring_to, is_sparse, unscale, values_of
 
 _CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from ..errors import AmpkitError, ConfigurationError
 from ..events import begin_step, end_step, listeners
 from ..labels import labelled
 from ..logs import logger
-from ..optimizers.traits import Traits, evaluates_once, has_hooks
+from ..optimizers.traits import Traits, evaluates_once, hand_over, has_hooks
 from ..patching import PatchSet
 from ..registry import WRAPPER_KEY, add_wrapper, remove_wrapper
 from .advice import Advice
@@ -78,6 +78,7 @@ class OptimizerWrapper:
                     self._replace(optimizer, name, method)
             for inner in inner_optimizers(optimizer) if self.gradients.stored else ():
                 self._replace(inner, "step", self._step_of_inner)
+            hand_over(optimizer, True)
             add_wrapper(self)
         except BaseException:
             self.detach()
@@ -94,6 +95,7 @@ class OptimizerWrapper:
         self.active = False
         remove_wrapper(self)
         self._patches.restore()
+        hand_over(self.optimizer(), False)
         for own, cast in self.state_cast(torch.float32):
             own.update(cast)
         self.gradients.forget_slots()

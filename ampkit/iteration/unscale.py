@@ -10,7 +10,6 @@ import torch
 from .. import kernels
 from ..models.float32_values import forget_gradient, put_gradient
 from ..optimizers.scales import Scale, inverse, is_one, on
-from ..sharding import by_placement, is_sharded, total_over
 from .found_inf import FoundInf, places_for
 
 Slot = Any  # of gradients.py, which imports this module
@@ -132,18 +131,6 @@ def _put_recorded(
             total = total + stash
     put_gradient(slot.param, total)
     return gradient.detach(), total.detach()
-
-
-def norm_of(gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none."""
-    if not gradients:
-        return None
-    if not any(map(is_sharded, gradients)):
-        return kernels.multi_tensor_l2norm(gradients)[0]
-    squares = 0.0
-    for parts, groups in by_placement(gradients):
-        squares = squares + total_over(groups, kernels.multi_tensor_l2norm(parts)[0].double().square())
-    return squares.sqrt().float()
 
 
 # Sparse gradients, which no multi-tensor kernel takes, one by one

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..casting.narrow_gradients import stored_gradient
 from ..optimizers.fused import FusedOptimizer, StepInputs
 from ..optimizers.traits import Traits, has_hooks, lacks_momenta
 from .one_pass import OnePassStep
@@ -46,7 +47,13 @@ def _with_inputs(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tenso
         yield
 
     optimizer = wrapper.optimizer()
-    optimizer.inputs = StepInputs(found_inf=found_inf, total_norm=wrapper.gradients.total_norm, around=around)
+    optimizer.inputs = StepInputs(
+        rests={},
+        found_inf=found_inf,
+        total_norm=wrapper.gradients.total_norm,
+        around=around,
+        gradient_of=stored_gradient,
+    )
     try:
         return original()
     finally:

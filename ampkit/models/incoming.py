@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..casting.tensors import cast_state, states_to_cast, tensors_in
+from .. import kernels
+from ..casting.tensors import cast_state, params_of, states_to_cast, tensors_in
 from ..dtypes import LOWER_PRECISION
 
 
@@ -63,7 +64,7 @@ class Incoming:
             if not params and not buffers:
                 continue
             found.append((model, [*params, *buffers][0].dtype, len(params) + len(buffers)))
-            self.widen_params(params)
+            self.widen_params(params, optimizers)
             for tensor in dict.fromkeys(buffers):
                 _change_dtype(tensor, torch.float32)
         self._flatten_again()
@@ -76,14 +77,19 @@ class Incoming:
                 state.update(cast_state(state, torch.float32))
         return found
 
-    def widen_params(self, params: Sequence[torch.Tensor]) -> None:
-        """Make lower-precision parameters float32, in place, with their gradients."""
+    def widen_params(self, params: Sequence[torch.Tensor], optimizers: Sequence[Any] = ()) -> None:
+        """Make lower-precision parameters float32, in place, with their gradients. Rests that optimizers keep become part of them."""
         self._dtypes.update({param: param.dtype for param in params})
         for param in params:
+            rests = [state.pop("rest") for one in optimizers if "rest" in (state := one.state.get(param) or {})]
+            lower = param.detach()
             _change_dtype(param, torch.float32)
+            if rests:
+                kernels.multi_tensor_join([lower], rests[:1], [param.detach()])
 
     def give_back(self, optimizers: Sequence[Any]) -> None:
-        """The dtype that each tensor came in, the values rounded."""
+        """The dtype that each tensor came in, the values rounded; what that lacks goes to the optimizer that keeps rests."""
+        rests = self._rests(optimizers)
         for optimizer in optimizers:
             if optimizer in self._with_float32_state or getattr(optimizer, "keeps_float32_state", False):
                 continue
@@ -97,9 +103,24 @@ class Incoming:
         ]
         for tensor, dtype in (*self._dtypes.items(), *buffers):
             _change_dtype(tensor, dtype)
+        for param, (rest, lower, optimizer) in rests.items():
+            param.data = lower
+            optimizer.state[param]["rest"] = rest
         self._flatten_again()
         self._dtypes.clear()
         self._buffers.clear()
+
+    def _rests(self, optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, Any]]:
+        """The (rest, weight, optimizer) that float32 parameters fall into whose optimizer keeps rests."""
+        found = {}
+        for optimizer in optimizers:
+            for param in params_of(optimizer) if getattr(optimizer, "rests", False) is True else ():
+                if param in self._dtypes and param.dtype is torch.float32 and param not in found:
+                    lower = torch.empty_like(param, dtype=self._dtypes[param], requires_grad=False)
+                    rest = torch.empty_like(param, dtype=torch.int16, requires_grad=False)
+                    kernels.multi_tensor_split([param.detach()], [lower], [rest])
+                    found[param] = rest, lower, optimizer
+        return found
 
     def _states(self, optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """Each parameter that came in lower precision and has state in the optimizer, and that state."""

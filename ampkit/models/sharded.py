@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import kernels
 from ..casting.engine import active_casting
-from ..casting.tensors import cast_state, states_to_cast
+from ..casting.tensors import cast_state, params_of, states_to_cast
 from ..dtypes import LOWER_PRECISION
 from ..sharding import gathered, is_sharded, unsharded_params
 
@@ -29,7 +30,15 @@ def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | 
     lower = {param: param.dtype for param in model.parameters() if param.dtype in LOWER_PRECISION}
     if not lower:
         return None
+    rests = [
+        (param, param.detach(), state.pop("rest"))
+        for optimizer in optimizers
+        for param in params_of(optimizer)
+        if param in lower and "rest" in (state := optimizer.state.get(param) or {})
+    ]
     model._apply(lambda tensor: tensor.float() if tensor.dtype in LOWER_PRECISION else tensor)
+    for param, weight, rest in rests:
+        kernels.multi_tensor_join([weight], [rest], [param.detach()])
     for optimizer in optimizers:
         for param, state in states_to_cast(optimizer):
             if param in lower:

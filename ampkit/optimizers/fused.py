@@ -3,7 +3,8 @@
 A fused optimizer says in `FusedOptimizer.update` how the parameters of one `Batch` move; the rules themselves are the
 kernels'. What a session, or a GradScaler, has to say about a step (scale, finding, clipping, weights to write) comes in as
 `StepInputs`, and nothing of it is read on the host: step counts are tensors on the parameters' device, and stand still
-where a step is skipped. State is float32 whatever the parameters are. ``state_dict`` writes the layout of the torch.optim
+where a step is skipped. Without a session the optimizer trains parameters in lower precision by itself: their rests are in its
+state (``rests``), and it judges gradients by their norm. State is float32 whatever the parameters are. ``state_dict`` writes the layout of the torch.optim
 twin, where a step count stands in the state of each parameter; ``load_state_dict`` reads that layout and Apex's, where
 it stands in the parameter group.
 """
@@ -11,22 +12,25 @@ it stands in the parameter group.
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .. import kernels
-from ..casting.narrow_gradients import stored_gradient
 from ..dtypes import LOWER_PRECISION
+from ..logs import logger
+from .in_backward import BackwardHooks, widen_sums
 from .moments import Storage, are_same
-from .scales import Scale, on, refuse_to_begin
+from .scales import Scale, norm_of, on, refuse_to_begin
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Storage)
 # Arguments of the optimizer that torch would take for settings of one group, where no step reads them.
-_OF_ALL_GROUPS = ("state_dtype", "rounding")
+_OF_ALL_GROUPS = ("state_dtype", "rounding", "rests", "step_in_backward", "max_norm")
+_UNSUPPORTED = {"amsgrad": "the AMSGrad variant", "differentiable": "a step that autograd records"}
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
 
@@ -36,17 +40,19 @@ class StepInputs:
     """What is to be heeded in one step.
 
     ``rests`` maps the ids of parameters in lower precision to their rests: the two are updated together, in float32
-    (`ampkit.kernels.split`). Gradients are multiplied by ``inv_scale``, and those of parameters with rests by ``clip``. With a
+    (`ampkit.kernels.split`). None is for an optimizer without a session, which keeps its own. ``gradient_of`` reads a gradient.
+    Gradients are multiplied by ``inv_scale``, and those of parameters with rests by ``clip``. With a
     ``found_inf`` other than 0 nothing changes. ``total_norm`` gives the norm of all of them. ``around`` is entered where the update
     begins, between the hooks that a script has put before and after the step: they may read and write gradients and weights.
     """
 
-    rests: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    rests: Mapping[int, torch.Tensor] | None = None
     inv_scale: Scale | None = None
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     total_norm: Callable[[], torch.Tensor | None] | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad")
 
 
 @dataclass
@@ -98,6 +104,7 @@ def _check_settings(optimizer: str, group: dict[str, Any]) -> None:
         raise ValueError(
             f"{optimizer}: betas={betas!r} is not accepted: expected two numbers, each at least 0 and below 1."
         )
+    refuse_unsupported(optimizer, **{name: group.get(name, False) for name in _UNSUPPORTED})
 
 
 def _is_number(value: Any, bound: float) -> bool:
@@ -114,12 +121,36 @@ class FusedOptimizer(torch.optim.Optimizer):
     counts_steps = True
     needs_whole_tensors = False  # their norms: parameters that are sharded over processes are refused
     takes_complex = False  # torch.optim squares real and imaginary parts apart
+    judges_gradients = False  # without a session: a step whose gradients have no finite norm changes nothing
     storage = Storage()
+    rests = False
+    step_in_backward = False
+    max_norm: float | None = None
+    clip_value: float | None = None
     inputs: StepInputs | None = None  # of the step that runs
+    grad_norm: torch.Tensor | None = None
+    """The norm of all gradients in the last step, unclipped (float32, shape [1]), where it was taken."""
+    _skips: torch.Tensor | None = None  # how many steps were skipped, on their device
     more_defaults: dict[str, Any] = {}  # noqa: RUF012  (settings of groups that a derived optimizer has besides)
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, {**defaults, **self.more_defaults})
+
+    def train_lower_precision(
+        self, rests: bool, step_in_backward: bool, max_norm: float | None, clip_value: float | None
+    ) -> None:
+        """Take what the constructor was told of parameters in lower precision and of clipping; for subclasses, before `__init__`."""
+        kind = type(self).__name__
+        for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
+            if value is not None and (not _is_number(value, float("inf")) or not value):
+                raise ValueError(f"{kind}: {name}={value!r} is not accepted: expected a number above 0.")
+        if step_in_backward and max_norm is not None:
+            raise ValueError(
+                f"{kind}: max_norm needs the gradients of all parameters at once, and with step_in_backward=True each is gone when "
+                "the next is made. Use clip_value=, or leave one of the two out."
+            )
+        self.rests = rests and not self.storage.is_stochastic
+        self.step_in_backward, self.max_norm, self.clip_value = step_in_backward, max_norm, clip_value
 
     @property
     def device_settings(self) -> dict[str, torch.dtype]:
@@ -153,14 +184,57 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise self.complex_error(param)
         try:
             _check_settings(type(self).__name__, self.param_groups[-1])
-        except ValueError:
+        except (ValueError, RuntimeError):
             del self.param_groups[-1]
             raise
         self._place_settings(self.param_groups[-1])
+        self._hooks.follow(self)
+
+    @property
+    def _hooks(self) -> BackwardHooks:
+        hooks: BackwardHooks = self.__dict__.setdefault("_backward_hooks", BackwardHooks())
+        return hooks
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hooks.follow(self)
+
+    def hand_over(self, to_session: bool) -> None:
+        """A session takes the optimizer, or gives it back: its hooks on parameters go, or come."""
+        self._hooks.follow(self, none=to_session)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside only add to gradients, in float32 for parameters in lower precision: 4 bytes instead of 2.
+
+        ``step`` takes the sums, and ``zero_grad`` ends them. With ``step_in_backward`` the last micro-batch runs outside of the block.
+        Raises RuntimeError for sharded parameters, whose sums are FSDP2's.
+        """
+        widen_sums(self)
+        before, self._hooks.accumulates = self._hooks.accumulates, True
+        try:
+            yield
+        finally:
+            self._hooks.accumulates = before
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped for gradients that were not finite. Waits for the device; a skip is told in one line."""
+        skips = 0.0 if self._skips is None else self._skips.item()
+        if skips > self._hooks.told_of:
+            self._hooks.told_of = 2 * skips  # not of each: they may go on
+            logger.warning(
+                "%s has skipped %d step%s: a gradient was inf or NaN, and nothing was changed. ampkit.diagnose() finds where it began.",
+                type(self).__name__,
+                skips,
+                "s" * (skips > 1),
+            )
+        return int(skips)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by None or zeros; by default as the optimizer was constructed (``set_grad_none``)."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        self._hooks.end_sums(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
@@ -173,14 +247,63 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         given = self.inputs
-        if grad_scaler is not None:
+        if grad_scaler is not None or given is None:
             self.inputs = _inputs_of_grad_scaler(self, grad_scaler)
         try:
             with (self.inputs or _NOTHING).around():
+                self.judge(self.param_groups)
                 self.update_groups()
+                self._end_step()
         finally:
             self.inputs = given
         return loss
+
+    def step_now(self, param: torch.Tensor) -> None:
+        """In a backward pass: the update of this parameter, whose gradient is complete."""
+        group = next(group for group in self.param_groups if any(one is param for one in group["params"]))
+        alone = {**group, "params": [param]}
+        given, self.inputs = self.inputs, StepInputs()
+        try:
+            self.judge([alone])
+            with torch.no_grad():
+                self.update_group(alone)
+        finally:
+            self.inputs = given
+
+    @torch.no_grad()
+    def judge(self, groups: list[dict[str, Any]]) -> None:
+        """Clip the gradients of these groups; without a session, find whether all are finite. Nothing is read from the device."""
+        inputs = self.inputs or _NOTHING
+        is_alone = self.judges_gradients and inputs.rests is None
+        if not is_alone and self.max_norm is None and self.clip_value is None:
+            return
+        norm = self.global_norm(groups)
+        if norm is None:
+            return
+        if not self.step_in_backward:
+            self.grad_norm = norm
+        if is_alone:
+            bad = norm.isfinite().logical_not().float().reshape(())
+            inputs.found_inf = bad if inputs.found_inf is None else torch.maximum(bad, on(inputs.found_inf, bad.device))
+            self._hooks.heed(inputs.found_inf)
+        if self.max_norm is not None:
+            clip, inv_scale = kernels.clip_coefficient(norm, self.max_norm), inputs.inv_scale
+            inputs.inv_scale = clip if inv_scale is None else clip * on(inv_scale, clip.device)
+        if self.clip_value is not None:
+            gradients = self._gradients(groups)
+            torch._foreach_clamp_min_(gradients, -self.clip_value)
+            torch._foreach_clamp_max_(gradients, self.clip_value)
+
+    def _end_step(self) -> None:
+        """Count a skip. The host learns of it where that costs nothing."""
+        found = self._hooks.end_step()
+        if found is not None:
+            if self._skips is None:
+                refuse_to_begin("the count of skipped steps", found.device)
+                self._skips = torch.zeros_like(found)
+            self._skips.add_(found != 0)
+            if self._skips.is_cpu and not torch.compiler.is_compiling():
+                _ = self.skipped_steps
 
     @torch.no_grad()
     def update_groups(self) -> None:
@@ -209,21 +332,24 @@ class FusedOptimizer(torch.optim.Optimizer):
     def batches(self, group: dict[str, Any]) -> list[Batch]:
         """The parameters of a group that have a gradient, by what one call can update."""
         inputs = self.inputs or _NOTHING
-        rest_of: Callable[[int], torch.Tensor | None] = inputs.rests.get
+        inv_scale = inputs.inv_scale
+        if group.get("maximize"):
+            inv_scale = -1.0 if inv_scale is None else -inv_scale
         batches: dict[Any, Batch] = {}
         batch: Batch | None = None
         last = None
         for param in group["params"]:
-            gradient, rest = stored_gradient(param), rest_of(id(param))
+            gradient = inputs.gradient_of(param)
             if gradient is None:
                 continue
+            rest = self.rest_of(param) if param.dtype in LOWER_PRECISION else None
             if gradient.layout is not torch.strided:
                 raise self.sparse_error(param)
             key = (rest is None, param.device)
             if batch is None or key != last:
                 last, batch = key, batches.get(key)
                 if batch is None:
-                    batch = batches[key] = Batch([], [], inv_scale=inputs.inv_scale, found_inf=inputs.found_inf)
+                    batch = batches[key] = Batch([], [], inv_scale=inv_scale, found_inf=inputs.found_inf)
                     if rest is not None:
                         batch.lower, batch.clip = [], inputs.clip
             batch.params.append(param)
@@ -232,8 +358,22 @@ class FusedOptimizer(torch.optim.Optimizer):
                 batch.lower.append(rest)
         return list(batches.values())
 
+    def rest_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """What a parameter in lower precision lacks of its float32 value: a session's, or the optimizer's own, made of zeros."""
+        rests = (self.inputs or _NOTHING).rests
+        if rests and (rest := rests.get(id(param))) is not None:
+            return rest
+        state = self.state[param] if self.rests and rests is None else self.state.get(param, {})
+        rest = state.get("rest")
+        if rest is None and self.rests and rests is None:
+            refuse_to_begin("the optimizer's state", param.device)
+            rest = state["rest"] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        return rest
+
     def states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:
         """The state of each parameter. What was looked up is kept while nothing has been exchanged."""
+        if len(params) == 1:
+            return [self.state[params[0]]]
         states: list[dict[str, Any]]
         cache: dict[int, Any] = self.__dict__.setdefault("_states", {})
         found = cache.get(id(params[0]))
@@ -293,16 +433,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The keywords of the kernels that say by which random numbers a batch is rounded."""
         return self.storage.numbers(self, group, batch.params)
 
-    def global_norm(self) -> torch.Tensor | None:
+    def global_norm(self, groups: list[dict[str, Any]] | None = None) -> torch.Tensor | None:
         """The norm of all gradients, as they will be used; None where there are none."""
         inputs = self.inputs or _NOTHING
         if inputs.total_norm is not None:
             return inputs.total_norm()
-        every = [stored_gradient(param) for group in self.param_groups for param in group["params"]]
-        found = [
-            gradient for gradient in every if gradient is not None and not gradient.is_sparse
-        ]  # refused by the update, by name
-        return kernels.multi_tensor_unscale_l2norm(found, None, inputs.inv_scale)[0] if found else None
+        return norm_of(self._gradients(self.param_groups if groups is None else groups), inputs.inv_scale)
+
+    def _gradients(self, groups: list[dict[str, Any]]) -> list[torch.Tensor]:
+        """Those that are not sparse, which the update refuses by name."""
+        gradient_of = (self.inputs or _NOTHING).gradient_of
+        every = [gradient_of(param) for group in groups for param in group["params"]]
+        return [gradient for gradient in every if gradient is not None and gradient.layout is torch.strided]
 
     def __getstate__(self) -> dict[str, Any]:
         """With the settings that stand in attributes, which torch leaves out of copies."""
@@ -333,6 +475,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "param_groups": [dict(group) for group in state_dict["param_groups"]],
             }
         )
+        for group in state_dict["param_groups"]:
+            _check_settings(type(self).__name__, group)
         super().load_state_dict(state_dict)
         # torch rounds state to the parameters' dtype.
         for key, param in self._by_key(state_dict).items():
@@ -342,9 +486,34 @@ class FusedOptimizer(torch.optim.Optimizer):
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
             if param in self.state:
                 self.storage.store(self.state[param], param)
+        self._load_rests(self._by_key(state_dict), state_dict["state"])
         self._share_equal_steps()
         for group in self.param_groups:
             self._place_settings(group)
+
+    def _load_rests(self, params: dict[Any, torch.Tensor], saved: dict[Any, dict[str, Any]]) -> None:
+        """Rests as they were saved, which torch makes floating-point; what is missing, or has no place here, is told."""
+        kept, lost, missing = self.rests, 0, 0
+        for key, state in saved.items():
+            param, rest = params.get(key), state.get("rest")
+            if param is None:
+                continue
+            if rest is not None and kept and param.dtype in LOWER_PRECISION:
+                self.state[param]["rest"] = rest.to(param.device, torch.int16, copy=True)
+            elif rest is not None:
+                del self.state[param]["rest"]
+                lost += 1
+            else:
+                missing += kept and param.dtype in LOWER_PRECISION and bool(state)
+        if missing:
+            logger.warning("%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing)
+        if lost:
+            logger.warning(
+                "%s: the rests of %d parameters in the checkpoint are left out: these are float32 here, or keep none. "
+                "ampkit.optimizers.float32_state_dict saves values that go anywhere.",
+                type(self).__name__,
+                lost,
+            )
 
     def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
         """The parameters by the keys that a checkpoint has for them."""
@@ -400,21 +569,35 @@ class FusedOptimizer(torch.optim.Optimizer):
 _NOTHING = StepInputs()
 
 
-def refuse_amsgrad(optimizer: FusedOptimizer, amsgrad: bool) -> None:
-    if amsgrad:
+def refuse_unsupported(optimizer: str, **settings: bool) -> None:
+    """RuntimeError for a setting of torch's optimizers that is True and that the kernels have nothing for."""
+    for name in [name for name, value in settings.items() if value]:
+        raise RuntimeError(f"{optimizer} does not support {_UNSUPPORTED[name]}. Use torch.optim.AdamW({name}=True).")
+
+
+def where_true(**settings: bool) -> dict[str, bool]:
+    """Settings of groups that stand there only where they say something, as Apex's checkpoints do not know them."""
+    return {name: value for name, value in settings.items() if value}
+
+
+def _inputs_of_grad_scaler(optimizer: Any, grad_scaler: Any) -> StepInputs:
+    """What a ``torch.amp.GradScaler`` has to say about a step: the scale of the gradients, and whether all are finite.
+
+    It hands over itself, or leaves two attributes on the optimizer; without any it has nothing to say.
+    """
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if grad_scaler is not None:
+        state = grad_scaler._per_optimizer_states[id(optimizer)]
+        unscaled = state["stage"].name == "UNSCALED"
+        found = state["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(optimizer)
+        scale = None if unscaled else grad_scaler._get_scale_async()
+        if flags := list(found.values()):
+            found_inf = torch.stack([on(flag, flags[0].device) for flag in flags]).max().reshape(1)
+    if optimizer.step_in_backward and (scale is not None or found_inf is not None):
         raise RuntimeError(
-            f"{type(optimizer).__name__} does not support the AMSGrad variant. Use torch.optim.AdamW(amsgrad=True)."
+            f"{type(optimizer).__name__}: with step_in_backward=True weights were updated before GradScaler could unscale their "
+            "gradients. Train in bfloat16 without a GradScaler, or with step_in_backward=False."
         )
-
-
-def _inputs_of_grad_scaler(optimizer: torch.optim.Optimizer, grad_scaler: Any) -> StepInputs:
-    """What a ``torch.amp.GradScaler`` has to say about a step: the scale of the gradients, and whether all are finite."""
-    state = grad_scaler._per_optimizer_states[id(optimizer)]
-    unscaled = state["stage"].name == "UNSCALED"
-    found = state["found_inf_per_device"] if unscaled else grad_scaler._check_inf_per_device(optimizer)
-    flags = list(found.values())
-    found_inf = None
-    if flags:
-        found_inf = torch.stack([on(flag, flags[0].device) for flag in flags]).max().reshape(1)
-    inv_scale = None if unscaled else grad_scaler._get_scale_async().double().reciprocal().float()
-    return StepInputs(inv_scale=inv_scale, found_inf=found_inf)
+    return StepInputs(
+        inv_scale=None if scale is None else scale.double().reciprocal().float(), found_inf=found_inf
+    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from .. import kernels
 from ..errors import ConfigurationError
 from ..kernels.routing import Number as Scale
 from ..kernels.routing import on
+from ..sharding import by_placement, is_sharded, total_over
 
-__all__ = ["Scale", "inverse", "is_one", "on", "on_device_of", "ratio", "refuse_to_begin"]
+__all__ = ["Scale", "inverse", "is_one", "norm_of", "on", "on_device_of", "ratio", "refuse_to_begin"]
 
 
 def inverse(scale: Scale) -> Scale:
@@ -37,3 +39,16 @@ def refuse_to_begin(what: str, device: torch.device) -> None:
             f"A CUDA graph is captured before the first iteration: each replay would begin with {what} anew. Run an iteration "
             "or two before the capture, on a side stream (see examples/recipes/cuda_graph.py)."
         )
+
+
+def norm_of(gradients: list[torch.Tensor], factor: Scale | None = None) -> torch.Tensor | None:
+    """The Euclidean norm of all of these together, on all processes: float32, shape [1]; None of none. ``factor`` multiplies it."""
+    if not gradients:
+        return None
+    if not any(map(is_sharded, gradients)):
+        return kernels.multi_tensor_unscale_l2norm(gradients, None, factor)[0]
+    squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    for parts, groups in by_placement(gradients):
+        square = total_over(groups, kernels.multi_tensor_unscale_l2norm(parts, None, factor)[0].double().square())
+        squares = squares + on(square, squares.device)
+    return squares.sqrt().float().reshape(1)

@@ -24,6 +24,12 @@ def evaluates_once(optimizer: Any) -> bool:
     return is_known(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
+def hand_over(optimizer: Any, to_session: bool) -> None:
+    """Tell an optimizer of ours that a session takes it, or gives it back."""
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.hand_over(to_session)
+
+
 class Traits(NamedTuple):
     """What its methods say, asked before `initialize` puts others in their places.
 

@@ -28,6 +28,7 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
     first step tells. ``use_mt`` and ``amp_scale_adjustment`` chose kernels, and are accepted.
     """
 
+    judges_gradients = False  # Apex's steps with what it is given, and keeps no rests
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
     multi_tensor_adam_capturable_master = staticmethod(amp_C.multi_tensor_adam_capturable_master)
@@ -63,7 +64,7 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
                 "FusedAdam: master_weights=True requires capturable=True. Set both, or use initialize(), O2."
             )
         first = (lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad, set_grad_none, capturable)
-        super().__init__(params, *first, **settings)
+        super().__init__(params, *first, **{"rests": False, **settings})
         self.master_weights = master_weights
         if master_weights:
             self.takes_step_inputs = False  # it writes the parameters itself

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...optimizers.fused import Batch, FusedOptimizer, refuse_amsgrad
+from ...optimizers.fused import Batch, FusedOptimizer, refuse_unsupported
 from ...optimizers.scales import Scale, on
 from .. import amp_C
 from ..multi_tensor_steps import clip_factor, multi_tensor_lamb
@@ -46,7 +46,7 @@ class LAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        refuse_amsgrad(self, amsgrad)
+        refuse_unsupported(type(self).__name__, amsgrad=amsgrad)
         adam = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, adam | dict(grad_averaging=grad_averaging, max_grad_norm=max_grad_norm))
         self.adam_w_mode = 1 if adam_w_mode else 0

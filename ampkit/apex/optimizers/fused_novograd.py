@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ...optimizers.fused import Batch, FusedOptimizer, refuse_amsgrad
+from ...optimizers.fused import Batch, FusedOptimizer, refuse_unsupported
 from ...optimizers.scales import Scale, on
 from .. import amp_C
 from ..multi_tensor_steps import multi_tensor_novograd
@@ -47,7 +47,7 @@ class FusedNovoGrad(ForSubclasses, StepsInGroups, FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        refuse_amsgrad(self, amsgrad)
+        refuse_unsupported(type(self).__name__, amsgrad=amsgrad)
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad supports norm_type 2 and 0 (the maximum norm), found {norm_type}.")
         adam = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)

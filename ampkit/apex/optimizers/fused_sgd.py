@@ -16,6 +16,7 @@ class FusedSGD(ForSubclasses, _core.FusedSGD):
     ``materialize_master_grads`` chose where gradients were kept, and is accepted.
     """
 
+    judges_gradients = False  # Apex's steps with what it is given, and keeps no rests
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
 
     def __init__(
@@ -32,7 +33,7 @@ class FusedSGD(ForSubclasses, _core.FusedSGD):
         **settings: Any,
     ) -> None:
         first = (lr, momentum, dampening, weight_decay, nesterov, wd_after_momentum, set_grad_none)
-        super().__init__(params, *first, **settings)
+        super().__init__(params, *first, **{"rests": False, **settings})
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False

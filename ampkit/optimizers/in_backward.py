@@ -1,0 +1,130 @@
+"""What an optimizer without a session does while a backward pass runs: it steps parameter by parameter, or watches sums.
+
+With ``step_in_backward`` a hook on each parameter updates it as soon as its gradient is complete, and frees the gradient. Without it
+one hook, on the first parameter in lower precision, tells once of gradients that add up there. `widen_sums` has them add up in
+float32. A session hears of gradients itself, and has the hooks removed while it lasts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import LOWER_PRECISION
+from ..logs import logger
+from ..sharding import is_sharded
+from .scales import on
+
+
+class BackwardHooks:
+    """The hooks of one optimizer, and what they have found since its last step."""
+
+    def __init__(self) -> None:
+        self.accumulates = False
+        self.told_of = 0.0  # skipped steps
+        self._handles: dict[int, Any] = {}  # by the id of the parameter
+        self._stepped: set[int] = set()
+        self._found_inf: Tensor | None = None
+        self._last: weakref.ref[Tensor] | None = None  # the gradient that the watched parameter had
+
+    def follow(self, optimizer: Any, none: bool = False) -> None:
+        """Have hooks on the parameters that the optimizer holds now, or on ``none``."""
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        if not optimizer.step_in_backward:
+            params = list(_lower(optimizer))[:1] if optimizer.rests else []
+        wanted = {} if none else {id(param): param for param in params}
+        for key in self._handles.keys() - wanted.keys():
+            self._handles.pop(key).remove()
+        ref, act = weakref.ref(optimizer), self._step if optimizer.step_in_backward else self._watch
+
+        def hook(param: Tensor) -> None:
+            if (alive := ref()) is not None and not self.accumulates:
+                act(alive, param)
+
+        for key in wanted.keys() - self._handles.keys():
+            self._handles[key] = wanted[key].register_post_accumulate_grad_hook(hook)
+
+    def heed(self, found_inf: Tensor) -> None:
+        """Have the next `end_step` know of this flag too."""
+        found = self._found_inf
+        self._found_inf = found_inf if found is None else torch.maximum(found, on(found_inf, found.device))
+
+    def end_step(self) -> Tensor | None:
+        """The highest flag since the step before, None where nothing was judged. Other gradients come."""
+        found, self._found_inf, self._last = self._found_inf, None, None
+        self._stepped.clear()
+        return found
+
+    def end_sums(self, optimizer: Any) -> None:
+        """After ``zero_grad``: gradients are in the precision of their parameters again, which DDP asks for."""
+        self._last = None
+        for param in _lower(optimizer):
+            if param.grad is None and param.grad_dtype is not param.dtype:
+                param.grad_dtype = param.dtype
+
+    def _step(self, optimizer: Any, param: Tensor) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}(step_in_backward=True) runs on one process: on several, gradients are averaged after the "
+                "hooks that it steps in. Leave it out, and shard the model to save memory: torch.distributed.fsdp.fully_shard."
+            )
+        if id(param) in self._stepped:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}(step_in_backward=True): a second backward pass came before optimizer.step(), and the "
+                f"parameter of shape {tuple(param.shape)} has stepped in the first. Run all passes of a step but the last inside of "
+                "'with optimizer.accumulating():', and call optimizer.step() after each step's last one."
+            )
+        self._stepped.add(id(param))
+        optimizer.step_now(param)
+        param.grad = None
+        if param.grad_dtype is not param.dtype:
+            param.grad_dtype = param.dtype
+
+    def _watch(self, optimizer: Any, param: Tensor) -> None:
+        if param.grad is None or param.grad.dtype not in LOWER_PRECISION:
+            return
+        if self._last is not None and self._last() is param.grad:
+            self._handles.pop(id(param)).remove()
+            self._handles[id(param)] = _Nothing()
+            logger.warning(
+                "%s: a second backward pass adds to gradients in %s, which loses digits. Run the backward passes of one step inside of "
+                "'with optimizer.accumulating():', which adds them up in float32.",
+                type(optimizer).__name__,
+                param.grad.dtype,
+            )
+        else:
+            self._last = weakref.ref(param.grad)
+
+
+class _Nothing:
+    """The handle of a hook that has told what it had to."""
+
+    def remove(self) -> None:
+        return None
+
+
+def widen_sums(optimizer: Any) -> None:
+    """Have gradients of parameters in lower precision be float32 until they are cleared, those that are there too."""
+    for param in _lower(optimizer):
+        if is_sharded(param):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.accumulating() cannot widen gradients of sharded parameters. FSDP2 adds them up in float32 "
+                "itself: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and "
+                "model.set_requires_gradient_sync(False) for all micro-batches but the last."
+            )
+    for param in _lower(optimizer):
+        if param.grad_dtype is not torch.float32:
+            gradient, param.grad = param.grad, None
+            param.grad_dtype = torch.float32
+            param.grad = None if gradient is None else gradient.float()
+
+
+def _lower(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and param.dtype in LOWER_PRECISION:
+                yield param
