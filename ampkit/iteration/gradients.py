@@ -19,7 +19,7 @@ from .. import kernels
 from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
 from ..errors import ConfigurationError
 from ..models.float32_values import Float32Value, forget_gradient, put_gradient
-from ..optimizers.scales import Scale, on, ratio
+from ..optimizers.scales import Scale, norm_of, on, ratio
 from ..sharding import local, process_groups
 from .clipping import Clipping
 from .found_inf import FoundInf, places_for
