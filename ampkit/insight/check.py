@@ -1,4 +1,4 @@
-"""``ampkit check``: the first iterations of a script, and what each level would change in it.
+"""``ampkit check``: the first iterations of a script, and what each level would change in it. A file that is no script is read.
 
 The script is not edited, and may use float32, torch.autocast, ampkit or Apex. `Observer` notes the models and optimizers that run
 and the functions of torch that they call; `report` asks `explain` what each level makes of them. The script ends after some steps
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import threading
 from collections import Counter
@@ -30,6 +31,7 @@ from ..patching import PatchSet, Undo
 from ..plan import OPT_LEVELS
 from ..policy import CastKind, Policy
 from ..registry import current_session
+from . import files
 from .explain import Explanation, ModuleRow, OptimizerRow, columns, explain, short
 from .record.arithmetic import product_of
 from .record.groups import collapsed, pattern
@@ -59,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_command_line(arguments: argparse.Namespace) -> int:
     """Run the script's first iterations and print the report. The exit code is 1 where it names a mistake, else 0.
 
+    What does not end in .py, a file or a folder, is a checkpoint, which files.py reads.
+
     Exceptions of the script pass through, after a report on what was seen until then.
     """
     if arguments.iterations < 1:
@@ -66,6 +70,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
             f"ampkit check: --iterations {arguments.iterations} is not accepted: expected at least 1.", file=sys.stderr
         )
         return 2
+    if not (arguments.module or arguments.target.endswith(".py")) and os.path.exists(arguments.target):
+        return _read_file(arguments.target)
     observer, hook = Observer(arguments.iterations), sys.excepthook
     try:
         with observer.watching():
@@ -81,6 +87,17 @@ def from_command_line(arguments: argparse.Namespace) -> int:
             hide_observers(error)
             raise
     return int(_print_report(arguments.target, observer))
+
+
+def _read_file(path: str) -> int:
+    """The same of a checkpoint, which is read and not run; 2 where it is not read."""
+    try:
+        lines, has_lost = files.report(path)
+    except files.NotRead as error:
+        print(f"ampkit check: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return int(has_lost)
 
 
 def _print_report(script: str, observer: Observer) -> bool:

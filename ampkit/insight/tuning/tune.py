@@ -56,9 +56,9 @@ def tune(
     or a name, ``"script.py:factory"`` or ``"package.module:factory"``. A script that calls `tune` does so under
     ``if __name__ == "__main__":``. Random numbers are seeded before the factory is called, and before training.
 
-    Raises TypeError for what is no factory, ValueError for a name of none, for one that cannot be imported, for other levels, and for
-    ``seconds`` or ``steps`` below 1, FileNotFoundError for a script that is not there, and RuntimeError where the factory fails, or
-    float32.
+    Raises TypeError for what is no factory, ValueError for a name of none, for one that cannot be imported, for other levels, and
+    for ``seconds`` or ``steps`` below 1, FileNotFoundError for a script that is not there, and RuntimeError where the factory
+    fails, or float32.
     """
     if os.environ.get(_IS_CHILD):
         raise RuntimeError(

@@ -1,0 +1,242 @@
+"""``ampkit check FILE``: what precision a checkpoint was trained in, and what that has cost; nothing is run or unpickled.
+
+It reads ``.safetensors``, what ``torch.save`` wrote (``weights_only``), folders of shards, and torch.distributed.checkpoint's.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dtypes import LOWER_PRECISION
+from .explain import columns, short
+from .words import percent
+
+_SAFETENSORS = {
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+}
+#: What DCP's ``.metadata`` may name: descriptions of tensors and of where they lie.
+_DESCRIPTIONS = "torch.distributed.checkpoint.metadata"
+_PLAIN = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+}
+#: Whose file it is, by a key in it.
+_TOOLS = (
+    (r"loss_scaler\d+\.(loss_scale|unskipped)", "ampkit, or Apex (amp.state_dict())"),
+    (r"fp32_from_fp16|fp32_groups_flat", "FP16_Optimizer of Apex, which has float32 masters"),
+    (r"pytorch-lightning_version", "Lightning"),
+    (r"ds_version|single_partition_of_fp32_groups|base_optimizer_state", "DeepSpeed"),
+    (r"_growth_tracker", "torch.amp.GradScaler"),
+)
+_SCALES = re.compile(r"(^|\.)(loss_scaler\d*\.loss_scale|scale|cur_scale|loss_scale)$")
+_MOMENT = re.compile(r"\.?(exp_avg|exp_avg_sq|momentum_buffer|max_exp_avg_sq)$")
+_NORM = re.compile(r"(norm|ln|bn)[^.]*\.weight$|(norm|ln_?f|ln_?\d)\.(weight|scale|gamma)$", re.IGNORECASE)
+_MASTERS = re.compile(r"master|fp32|float32|rest", re.IGNORECASE)
+
+
+class NotRead(Exception):
+    """Why a file is not read."""
+
+
+def report(path: str) -> tuple[list[str], bool]:
+    """The lines to print, and whether they name what training has lost. Raises `NotRead`."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for name, value in _leaves("", _read(Path(path))):
+        (tensors if isinstance(value, Tensor) else numbers)[name] = value
+    moments = {name: one for name, one in tensors.items() if _MOMENT.search(name)}
+    masters = {name: one for name, one in tensors.items() if _MASTERS.search(name) and one.dtype is torch.float32}
+    weights = {name: one for name, one in tensors.items() if name not in moments and name not in masters and one.dim()}
+    weights = {name: one for name, one in weights.items() if one.is_floating_point()}
+    lost = [*_norms(weights), *_moments(moments), *_without_masters(weights, moments, masters)]
+    keys = [*tensors, *numbers]
+    tools = [tool for pattern, tool in _TOOLS if any(re.search(pattern, key) for key in keys)]
+    scales = [
+        f"{float(value):g} ({name})" for name, value in numbers.items() if _SCALES.search(name) and _is_number(value)
+    ]
+    scales += [f"{one.item():g} ({name})" for name, one in tensors.items() if _SCALES.search(name) and one.numel() == 1]
+    rows = [
+        ("weights", _dtypes(weights)),
+        ("moments", _dtypes(moments)),
+        ("masters", _dtypes(masters) if masters else "none by their names"),
+        ("loss scale", "; ".join(scales[:4]) or "none"),
+        ("written by", "; ".join(tools) or "no tool that leaves a mark"),
+        *(("lost", words) for words in lost or ["nothing seen"]),
+    ]
+    return [f"{path}: {len(tensors)} tensors", "", *columns(rows)], bool(lost)
+
+
+# What is lost
+
+
+def _norms(weights: Mapping[str, Tensor]) -> Iterator[str]:
+    """Weights of norms in lower precision that are 1.0, where they began."""
+    norms = {name: one for name, one in weights.items() if _NORM.search(name) and one.dim() == 1}
+    norms = {name: one for name, one in norms.items() if one.dtype in LOWER_PRECISION and not one.is_meta}
+    still = {name: int((one == 1.0).sum()) for name, one in norms.items()}
+    total, elements = sum(still.values()), sum(one.numel() for one in norms.values())
+    if total > elements / 10:
+        worst = max(still, key=lambda name: still[name] / norms[name].numel())
+        dtype = norms[worst].dtype
+        yield (
+            f"{total:,} of {elements:,} elements of norms are 1.0, where they began ({still[worst]:,} of {norms[worst].numel():,} "
+            f"of {worst!r}). If this was trained: {short(dtype)} rounds updates of 1.0 below {torch.finfo(dtype).eps / 4:.1%} "
+            "away; O5 and O2 train them"
+        )
+
+
+def _moments(moments: Mapping[str, Tensor]) -> Iterator[str]:
+    lower = {name: one for name, one in moments.items() if one.dtype in LOWER_PRECISION and not one.is_meta}
+    squares = {name: one for name, one in lower.items() if name.endswith("exp_avg_sq")}
+    zeros = total = 0
+    for name, one in squares.items():
+        first = moments.get(name.removesuffix("_sq"))
+        if first is not None and one.dtype is torch.float16:
+            is_updated = first != 0
+            zeros, total = zeros + int((is_updated & (one == 0)).sum()), total + int(is_updated.sum())
+    if zeros:
+        yield (
+            f"second moments in float16 are 0 in {percent(zeros / total)} of the elements that have a first moment: updates there, "
+            "which are divided by their root, are far too large; keep moments in float32"
+        )
+    if any(one.dtype is torch.bfloat16 for one in squares.values()):
+        yield (
+            "second moments in bfloat16: to nearest they lose updates of less than 0.2%, which at beta2 = 0.999 are nearly all; "
+            'float32, or FusedAdam(state_dtype="bfloat16"), which rounds by random numbers'
+        )
+
+
+def _without_masters(weights: Mapping[str, Tensor], moments: Any, masters: Any) -> Iterator[str]:
+    lower = [one for one in weights.values() if one.dtype in LOWER_PRECISION]
+    if lower and moments and not masters:
+        yield (
+            f"weights in {short(lower[0].dtype)} beside moments, and no float32 values of them: what rounding took away is gone; "
+            "ampkit's state_dict() is float32 at every level but O3"
+        )
+
+
+def _dtypes(tensors: Mapping[str, Tensor]) -> str:
+    sizes = Counter[torch.dtype]()
+    for one in tensors.values():
+        sizes[one.dtype] += one.numel()
+    shares = [f"{short(dtype)} {percent(size / max(1, sizes.total()))}" for dtype, size in sizes.most_common()]
+    return f"{sizes.total():,} elements: {', '.join(shares)}" if sizes else "none"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, (dict, list, tuple)):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in items:
+            yield from _leaves(f"{path}.{key}".lstrip("."), value)
+    else:
+        yield path, tree
+
+
+# Formats
+
+
+def _read(path: Path) -> Any:
+    if path.is_dir():
+        if (path / ".metadata").exists():
+            return _read_dcp(path)
+        parts = sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"))
+        if not parts:
+            raise NotRead(f"{path}: no .safetensors, .pt, .pth, .bin or .ckpt is in this folder, and no .metadata.")
+        return {
+            "" if one.suffix == ".safetensors" else one.stem: _read(one)
+            for one in parts
+            if one.suffix != ".safetensors"
+        } | {
+            name: tensor
+            for one in parts
+            if one.suffix == ".safetensors"
+            for name, tensor in _read_safetensors(one).items()
+        }
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # of any kind, where it is no checkpoint
+        names = re.findall(r"GLOBAL (\S+)", str(error))
+        held = f"holds objects ({names[0]})" if names else "is no checkpoint of torch's, or holds objects"
+        raise NotRead(f"{path} {held}. It is not unpickled, since that can run code of the file's own.") from None
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """A length in 8 bytes, so much JSON, and the tensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise NotRead(f"{path} is no safetensors file, or a part of one.")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
+    found = {}
+    for name, about in header.items():
+        begin, end = about["data_offsets"]
+        if (dtype := _SAFETENSORS.get(about["dtype"])) is not None:
+            part = data[begin:end]
+            if (8 + length + begin) % dtype.itemsize:  # clone: torch looks at nothing that is not aligned
+                part = part.clone()
+            found[name] = (
+                part.view(dtype).reshape(about["shape"]) if end > begin else torch.empty(about["shape"], dtype=dtype)
+            )
+    return found
+
+
+class _Descriptions(pickle.Unpickler):
+    """Of DCP's ``.metadata``: descriptions alone, no function of anybody's."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        if module == _DESCRIPTIONS and "." not in name and isinstance(found := super().find_class(module, name), type):
+            return found
+        raise NotRead(
+            f"The .metadata of this folder names {module}.{name}, which would have to be unpickled: it is not read."
+        )
+
+
+def _read_dcp(folder: Path) -> dict[str, Any]:
+    with (folder / ".metadata").open("rb") as file:
+        about = _Descriptions(file).load()
+    found: dict[str, Any] = {}
+    for name, entry in about.state_dict_metadata.items():
+        if hasattr(entry, "properties"):
+            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    for index, where in (about.storage_data or {}).items():
+        described = found.get(index.fqn)
+        if described is None or where.length > os.path.getsize(folder / where.relative_path):
+            continue
+        with (folder / where.relative_path).open("rb") as file:
+            file.seek(where.offset)
+            part = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
+        if part.shape == described.shape:
+            found[index.fqn] = part
+        else:  # a shard: its elements stand for the tensor
+            found[f"{index.fqn} (part {'.'.join(map(str, index.offset or ()))})"] = part
+    return found

@@ -1,0 +1,142 @@
+"""``ampkit check FILE``: what it says of checkpoints, and that it runs nothing that stands in them."""
+
+import json
+import os
+import pickle
+import struct
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import ampkit
+from ampkit.__main__ import main
+
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def write_safetensors(tensors, path):
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        part = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(part)],
+        }
+        data += part
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def state():
+    """4 of 8 elements of a norm never moved."""
+    norm = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.9, 1.1, 0.5, 2.0]).bfloat16()
+    return {"fc.weight": torch.ones(8, 4).bfloat16(), "norm.weight": norm, "norm.bias": torch.zeros(8).bfloat16()}
+
+
+def optimizer_state(dtype):
+    first, second = torch.tensor([1.0, 0.0, 1e-3, 1.0]), torch.tensor([1e-3, 0.0, 1e-9, 1e-2])
+    moments = {"step": torch.tensor(5.0), "exp_avg": first.to(dtype), "exp_avg_sq": second.to(dtype)}
+    return {"state": {0: moments}, "param_groups": [{"lr": 1e-3, "params": [0]}]}
+
+
+@pytest.fixture
+def check(capsys):
+    def run(path):
+        code = main(["check", str(path)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def as_safetensors(folder):
+    write_safetensors(state(), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def as_shards(folder):
+    parts = list(state().items())
+    for number in (1, 2):
+        write_safetensors(dict(parts[number - 1 :: 2]), folder / f"model-0000{number}-of-00002.safetensors")
+    return folder
+
+
+def as_torch(folder):
+    torch.save({"model": state()}, folder / "model.pt")
+    return folder / "model.pt"
+
+
+def as_dcp(folder):
+    dcp.save({"model": state()}, checkpoint_id=folder / "saved")
+    return folder / "saved"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [as_safetensors, as_shards, as_torch, as_dcp])
+def test_norms_that_never_moved_are_found_in_every_format(write, check, tmp_path):
+    code, printed, _ = check(write(tmp_path))
+    assert code == 1 and "48 elements: bfloat16 100%" in printed
+    assert "4 of 8 elements of norms are 1.0, where they began (4 of 8 of '" in printed
+    assert "norm.weight'). If this was trained: bfloat16 rounds updates of 1.0 below 0.2% away" in printed
+
+
+@pytest.mark.parametrize(
+    "dtype, words",
+    [
+        # 1e-9 is below half of 6e-8, the smallest float16: one of three with a first moment.
+        (torch.float16, "second moments in float16 are 0 in 33% of the elements that have a first moment"),
+        (torch.bfloat16, "second moments in bfloat16: to nearest they lose updates of less than 0.2%"),
+        (torch.float32, None),
+    ],
+)
+def test_moments_are_judged_by_their_precision(dtype, words, check, tmp_path):
+    torch.save({"model": {"w": torch.ones(4).to(dtype)}, "optimizer": optimizer_state(dtype)}, tmp_path / "all.pt")
+    code, printed, _ = check(tmp_path / "all.pt")
+    assert code == (words is not None) and (words or "nothing seen") in printed
+    assert ("no float32 values of them" in printed) == (dtype is not torch.float32)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_what_a_level_saves_has_lost_nothing(level, check, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    with ampkit.scale_loss(model(torch.randn(2, 4)).float().pow(3).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampkit.state_dict()}
+    torch.save(saved, tmp_path / "all.pt")
+    code, printed, _ = check(tmp_path / "all.pt")
+    assert code == 0 and "128 (amp.loss_scaler0.loss_scale)" in printed and "written by  ampkit" in printed
+
+
+class Runs:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_of_a_file_is_run(check, tmp_path):
+    torch.save({"model": Runs(tmp_path / "ran")}, tmp_path / "hostile.pt")
+    code, _, error = check(tmp_path / "hostile.pt")
+    assert code == 2 and "mkdir" in error and "not unpickled" in error
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    code, _, error = check(tmp_path / "dcp")
+    assert code == 2 and "mkdir" in error and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name, content", [("a.pt", b"text"), ("a.safetensors", b"\xff" * 20), ("a.safetensors", b"")])
+def test_what_is_no_checkpoint_is_said(name, content, check, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    code, _, error = check(tmp_path / name)
+    assert code == 2 and name in error
+    (tmp_path / "empty").mkdir()
+    assert check(tmp_path / "empty")[0] == 2
