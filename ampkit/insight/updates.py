@@ -21,6 +21,9 @@ from ..registry import wrapper_of
 from ..sharding import local
 from .around_step import AroundStep, names_of, to_host
 
+#: A parameter's name, itself, and its group.
+Named = tuple[str, torch.Tensor, dict[str, Any]]
+
 #: Steps that are all measured, so that the first finding comes soon.
 _FIRST = 5
 
@@ -41,17 +44,17 @@ class Weights:
     """The weights of an optimizer before a step, to be compared with those after it.
 
     Costs a copy of the weights, and a pass over weights and gradients; with ``most``, only so many elements of each are looked
-    at. Left out are sparse gradients, groups whose learning rate is 0, and parameters that are rounded by random numbers, which
-    lose nothing on average.
+    at, of ``named`` parameters alone. Left out are sparse gradients, groups whose learning rate is 0, and parameters that are
+    rounded by random numbers, which lose nothing on average.
     """
 
-    def __init__(self, optimizer: Any, most: int | None = None) -> None:
+    def __init__(self, optimizer: Any, most: int | None = None, named: Iterable[Named] | None = None) -> None:
         wrapper = wrapper_of(optimizer)
         entries = {} if wrapper is None else {slot.param: slot.entry for slot in wrapper.gradients.stored}
         is_random = isinstance(optimizer, FusedOptimizer) and optimizer.storage.is_stochastic
         self._most = most
         self.list: list[_Weight] = []
-        for name, param, group in _named(optimizer):
+        for name, param, group in named_params(optimizer) if named is None else named:
             lr, entry = float(group.get("lr", 1.0)), entries.get(param)
             if lr != 0.0 and not (is_random and param.dtype in LOWER_PRECISION):
                 rest = None if entry is None else self._some(entry.rest).clone()
@@ -132,13 +135,13 @@ class UpdateCheck(AroundStep):
     ``steps`` counts the steps that were measured, and ``shares`` has by name the share of updates lost in them. ``print`` it.
     """
 
-    def __init__(self, optimizer: Any, every: int, share: float) -> None:
+    def __init__(self, optimizer: Any, every: int, share: float, function: str = "check_updates") -> None:
         self._every, self._share = every, share
         self.steps = self._seen = 0
         self._lost: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._weights: Weights | None = None
         self._has_told = False
-        super().__init__(optimizer, "check_updates")
+        super().__init__(optimizer, function)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -154,13 +157,16 @@ class UpdateCheck(AroundStep):
     def after(self) -> None:
         found = self._weights.lost() if self._weights is not None else None
         if found:
-            self.steps += 1
-            for name, (lost, total) in found.items():
-                lost_before, total_before = self._lost.get(name, (0, 0))
-                self._lost[name] = lost + lost_before, total + total_before
+            self._count(found)
             if self.steps >= _FIRST and not self._has_told:
                 self._tell()
         self._weights = None
+
+    def _count(self, found: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.steps += 1
+        for name, (lost, total) in found.items():
+            lost_before, total_before = self._lost.get(name, (0, 0))
+            self._lost[name] = lost + lost_before, total + total_before
 
     def _tell(self) -> None:
         shares = {name: share for name, share in self.shares.items() if share > self._share}
@@ -169,7 +175,7 @@ class UpdateCheck(AroundStep):
         self._has_told = True
         worst = max(shares, key=lambda name: shares[name])
         others = f" ({len(shares) - 1} more tensors lose over {self._share:.0%}: print what check_updates returned)"
-        weight = next(weight for weight in self._weights.list if weight.name == worst)
+        weight = next(weight for weight in Weights(self.optimizer, 64).list if weight.name == worst)
         logger.warning(
             "%.0f%% of the updates of %r (%s, lr %g) were lost in %d steps%s: %s",
             100 * shares[worst],
@@ -228,7 +234,7 @@ def check_updates(optimizer: Any, every: int = 100, *, share: float = 0.5) -> Up
     return UpdateCheck(optimizer, every, share)
 
 
-def _named(optimizer: Any) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+def named_params(optimizer: Any) -> Iterator[Named]:
     """Each parameter with its name and group."""
     names = iter(names_of(optimizer))
     for group in optimizer.param_groups:

@@ -206,6 +206,11 @@ class Findings:
             self._skipped = is_set(self._skipped)
         return self._skipped
 
+    @property
+    def flag_of_step(self) -> bool | torch.Tensor:
+        """The same without waiting: above 0 where its device has skipped the last step."""
+        return self._skipped
+
     def end_step(self, skipped: bool) -> None:
         """The last step was taken, or ``skipped``."""
         self._skipped = skipped
