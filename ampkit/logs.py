@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -42,15 +43,19 @@ def _reaches_terminal_anyway(record: logging.LogRecord) -> bool:
 
     Asked for each record: scripts may call ``logging.basicConfig`` before or after ``initialize``.
     """
-    above: logging.Logger | None = logger
-    while above is not None and above.propagate:
-        above = above.parent
-        if above is not None and any(_is_of_terminal(one, record) for one in above.handlers):
-            return True
-    return False
+    return logger.propagate and any(is_of_terminal(one, record) for one in handlers_above())
 
 
-def _is_of_terminal(handler: logging.Handler, record: logging.LogRecord) -> bool:
+def handlers_above() -> Iterator[logging.Handler]:
+    """Those of the loggers above ours."""
+    above = logger.parent
+    while above is not None:
+        yield from above.handlers
+        above = above.parent if above.propagate else None
+
+
+def is_of_terminal(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether this handler writes the record to the terminal."""
     console = getattr(handler, "console", None)  # rich's handler has no stream of its own
     stream = getattr(handler, "stream", getattr(console, "file", None))
     terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)

@@ -2,8 +2,8 @@
 
 `in_place_of_cuda` patches what names CUDA: the functions of ``torch.cuda``, the ``.cuda()`` methods, the tensor types, the
 wrappers and process groups that want GPUs. Devices given as arguments are seen by a mode around torch's functions, since
-``torch.device`` cannot be patched. Tensors call themselves by the names that CUDA's types have (``torch.cuda.FloatTensor``),
-which old scripts compare; ``is_cuda`` and ``device`` say the truth.
+``torch.device`` cannot be patched. What scripts decide by answers as on a GPU: the names of types (``torch.cuda.FloatTensor``),
+``torch.device("cuda").type``, and ``is_cuda`` and ``device`` of tensors; torch and ampkit themselves are told the truth.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..logs import is_rank_zero
+from ..parallel import SyncBatchNorm
 from ..patching import PatchSet
 from ..plan import LOWER_PRECISION_VARIABLE
 
@@ -48,8 +49,9 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
     os.environ[LOWER_PRECISION_VARIABLE] = chosen or "bfloat16"
     if not silent and is_rank_zero():
         print(
-            "ampkit: --device cpu: CUDA calls of this script run on the CPU, in "
-            f"{os.environ[LOWER_PRECISION_VARIABLE]}. This checks that it works; it says nothing about speed on a GPU.",
+            "ampkit: --device cpu: CUDA calls of this script run on the CPU. The lower precision of amp is "
+            f"{os.environ[LOWER_PRECISION_VARIABLE]} there; what the script makes float16 itself, by .half(), stays float16. This "
+            "checks that it works; it says nothing about speed on a GPU.",
             file=sys.stderr,
         )
     with warnings.catch_warnings():
@@ -60,9 +62,10 @@ def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
     patches = PatchSet()
     default_dtype = torch.get_default_dtype()
     try:
-        for owner, name, value in _replacements():
+        devices = _DevicesToCPU()
+        for owner, name, value in _replacements(devices):
             patches.set(owner, name, value)
-        with _DevicesToCPU():
+        with devices:
             yield
     finally:
         patches.restore()
@@ -75,7 +78,10 @@ class _DevicesToCPU(TorchFunctionMode):
     """Every torch function and tensor method is called with the CPU where it was given a CUDA device."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = {key: _named(key, value) for key, value in kwargs.items()} if kwargs else {}
+        kwargs = kwargs or {}
+        if func is torch.device:  # scripts ask for its type; where it is used, it is mapped
+            return func(*args, **kwargs)
+        kwargs = {key: _named(key, value) for key, value in kwargs.items()}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _cuda_name(func(*args))
         first_index = func is torch.Tensor.to
@@ -105,8 +111,11 @@ def _cuda_name(name: Any) -> Any:
     return name
 
 
-def _replacements() -> Iterator[tuple[Any, str, Any]]:
+def _replacements(devices: _DevicesToCPU) -> Iterator[tuple[Any, str, Any]]:
     """(object, attribute, what stands there instead), for everything."""
+    yield torch.Tensor, "is_cuda", property(_is_cuda)
+    yield torch.Tensor, "device", property(_device)
+    yield torch.autograd, "_engine_run_backward", _with_hooks_under(devices, torch.autograd._engine_run_backward)
     for name, value in {**_cuda_functions(), **{name: getattr(torch, name) for name in _TYPES}}.items():
         yield torch.cuda, name, value
     # torch's optimizers ask it for a stream where CUDA says that it is available.
@@ -124,6 +133,8 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     for name in ("set_default_device", "set_default_tensor_type"):
         yield torch, name, _mapped(getattr(torch, name))
     yield torch, "Generator", _Generator
+    for module in (nn, nn.modules.batchnorm):  # not nn.modules, where DDP finds the class that it refuses on the CPU
+        yield module, "SyncBatchNorm", _SyncBatchNorm
     yield torch.autocast, "__init__", _autocast_init(torch.autocast.__init__)
     yield nn.parallel.DistributedDataParallel, "__init__", _ddp_init(nn.parallel.DistributedDataParallel.__init__)
     yield sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", lambda: None
@@ -133,6 +144,49 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
             for name in ("init_process_group", "new_group"):
                 yield module, name, _on_gloo(getattr(torch.distributed, name))
             yield module, "is_nccl_available", lambda: True
+
+
+def _asks_for_a_script() -> bool:
+    """Whether the code that reads an attribute, two frames up, is neither torch's nor ours."""
+    return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] not in ("torch", "ampkit", "apex")
+
+
+_is_cuda_in_truth = torch.Tensor.is_cuda.__get__
+_device_in_truth = torch.Tensor.device.__get__
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return _asks_for_a_script() or _is_cuda_in_truth(tensor)
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    device = _device_in_truth(tensor)
+    # In a thread that the mode is not on in, a CUDA device would reach torch.
+    if device.type == "cpu" and _asks_for_a_script() and torch._C._len_torch_function_stack():
+        return torch.device("cuda", 0)
+    return device
+
+
+def _with_hooks_under(devices: _DevicesToCPU, original: Callable) -> Callable:
+    """``Tensor.backward`` is a torch function, in which the mode is off; hooks and functions of the script must find it on."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_function_stack():
+            return original(*args, **kwargs)
+        with devices:
+            return original(*args, **kwargs)
+
+    return run
+
+
+class _SyncBatchNorm(SyncBatchNorm):
+    """``torch.nn.SyncBatchNorm``, which is for CUDA alone, under its name."""
+
+    convert_sync_batchnorm = classmethod(nn.SyncBatchNorm.convert_sync_batchnorm.__func__)
+
+
+_SyncBatchNorm.__module__, _SyncBatchNorm.__qualname__ = "torch.nn.modules.batchnorm", "SyncBatchNorm"  # for pickles
 
 
 def _returns_self(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,8 @@ DataLoader with ``spawn``) find the drop-in when they import the script again: s
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import importlib.machinery
 import importlib.util
 import json
@@ -117,7 +119,24 @@ def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         stack.callback(api.close)
-        return fill(main.__dict__, path, code, _package_of(run))
+        begun = os.times()
+        names = fill(main.__dict__, path, code, _package_of(run))
+        if os.times()[2:4] == begun[2:4]:  # no child process has run, which may have used amp
+            _tell_of_unused_amp(run)
+        return names
+
+
+def _tell_of_unused_amp(run: Run) -> None:
+    """A script that decides against amp trains in float32, and should not look as if it had been tried."""
+    amp = sys.modules.get("apex.amp")
+    if amp is None or not is_rank_zero() or amp._amp_state.was_used:
+        return
+    print(
+        "ampkit: this script has imported apex.amp and never called amp.initialize: nothing was cast, it ran in its own precision. "
+        "It may do so only with an option of its own, or on a GPU"
+        + ("." if run.device == "cpu" else ", as which python -m ampkit run --device cpu makes the CPU look."),
+        file=sys.stderr,
+    )
 
 
 @contextmanager
@@ -129,11 +148,31 @@ def installed(run: Run, is_child: bool = False) -> Iterator[None]:
             stack.callback(importing.uninstall)
         if importlib.util.find_spec("torch._six") is None:
             stack.enter_context(_torch_six())
+        stack.enter_context(_local_rank_from_environment())
         if run.allow_pickle:
             stack.enter_context(_pickles_allowed(silent=is_child))
         if run.device == "cpu":
             stack.enter_context(cpu.in_place_of_cuda(silent=is_child))
         yield
+
+
+@contextmanager
+def _local_rank_from_environment() -> Iterator[None]:
+    """Launchers of 2019 passed ``--local_rank``, those of today set ``LOCAL_RANK``: the default of the script's option is that."""
+    original = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(original)
+    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        for action in self._actions if "LOCAL_RANK" in os.environ else ():
+            if action.dest == "local_rank" and action.option_strings:
+                action.default, action.required = os.environ["LOCAL_RANK"], False
+        return original(self, *args, **kwargs)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_known_args = original
 
 
 @contextmanager
@@ -178,6 +217,7 @@ class _MainSpec(importlib.machinery.ModuleSpec):
 def resume_in_child(names: dict[str, Any]) -> None:
     """In a process that the script spawned: the drop-in again, for good, and the script's names."""
     run = Run(**json.loads(os.environ[VARIABLE]))
+    atexit.register(_until_exit.close)  # while torch and the import system are still there
     _until_exit.enter_context(installed(run, is_child=True))
     path, code = _find(run)
     fill(names, path, code, _package_of(run))

@@ -40,6 +40,11 @@ class AmpState:
         return self.opt_properties.opt_level is not None
 
     @property
+    def was_used(self) -> bool:
+        """Whether ``amp.initialize`` or ``amp.init`` was called."""
+        return self.opt_properties is not self.opt_properties_before_initialize or self.handle.is_active()
+
+    @property
     def is_switched_off(self) -> bool:
         """Whether an ``initialize`` with ``enabled=False``, or the script itself, has put disabled options here."""
         return not self.opt_properties.enabled and self.opt_properties is not self.opt_properties_before_initialize

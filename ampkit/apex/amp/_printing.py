@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...logs import logger
+from ...logs import handlers_above, is_of_terminal, logger
 from ._amp_state import _amp_state
 
 
@@ -19,9 +19,13 @@ class _Printer(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.silent_below = logging.NOTSET
-        self.level_before: int | None = None
+        self.before: tuple[int, bool] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        # Once, whoever logs: of the handlers above, those that write to the terminal too are left out.
+        for handler in handlers_above() if self.before[1] else ():
+            if record.levelno >= handler.level and not is_of_terminal(handler, record):
+                handler.handle(record)
         if record.levelno < self.silent_below:
             return
         if _amp_state.verbosity > 0:
@@ -36,8 +40,9 @@ _printer = _Printer()
 def attach() -> None:
     """Print the core's lines from now on."""
     if _printer not in logger.handlers:
-        _printer.level_before = logger.level
+        _printer.before = logger.level, logger.propagate
         logger.addHandler(_printer)
+        logger.propagate = False
         if logger.level == logging.NOTSET or logger.level > logging.INFO:
             logger.setLevel(logging.INFO)
 
@@ -46,7 +51,8 @@ def detach() -> None:
     """Leave them to the handlers of the logger."""
     if _printer in logger.handlers:
         logger.removeHandler(_printer)
-        logger.setLevel(_printer.level_before)
+        level, logger.propagate = _printer.before
+        logger.setLevel(level)
 
 
 @contextmanager
