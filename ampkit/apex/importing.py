@@ -6,13 +6,16 @@ Each module exists once: ``apex.amp`` and ``ampkit.apex.amp`` are the same objec
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import linecache
 import sys
 import types
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 from ..logs import logger
@@ -69,8 +72,11 @@ IMPORTED_BY_APEX = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "norma
 _ROOTS = ("apex", *(name for name in PROVIDED if "." not in name))
 
 
-def install(replace: bool = False) -> bool:
+def install(replace: bool = False, only_where_needed: bool = False) -> bool:
     """Make ``apex`` importable as the drop-in. True if it is in place afterwards.
+
+    ``only_where_needed`` is for tools that observe: an import that a script cannot do without is answered. Libraries, imports with
+    a fallback (``except ImportError``) and ``find_spec`` find what they would find in plain Python, an installed apex too.
 
     An apex that is installed without ``apex.amp`` is hidden until `uninstall`, and a log line says so; one that has it is
     kept unless ``replace=True``. Install before importing libraries that look for apex when they are imported.
@@ -78,6 +84,8 @@ def install(replace: bool = False) -> bool:
     if is_installed():
         return True
     found = _installed_apex()
+    if found is not None and only_where_needed:
+        return False
     if found is not None:
         where, has_amp = found
         if has_amp and not replace:
@@ -91,7 +99,7 @@ def install(replace: bool = False) -> bool:
             where,
             "" if has_amp else ", which has no amp",
         )
-    _finder.hidden = _take_modules()
+    _finder.hidden, _finder.only_where_needed = _take_modules(), only_where_needed
     sys.meta_path.insert(0, _finder)
     importlib.invalidate_caches()
     return True
@@ -135,8 +143,11 @@ class _Finder:
 
     def __init__(self) -> None:
         self.hidden: dict[str, types.ModuleType] = {}
+        self.only_where_needed = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if self.only_where_needed and name.partition(".")[0] in _ROOTS and not _is_needed():
+            return None
         if name == "apex":
             spec = ModuleSpec(name, _ApexLoader(), origin=__file__, is_package=True)
             spec.submodule_search_locations = []
@@ -153,7 +164,7 @@ class _Finder:
         return None
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        if getattr(context, "name", None) in (None, "apex"):
+        if not self.only_where_needed and getattr(context, "name", None) in (None, "apex"):
             yield _Distribution()
 
 
@@ -250,6 +261,39 @@ def _what_is_provided() -> str:
         f"It provides {', '.join(sorted(filter(our_name, PROVIDED)))} and their submodules; the rest of "
         "Apex (apex.transformer, most of apex.contrib, apex.mlp, apex.RNN, ...) has to come from NVIDIA's package, "
         "with this drop-in not installed."
+    )
+
+
+def _is_needed() -> bool:
+    """Whether a file of the script imports, and not a library in site-packages, where it has nothing to fall back on."""
+    frame = sys._getframe(2)
+    while frame is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in ("importlib", "ampkit"):
+        frame = frame.f_back
+    if frame is None or _only_looking():
+        return False
+    path = frame.f_code.co_filename
+    if frame.f_globals.get("__name__") != "__main__" and {"site-packages", "dist-packages"} & set(Path(path).parts):
+        return False
+    source = "".join(linecache.getlines(path))
+    return not any(
+        _has_fallback(node, frame.f_lineno) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Try)
+    )
+
+
+def _has_fallback(node: ast.Try, line: int) -> bool:
+    """Whether this line stands in the ``try``, and a handler of import errors goes on without raising."""
+    if not node.body[0].lineno <= line <= node.body[-1].end_lineno:
+        return False
+    return any(
+        _takes_import_errors(one) and not any(isinstance(part, ast.Raise) for part in ast.walk(one))
+        for one in node.handlers
+    )
+
+
+def _takes_import_errors(handler: ast.ExceptHandler) -> bool:
+    kinds = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+    return handler.type is None or any(
+        isinstance(part, ast.Name) and part.id in kinds for part in ast.walk(handler.type)
     )
 
 

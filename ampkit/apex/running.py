@@ -57,10 +57,19 @@ class Run:
     device: str | None = None
     replace: bool = False
     allow_pickle: bool = False
+    needs_apex: bool = True
+    """Whether the drop-in is there for all; else only for imports that the script cannot do without."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``run``, and the script with its arguments."""
+def add_arguments(parser: argparse.ArgumentParser, observes: bool = False) -> None:
+    """The options of ``run``, and the script with its arguments; a tool that ``observes`` has to be told to install the drop-in."""
+    parser.set_defaults(apex=not observes)
+    if observes:
+        parser.add_argument(
+            "--apex",
+            action="store_true",
+            help="install the drop-in for all; without it, for a script that cannot do without apex",
+        )
     parser.add_argument(
         "--device",
         choices=["cpu"],
@@ -83,7 +92,14 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     """Run what the command line says, as Python would have run it. The script's exit is ours."""
     if arguments.local_rank is not None:
         arguments.arguments.insert(0, f"--local-rank={arguments.local_rank}")
-    run = Run(arguments.target, arguments.module, arguments.device, arguments.replace, arguments.allow_pickle)
+    run = Run(
+        arguments.target,
+        arguments.module,
+        arguments.device,
+        arguments.replace,
+        arguments.allow_pickle,
+        arguments.apex or arguments.replace,
+    )
     if not run.is_module and not os.path.exists(run.target):
         print(
             f"ampkit run: there is no {run.target!r} here. For a module: python -m ampkit run -m NAME.", file=sys.stderr
@@ -144,7 +160,7 @@ def installed(run: Run, is_child: bool = False) -> Iterator[None]:
     """The drop-in, and the CPU in place of CUDA where that is wanted, until the end of the block."""
     with ExitStack() as stack:
         if not importing.is_installed():
-            importing.install(replace=run.replace)
+            importing.install(run.replace, only_where_needed=not run.needs_apex)
             stack.callback(importing.uninstall)
         if importlib.util.find_spec("torch._six") is None:
             stack.enter_context(_torch_six())

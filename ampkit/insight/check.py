@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--iterations", type=int, default=3, metavar="N", help="end the script after N steps of each optimizer (3)"
     )
-    running.add_arguments(parser)
+    running.add_arguments(parser, observes=True)
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:

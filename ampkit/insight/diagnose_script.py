@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stop after N backward passes in a row with gradients that no loss scale makes finite (3)",
     )
     parser.add_argument("--save", metavar="FILE", help="write the batch and the weights of the iteration that is named")
-    running.add_arguments(parser)
+    running.add_arguments(parser, observes=True)
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=int, default=1, metavar="N", help="after so many that are not recorded (1)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
-    running.add_arguments(parser)
+    running.add_arguments(parser, observes=True)
 
 
 def from_command_line(arguments: argparse.Namespace) -> int:
