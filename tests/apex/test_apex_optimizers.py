@@ -17,7 +17,7 @@ from torch import nn
 
 import ampkit
 from ampkit import optimizers as core
-from ampkit.apex import amp_C, optimizers
+from ampkit.apex import amp_C, fp16_utils, optimizers
 from ampkit.apex.contrib import optimizers as contrib
 from ampkit.apex.multi_tensor_apply import multi_tensor_applier
 from ampkit.errors import CheckpointError
@@ -255,8 +255,9 @@ def test_optimizers_carry_their_kernels_and_one_flag(name):
 # Scripts of before amp
 
 
+@pytest.mark.parametrize("wrapper", (optimizers, contrib, fp16_utils), ids=lambda module: module.__name__)
 @pytest.mark.parametrize("cls", [optimizers.FusedAdam, contrib.FusedAdam])
-def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, caplog):
+def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, wrapper, caplog):
     """The BERT scripts of 2019: a float16 model, FusedAdam(max_grad_norm=1.0), and FP16_Optimizer around it."""
     halves = [p.half() for p in several_params(torch.float32)]
     params = [nn.Parameter(p.detach()) for p in halves]
@@ -266,7 +267,7 @@ def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, caplog):
         [{"params": part, **one} for part, one in zip((them[:2], them[2:]), settings)] for them in (params, twins)
     )
     adam = cls(groups, lr=0.01, bias_correction=False, max_grad_norm=1.0)
-    optimizer = optimizers.FP16_Optimizer(adam, static_loss_scale=64.0, verbose=False)
+    optimizer = wrapper.FP16_Optimizer(adam, static_loss_scale=64.0, verbose=False)
     caplog.set_level("WARNING", "ampkit")
     moments = [[torch.zeros_like(twin), torch.zeros_like(twin)] for twin in twins]
     for step in range(3):
@@ -286,8 +287,8 @@ def test_the_first_fused_adam_clips_each_group_by_its_own_norm(cls, caplog):
                 v.mul_(0.999).add_(0.001 * g * g)
                 with torch.no_grad():
                     twins[i] -= 0.01 * (m / (v.sqrt() + 1e-8) + group["weight_decay"] * twins[i])
-    masters = [master for group in optimizer.fp32_from_fp16_groups for master in group]
-    assert_all_close(masters, twins, 1e-5)
+    masters = [master.flatten() for group in optimizer.param_groups for master in group["params"]]
+    assert_all_close([torch.cat(masters)], [torch.cat([twin.flatten() for twin in twins])], 1e-5)
     assert adam.param_groups[0]["max_grad_norm"] == 1.0
     assert not caplog.messages
 

@@ -18,6 +18,11 @@ from ...errors import CheckpointError, LossScaleError
 from ...registry import wrapper_of
 from ..amp.scaler import LossScaler
 
+PREPARED_ALREADY = (
+    "FP16_Optimizer was given an optimizer that initialize() has prepared already: it has its masters and its loss scale. Use "
+    "amp.scale_loss with it, without FP16_Optimizer."
+)
+
 
 class FP16_Optimizer:
     """Wraps ``init_optimizer``, whose float16 and bfloat16 parameters get float32 masters.
@@ -36,10 +41,7 @@ class FP16_Optimizer:
         verbose: bool = True,
     ) -> None:
         if wrapper_of(init_optimizer) is not None:
-            raise RuntimeError(
-                "FP16_Optimizer was given an optimizer that initialize() has prepared already: it has its masters and its "
-                "loss scale. Use amp.scale_loss with it, without FP16_Optimizer."
-            )
+            raise RuntimeError(PREPARED_ALREADY)
         self.verbose = verbose
         self._say(
             "Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon. amp.initialize is its successor."
@@ -157,7 +159,7 @@ class FP16_Optimizer:
             self._say(dynamic if self.loss_scaler.dynamic else self.loss_scaler.core.overflow_line())
             return None
         else:
-            self._clip_groups()
+            clip_groups(self.optimizer)
             result = self.optimizer.step()
         self._masters_to_model()
         return result
@@ -258,15 +260,6 @@ class FP16_Optimizer:
         self._scale_of_gradients = scale
         self._own_are_unscaled = False
 
-    def _clip_groups(self) -> None:
-        """``max_grad_norm`` of Apex's first FusedAdam, which left it to this wrapper: the norm of each group by itself."""
-        if not hasattr(self.optimizer, "groups_are_clipped"):
-            return
-        self.optimizer.groups_are_clipped = True
-        for group in self.optimizer.param_groups:
-            if group.get("max_grad_norm", 0.0) > 0:
-                nn.utils.clip_grad_norm_(group["params"], group["max_grad_norm"])
-
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
             # The masters moved since the model last heard of them, except before the first evaluation.
@@ -282,7 +275,7 @@ class FP16_Optimizer:
                     self.loss_scaler.core.report(wait=True)
                     self._say(f"OVERFLOW within closure! Skipping step, reducing loss scale to {self.loss_scale}")
                     loss = closure()
-            self._clip_groups()
+            clip_groups(self.optimizer)
             return loss
 
         try:
@@ -314,6 +307,16 @@ class FP16_Optimizer:
     def _say(self, message: str) -> None:
         if self.verbose:
             print(message)
+
+
+def clip_groups(optimizer: Any) -> None:
+    """``max_grad_norm`` of Apex's first FusedAdam, which left it to such wrappers: the norm of each group by itself."""
+    if not hasattr(optimizer, "groups_are_clipped"):
+        return
+    optimizer.groups_are_clipped = True
+    for group in optimizer.param_groups:
+        if group.get("max_grad_norm", 0.0) > 0:
+            nn.utils.clip_grad_norm_(group["params"], group["max_grad_norm"])
 
 
 def _make_scaler(static_loss_scale: float, dynamic: bool, arguments: Mapping[str, Any]) -> LossScaler:

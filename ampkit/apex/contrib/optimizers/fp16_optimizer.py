@@ -1,3 +1,26 @@
-"""``apex.contrib.optimizers.fp16_optimizer``: the class of ``apex.fp16_utils``."""
+"""``apex.contrib.optimizers.FP16_Optimizer``: that of ``apex.optimizers``, with a float32 master for each parameter."""
 
-from ...fp16_utils import FP16_Optimizer as FP16_Optimizer
+from __future__ import annotations
+
+import torch
+
+from ...optimizers.fp16_optimizer import MastersOfGroups
+
+
+class FP16_Optimizer(MastersOfGroups):
+    __doc__ = f"""{MastersOfGroups.__doc__}
+    ``fp32_groups`` are the masters of ``fp16_groups``.
+    """
+
+    masters = "fp32_groups"
+
+    def _make_masters(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        masters = [param.detach().clone().float().requires_grad_() for param in params]
+        vars(self).setdefault("fp32_groups", []).append(masters)
+        return list(masters)
+
+    def _stored(self, index: int) -> list[torch.Tensor]:
+        return self.fp16_groups[index]
+
+    def _laid_out(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors
