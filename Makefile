@@ -2,6 +2,8 @@
 #
 #   make test         what to run after each change, with the compiled kernels, without, and with the CUDA kernels on the host: minutes
 #   make simulated    the tests for CUDA on two GPUs that are simulated on the host, kernels included; make test runs some of them
+#   make test-ptx     the tests of kernels and optimizers on the PTX that nvcc makes of the CUDA kernels, interpreted: minutes; make test
+#                     runs each kernel so
 #   make test-all     every test, all three ways, the last under AddressSanitizer; the kernels for the CPU under ThreadSanitizer
 #   make mutants      plants faults in copies, and tells which of them the tests notice, within about MINUTES=20; SEED=1 for another sample,
 #                     PROMISES='*loss scale*' for some of the named faults alone, SAMPLE='ampkit/casting/*' for those of some files
@@ -36,7 +38,7 @@ SIMULATION := $(shell find tests/simulated -type f -not -name 'test_*')
 CONSTRAINTS := $(VENV)/constraints.txt
 PACKAGES := torch$(if $(TORCH),==$(TORCH)) torchvision setuptools wheel ninja numpy pillow scikit-learn matplotlib tqdm jinja2 pytest pytest-xdist hypothesis expecttest ruff mypy build
 
-.PHONY: venv clients test simulated test-all mutants soak cuda-build gpu demo bench wheel docs lint clean
+.PHONY: venv clients test test-ptx simulated test-all mutants soak cuda-build gpu demo bench wheel docs lint clean
 
 venv: $(VENV)/.extension $(VENV)/.emulation
 
@@ -71,6 +73,11 @@ $(VENV)/.simulated: $(VENV)/.extension $(EMULATION) $(SIMULATION)
 # The newest transformers lies in a folder beside the pinned one: tests/clients/test_transformers_trainer.py.
 NEWEST_TRANSFORMERS := transformers==5.23.0 huggingface_hub==2.4.0 tokenizers==0.23.3
 
+# What nvcc makes of the CUDA kernels, where it is; elsewhere nothing.
+$(VENV)/.ptx: $(VENV)/.emulation tests/ptx/build.py benchmarks/ptxas.py
+	$(BIN)/python tests/ptx/build.py build/ptx
+	touch $@
+
 clients: venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) timm transformers accelerate lightning peft
 	grep -v '^transformers' $(CONSTRAINTS) > $(VENV)/constraints-newest.txt
@@ -95,8 +102,20 @@ define each-way
 	echo "the three runs of pytest took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
 endef
 
-test: venv $(VENV)/.simulated
+# $(call on-ptx,what to run): the same host code launches the kernels' PTX.
+define on-ptx
+	@test -e build/ptx/sm_80 || { echo "nothing was run from PTX: nvcc is not on PATH"; exit 0; }; set -x; \
+	AMPKIT_EMULATION=ptx $(EMULATED) $(PYTEST) --capture=sys $(1)
+endef
+
+# The list of entries that were never launched is one process's.
+test: venv $(VENV)/.simulated $(VENV)/.ptx
 	$(call each-way,-m "not slow",-m "switch and not slow",-m "not slow")
+	$(call on-ptx,--dist loadfile tests/ptx)
+
+test-ptx: $(VENV)/.ptx
+	$(call on-ptx,--dist loadfile tests/ptx)
+	$(call on-ptx,-m "not slow" tests/kernels tests/optimizers)
 
 # What compilers for GPUs make has no place there, nor operators that torch has for CUDA alone: see tests/simulated/README.md.
 NOT_SIMULATED := --ignore tests/compile -k "not norms_by_hand and not lazily_conjugated"

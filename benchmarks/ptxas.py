@@ -23,13 +23,15 @@ FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", "-std=c++17"
 INSTRUCTION = re.compile(r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?P<text>[^;]+);")
 
 
-def command_for(source: Path, arch: str, to: Path) -> list[str]:
+def command_for(
+    source: Path, arch: str, to: Path, how: tuple[str, ...] = ("-cubin", "-Xptxas", "-v"), csrc: Path = ROOT / "csrc"
+) -> list[str]:
     from torch.utils import cpp_extension
 
     site = Path(cpp_extension.__file__).parents[2]
-    headers = [*cpp_extension.include_paths(), *site.glob("nvidia/cu*/include"), ROOT / "csrc"]
+    headers = [*cpp_extension.include_paths(), *site.glob("nvidia/cu*/include"), csrc]
     folders = [flag for path in headers for flag in ("-I", str(path))]
-    return ["nvcc", f"-arch={arch}", "-cubin", "-Xptxas", "-v", *FLAGS, *folders, str(source), "-o", str(to)]
+    return ["nvcc", f"-arch={arch}", *how, *FLAGS, *folders, str(source), "-o", str(to)]
 
 
 def cuobjdump() -> str:

@@ -82,6 +82,8 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if left_out(item)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
+    if os.environ.get("AMPKIT_EMULATION") != "ptx":
+        items[:] = [item for item in items if item.get_closest_marker("ptx") is None]
     if not cuda_is_emulated():
         items[:] = [item for item in items if item.get_closest_marker("emulated") is None]
     here = [item for item in items if gpus_needed(item) <= torch.cuda.device_count()]

@@ -107,7 +107,12 @@ void begin_handover(const char* entry, const std::vector<char>& parameters, int6
 
 void end_handover() {
   const Locked locked;
-  call(end, PyTuple_New(0));
+  try {
+    call(end, PyTuple_New(0));
+  } catch (...) {
+    check_launch();  // an error is one of this launch, which nothing else looks at any more
+    throw;
+  }
 }
 
 }  // namespace emulation

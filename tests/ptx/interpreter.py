@@ -5,7 +5,7 @@ again where their ways join. A thread that is at a barrier waits until no other 
 """
 
 import ctypes
-from collections import defaultdict
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ class Access(NamedTuple):
     address: np.ndarray
     size: int
     thread: np.ndarray  # among those of all blocks
-    epoch: np.ndarray  # how many barriers these had passed
+    epoch: np.ndarray  # how many barriers these had passed,
+    shuffles: np.ndarray  # and how many shuffles
     values: np.ndarray | None  # written
     place: Place
     base: int  # of the allocation
@@ -127,6 +128,7 @@ class Gang:
         self.shared = Shared(blocks, entry.shared.size)
         self.registers: list = [None] * len(entry.registers)
         self.epoch = np.zeros(blocks, np.int64)
+        self.shuffles = np.zeros(self.count, np.int64)
 
     # Registers: an array with an element for each lane, or one number for all of them.
 
@@ -227,6 +229,7 @@ class Gang:
             raise PtxError(f"a shuffle reads a lane that takes no part in it: {place}")
         every = np.zeros(self.count, value.dtype)
         every[lanes] = value
+        self.shuffles[lanes] += 1
         return every[warp + source], inside
 
     # Memory
@@ -235,8 +238,8 @@ class Gang:
         lanes = self.lanes if lanes is None else lanes
         address = np.broadcast_to(address, lanes.shape)
         base = self.memory.check(address, size, place)
-        epoch = self.epoch[self.block_of[lanes]]
-        self.log.append(Access(kind, address, size, lanes + self.first_thread, epoch, values, place, base))
+        passed = self.epoch[self.block_of[lanes]], self.shuffles[lanes]
+        self.log.append(Access(kind, address, size, lanes + self.first_thread, *passed, values, place, base))
         return address
 
     def load_param(self, lanes, address, dtype: str, count: int, place: Place) -> list:
@@ -322,27 +325,30 @@ def find_races(log: list[Access], threads: int) -> None:
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - np.uint64(1)))
     lowest, highest = (how.reduceat(thread[order], starts) for how in (np.minimum, np.maximum))
-    suspects = starts[(lowest != highest) & np.logical_or.reduceat(writes[order], starts)]
+    suspects = np.flatnonzero((lowest != highest) & np.logical_or.reduceat(writes[order], starts))
     if not suspects.size:
         return
     source = np.concatenate([np.full(which.size, i) for i, (_, which) in enumerate(parts)])
     within = np.concatenate([which for _, which in parts])
-    for suspect in key[order][suspects][:1000]:
-        of_thread = defaultdict(list)
-        for i in np.flatnonzero(key == suspect):
-            of_thread[int(thread[i])].append((log[source[i]], within[i]))
-        check_order(of_thread, threads)
+    for suspect in suspects:
+        group = order[starts[suspect] : starts[suspect + 1] if suspect + 1 < starts.size else None]
+        check_order([(int(thread[i]), log[source[i]], within[i]) for i in group], threads)
 
 
-def check_order(of_thread: dict[int, list], threads: int) -> None:
-    """Raises where accesses of different threads are not ordered, and it matters in which order they come."""
-    every = [(thread, one, i) for thread, some in of_thread.items() for one, i in some]
-    for thread, one, i in every:
-        for other_thread, other, j in every:
-            if thread >= other_thread or READ == one.kind == other.kind or ATOMIC == one.kind == other.kind:
-                continue
-            if thread // threads == other_thread // threads and one.epoch[i] != other.epoch[j]:
-                continue
-            if WRITE == one.kind == other.kind and one.size == other.size and (one.values[i] == other.values[j]).all():
-                continue
-            raise PtxError(f"a race: threads {thread} and {other_thread} access the same memory: {one.place}; {other.place}")
+def check_order(accesses: list[tuple[int, Access, int]], threads: int) -> None:
+    """Raises where accesses of one place by different threads are not ordered, and it matters which comes first."""
+    for (one_thread, one, i), (other_thread, other, j) in itertools.combinations(accesses, 2):
+        if one_thread == other_thread or READ == one.kind == other.kind or ATOMIC == one.kind == other.kind:
+            continue
+        in_block = one_thread // threads == other_thread // threads
+        if in_block and one.epoch[i] != other.epoch[j]:
+            continue
+        # What is written after a shuffle hangs on what all lanes have read before. (What they have written need not be seen.)
+        in_warp = in_block and one_thread % threads // WARP == other_thread % threads // WARP
+        if in_warp and (one.kind, other.kind) == (READ, WRITE) and one.shuffles[i] < other.shuffles[j]:
+            continue
+        if in_warp and (one.kind, other.kind) == (WRITE, READ) and one.shuffles[i] > other.shuffles[j]:
+            continue
+        if WRITE == one.kind == other.kind and one.size == other.size and (one.values[i] == other.values[j]).all():
+            continue
+        raise PtxError(f"a race: threads {one_thread} and {other_thread} access the same memory: {one.place}; {other.place}")

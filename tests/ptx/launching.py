@@ -110,6 +110,9 @@ class Machine:
         finally:
             self.one_at_a_time.release()
 
+    def launches(self) -> int:
+        return sum(self.launched.values())
+
     def never_launched(self) -> list[str]:
         return sorted(f"{file}: {name}" for (file, name), count in self.launched.items() if not count)
 
@@ -133,10 +136,16 @@ def compare(name: str, by_ptx: np.ndarray, by_emulation: np.ndarray) -> None:
         raise PtxError(f"{name}: {at.size} bytes differ, the first at {at[0]} of {by_ptx.size}: {found[0]}, emulated {found[1]}")
 
 
-def attach(folder: Path = FOLDER) -> Machine:
+_attached: list[Machine] = []
+
+
+def attach(folder: Path = FOLDER) -> None:
     """Has the emulation hand every launch over from now on."""
     import ampkit_emulated
 
-    machine = Machine(folder, ampkit_emulated.allocation)
-    ampkit_emulated.hand_over(machine.begin, machine.end)
-    return machine
+    _attached.append(Machine(folder, ampkit_emulated.allocation))
+    ampkit_emulated.hand_over(_attached[0].begin, _attached[0].end)
+
+
+def attached() -> Machine:
+    return _attached[0]

@@ -318,6 +318,9 @@ BROKEN = {
     "memory that nobody wrote": ("ld.global.u32 %r1, [%rd0+256];", "memory that nobody has written is read"),
     "one word for several threads": ("st.global.u32 [%rd0], %r0;", "a race: threads"),
     "a neighbour's word": (f"{LANE}{STORE}\nld.global.u32 %r1, [%rd0];", "a race: threads"),
+    "a neighbour's word after a shuffle": (
+        f"{LANE}{STORE}\nshfl.sync.down.b32 %r1|%p2, %r0, 1, 31, -1;\nld.global.u32 %r1, [%rd0];", "a race: threads",
+    ),
     "a barrier that one thread misses": ("setp.eq.s32 %p1, %r0, 7;\n@%p1 bra $end;\nbar.sync 0;\n$end:", "not all threads of a block reach"),
     "a shuffle that one lane misses": (
         "setp.eq.s32 %p1, %r0, 7;\n@%p1 bra $end;\nshfl.sync.down.b32 %r1|%p2, %r0, 1, 31, -1;\n$end:", "not all lanes of its mask",
@@ -344,6 +347,16 @@ def test_what_is_wrong_is_told_with_its_line(name):
     array = out[:34].view(np.uint32) if "wrote" in name else out[:16].view(np.uint32)
     with pytest.raises(PtxError, match=said.replace("[", r"\[")):
         run(body, array, shared=SHARED)
+
+
+def test_what_all_lanes_have_read_before_a_shuffle_may_be_written_after_it():
+    out = np.ones(1, np.uint64).view(np.uint32)
+    shuffle = "shfl.sync.bfly.b32 %r2|%p1, %r1, 1, 31, -1;\n"
+    one_writes = "setp.ne.s32 %p2, %r0, 0;\n@%p2 bra $end;\nst.global.u32 [%rd0], %r0;\n$end:"
+    run(f"ld.global.u32 %r1, [%rd0];\n{shuffle}{one_writes}", out)
+    assert out.tolist() == [0, 0]
+    with pytest.raises(PtxError, match="a race"):
+        run(f"ld.global.u32 %r1, [%rd0];\n{one_writes}", out)
 
 
 def test_the_same_number_from_several_blocks_is_no_race():
