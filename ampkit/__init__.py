@@ -42,17 +42,17 @@ if _TYPE_CHECKING:
         NotInitializedError,
         RefusedOperation,
     )
-    from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scaler
-    from .iteration.loss_scale import DynamicLossScale
-    from .models.forward import cast_inputs
-    from .policy import Policy
-    from .registry import current_session
     from .insight.diagnose import diagnose
     from .insight.explain import explain
     from .insight.record.recorder import recording
     from .insight.steps import loss_scale, on_step
     from .insight.tuning.tune import tune
     from .insight.updates import check_updates
+    from .integrations.grad_scaler import GradScaler, from_grad_scaler, to_grad_scaler
+    from .iteration.loss_scale import DynamicLossScale
+    from .models.forward import cast_inputs
+    from .policy import Policy
+    from .registry import current_session
 
 __version__ = "0.1.0"
 __all__ = [

@@ -98,8 +98,8 @@ def optimizers(value: Any) -> list[Any]:
             )
         if getattr(optimizer, "step_in_backward", False):
             raise ConfigurationError(
-                f"{_describe(optimizer)} with step_in_backward=True steps before a session could look at the gradients. Leave one of "
-                "the two out: it trains a model in lower precision by itself."
+                f"{_describe(optimizer)} with step_in_backward=True steps before a session could look at the gradients. Leave one "
+                "of the two out: it trains a model in lower precision by itself."
             )
     _refuse_repeats(found, "optimizer")
     return found

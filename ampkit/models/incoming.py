@@ -78,7 +78,7 @@ class Incoming:
         return found
 
     def widen_params(self, params: Sequence[torch.Tensor], optimizers: Sequence[Any] = ()) -> None:
-        """Make lower-precision parameters float32, in place, with their gradients. Rests that optimizers keep become part of them."""
+        """Make lower-precision parameters float32, in place, with their gradients. Rests of optimizers become part of them."""
         self._dtypes.update({param: param.dtype for param in params})
         for param in params:
             rests = [state.pop("rest") for one in optimizers if "rest" in (state := one.state.get(param) or {})]

@@ -1,7 +1,7 @@
 """Optimizers that train parameters in bfloat16 and float16 by themselves, and inside of a session.
 
-``AdamW``, ``Adam`` and ``SGD`` have torch's names and arguments, ``FusedAdam`` and ``FusedSGD`` Apex's. Apex's rarer ones are in the
-drop-in: ``ampkit.apex.optimizers``.
+``AdamW``, ``Adam`` and ``SGD`` have torch's names and arguments, ``FusedAdam`` and ``FusedSGD`` Apex's. Apex's rarer ones are in
+the drop-in: ``ampkit.apex.optimizers``.
 """
 
 from .float32_state import float32_state_dict as float32_state_dict

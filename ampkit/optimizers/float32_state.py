@@ -39,7 +39,7 @@ def _value(tensor: Tensor, rest: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def load_float32(model: nn.Module, optimizer: Any, state: dict[str, Any], strict: bool = True) -> Any:
-    """``model.load_state_dict(state)``, where what parameters in lower precision lack of float32 values becomes the optimizer's rests.
+    """``model.load_state_dict(state)`` of float32 values; what parameters in lower precision lack of them becomes rests.
 
     Returns what ``load_state_dict`` does. Raises RuntimeError for names and shapes that do not fit, as it does.
     """

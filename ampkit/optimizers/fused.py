@@ -3,10 +3,13 @@
 A fused optimizer says in `FusedOptimizer.update` how the parameters of one `Batch` move; the rules themselves are the
 kernels'. What a session, or a GradScaler, has to say about a step (scale, finding, clipping, weights to write) comes in as
 `StepInputs`, and nothing of it is read on the host: step counts are tensors on the parameters' device, and stand still
-where a step is skipped. Without a session the optimizer trains parameters in lower precision by itself: their rests are in its
-state (``rests``), and it judges gradients by their norm. State is float32 whatever the parameters are. ``state_dict`` writes the layout of the torch.optim
+where a step is skipped. State is float32 whatever the parameters are. ``state_dict`` writes the layout of the torch.optim
 twin, where a step count stands in the state of each parameter; ``load_state_dict`` reads that layout and Apex's, where
 it stands in the parameter group.
+
+**Who owns a rest.** What a parameter in lower precision lacks of its float32 value has one owner at a time. Without a session it is
+the optimizer: ``state[param]["rest"]``, made of zeros at the first step. `initialize` joins rests into float32 parameters
+(models/incoming.py), from which O2 splits its own, and ``close()`` splits what it gives back into parameter and rest again.
 """
 
 from __future__ import annotations
@@ -139,7 +142,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def train_lower_precision(
         self, rests: bool, step_in_backward: bool, max_norm: float | None, clip_value: float | None
     ) -> None:
-        """Take what the constructor was told of parameters in lower precision and of clipping; for subclasses, before `__init__`."""
+        """Take what a constructor was told of rests and of clipping, before there are groups."""
         kind = type(self).__name__
         for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
             if value is not None and (not _is_number(value, float("inf")) or not value):
@@ -207,7 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def accumulating(self) -> Iterator[None]:
         """Backward passes inside only add to gradients, in float32 for parameters in lower precision: 4 bytes instead of 2.
 
-        ``step`` takes the sums, and ``zero_grad`` ends them. With ``step_in_backward`` the last micro-batch runs outside of the block.
+        ``step`` takes the sums, and ``zero_grad`` ends them. With ``step_in_backward`` the last micro-batch runs outside.
         Raises RuntimeError for sharded parameters, whose sums are FSDP2's.
         """
         widen_sums(self)
@@ -224,7 +227,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if skips > self._hooks.told_of:
             self._hooks.told_of = 2 * skips  # not of each: they may go on
             logger.warning(
-                "%s has skipped %d step%s: a gradient was inf or NaN, and nothing was changed. ampkit.diagnose() finds where it began.",
+                "%s has skipped %d step%s: a gradient was inf or NaN, and nothing was changed. ampkit.diagnose() finds the origin.",
                 type(self).__name__,
                 skips,
                 "s" * (skips > 1),
@@ -242,6 +245,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def step_under(self, grad_scaler: Any, closure: Callable[[], Any] | None) -> Any:
         """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
+        if torch.compiler.is_dynamo_compiling():  # kernels, and state that comes and goes, are no part of a graph
+            return torch._dynamo.disable(self.step_under)(grad_scaler, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -506,7 +511,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             else:
                 missing += kept and param.dtype in LOWER_PRECISION and bool(state)
         if missing:
-            logger.warning("%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing)
+            logger.warning(
+                "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing
+            )
         if lost:
             logger.warning(
                 "%s: the rests of %d parameters in the checkpoint are left out: these are float32 here, or keep none. "
@@ -598,6 +605,4 @@ def _inputs_of_grad_scaler(optimizer: Any, grad_scaler: Any) -> StepInputs:
             f"{type(optimizer).__name__}: with step_in_backward=True weights were updated before GradScaler could unscale their "
             "gradients. Train in bfloat16 without a GradScaler, or with step_in_backward=False."
         )
-    return StepInputs(
-        inv_scale=None if scale is None else scale.double().reciprocal().float(), found_inf=found_inf
-    )
+    return StepInputs(inv_scale=None if scale is None else scale.double().reciprocal().float(), found_inf=found_inf)

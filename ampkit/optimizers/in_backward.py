@@ -1,8 +1,8 @@
 """What an optimizer without a session does while a backward pass runs: it steps parameter by parameter, or watches sums.
 
-With ``step_in_backward`` a hook on each parameter updates it as soon as its gradient is complete, and frees the gradient. Without it
-one hook, on the first parameter in lower precision, tells once of gradients that add up there. `widen_sums` has them add up in
-float32. A session hears of gradients itself, and has the hooks removed while it lasts.
+With ``step_in_backward`` a hook on each parameter updates it as soon as its gradient is complete, and frees that. Without it
+one hook, on the first parameter in lower precision, tells once of gradients that add up there. `widen_sums` has them add up
+in float32. A session hears of gradients itself, and has the hooks removed while it lasts.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class BackwardHooks:
                 param.grad_dtype = param.dtype
 
     def _step(self, optimizer: Any, param: Tensor) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        if _is_one_of_several():
             raise RuntimeError(
-                f"{type(optimizer).__name__}(step_in_backward=True) runs on one process: on several, gradients are averaged after the "
-                "hooks that it steps in. Leave it out, and shard the model to save memory: torch.distributed.fsdp.fully_shard."
+                f"{type(optimizer).__name__}(step_in_backward=True) runs on one process: on several, gradients are averaged after "
+                "it has stepped. Leave it out, and shard the model to save memory: torch.distributed.fsdp.fully_shard."
             )
         if id(param) in self._stepped:
             raise RuntimeError(
-                f"{type(optimizer).__name__}(step_in_backward=True): a second backward pass came before optimizer.step(), and the "
-                f"parameter of shape {tuple(param.shape)} has stepped in the first. Run all passes of a step but the last inside of "
-                "'with optimizer.accumulating():', and call optimizer.step() after each step's last one."
+                f"{type(optimizer).__name__}(step_in_backward=True): a second backward pass came before optimizer.step(), and "
+                f"the parameter of shape {tuple(param.shape)} has stepped in the first. Run all passes of a step but the last "
+                "inside of 'with optimizer.accumulating():', and call optimizer.step() after the last."
             )
         self._stepped.add(id(param))
         optimizer.step_now(param)
@@ -91,8 +91,8 @@ class BackwardHooks:
             self._handles.pop(id(param)).remove()
             self._handles[id(param)] = _Nothing()
             logger.warning(
-                "%s: a second backward pass adds to gradients in %s, which loses digits. Run the backward passes of one step inside of "
-                "'with optimizer.accumulating():', which adds them up in float32.",
+                "%s: a second backward pass adds to gradients in %s, which loses digits. Run the backward passes of one step "
+                "inside of 'with optimizer.accumulating():', which adds them up in float32.",
                 type(optimizer).__name__,
                 param.grad.dtype,
             )
@@ -112,8 +112,8 @@ def widen_sums(optimizer: Any) -> None:
     for param in _lower(optimizer):
         if is_sharded(param):
             raise RuntimeError(
-                f"{type(optimizer).__name__}.accumulating() cannot widen gradients of sharded parameters. FSDP2 adds them up in float32 "
-                "itself: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and "
+                f"{type(optimizer).__name__}.accumulating() cannot widen gradients of sharded parameters. FSDP2 adds them up in "
+                "float32 itself: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and "
                 "model.set_requires_gradient_sync(False) for all micro-batches but the last."
             )
     for param in _lower(optimizer):
@@ -121,6 +121,14 @@ def widen_sums(optimizer: Any) -> None:
             gradient, param.grad = param.grad, None
             param.grad_dtype = torch.float32
             param.grad = None if gradient is None else gradient.float()
+
+
+def _is_one_of_several() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
 
 
 def _lower(optimizer: Any) -> Iterator[Tensor]:

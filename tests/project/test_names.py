@@ -31,8 +31,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_package_exports_these_names_and_no_others():
-    found = [name for name, value in vars(ampkit).items() if not isinstance(value, types.ModuleType)]
-    assert sorted(name for name in found if not name.startswith("_")) == sorted(EXPORTED)
+    here = [name for name, value in vars(ampkit).items() if not isinstance(value, types.ModuleType)]
+    assert {name for name in here if not name.startswith("_")} <= {*EXPORTED, *INSIGHT}
+    assert [name for name in EXPORTED if isinstance(getattr(ampkit, name), types.ModuleType)] == []
     assert sorted(ampkit.__all__) == sorted([*EXPORTED, *INSIGHT, "optimizers", "parallel"])
 
 
@@ -52,6 +53,21 @@ def test_import_alone_gives_parallel_and_optimizers_and_loads_no_more_of_torch_d
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["convert_syncbn_model FusedAdam", "[]"], done.stderr
+
+
+def test_the_optimizers_alone_load_neither_casts_nor_sessions():
+    script = (
+        "import sys, ampkit.optimizers; print({name.split('.')[1] for name in sys.modules if name.startswith('ampkit.')})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    rooms = {name for name in ast.literal_eval(done.stdout) if not name.startswith("_")}
+    assert rooms == {"dtypes", "errors", "kernels", "libraries", "logs", "optimizers", "sharding"}, done.stderr
+
+
+def test_the_module_of_sessions_does_not_hide_the_function():
+    script = "import ampkit.session, ampkit; print(ampkit.session.__module__); from ampkit import session; print(session.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["ampkit.api", "session"], done.stderr
 
 
 def test_import_alone_loads_nothing_that_looks_at_a_script():

@@ -1,0 +1,539 @@
+"""Optimizers that train a model in lower precision by themselves: no session, nothing patched."""
+
+import copy
+import io
+import itertools
+import logging
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT
+from torch import nn
+
+import ampkit
+from ampkit import kernels
+from ampkit.optimizers import SGD, Adam, AdamW, FusedAdam, FusedSGD, float32_state_dict, load_float32
+
+pytestmark = pytest.mark.switch
+
+BF16, F16 = torch.bfloat16, torch.float16
+MAKERS = {
+    "AdamW": lambda params, **more: AdamW(params, lr=1e-3, **more),
+    "Adam": lambda params, **more: Adam(params, lr=1e-3, weight_decay=0.01, **more),
+    "SGD": lambda params, **more: SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, **more),
+    "FusedAdam": lambda params, **more: FusedAdam(params, lr=1e-3, **more),
+    "FusedSGD": lambda params, **more: FusedSGD(params, lr=0.03, **more),
+}
+TORCHS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-3, weight_decay=0.01),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01),
+    "FusedAdam": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0),
+    "FusedSGD": lambda params: torch.optim.SGD(params, lr=0.03),
+}
+EVERY = pytest.mark.parametrize("name", MAKERS)
+X = torch.rand(32, 8, generator=torch.manual_seed(5))
+
+
+def net(dtype=BF16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1)).to(dtype)
+
+
+def loss_of(model):
+    y = model(X.to(next(model.parameters()).dtype)).float()
+    return (y - torch.sin(6 * X).prod(1, keepdim=True)).square().mean()
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def gradients_like(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(p.shape, generator=generator) * 0.1).to(p.dtype) for p in params]
+
+
+def bits(optimizer):
+    found = []
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        found += [param.detach().clone(), *(v.clone() for v in optimizer.state[param].values() if v is not None)]
+    return found
+
+
+def assert_same(these, those):
+    assert len(these) == len(those)
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(these, those))
+
+
+@EVERY
+def test_weight_and_rest_are_what_float32_learns_from_the_same_gradients(name, ops):
+    """The bound: float32 of the kernels and of torch differ by a rounding or two of each step's update, 2^-23 of the weight."""
+    model = net()
+    optimizer = MAKERS[name](model.parameters())
+    twins = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    twin = TORCHS[name](twins)
+    for step in range(300):
+        for param, other, gradient in zip(model.parameters(), twins, gradients_like(twins, step)):
+            param.grad = gradient.to(BF16)
+            other.grad = param.grad.float()
+        optimizer.step()
+        twin.step()
+    values = float32_state_dict(model, optimizer).values()
+    for value, other in zip(values, twins):
+        bound = 300 * 2.0**-23 * other.detach().abs().clamp(min=2.0**-6)
+        assert ((value - other).abs() <= bound).all()
+    for param, value in zip(model.parameters(), values):  # and the weight is what that rounds to
+        assert ((param.float() - value).abs() <= value.abs() * 2.0**-8).all()
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_kernels_and_reference_keep_the_same_rests(name, dtype, monkeypatch):
+    """To the last places, in which their float32 differs: the weights agree but where a value lies on the border of two."""
+    found = []
+    for devices in (kernels.backend.kernel_devices, frozenset()):
+        monkeypatch.setattr(kernels.backend, "kernel_devices", devices)
+        model = net(dtype)
+        optimizer = MAKERS[name](model.parameters())
+        for step in range(20):
+            for param, gradient in zip(model.parameters(), gradients_like(list(model.parameters()), step)):
+                param.grad = gradient
+            optimizer.step()
+        found.append(torch.cat([value.flatten() for value in float32_state_dict(model, optimizer).values()]))
+    torch.testing.assert_close(*found, rtol=20 * 2.0**-22, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"state_dtype": "int8"}, {"state_dtype": BF16}, {"step_in_backward": True}], ids=str
+)
+def test_a_bfloat16_model_learns_what_float32_does_and_norms_move(more):
+    model = net()
+    ours = train(model, AdamW(model.parameters(), lr=5e-4, **more), 400)
+    plain, lossy = net(torch.float32), net()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=5e-4), 400)
+    in_bf16 = train(lossy, torch.optim.AdamW(lossy.parameters(), lr=5e-4), 400)
+    assert (lossy[1].weight == 1).all()  # torch loses every update of 5e-4 beside 1
+    assert (model[1].weight != 1).any()
+    assert abs(ours - expected) < 0.25 * abs(in_bf16 - expected)
+
+
+@EVERY
+def test_one_pass_in_backward_gives_the_bits_of_a_step(name):
+    results = []
+    for more in ({}, {"step_in_backward": True}):
+        model = net()
+        optimizer = MAKERS[name](model.parameters(), **more)
+        train(model, optimizer, 20)
+        assert all((p.grad is None) == bool(more) for p in model.parameters())
+        results.append(bits(optimizer))
+    assert_same(*results)
+
+
+def test_mixed_dtypes_and_parameters_without_a_gradient():
+    model = nn.ModuleList([nn.Linear(4, 4).to(dtype) for dtype in (torch.float32, BF16, F16, torch.float64)])
+    unused = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = AdamW([*model.parameters(), unused], lr=1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    for _ in range(3):
+        optimizer.step()
+    for param, old in zip(model.parameters(), before):
+        assert ("rest" in optimizer.state[param]) == (param.dtype in (BF16, F16))
+        value = param.double()
+        if "rest" in optimizer.state[param]:
+            value = kernels.join(param, optimizer.state[param]["rest"]).double()
+        torch.testing.assert_close(value, old.double() * (1 - 1e-5) ** 3 - 3e-3, rtol=0, atol=2e-6)
+    assert (unused == 1).all() and "rest" not in optimizer.state.get(unused, {})
+
+
+BAD = [
+    (bad, place, name, more)
+    for bad in (math.inf, -math.inf, math.nan)
+    for place, name in itertools.product(range(6), ("AdamW", "SGD"))
+    for more in ("plain", "int8")
+]
+
+
+@pytest.mark.parametrize("bad, place, name, more", BAD)
+def test_a_bad_batch_changes_nothing(bad, place, name, more):
+    model = net()
+    optimizer = MAKERS[name](model.parameters(), **({"state_dtype": "int8"} if more == "int8" else {}))
+    train(model, optimizer, 2)
+    before = bits(optimizer)
+    loss_of(model).backward()
+    gradient = list(model.parameters())[place].grad
+    gradient.view(-1)[place % gradient.numel()] = bad
+    optimizer.step()
+    assert_same(bits(optimizer), before)
+    assert optimizer.skipped_steps == 1
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    assert optimizer.skipped_steps == 1 and not torch.equal(bits(optimizer)[0], before[0])
+
+
+def test_skips_are_told_and_not_each_of_them(caplog):
+    param = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = AdamW([param])
+    param.grad = torch.full_like(param, math.nan)
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        for _ in range(9):
+            optimizer.step()
+    assert [record.args[1] for record in caplog.records] == [1, 3, 7]
+
+
+def test_in_backward_a_bad_gradient_skips_its_parameter():
+    first, second = (nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(2))
+    optimizer = AdamW([first, second], step_in_backward=True)
+    (first.sum() * math.inf + second.sum()).backward()
+    optimizer.step()
+    assert (first == 1).all() and (kernels.join(second, optimizer.state[second]["rest"]) < 1).all()
+    assert optimizer.skipped_steps == 1
+
+
+@EVERY
+def test_resume_is_bit_for_bit(name, tmp_path):
+    model = net()
+    optimizer = MAKERS[name](model.parameters())
+    train(model, optimizer, 5)
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "saved.pt")
+    train(model, optimizer, 5)
+    again = net()
+    twin = MAKERS[name](again.parameters())
+    for one, state in zip((again, twin), torch.load(tmp_path / "saved.pt", weights_only=True)):
+        one.load_state_dict(state)
+    train(again, twin, 5)
+    assert_same(bits(twin), bits(optimizer))
+
+
+def test_state_of_torchs_adamw_loads_and_ours_loads_there(caplog):
+    model, other = net(), net()
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, theirs, 3)
+    optimizer = AdamW(other.parameters())
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert "no rests of 6 parameters" in caplog.text
+    train(other, optimizer, 2)
+    theirs.load_state_dict(optimizer.state_dict())
+    train(model, theirs, 1)
+
+
+@pytest.mark.parametrize("settings", [{"amsgrad": True}, {"differentiable": True}], ids=str)
+def test_what_is_not_supported_is_refused_in_one_sentence(settings):
+    param = nn.Parameter(torch.ones(2))
+    (name,) = settings
+    with pytest.raises(RuntimeError, match=f"AdamW does not support .*{name}=True"):
+        AdamW([param], **settings)
+    optimizer = AdamW([param])
+    with pytest.raises(RuntimeError, match=f"AdamW does not support .*{name}=True"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **settings})
+    assert len(optimizer.param_groups) == 1
+    theirs = torch.optim.AdamW([param], **settings)
+    with pytest.raises(RuntimeError, match=f"AdamW does not support .*{name}=True"):
+        optimizer.load_state_dict(theirs.state_dict())
+
+
+def test_refused_too():
+    param = nn.Parameter(torch.ones(2, dtype=BF16))
+    with pytest.raises(ValueError, match="max_norm needs the gradients of all parameters at once"):
+        AdamW([param], step_in_backward=True, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="complex parameters"):
+        AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match=r"clip_value=-1\.0 is not accepted"):
+        AdamW([param], clip_value=-1.0)
+    table = nn.Embedding(4, 2, sparse=True).to(BF16)
+    optimizer = AdamW(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+    optimizer = AdamW([param], step_in_backward=True)
+    with pytest.raises(ampkit.ConfigurationError, match="step_in_backward"):
+        ampkit.initialize(net(), optimizer, opt_level="O5", verbosity=0)
+    (param.sum() * 1.0).backward()
+    with pytest.raises(RuntimeError, match="a second backward pass came before"):
+        (param.sum() * 1.0).backward()
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_maximize_climbs_as_torch_does(make):
+    twin_of = {AdamW: torch.optim.AdamW, SGD: torch.optim.SGD}[make]
+    param, twin = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    ours = make([param], lr=0.1, weight_decay=0.1, maximize=True, foreach=True, fused=None)
+    theirs = twin_of([twin], lr=0.1, weight_decay=0.1, maximize=True)
+    for step in range(5):
+        param.grad, twin.grad = torch.full((4,), 1.0 + step), torch.full((4,), 1.0 + step)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(param, twin)
+
+
+def test_groups_and_schedulers():
+    model = net()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 1e-4}], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 1e-3], total_steps=20)
+    for _ in range(10):
+        train(model, optimizer, 1)
+        schedule.step()
+    assert optimizer.param_groups[1]["weight_decay"] == 0.0
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(10 * optimizer.param_groups[1]["lr"], rel=0.05)
+
+
+@pytest.mark.parametrize("dtype, fused", [(BF16, False), (BF16, True), (F16, True)], ids=str)
+def test_under_torchs_grad_scaler(dtype, fused):
+    model, plain = net(dtype), net(torch.float32)
+    optimizer, theirs = AdamW(model.parameters(), lr=1e-3, fused=fused), torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(60):
+        for one, its in ((model, optimizer), (plain, theirs)):
+            its.zero_grad()
+            loss = loss_of(one)
+            if one is plain:
+                loss.backward()
+                its.step()
+                continue
+            scaler.scale(loss).backward()
+            if step == 5:
+                before = bits(optimizer)
+                model[0].weight.grad[0, 0] = math.inf
+            scaler.step(its)
+            scaler.update()
+            if step == 5:
+                assert_same(bits(optimizer), before)
+    assert scaler.get_scale() == 2.0**9
+    assert abs(loss_of(model).item() - loss_of(plain).item()) < 0.01
+
+
+def test_copies_and_pickles_train_on_apart():
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-3, max_norm=10.0, step_in_backward=False)
+    train(model, optimizer, 3)
+    twins = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    buffer = io.BytesIO()
+    torch.save((model, optimizer), buffer)
+    twins.append(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False))
+    before = bits(optimizer)
+    for other, twin in twins:
+        assert_same(bits(twin), before)
+        assert twin.max_norm == 10.0 and twin.rests
+        train(other, twin, 3)
+    assert_same(bits(optimizer), before)
+    train(model, optimizer, 3)
+    for _, twin in twins:
+        assert_same(bits(twin), bits(optimizer))
+
+
+def test_a_copy_steps_in_backward_too():
+    model = net()
+    optimizer = AdamW(model.parameters(), step_in_backward=True)
+    train(model, optimizer, 2)
+    other, twin = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 2)
+    train(other, twin, 2)
+    assert_same(bits(twin), bits(optimizer))
+
+
+def test_float32_values_go_out_and_in():
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 5)
+    values = float32_state_dict(model, optimizer)
+    plain = net(torch.float32)
+    plain.load_state_dict(values)  # for evaluation, or export
+    assert abs(loss_of(plain).item() - loss_of(model).item()) < 0.01
+    other = net()
+    twin = AdamW(other.parameters(), lr=1e-3)
+    load_float32(other, twin, values)
+    for name, value in float32_state_dict(other, twin).items():
+        assert torch.equal(value, values[name])
+    average = {name: value.clone() for name, value in values.items()}  # of an EMA
+    for _ in range(4):
+        train(model, optimizer, 1)
+        for name, value in float32_state_dict(model, optimizer).items():
+            average[name].lerp_(value, 0.01)
+    assert any((average[name] != values[name]).any() for name in values)
+
+
+def test_tied_weights_have_one_value():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(BF16)
+    model[1].weight = model[0].weight
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(1, 4, dtype=BF16)).sum().backward()
+    optimizer.step()
+    values = float32_state_dict(model, optimizer)
+    assert values["0.weight"] is values["1.weight"]
+
+
+def test_sums_of_600_passes_are_float32():
+    param = nn.Parameter(torch.zeros(64, dtype=BF16))
+    optimizer = AdamW([param], lr=1e-3)
+    x = torch.rand(600, 64, generator=torch.manual_seed(3)).to(BF16)
+    with optimizer.accumulating():
+        for row in x:
+            (param * row).sum().backward()
+    exact = x.double().sum(0)
+    assert param.grad.dtype is torch.float32
+    assert ((param.grad.double() - exact) / exact).abs().max() < 600 * 2.0**-24
+    optimizer.step()
+    optimizer.zero_grad()
+    for row in x:
+        (param * row).sum().backward()
+    assert param.grad.dtype is BF16
+    assert ((param.grad.double() - exact) / exact).abs().max() > 0.1
+
+
+def test_sums_and_the_step_in_backward():
+    results = []
+    for in_backward in (False, True):
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=1e-3, step_in_backward=in_backward)
+        for _ in range(3):
+            with optimizer.accumulating():
+                loss_of(model).backward()
+                loss_of(model).backward()
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(bits(optimizer))
+        assert all(p.grad is None and p.grad_dtype is BF16 for p in model.parameters())
+    assert_same(*results)
+
+
+def test_a_second_pass_in_bfloat16_is_told_once(caplog):
+    model = net()
+    optimizer = AdamW(model.parameters())
+    with caplog.at_level(logging.WARNING, "ampkit"):
+        train(model, optimizer, 3)
+        assert caplog.text == ""
+        for _ in range(3):
+            loss_of(model).backward()
+            loss_of(model).backward()
+            optimizer.step()
+    assert len(caplog.records) == 1 and "optimizer.accumulating()" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_max_norm_is_that_of_float32(name):
+    model, plain = net(), net().float()
+    optimizer, theirs = MAKERS[name](model.parameters(), max_norm=0.05), TORCHS[name](plain.parameters())
+    for step in range(10):
+        for param, twin, gradient in zip(
+            model.parameters(), plain.parameters(), gradients_like(list(plain.parameters()), step)
+        ):
+            param.grad = gradient.to(BF16)
+            twin.grad = param.grad.float()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        optimizer.step()
+        theirs.step()
+        torch.testing.assert_close(optimizer.grad_norm.reshape(()), expected)
+    for value, other in zip(float32_state_dict(model, optimizer).values(), plain.parameters()):
+        torch.testing.assert_close(value, other.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_clip_value_limits_each_element_and_hides_no_infinity():
+    param = nn.Parameter(torch.zeros(2, dtype=BF16))
+    optimizer = SGD([param], lr=1.0, clip_value=0.5)
+    param.grad = torch.tensor([3.0, -0.25], dtype=BF16)
+    optimizer.step()
+    assert param.tolist() == [-0.5, 0.25]
+    param.grad = torch.tensor([math.inf, 0.0], dtype=BF16)
+    optimizer.step()
+    assert param.tolist() == [-0.5, 0.25] and optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_session_takes_rests_over_and_gives_them_back(name, level):
+    model = net()
+    optimizer = MAKERS[name](model.parameters())
+    train(model, optimizer, 4)
+    before = float32_state_dict(model, optimizer)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert not any("rest" in state for state in optimizer.state.values())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+    ampkit.close()
+    after = float32_state_dict(model, optimizer)
+    assert all(p.dtype is BF16 for p in model.parameters())
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.zero_grad()
+    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    learned = {key: value.clone() for key, value in model.state_dict().items()}
+    ampkit.close()
+    after = float32_state_dict(model, optimizer)
+    assert all(torch.equal(after[key], learned[key]) for key in learned)
+    train(model, optimizer, 2)
+
+
+def test_closures_and_hooks():
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure).item()
+    for _ in range(20):
+        loss = optimizer.step(closure).item()
+    assert loss < first and seen[:2] == ["before", "after"]
+
+
+def test_a_compiled_step_gives_the_bits_of_the_plain_one():
+    results = []
+    for compiles in (False, True):
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        step = torch.compile(optimizer.step) if compiles else optimizer.step
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            if i == 2:
+                model[0].weight.grad[0, 0] = math.nan
+            step()
+        assert optimizer.skipped_steps == 1
+        results.append(bits(optimizer))
+    assert_same(*results)
+
+
+def test_torch_stays_as_it_is():
+    script = """
+import sys, torch
+def functions():
+    places = [torch, torch.Tensor, torch.nn.functional, torch.nn.utils, torch.autograd, torch.optim, torch.optim.Optimizer,
+              sys.modules["torch.optim.adam"], sys.modules["torch.optim.sgd"], torch.nn.Module, torch.amp, torch.nn.utils.clip_grad]
+    return {(i, name): value for i, place in enumerate(places) for name, value in vars(place).items() if callable(value)}
+import torch._dynamo
+param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+torch.optim.SGD([param])
+before = functions()
+from ampkit.optimizers import AdamW
+optimizer = AdamW([param])
+param.sum().backward()
+optimizer.step()
+now = functions()
+print([key for key in before.keys() | now.keys() if before.get(key) is not now.get(key)])
+print(len(torch.nn.modules.module._global_module_registration_hooks))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["[]", "0"], (done.stdout, done.stderr)
