@@ -56,9 +56,7 @@ def test_import_alone_gives_parallel_and_optimizers_and_loads_no_more_of_torch_d
 
 
 def test_the_optimizers_alone_load_neither_casts_nor_sessions():
-    script = (
-        "import sys, ampkit.optimizers; print({name.split('.')[1] for name in sys.modules if name.startswith('ampkit.')})"
-    )
+    script = "import sys, ampkit.optimizers; print({name.split('.')[1] for name in sys.modules if name.startswith('ampkit.')})"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     rooms = {name for name in ast.literal_eval(done.stdout) if not name.startswith("_")}
     assert rooms == {"dtypes", "errors", "kernels", "libraries", "logs", "optimizers", "sharding"}, done.stderr
