@@ -122,6 +122,6 @@ def test_what_it_cannot_wrap_is_refused(name):
     with pytest.raises(TypeError, match="several dtypes in one group"):
         module.FP16_Optimizer(torch.optim.SGD(mixed.parameters(), lr=0.1))
     model = net(torch.float32)
-    _, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+    _, optimizer = ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
     with pytest.raises(RuntimeError, match="prepared already"):
         module.FP16_Optimizer(optimizer)
