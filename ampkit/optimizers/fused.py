@@ -246,7 +246,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step_under(self, grad_scaler: Any, closure: Callable[[], Any] | None) -> Any:
         """One update; inside ``GradScaler.step`` gradients are unscaled here, and an overflow skips the step."""
         if torch.compiler.is_dynamo_compiling():  # kernels, and state that comes and goes, are no part of a graph
-            return torch._dynamo.disable(self.step_under)(grad_scaler, closure)
+            return torch._dynamo.disable(self.step_under)(grad_scaler, closure)  # type: ignore[no-untyped-call]
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -137,8 +137,8 @@ class FusedAdam(AdamW):
     ) -> None:
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
-        own = dict(bias_correction=bias_correction, capturable=capturable)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **own, **settings)
+        settings.update(bias_correction=bias_correction, capturable=capturable)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **settings)
 
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One update. torch's GradScaler passes itself where this is ``capturable``."""
