@@ -367,3 +367,42 @@ def test_tensors_of_several_processes_become_one():
         assert both.memory == {"moments": 90, "gradients": 50}  # 140 bytes, the most of any
         assert isnan(both.tensors["expert"].grad_absmax) and both.tensors["expert"].absmax == 3.0
     assert first.merge([second]).tensors["weight"].absmax == 3.0
+
+
+class Slow(nn.Module):
+    """What keeps a product out of lower precision: a scale that the script makes float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(64, 60), nn.Linear(60, 64), nn.Parameter(torch.ones(60))
+
+    def forward(self, x):
+        h = self.up(x)
+        h = h * self.scale.float()  # the cause
+        return torch.einsum("bi,oi->bo", h, self.down.weight.to(h.dtype))
+
+
+@pytest.mark.parametrize("way", ["float16", "bfloat16", "autocast"])
+def test_a_culprit_for_slow_is_named_in_scripts_without_ampkit(way):
+    dtype = torch.float16 if way == "float16" else BF16
+    model = Slow() if way == "autocast" else Slow().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def iteration():
+        optimizer.zero_grad()
+        if way == "autocast":
+            with torch.autocast("cpu", BF16):
+                y = model(torch.randn(16, 64))
+                with torch.autocast("cpu", enabled=False):  # the cause
+                    y = y.float() @ torch.ones(64, 64)
+        else:
+            y = model(torch.randn(16, 64).to(dtype)).float()
+        y.square().mean().backward()
+        optimizer.step()
+
+    found = [f"{one.site}: {one.found} -> {one.change}" for one in recorded(iteration).advice]
+    words = "region at test_recording_tensors.py:" if way == "autocast" else "promoted at test_recording_tensors.py:"
+    (culprit,) = [line for line in found if "computes in float32" in line]
+    assert words in culprit and ("matmul" if way == "autocast" else "einsum") in culprit
+    assert way == "autocast" or "by .float() at test_recording_tensors.py:" in culprit
+    assert any("linear in 'up'" in line and "N = 60 is no multiple of 8 -> pad it to 64" in line for line in found)

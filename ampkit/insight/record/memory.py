@@ -17,14 +17,14 @@ class Storage:
 
     ``name`` is that of a parameter. ``row`` is the `CallRow` that made it. A cast has the dtype that it was cast from
     (``source``), the name of the ``weight`` it is the cast of, None for an activation, and the ``group`` of the call that it was
-    made for.
+    made for; one that the script makes is named by ``asked``.
     """
 
-    __slots__ = ("bytes", "group", "kind", "name", "ref", "row", "source", "weight")
+    __slots__ = ("asked", "bytes", "group", "kind", "name", "ref", "row", "source", "weight")
 
     def __init__(self, size: int, kind: str) -> None:
         self.bytes, self.kind = size, kind
-        self.name = self.row = self.source = self.weight = self.group = None
+        self.name = self.row = self.source = self.weight = self.group = self.asked = None
 
 
 class Memory:

@@ -192,6 +192,8 @@ class Recorder(Watch):
                 result.kind = CASTS
                 number, _ = self._casts.get(result.weight, (0, 0))
                 self._casts[result.weight] = number + 1, made.nbytes
+        elif group.phase is not BACKWARD:
+            result.asked = f".{group.function.rpartition('.')[2]}() at {group.site}"
         row = result.row = source.row
         goes_down = made.dtype in LOWER_PRECISION and row is not None and row.dtype is torch.float32
         if goes_down and made.dtype in row.dtypes_in:
@@ -228,7 +230,7 @@ class Recorder(Watch):
                 self._precision = self._precision or dtype
         for tensor in made:
             storage = self._memory.made(tensor)
-            storage.row, storage.source = row, None
+            storage.row, storage.source, storage.asked = row, None, None
         return row
 
     @staticmethod
@@ -289,6 +291,7 @@ class Recorder(Watch):
         storage = self._memory.at(tensor)
         weight = storage.weight or storage.name
         name = f"parameter {weight!r}" if weight else f"the result of {storage.row.site}" if storage.row else ""
+        name = storage.asked or name
         return Argument(self._before_cast(storage, tensor, group), name)
 
     # At the end
