@@ -108,13 +108,14 @@ def test_an_overflow_writes_nothing(mix):
             take_step(rule, mix, FEW, found_inf=torch.ones(1))
     finally:
         launching.attached().heard = None
-    assert seen and set().union(*map(set, seen.values())) == {"read"}
+    kinds = {kind for name, kinds in seen.items() if "StepKernel" in name for kind in kinds}
+    assert kinds == {"read"}  # (NovoGrad takes norms besides, of gradients that its step then ignores)
 
 
 @pytest.mark.parametrize("begin", [0, 3])
 @pytest.mark.parametrize(("given", "wanted"), [*itertools.product((F32, F16, BF16), repeat=2)], ids=str)
 def test_sums_products_and_norms(given, wanted, begin):
-    x, y = randoms(SIZES, given, begin), randoms(SIZES, wanted)
+    x, y = ([one.nan_to_num() for one in some] for some in (randoms(SIZES, given, begin), randoms(SIZES, wanted)))
     x[-1][[70, 66_000]] = torch.tensor([float("inf"), float("nan")], dtype=given)
     out = [torch.empty_like(one) for one in y]
     found, bad = torch.zeros(1), torch.full((1,), kernels.NO_BAD)
@@ -124,7 +125,8 @@ def test_sums_products_and_norms(given, wanted, begin):
     kernels.multi_tensor_axpby(x, y, out, 2.0, -0.5)
     kernels.multi_tensor_unscale_l2norm(x, out, inv_scale=0.25, per_tensor=True)
     norm, _ = kernels.multi_tensor_l2norm(y, per_tensor=True)
-    assert norm.item() == torch.cat([one.double() for one in y]).norm().float().item() or norm.isfinite().all()
+    wide = torch.cat([one.double() for one in y]).norm()  # which may be beyond float32
+    torch.testing.assert_close(norm, wide.float()[None], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -134,8 +136,9 @@ def test_weights_and_rests_of_all_bits(dtype):
     weights, rests, out = torch.empty_like(values, dtype=dtype), torch.empty(2**16, dtype=torch.int16), torch.empty_like(values)
     kernels.multi_tensor_split([values], [weights], [rests])
     kernels.multi_tensor_join([weights], [rests], [out])
-    exact = values.isnan() | (values == out)
-    assert exact.all() if dtype is BF16 else exact[values.abs() >= 2**-14].logical_or(values[values.abs() >= 2**-14].abs() > 65504).all()
+    smallest, largest = (2.0**-14, 65504.0) if dtype is F16 else (0.0, torch.tensor(0x7F7F7FFF, dtype=torch.int32).view(F32).item())
+    inside = (values.abs() >= smallest) & (values.abs() <= largest)
+    assert torch.equal(values[inside], out[inside]) and torch.equal(values.isnan(), out.isnan())
 
 
 def test_lists_that_take_two_launches():
@@ -167,16 +170,6 @@ def test_a_loss_scale(found):
     state.view(F32)[0] = 1024.0
     kernels.update_scale(state, torch.tensor([found]), growth_interval=1)
     assert state.view(F32)[0] == (512.0 if found else 2048.0)
-
-
-def test_an_output_that_ends_early_is_noticed():
-    """What the interpreter is for: torch knows of memory that a kernel must not touch."""
-    entry = next(name for name in launching.attached().entries if "SplitKernel" in name)
-    assert entry, "the launch below is one of it"
-    short = torch.empty(8).untyped_storage()
-    address = short.data_ptr()
-    assert launching.attached().find(address + 31) == (address, 32)
-    assert launching.attached().find(address + 32) != (address, 32)
 
 
 def test_every_entry_was_launched():
