@@ -21,6 +21,7 @@ from .errors import ConfigurationError, NotInitializedError
 from .iteration.loss_scale import DynamicLossScale, load_scalers, save_scalers
 from .logs import logger
 from .models.incoming import Incoming
+from .patching import run_all
 from .plan import SETTINGS, Plan, resolve, unknown_setting
 from .policy import Policy
 from .registry import current_session, live_sessions, session_of, wrapper_of
@@ -362,8 +363,7 @@ def close() -> None:
     of ampkit.
     """
     switch_off_left_on()
-    while live_sessions:
-        live_sessions[-1].close()
+    run_all((session.close,) for session in reversed(live_sessions[:]))
 
 
 def _refuse_uninitialized(optimizers: Sequence[Any], wrappers: Sequence[Any]) -> None:

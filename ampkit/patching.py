@@ -6,12 +6,28 @@ itself (functions of torch, methods of an optimizer) goes through one; sessions 
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 _INHERITED = object()
+
+#: Held while torch, models and optimizers are changed or given back: one `initialize` or `close` at a time, whatever its thread.
+changing = threading.RLock()
+
+
+def renew_lock() -> None:
+    """For a forked child: a thread of the parent may have held it."""
+    global changing
+    changing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=renew_lock)
+
 
 
 def own_attribute(owner: Any, name: str) -> Any:
@@ -50,10 +66,13 @@ class PatchSet:
 
     def restore(self) -> None:
         """Undo every write, newest first. A value that was put over ours since then stays."""
-        while self._writes:
-            owner, name, before, ours = self._writes.pop()
+
+        def undo(write: tuple[Any, str, Any, Any]) -> None:
+            owner, name, before, ours = write
             if own_attribute(owner, name) is ours:
                 _write(owner, name, before)
+
+        run_all((undo, self._writes.pop()) for _ in range(len(self._writes)))
 
 
 class SharedPatches:
@@ -81,8 +100,40 @@ class SharedPatches:
         return not self._users
 
 
+def run_all(undos: Iterable[tuple[Any, ...]]) -> None:
+    """Call each of these functions with its arguments, whatever fails on the way; the first error is raised at the end."""
+    failed: list[BaseException] = []
+    for undo, *args in undos:
+        try:
+            undo(*args)
+        except BaseException as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
 class Undo(ExitStack):
-    """What is to be undone, the latest first."""
+    """What is to be undone, the latest first: all of it, whatever fails. The first error is raised at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._failed: list[BaseException] = []
+
+    def __exit__(self, *error: Any) -> bool:
+        handled = super().__exit__(*error)
+        failed, self._failed = self._failed, []
+        if failed and error[1] is None:
+            raise failed[0]
+        return bool(handled)
+
+    def callback(self, undo: Callable[..., Any], *args: Any) -> None:
+        def run() -> None:
+            try:
+                undo(*args)
+            except BaseException as error:
+                self._failed.append(error)
+
+        super().callback(run)
 
     def if_alive(self, undo: Callable[[Any], Any], thing: Any) -> None:
         """Have ``undo(thing)`` called, unless the thing is gone by then."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import validation
+from . import patching, validation
 from .casting.engine import Casting, active_casting
 from .casting.library import dispatch
 from .casting.narrow_gradients import getter, take_narrow_gradients
+from .casting.state import out_of_inference_mode
 from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
@@ -56,24 +55,10 @@ from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
 from .sharding import fsdp_modules, is_unreduced, unsharded_params
 
-#: Held while torch, models and optimizers are changed or given back: one `initialize` or `close` at a time, whatever its thread.
-_changing = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """For a forked child: a thread of the parent may have held it."""
-    global _changing
-    _changing = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
 def _one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def changing(*args: Any) -> None:
-        with _changing:
+        with patching.changing, out_of_inference_mode():
             method(*args)
 
     return changing
@@ -221,11 +206,11 @@ class Session:
         Parameters keep what they have learned, in float32, or in the dtype that they came in. Closing twice does nothing
         the second time.
         """
+        self._undo.callback(self.statistics.keep_finite)
+        self._undo.callback(self.scaling.synchronize)  # first of all
         try:
-            self.scaling.synchronize()
-            self.statistics.keep_finite()
-        finally:
             self._undo.close()
+        finally:
             self._models.clear()
             self._optimizers.clear()
 

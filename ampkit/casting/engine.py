@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .. import patching
 from ..compiling import compiled_models, forget_traces, tag_compiled_code
 from ..errors import ConfigurationError
 from ..patching import PatchSet
@@ -28,7 +30,7 @@ from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
 from .library import dispatch
 from .pickling import patch_picklers
-from .state import CastingState, Saved, mark_regions, number_of_regions, restore, save, switch
+from .state import CastingState, Saved, is_plain_place, mark_regions, number_of_regions, restore, save, switch
 from .store import CastStore
 from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
@@ -42,8 +44,10 @@ _active: Casting | None = None
 # Rules of the user's, by owner and name. They may be registered before there is an engine, and hold for later ones.
 _registered: dict[tuple[int, str], CastRule] = {}
 
-# Threads that a closed engine left switched on since another thread closed it, and what they were before.
+# Threads that closed engines have still to switch off, and what they were before: only a thread itself can do that, and only at a
+# plain place for good. Until then the wrappers of the last of these engines stay in place.
 _left_on: dict[int, Saved] = {}
+_leaving: Casting | None = None
 
 
 class Casting:
@@ -105,6 +109,7 @@ class Casting:
         global _active
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
+        _give_back_torch()
         rules, dropped = self.policy.rules(_registered.values())
         self._await_packages()
         remind_dynamo()
@@ -131,26 +136,29 @@ class Casting:
             _logger.debug("This torch has no %s", ", ".join(dropped))
 
     def close(self) -> None:
-        """Give torch back as it was found. Wrappers that a script has kept call torch's functions from now on."""
-        global _active
-        self._installed = False
-        self._tell_state()
-        self.state.closed, self.state.before = True, dict(self._switched_on)
-        self._switch_off_everywhere()
+        """Give torch back as it was found. Wrappers that a script has kept call torch's functions from now on.
+
+        Where a thread cannot be switched off for good yet, wrappers stay in place until it can: see Note [plain places].
+        """
+        global _active, _leaving
+        self._end()
         compiled_models.not_before_calls(self._mark_regions)
         self.tag_compiled_code()
-        self._restore()
-        remind_dynamo()
         if _active is self:
             _active = None
-        forget_traces()
+        _leaving = self
+        switch_off_left_on()
+        if _leaving is self:
+            remind_dynamo()
+            forget_traces()
+            compiled_models.before_each_call(switch_off_left_on)
         if threading.main_thread().ident in _left_on:
             _switch_main_thread_off()
 
-    def _switch_off_everywhere(self) -> None:
-        if number_of_regions() == 0:
-            self._switch_off_here()
-        # Only a thread itself can switch itself off.
+    def _end(self) -> None:
+        self._installed = False
+        self._tell_state()
+        self.state.closed, self.state.before, self.state.leave = True, dict(self._switched_on), switch_off_left_on
         _left_on.update(self._switched_on)
         self._switched_on.clear()
 
@@ -197,7 +205,7 @@ class Casting:
             forget_traces()
 
     def _bring_up_to_date(self) -> None:
-        """Have this thread cast on the device types of now, as soon as no region of the script's own decides."""
+        """Set this thread as it is to be now, as soon as no region of the script's own decides; for good at a plain place."""
         if threading.get_ident() in self._out_of_date and number_of_regions() == 0:
             self._out_of_date.discard(threading.get_ident())
             self._switch_off_here()
@@ -279,15 +287,22 @@ class Casting:
 
     def switch_on_here(self) -> None:
         """Cast every call of this thread from now on, if that is the engine's scope."""
-        if self.scope == "process" and self._installed and not self._paused and number_of_regions() == 0:
-            types_now = self.state.device_types
-            self._switched_on.setdefault(threading.get_ident(), save(types_now))
-            switch(types_now, True, self.lower_precision)
+        if self.scope == "process" and self._installed and not self._paused:
+            here, types_now = threading.get_ident(), self.state.device_types
+            if number_of_regions() == 0:
+                self._switched_on.setdefault(here, _left_on.pop(here, None) or save(types_now))
+                switch(types_now, True, self.lower_precision)
+            if not is_plain_place():
+                self._out_of_date.add(here)
 
     def _switch_off_here(self) -> None:
-        before = self._switched_on.pop(threading.get_ident(), None)
-        if before is not None:
+        here = threading.get_ident()
+        if (before := self._switched_on.get(here)) is not None:
             restore(before)
+            if is_plain_place():
+                del self._switched_on[here]
+            else:
+                self._out_of_date.add(here)
 
     def _mark_regions(self) -> None:
         mark_regions(self.state.device_types)
@@ -304,11 +319,9 @@ class Casting:
 
     def _stay_off(self) -> None:
         """For a forked child: what was patched stays in place there, and calls straight through."""
-        self._installed = False
         self.caches.renew_lock()
-        self._tell_state()
-        self.state.closed, self.state.before = True, dict(self._switched_on)
-        self._switch_off_here()
+        self._end()
+        switch_off_left_on()
         for one in self.state.device_types:  # in the midst of a forward, too
             torch.set_autocast_enabled(one, False)
         self.tag_compiled_code()
@@ -373,19 +386,40 @@ def register_rule(kind: CastKind, owner: Any, name: str) -> None:
 
 
 def switch_off_left_on() -> None:
-    """Switch this thread off where an engine was closed in another one. For all that a script calls."""
-    # The end of a region brings back what was before it: too early inside of one.
-    if not _compiling() and _left_on and _active is None and number_of_regions() == 0:
-        before = _left_on.pop(threading.get_ident(), None)
-        if before is not None:
-            restore(before)
+    """Switch this thread off where a closed engine has left it on. For all that a script calls, and for wrappers that are left."""
+    if not _left_on and _leaving is None or _active is not None or _compiling():
+        return
+    here = threading.get_ident()
+    # The end of a region brings back what was before it, so inside of one nothing is to be done.
+    if here in _left_on and number_of_regions() == 0:
+        restore(_left_on[here])
+        if is_plain_place():
+            del _left_on[here]
+    for gone in _left_on.keys() - sys._current_frames().keys():
+        del _left_on[gone]
+    if not _left_on and patching.changing.acquire(blocking=False):
+        try:
+            _give_back_torch()
+        finally:
+            patching.changing.release()
+
+
+def _give_back_torch() -> None:
+    """Take the wrappers out of torch's places that the last engine has left there."""
+    global _leaving
+    left, _leaving = _leaving, None
+    if left is not None:
+        compiled_models.not_before_calls(switch_off_left_on)
+        left._restore()
+        remind_dynamo()
+        forget_traces()
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def _switch_off_pending(_: Any) -> int:
     """Run by Python in its main thread, as soon as that is between two instructions."""
     switch_off_left_on()
-    if threading.get_ident() in _left_on and _active is None:  # inside of a region: look again
+    if threading.get_ident() in _left_on and _active is None:  # at no plain place: look again
         again = threading.Timer(0.05, _switch_main_thread_off)
         again.daemon = True
         again.start()

@@ -14,6 +14,13 @@ Note [narrow results]
     save, the precision of their input; at O1 they hand on float32. Which of the two holds is one bit of the thread. checkpoint,
     dynamo and DataParallel carry it like the rest of torch.autocast's state, as whether autocast has a cache.
 
+Note [plain places]
+    torch brings a thread's state back where a place ends: inference mode, a region, a backward pass, whatever a call of the dispatcher
+    comes to in Python. What is set in there is lost, and what a session has switched off is on again. So a thread is set for good
+    only at a plain place: none of these is around, and dispatching leaves out no more than in a new thread.
+    An engine that closes elsewhere switches off at once, and its wrappers stay in place and switch off again what torch brings back,
+    until the first of them is called at a plain place.
+
 Note [where casts are off]
     A lower-precision tensor may come out of a model whose weights are stored so: ``F.linear(x, model.weight)``. Outside of every
     region a row of the tables then holds for that call. In a region that a script has switched off, stored weights take part
@@ -62,9 +69,11 @@ class CastingState:
         self.stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.stores = False
         self._torchs_choice: dict[str, torch.dtype] = {}
-        #: Set when the engine is closed, and what threads were before it switched them on for good, by their ident.
+        #: Set when the engine is closed, and what threads were before it switched them on for good, by their ident; and what a
+        #: wrapper does then that stays in place for a while: see Note [plain places].
         self.closed = False
         self.before: dict[int, Saved] = {}
+        self.leave: Callable[[], None] = lambda: None
         # Device types that torch.autocast does not know ("meta"): their tensors are cast where any others are.
         self._followers: tuple[str, ...] = ()
         self._control = control
@@ -83,6 +92,8 @@ class CastingState:
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, is cast."""
         if not self.installed:
+            if self.closed and not _compiling():
+                self.leave()
             return False
         for device_type in self.device_types:
             if _is_enabled(device_type):
@@ -135,7 +146,7 @@ class CastingState:
         """Undo a mere switching off, likewise."""
         before = self.before.get(threading.get_ident()) if self.closed else None
         if before is not None:
-            restore(before)
+            self.restore(before)
             return
         for one in device_types:
             torch.set_autocast_enabled(one, True)
@@ -143,6 +154,8 @@ class CastingState:
     def restore(self, saved: Saved) -> None:
         """Bring back what `save` found, unless the engine was closed since: a session may end anywhere, by the collector."""
         restore(self.before.get(threading.get_ident(), saved) if self.closed else saved)
+        if self.closed:
+            self.leave()
 
 
 class _Float32(torch.autograd.Function):
@@ -215,6 +228,39 @@ def number_of_regions() -> int:
 number_of_regions._dynamo_marked_constant = True
 
 
+def is_plain_place() -> bool:
+    """Whether this thread is where nothing brings its state back: see Note [plain places]."""
+    if number_of_regions() > 0 or _graph_task() != -1 or torch.is_inference_mode_enabled() or _left.depth > 0:
+        return False
+    return _excluded() | _excluded_at_rest() == _excluded_at_rest()
+
+
+_graph_task = torch._C._current_graph_task_id
+#: What dispatching leaves out in this thread: torch.autocast where that is off, and more inside of a dispatcher's own call.
+_excluded = torch._C._dispatch_tls_local_exclude_set
+
+
+class _Left(threading.local):
+    depth = 0
+
+
+_left = _Left()  # how many inference modes this thread is out of for a while
+
+
+@contextlib.contextmanager
+def out_of_inference_mode() -> Iterator[None]:
+    """What is made inside is no inference tensor: models and optimizers go on with it outside."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    _left.depth += 1
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        _left.depth -= 1
+
+
 def mark_regions(device_types: Sequence[str]) -> None:
     """Have dynamo's guards tell a region that switches casts off from a thread that was never switched on.
 
@@ -272,8 +318,17 @@ def past_autocast(function: Callable, state: CastingState) -> Callable:
 @functools.cache
 def default_precision(device_type: str) -> torch.dtype:
     """What torch.autocast casts to on this device type by default: the value that every new thread starts with."""
-    found: list[torch.dtype] = []
-    thread = threading.Thread(target=lambda: found.append(_dtype_of(device_type)))
+    return _in_a_new_thread(lambda: _dtype_of(device_type))
+
+
+@functools.cache
+def _excluded_at_rest() -> Any:
+    return _in_a_new_thread(_excluded)
+
+
+def _in_a_new_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
     thread.join()
     return found[0]

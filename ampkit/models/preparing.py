@@ -16,7 +16,7 @@ from torch import nn
 from ..casting.narrow_gradients import follow_dtype
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..logs import logger, printable
-from ..patching import Undo
+from ..patching import Undo, run_all
 from ..sharding import fsdp_modules
 from . import forward, sharded
 from .copies import RECORD_KEY, need_no_plain_copies, remove_hooks
@@ -149,10 +149,10 @@ def _exceeds(original: torch.Tensor, dtype: torch.dtype) -> bool:
 def restore_weights(model: nn.Module, originals: Originals) -> None:
     """Undo the casts: the same parameter objects, float32, with the values that are behind them, and no hook of ours."""
     record = record_of(model)
-    if record is not None:
-        record.loans.end(refuses=False)
     every = record.every_cast if record is not None else ()  # also of layers that a script has exchanged
-    for param, entry in dict([*lower_entries(model), *every]).items():
+    entries = dict([*lower_entries(model), *every])
+
+    def restore(param: torch.Tensor, entry: Float32Value) -> None:
         is_as_cast = record is None or param.dtype is record.lower_precision
         value = entry.current(param) if is_as_cast else param.detach().float()
         value, gradient = originals.get(param) or (value, param.grad)
@@ -160,12 +160,16 @@ def restore_weights(model: nn.Module, originals: Originals) -> None:
         follow_dtype(param)
         fits = gradient is not None and gradient.shape == param.shape  # not after ``p.data = ...`` of another shape
         param.grad = gradient.to(param.dtype) if fits else None
-    for module in model.modules():
+
+    def forget(module: nn.Module) -> None:
         module.__dict__.pop(RECORD_KEY, None)
         remove_hooks(module)
         need_no_plain_copies(module)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+    loans = () if record is None else ((record.loans.end, None, False),)
+    run_all([*loans, *((restore, *pair) for pair in entries.items()), *((forget, one) for one in model.modules())])
 
 
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:

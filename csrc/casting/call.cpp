@@ -261,7 +261,8 @@ PyObject* run(Call* call, PyObject* const* args, Py_ssize_t nargs, PyObject* kwn
   const bool is_subclass = nargs > 0 && !is_tensor(args[0]) && is_subclass_of_tensor(args[0]);
   if (binding == nullptr || !is_on(binding->control, thread)) {
     const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);
-    const bool is_slow = binding != nullptr && (is_subclass || (binding->control->stores && may_hold_lower_precision(args, total)));
+    const bool is_slow = binding != nullptr && (is_subclass || is_left_on(binding->control, thread) ||
+                                                (binding->control->stores && may_hold_lower_precision(args, total)));
     return PyObject_Vectorcall(is_slow ? binding->slow : use.original, args, static_cast<size_t>(nargs), kwnames);
   }
   const Py_ssize_t total = nargs + (kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0);

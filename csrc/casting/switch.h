@@ -28,6 +28,12 @@ inline bool is_on(const Switch* control, const ThreadKeys& thread) {
   return control->installed && (control->keys & thread.excluded()) != control->keys;
 }
 
+// Whether torch.autocast is on in the thread of these keys while the engine is not: torch may have brought back what the engine had
+// switched off, which Python finds out.
+inline bool is_left_on(const Switch* control, const ThreadKeys& thread) {
+  return !control->installed && (control->keys & thread.excluded()) != control->keys;
+}
+
 // Whether a tensor lies on a device whose tensors are cast, where `is_on`.
 inline bool is_on_our_device(const Switch* control, const at::Tensor& tensor) {
   const c10::DeviceType type = tensor.device().type();
