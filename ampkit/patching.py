@@ -29,7 +29,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=renew_lock)
 
 
-
 def own_attribute(owner: Any, name: str) -> Any:
     """The attribute as stored on ``owner`` itself, or a marker when it is inherited or computed.
 

@@ -55,6 +55,7 @@ from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
 from .sharding import fsdp_modules, is_unreduced, unsharded_params
 
+
 def _one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def changing(*args: Any) -> None:

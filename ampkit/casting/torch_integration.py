@@ -22,6 +22,7 @@ from torch.utils.data._utils import fetch
 
 from ..compiling import give_back_kernels
 from ..dtypes import LOWER_PRECISION
+from ..errors import ConfigurationError
 from ..patching import PatchSet
 from .state import CastingState, number_of_regions
 
@@ -38,6 +39,8 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         patches.set(fetcher, "fetch", _inside(engine.disabled, fetcher.fetch))
+    # What takes a model apart by proxies asks them for no dtype. The traced model is cast where it runs.
+    patches.set(torch.fx.Tracer, "trace", _without_casts_of_proxies(engine, torch.fx.Tracer.trace))
     # Recurrent layers refuse an input of another dtype than their weights' where torch.autocast is off.
     check = _inside(lambda: state.region(True) if state.stores else nullcontext(), nn.RNNBase.check_input)
     patches.set(nn.RNNBase, "check_input", check)
@@ -69,6 +72,10 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
             for one in on:
                 torch.set_autocast_enabled(one, False)
             return run_backward(*args, **kwargs)
+        except RuntimeError as error:
+            if "expected scalar type" in str(error) and torch._C._functorch.peek_interpreter_stack() is not None:
+                raise ConfigurationError(_UNDER_VMAP) from error
+            raise
         finally:
             state.switch_back_on(on)
 
@@ -86,6 +93,13 @@ def _patch_autograd(patches: PatchSet, state: CastingState) -> None:
     patches.set(torch.autograd, "_engine_run_backward", run_uncast)
     patches.set(BackwardCFunction, "__init__", note_state)
     patches.set(BackwardCFunction, "apply", apply_as_forward)
+
+
+_UNDER_VMAP = (
+    "A backward pass under torch.vmap came to a function of torch that takes no two dtypes there, such as batch norm's gradient. "
+    "Keep that layer in float32, initialize(..., keep_fp32=torch.nn.BatchNorm1d), or compute this forward inside of "
+    "'with ampkit.disable_casts():'."
+)
 
 
 def _patch_checkpoints(patches: PatchSet) -> None:
@@ -194,6 +208,16 @@ def _inside(scope: Callable[[], AbstractContextManager[None]], function: Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         with scope():
             return function(*args, **kwargs)
+
+    return call
+
+
+def _without_casts_of_proxies(engine: Any, trace: Callable) -> Callable:
+    @functools.wraps(trace)
+    def call(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        on_tensors = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "PythonKeyTracer", ())  # make_fx
+        with nullcontext() if isinstance(tracer, on_tensors) else engine.disabled():
+            return trace(tracer, *args, **kwargs)
 
     return call
 

@@ -141,7 +141,7 @@ def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingSt
         if state.holds_for(lower):
             with state.region(True, lower[0].dtype, narrow=True):
                 return wrapper(*args, **kwargs)
-        if lower and state.installed and all(type(x) is Parameter for x in lower):
+        if lower and all(type(x) is Parameter for x in lower):
             return original(*map_tensors(args, state.in_float32), **map_tensors(kwargs, state.in_float32))
         return original(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """What a session tells a script once: mistakes that ruin a run, each with what to do about it.
 
 `Advice.tell` logs a row of `ROWS` the first time that its condition holds. `Advice.before_backward` and `after_backward` look at a
-session's first blocks only. What a script does outside of blocks is seen where it calls ``backward``, ``clip_grad_norm_`` or a
-GradScaler of its own, which `calls_of_torch` patches while sessions are alive.
+session's first blocks only. What a script does outside of blocks is seen where it calls ``backward``, clips gradients by
+torch.nn.utils or has a GradScaler of its own, which `calls_of_torch` patches while sessions are alive.
 """
 
 from __future__ import annotations
@@ -150,25 +150,28 @@ def _has_hook_of_script(param: torch.Tensor) -> bool:
 # Where a script calls torch
 
 
-def _clip(original: Callable[..., None]) -> Callable[..., None]:
-    """What ``clip_grad_norm_`` calls: in a block it would clip by a norm that is multiplied by the loss scale."""
+def _grouping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What all of torch.nn.utils that measures or clips gradients calls: in a block these are multiplied by the loss scale."""
 
     @functools.wraps(original)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    def group(lists: Any, *args: Any, **kwargs: Any) -> Any:
         for wrapper in wrappers():
-            if not wrapper.has_scaled(params):
+            if not wrapper.holds_scaled(lists[0]):
                 continue
+            name = sys._getframe(1).f_code.co_name
             if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
                 raise ConfigurationError(
-                    "torch.nn.utils.clip_grad_norm_ was called where gradients are still multiplied by the loss scale, so "
-                    "that nearly all of them would be clipped away. Call it after the scale_loss block, on the level of `with` "
+                    f"{_PUBLIC.get(name, name)} of torch.nn.utils was called where gradients are still multiplied by the loss scale, "
+                    "so that nearly all of them would be clipped away. Call it after the scale_loss block, on the level of `with` "
                     "(with delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
                 )
-            wrapper.advice.tell("scaled", "clip_grad_norm_ was called")
-        original(params, *args, **kwargs)
+            wrapper.advice.tell("scaled", f"{_PUBLIC.get(name, name)} was called")
+        return original(lists, *args, **kwargs)
 
-    return clip
+    return group
+
+
+_PUBLIC = {"_get_total_norm": "get_total_norm or clip_grad_norm_", "_clip_grads_with_norm_": "clip_grads_with_norm_"}
 
 
 def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,7 +191,7 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
 def _patch(patches: PatchSet) -> None:
     for owner, name, wrap in (
         (torch.autograd, "backward", reaching_backward),
-        (sys.modules["torch.nn.utils.clip_grad"], "_clip_grads_with_norm_", _clip),
+        (sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", _grouping),
         (torch.amp.grad_scaler.GradScaler, "_unscale_grads_", _unscale),
     ):
         patches.set(owner, name, wrap(getattr(owner, name)))

@@ -154,10 +154,12 @@ class OptimizerWrapper:
         elif self.advice.passes == passes and self.owner.plan.policy.base != "apex":  # which scales by hand
             self.advice.tell("beside delayed")
 
-    def has_scaled(self, params: Sequence[Tensor]) -> bool:
-        """Whether the gradient of one of these is at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
+    def holds_scaled(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of these is a gradient at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
         gradients = self.gradients
-        return gradients.are_scaled and gradients.has_fresh and any([id(param) in gradients.ids for param in params])
+        if not (gradients.are_scaled and gradients.has_fresh):
+            return False
+        return not {id(slot.param.grad) for slot in gradients.slots}.isdisjoint(map(id, tensors))
 
     def hand_gradients(self) -> None:
         """After a block: float32 parameters that were lent, and that a script still holds, get the gradients of now."""

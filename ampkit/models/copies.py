@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import multiprocessing.context
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
@@ -137,9 +138,17 @@ def _plain_state(ref: weakref.ref, values: Mapping[torch.Tensor, Any]) -> Any:
     return {**own, "state": state, "param_groups": groups}
 
 
+def _keep_for_child(plain: nn.Module) -> None:
+    """A process that is being spawned gets shared memory: what lies in it has to live until the child has opened it."""
+    if (popen := multiprocessing.context.get_spawning_popen()) is not None:
+        vars(popen).setdefault("_ampkit_shared", []).append(plain._parameters)
+
+
 def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
     module = ref()
-    function, arguments, *rest = stand_in(module).__reduce_ex__(protocol)
+    plain = stand_in(module)
+    _keep_for_child(plain)
+    function, arguments, *rest = plain.__reduce_ex__(protocol)
     if function is copyreg.__newobj__ and arguments[0] is not type(module):
         # pickle checks that __newobj__ gives an instance of the class it sees.
         return (arguments[0].__new__, arguments, *rest)

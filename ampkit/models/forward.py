@@ -295,15 +295,22 @@ def _explain(error: RuntimeError, model: nn.Module) -> None:
     watcher, message = watchers.get(model), str(error)
     if watcher is None or "type" not in message or not ("Half" in message or "float16" in message.lower()):
         return
+    advice = _TOO_LARGE if "without overflow" in message else _TWO_DTYPES
     names = {module: name for name, module in model.named_modules()}
     modules = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     where = [names[module] for module in modules if isinstance(module, nn.Module) and module in names]
     module = f"module {where[-1]!r}" if where and where[-1] else "in its own forward"
-    error.add_note(
-        f"ampkit: this is a {type(model).__name__} at opt_level {watcher.opt_level}, {module}, where casts have left two dtypes to "
-        "one call. Convert one tensor beside the call, x.to(y.dtype), or keep in float32 what computes it: "
-        "initialize(..., keep_fp32=...)."
-    )
+    error.add_note(f"ampkit: this is a {type(model).__name__} at opt_level {watcher.opt_level}, {module}, {advice}")
+
+
+_TWO_DTYPES = (
+    "where casts have left two dtypes to one call. Convert one tensor beside the call, x.to(y.dtype), or keep in float32 what computes "
+    "it: initialize(..., keep_fp32=...)."
+)
+_TOO_LARGE = (
+    "where a number is written to a float16 tensor that has none so large: float16 ends at 65504. Take float('-inf') or "
+    "torch.finfo(x.dtype).min for a mask, or train in bfloat16."
+)
 
 
 def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ import torch
 from helpers import STORED_BF16, at, initialize_quietly, random_batch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_  # bound before anything is initialized
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # bound before anything is initialized
 
 import ampkit
 
@@ -39,6 +39,33 @@ def test_it_is_refused_in_a_block_and_right_after_it(level):
     assert norm.item() == pytest.approx(1e-3, rel=1e-2)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda params: nn.utils.clip_grad_value_(params, 0.1),
+        lambda params: clip_grad_value_(params, 0.1),
+        lambda params: nn.utils.clip_grads_with_norm_(params, 1.0, torch.tensor(2.0)),
+        lambda params: nn.utils.get_total_norm([p.grad for p in params]),
+    ],
+)
+def test_what_else_measures_or_clips_is_refused_in_a_block_and_right_after_it(use, level):
+    model, optimizer = initialize_quietly(net(), sgd, level)
+    params = list(model.parameters())
+    with ampkit.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        before = [p.grad.clone() for p in params]
+        with pytest.raises(ampkit.ConfigurationError, match="after the scale_loss block"):
+            use(params)
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(params, before))
+    exact = [p.grad.float() for p in params]
+    found = use(params)
+    norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in exact]))
+    clipped = torch.cat([p.grad.float().flatten() for p in params])
+    assert clipped.abs().max() <= 0.1 or torch.linalg.vector_norm(clipped) <= norm
+    assert found is None or found.item() == pytest.approx(norm.item(), rel=1e-2)
+
+
 def test_it_is_refused_while_gradients_wait_after_a_block():
     model, optimizer = initialize_quietly(net(), sgd, "O1")
     with ampkit.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
@@ -59,7 +86,7 @@ def test_at_scale_one_it_is_right_in_a_block(settings):
 
 
 def test_other_models_are_clipped_as_ever_and_torch_is_itself_after_close():
-    plain = nn.utils.clip_grad.__dict__["_clip_grads_with_norm_"]
+    plain = nn.utils.clip_grad.__dict__["_group_tensors_by_device_and_dtype"]
     model, optimizer = initialize_quietly(net(), sgd, "O1")
     other = nn.Linear(2, 1)
     other.weight.grad = torch.tensor([[3.0, 4.0]])
@@ -69,7 +96,7 @@ def test_other_models_are_clipped_as_ever_and_torch_is_itself_after_close():
         assert clip_grad_norm_(other.weight, 1.0).item() == pytest.approx(1.0, rel=1e-5)
     assert other.weight.grad.tolist() == [[pytest.approx(0.6, rel=1e-5), pytest.approx(0.8, rel=1e-5)]]
     ampkit.close()
-    assert nn.utils.clip_grad.__dict__["_clip_grads_with_norm_"] is plain
+    assert nn.utils.clip_grad.__dict__["_group_tensors_by_device_and_dtype"] is plain
 
 
 @pytest.mark.parametrize("delays", [True, False])
