@@ -133,6 +133,12 @@ def _in_its_dtype(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return run
 
 
+def keep_hooks_in_dtype(param: Tensor) -> None:
+    """Have hooks that a script registered before the parameter was stored in lower precision return gradients in its dtype."""
+    for key, hook in list((param._backward_hooks or {}).items()):
+        param._backward_hooks[key] = _in_its_dtype(hook)  # type: ignore[index]
+
+
 def _patch(patches: PatchSet) -> None:
     if _library is None:
         return

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casting.narrow_gradients import follow_dtype
+from ..casting.narrow_gradients import follow_dtype, keep_hooks_in_dtype
 from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..logs import logger, printable
 from ..patching import Undo, run_all
@@ -136,6 +136,7 @@ def _cast(tensor: torch.Tensor, whole: CastModel, has_master: bool) -> Float32Va
     # All memory is there: what follows does not fail.
     tensor.grad, tensor.data = None, lower
     put_gradient(tensor, gradient)
+    keep_hooks_in_dtype(tensor)
     return entry
 
 

@@ -451,6 +451,21 @@ def mask_by_a_hook(run):
     return pruned(run, prune)
 
 
+@script(ALL)
+def masks_by_hooks_before_initialize(run):
+    """On matrices and biases, in float32."""
+    model, optimizer, x, y = regression()
+    for p in model.parameters():
+        mask = (torch.arange(p.numel()) % 3 > 0).view_as(p).float()
+        p.register_hook(lambda grad, mask=mask: grad * mask)
+    way, losses = way_of(model), []
+    run.begin(model, optimizer)
+    for _ in range(8):
+        losses.append(run.error(model, x, y))
+        run.learn(losses[-1], optimizer)
+    return {"losses": losses, "weights": way()}
+
+
 @script()
 def mask_on_gradients(run):
     def edit(masks):
