@@ -298,7 +298,10 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     mastered = [param for param in params if param in treatment.stored and treatment.has_rest(param)]
     lowered = [param for param in params if stored[param] in LOWER_PRECISION]
     step, reason = "its own", "weights are float32"
-    if lowered and not mastered:
+    has_rests = bool(lowered) and not mastered and getattr(optimizer, "rests", False)
+    if has_rests:  # ours, without a session
+        step, reason = "one pass", ""
+    elif lowered and not mastered:
         reason = "weights are in lower precision, without float32 values"
     elif mastered or plan.steps_in_one_pass:
         wrapper = wrapper_of(optimizer) if treatment.is_live else None
@@ -313,7 +316,7 @@ def _optimizer_row(optimizer: Any, treatment: Treatment) -> OptimizerRow:
     if not lowered:
         masters = "the weights"
     else:
-        masters = f"{short(stored[lowered[0]])} weight + 16-bit rest" if mastered else "none"
+        masters = f"{short(stored[lowered[0]])} weight + 16-bit rest" if mastered or has_rests else "none"
     return OptimizerRow(
         kind=type(optimizer).__name__,
         parameters=sum(param.numel() for param in params),
@@ -361,7 +364,8 @@ def _bytes_of_state(optimizer: Any, param: Tensor, dtype: torch.dtype, is_live: 
     is_narrow = storage is not None and storage.is_narrow and param.dtype in CASTABLE
     state = optimizer.state.get(param) if hasattr(optimizer, "state") else None
     if state:
-        large = [one for one in _tensors(state.values()) if one.numel() > 1 or param.numel() == 1]
+        values = [value for name, value in state.items() if is_live or name != "rest"]  # a session has rests of its own
+        large = [one for one in _tensors(values) if one.numel() > 1 or param.numel() == 1]
         dtypes = [one.dtype if is_live or is_narrow or one.dtype not in CASTABLE else dtype for one in large]
         return sum(one.numel() * own.itemsize for one, own in zip(large, dtypes))
     group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), {})

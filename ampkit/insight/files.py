@@ -50,7 +50,8 @@ _TOOLS = (
 _SCALES = re.compile(r"(^|\.)(loss_scaler\d*\.loss_scale|scale|cur_scale|loss_scale)$")
 _MOMENT = re.compile(r"\.?(exp_avg|exp_avg_sq|momentum_buffer|max_exp_avg_sq)$")
 _NORM = re.compile(r"(norm|ln|bn)[^.]*\.weight$|(norm|ln_?f|ln_?\d)\.(weight|scale|gamma)$", re.IGNORECASE)
-_MASTERS = re.compile(r"master|fp32|float32|rest", re.IGNORECASE)
+_MASTERS = re.compile(r"master|fp32|float32|\.rest$", re.IGNORECASE)
+_OF_MASTERS = (torch.float32, torch.int16)  # a rest of 16 bits completes a weight
 
 
 class NotRead(Exception):
@@ -64,7 +65,7 @@ def report(path: str) -> tuple[list[str], bool]:
     for name, value in _leaves("", _read(Path(path))):
         (tensors if isinstance(value, Tensor) else numbers)[name] = value
     moments = {name: one for name, one in tensors.items() if _MOMENT.search(name)}
-    masters = {name: one for name, one in tensors.items() if _MASTERS.search(name) and one.dtype is torch.float32}
+    masters = {name: one for name, one in tensors.items() if _MASTERS.search(name) and one.dtype in _OF_MASTERS}
     weights = {name: one for name, one in tensors.items() if name not in moments and name not in masters and one.dim()}
     weights = {name: one for name, one in weights.items() if one.is_floating_point()}
     lost = [*_norms(weights), *_moments(moments), *_without_masters(weights, moments, masters)]

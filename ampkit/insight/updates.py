@@ -40,6 +40,18 @@ class _Weight:
     rest: torch.Tensor | None
 
 
+class _OwnRest:
+    """The rest that a fused optimizer without a session keeps in its state, from its first step on."""
+
+    def __init__(self, optimizer: Any, param: torch.Tensor) -> None:
+        self._state, self._param = optimizer.state, param
+
+    @property
+    def rest(self) -> torch.Tensor:
+        found: torch.Tensor | None = self._state.get(self._param, {}).get("rest")
+        return torch.zeros_like(self._param, dtype=torch.int16, requires_grad=False) if found is None else found
+
+
 class Weights:
     """The weights of an optimizer before a step, to be compared with those after it.
 
@@ -56,6 +68,8 @@ class Weights:
         self.list: list[_Weight] = []
         for name, param, group in named_params(optimizer) if named is None else named:
             lr, entry = float(group.get("lr", 1.0)), entries.get(param)
+            if entry is None and getattr(optimizer, "rests", False) and param.dtype in LOWER_PRECISION:
+                entry = _OwnRest(optimizer, param)
             if lr != 0.0 and not (is_random and param.dtype in LOWER_PRECISION):
                 rest = None if entry is None else self._some(entry.rest).clone()
                 self.list.append(_Weight(name, param, lr, entry, self._some(param.detach()).clone(), rest))

@@ -113,6 +113,14 @@ def test_what_a_level_saves_has_lost_nothing(level, check, tmp_path):
     assert code == 0 and "128 (amp.loss_scaler0.loss_scale)" in printed and "written by  ampkit" in printed
 
 
+def test_rests_that_an_optimizer_saves_complete_its_weights(check, tmp_path):
+    moments = optimizer_state(torch.float32)
+    moments["state"][0]["rest"] = torch.zeros(4, dtype=torch.int16)
+    torch.save({"model": {"w": torch.ones(4).bfloat16()}, "optimizer": moments}, tmp_path / "all.pt")
+    code, printed, _ = check(tmp_path / "all.pt")
+    assert code == 0 and "masters     4 elements: int16 100%" in printed
+
+
 class Runs:
     """Makes a folder where it is unpickled."""
 

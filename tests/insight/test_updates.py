@@ -179,3 +179,14 @@ def test_bad_arguments_are_refused():
         ampkit.check_updates(optimizer, every=0)
     with pytest.raises(TypeError, match="check_updates expects the optimizer"):
         ampkit.check_updates(nn.Linear(1, 1))
+
+
+def test_rests_that_an_optimizer_keeps_by_itself_lose_nothing():
+    model = llama()
+    optimizer = ampkit.optimizers.AdamW(model.parameters(), lr=1e-5)
+    check = ampkit.check_updates(optimizer)
+    train(model, optimizer, 5)
+    assert check.steps == 5 and max(check.shares.values()) < 0.02
+    (row,) = ampkit.explain(model, optimizer).optimizers
+    # 2 for weights, 2 for gradients, 8 for moments and 2 for rests in its state.
+    assert (row.masters, row.step, row.total_bytes) == ("bfloat16 weight + 16-bit rest", "one pass", 14.0)
