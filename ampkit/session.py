@@ -22,7 +22,7 @@ from . import patching, validation
 from .casting.engine import Casting, active_casting
 from .casting.library import dispatch
 from .casting.narrow_gradients import getter, take_narrow_gradients
-from .casting.state import out_of_inference_mode
+from .casting.state import out_of_modes
 from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
@@ -59,7 +59,7 @@ from .sharding import fsdp_modules, is_unreduced, unsharded_params
 def _one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def changing(*args: Any) -> None:
-        with patching.changing, out_of_inference_mode():
+        with patching.changing, out_of_modes():
             method(*args)
 
     return changing

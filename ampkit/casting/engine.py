@@ -290,7 +290,9 @@ class Casting:
         if self.scope == "process" and self._installed and not self._paused:
             here, types_now = threading.get_ident(), self.state.device_types
             if number_of_regions() == 0:
-                self._switched_on.setdefault(here, _left_on.pop(here, None) or save(types_now))
+                before, _ = self._switched_on.setdefault(here, _left_on.pop(here, None) or save(()))
+                known = {one for one, *_ in before}
+                before += save([one for one in types_now if one not in known])[0]
                 switch(types_now, True, self.lower_precision)
             if not is_plain_place():
                 self._out_of_date.add(here)
@@ -387,7 +389,7 @@ def register_rule(kind: CastKind, owner: Any, name: str) -> None:
 
 def switch_off_left_on() -> None:
     """Switch this thread off where a closed engine has left it on. For all that a script calls, and for wrappers that are left."""
-    if not _left_on and _leaving is None or _active is not None or _compiling():
+    if (not _left_on and _leaving is None) or _active is not None or _compiling():
         return
     here = threading.get_ident()
     # The end of a region brings back what was before it, so inside of one nothing is to be done.

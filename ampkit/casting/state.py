@@ -15,11 +15,11 @@ Note [narrow results]
     dynamo and DataParallel carry it like the rest of torch.autocast's state, as whether autocast has a cache.
 
 Note [plain places]
-    torch brings a thread's state back where a place ends: inference mode, a region, a backward pass, whatever a call of the dispatcher
-    comes to in Python. What is set in there is lost, and what a session has switched off is on again. So a thread is set for good
-    only at a plain place: none of these is around, and dispatching leaves out no more than in a new thread.
-    An engine that closes elsewhere switches off at once, and its wrappers stay in place and switch off again what torch brings back,
-    until the first of them is called at a plain place.
+    torch brings a thread's state back where a place ends: inference mode, a region, a backward pass, whatever a call of the
+    dispatcher comes to in Python. What is set in there is lost, and what a session has switched off is on again. So a thread is set
+    for good only at a plain place: none of these is around, and dispatching leaves out no more than in a new thread. An engine that
+    closes elsewhere switches off at once, and its wrappers stay in place and switch off again what torch brings back, until the
+    first of them is called at a plain place.
 
 Note [where casts are off]
     A lower-precision tensor may come out of a model whose weights are stored so: ``F.linear(x, model.weight)``. Outside of every
@@ -33,10 +33,11 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..dtypes import LOWER_PRECISION
@@ -244,18 +245,19 @@ class _Left(threading.local):
     depth = 0
 
 
-_left = _Left()  # how many inference modes this thread is out of for a while
+_left = _Left()  # how often this thread is out of modes for a while
 
 
 @contextlib.contextmanager
-def out_of_inference_mode() -> Iterator[None]:
-    """What is made inside is no inference tensor: models and optimizers go on with it outside."""
-    if not torch.is_inference_mode_enabled():
+def out_of_modes() -> Iterator[None]:
+    """Out of inference mode and of torch.func's transforms for a while: models and optimizers go on with what is made inside."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not transformed and not torch.is_inference_mode_enabled():
         yield
         return
     _left.depth += 1
     try:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), temporarily_clear_interpreter_stack() if transformed else nullcontext():
             yield
     finally:
         _left.depth -= 1

@@ -161,9 +161,10 @@ def _grouping(original: Callable[..., Any]) -> Callable[..., Any]:
             name = sys._getframe(1).f_code.co_name
             if wrapper.owner.plan.policy.base != "apex":  # scripts of Apex's go on as they did
                 raise ConfigurationError(
-                    f"{_PUBLIC.get(name, name)} of torch.nn.utils was called where gradients are still multiplied by the loss scale, "
-                    "so that nearly all of them would be clipped away. Call it after the scale_loss block, on the level of `with` "
-                    "(with delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, max_norm) there."
+                    f"{_PUBLIC.get(name, name)} of torch.nn.utils was called where gradients are still multiplied by the loss "
+                    "scale, so that nearly all of them would be clipped away. Call it after the scale_loss block, on the level "
+                    "of `with` (with delay_unscale=True after the last block), or call ampkit.clip_grad_norm_(optimizer, "
+                    "max_norm) there."
                 )
             wrapper.advice.tell("scaled", f"{_PUBLIC.get(name, name)} was called")
         return original(lists, *args, **kwargs)

@@ -304,8 +304,8 @@ def _explain(error: RuntimeError, model: nn.Module) -> None:
 
 
 _TWO_DTYPES = (
-    "where casts have left two dtypes to one call. Convert one tensor beside the call, x.to(y.dtype), or keep in float32 what computes "
-    "it: initialize(..., keep_fp32=...)."
+    "where casts have left two dtypes to one call. Convert one tensor beside the call, x.to(y.dtype), or keep in float32 what "
+    "computes it: initialize(..., keep_fp32=...)."
 )
 _TOO_LARGE = (
     "where a number is written to a float16 tensor that has none so large: float16 ends at 65504. Take float('-inf') or "

@@ -1,0 +1,264 @@
+"""Where a session begins or ends, as a process of its own: ``python places.py PLACE`` prints the cells that went wrong.
+
+A cell is a way (begin, close, die) at a level. What torch is, and what a float32 training gives, is noted before ampkit is
+imported, and must be the same, bit for bit, after each cell. `PLACES` are functions that call ``action()`` where they say. A
+spawned child is none of them: no session goes there, since what is pickled is a plain model.
+"""
+
+import atexit
+import gc
+import os
+import sys
+import threading
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+LEVELS = "O1", "O2", "O4", "O5"
+WAYS = "begin", "close", "die"
+
+
+def inference_mode(action):
+    with torch.inference_mode():
+        action()
+
+
+def dispatch_mode(action):
+    class Once(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if todo:
+                todo.pop()()
+            return function(*args, **(kwargs or {}))
+
+    todo = [action]
+    with Once():
+        torch.arange(3) * 2
+
+
+def hooks(action):
+    hidden = torch.ones(3, requires_grad=True).exp()
+    hidden.register_hook(lambda gradient: action())
+    hidden.sum().backward()
+
+
+def recomputation(action):
+    def square(x):
+        runs.append(1)
+        if len(runs) == 2:
+            action()
+        return x * x
+
+    runs = []
+    checkpoint(square, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+
+
+class _Double(torch.autograd.Function):
+    generate_vmap_rule = True
+    todo = ()
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if _Double.todo:
+            _Double.todo.pop()()
+        return gradient * 2
+
+
+def functorch(action):
+    _Double.todo = [action]
+    torch.func.grad(lambda x: _Double.apply(x).sum())(torch.ones(2))
+
+
+def autocast_region(action):
+    with torch.autocast("cpu", torch.bfloat16):
+        action()
+
+
+def another_thread(action):
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+def forked_child(action):
+    child = os.fork()
+    if child == 0:
+        action()
+        import ampkit
+
+        # Wrappers stay in a child, and call torch's functions.
+        computes = {"losses", "mm", "torch.ops", "autocast", "regions"}
+        os._exit(ampkit.current_session() is None and bool(computes.intersection(differences())))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "in the child torch is not as it was"
+    action()
+
+
+def raised_error(action):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("as its user meant it")
+
+    try:
+        Fails()(torch.ones(1))
+    except ValueError:
+        action()
+
+
+def interpreter_exit(action):
+    action()  # `main` has all cells run in a handler of atexit, and leaves the last session alive
+
+
+def garbage_collection(action):
+    class Cycle:
+        def __del__(self):
+            action()
+
+    cycle = Cycle()
+    cycle.itself = cycle
+    del cycle
+    gc.collect()
+    gc.collect()  # of what became garbage meanwhile
+
+
+PLACES = {
+    place.__name__: place
+    for place in (
+        *(
+            inference_mode,
+            dispatch_mode,
+            hooks,
+            recomputation,
+            functorch,
+            autocast_region,
+            another_thread,
+            forked_child,
+        ),
+        *(raised_error, interpreter_exit, garbage_collection),
+    )
+}
+
+
+def training():
+    """Losses of a float32 training."""
+    torch.manual_seed(9)
+    model, x = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1)), torch.randn(32, 6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = (model(x) - x[:, :1].abs()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state():
+    """What torch is: a training, dtypes of products, the thread's state and torch's functions."""
+    found = {"losses": training(), "mm": torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype}
+    found["torch.ops"] = torch.ops.aten.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    found["autocast"] = (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+    found["regions"] = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    found["modes"] = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    for owner in torch, nn.functional, torch.Tensor, nn.Module, torch.autograd, nn.utils.clip_grad, torch.fx.Tracer:
+        found[owner.__name__] = {
+            name: value for name, value in vars(owner).items() if callable(value) or name == "data"
+        }
+    return found
+
+
+def differences():
+    now = state()
+    return [key for key in right if now[key] != right[key]]
+
+
+right = {}
+
+
+def cell(place, way, level):
+    """Problems of one cell."""
+    import ampkit
+
+    torch.manual_seed(3)
+    model = nn.Linear(6, 4)
+    held = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    exact, x = [p.detach().clone() for p in model.parameters()], torch.randn(8, 6)
+    del model
+
+    def begin():
+        ampkit.initialize(held["model"], held["optimizer"], opt_level=level, verbosity=0)
+
+    def train():
+        held["optimizer"].zero_grad()
+        with ampkit.scale_loss(held["model"](x).float().square().mean(), held["optimizer"]) as scaled:
+            scaled.backward()
+        held["optimizer"].step()
+
+    def die():
+        held.clear()
+        gc.collect()
+
+    if way == "begin":
+        place(begin)
+        train()
+        moved = [(p.detach() - q).abs().max() for p, q in zip(held["model"].state_dict().values(), exact)]
+        problems = [] if all(0 < step < 2e-3 for step in moved) else [f"Adam's first step is {moved}"]
+        ampkit.close()
+        problems += [
+            str(p.dtype) for p in held["model"].parameters() if p.dtype is not torch.float32 or p.is_inference()
+        ]
+    else:
+        begin()
+        train()
+        place(ampkit.close if way == "close" else die)
+        problems = []
+        if way == "close":
+            problems += [
+                str(p.dtype) for p in held["model"].parameters() if p.dtype is not torch.float32 or p.is_inference()
+            ]
+            held["model"](x).sum().backward()  # as any float32 model
+    return problems + differences() + (["a session lives"] if ampkit.current_session() is not None else [])
+
+
+def main(name):
+    training()  # what torch loads when it is first used
+    right.update(state())
+    import ampkit
+
+    def all_cells():
+        failed = 0
+        for way in WAYS:
+            for level in LEVELS:
+                if problems := cell(PLACES[name], way, level):
+                    failed += 1
+                    print(f"{name}, {way}, {level}: {problems}", flush=True)
+        if name == "interpreter_exit" and not failed:
+            kept.append(nn.Linear(2, 2))
+            ampkit.initialize(kept[0], opt_level="O1", verbosity=0)
+        elif failed:
+            os._exit(1)
+
+    kept = []
+    if name == "interpreter_exit":
+        atexit.register(all_cells)
+    else:
+        all_cells()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
