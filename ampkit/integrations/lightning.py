@@ -45,10 +45,11 @@ class AmpkitPrecision(Precision):
         module = self._module = model.module if isinstance(model, DistributedDataParallel) else model
         initialize(module, optimizers, **self._settings)
         self._session = session_of(module)
-        checkpoint = module.trainer._checkpoint_connector._loaded_checkpoint  # of ckpt_path=, until fit begins
-        if checkpoint and self._session.incoming.dtypes_of(module):
-            # Lightning has loaded it before, and a model in bfloat16 has rounded it.
-            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        if self._session.incoming.dtypes_of(module):
+            # Lightning has loaded the file of ckpt_path= before, and a model in bfloat16 has rounded it.
+            checkpoint = module.trainer._checkpoint_connector._loaded_checkpoint
+            if checkpoint:
+                module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         if self._session.plan.casts_weights:
             for callback in module.trainer.callbacks:
                 _average_float32(callback, self._session)
