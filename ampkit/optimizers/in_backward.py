@@ -116,6 +116,11 @@ def widen_sums(optimizer: Any) -> None:
                 "float32 itself: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), and "
                 "model.set_requires_gradient_sync(False) for all micro-batches but the last."
             )
+    if _is_one_of_several() and any(True for _ in _lower(optimizer)):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.accumulating() widens gradients, and DDP averages them in the precision of the parameters "
+            "only. Shard the model with FSDP2, which adds up in float32, or add no micro-batches up."
+        )
     for param in _lower(optimizer):
         if param.grad_dtype is not torch.float32:
             gradient, param.grad = param.grad, None

@@ -411,6 +411,19 @@ def test_sums_and_the_step_in_backward():
     assert_same(*results)
 
 
+def test_on_several_processes_sums_and_steps_in_backward_are_refused(monkeypatch):
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    param = nn.Parameter(torch.ones(4, dtype=BF16))
+    with pytest.raises(RuntimeError, match="DDP averages them in the precision"), AdamW([param]).accumulating():
+        raise AssertionError("not refused")
+    optimizer = AdamW([param], step_in_backward=True)
+    with pytest.raises(RuntimeError, match="runs on one process"):
+        (param * 2).sum().backward()
+    assert optimizer.skipped_steps == 0
+    assert (param == 1).all()
+
+
 def test_a_second_pass_in_bfloat16_is_told_once(caplog):
     model = net()
     optimizer = AdamW(model.parameters())
