@@ -17,7 +17,7 @@ from ptx.translation import Module, PtxError
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "ptx" / "sm_80"
-ENTRY = re.compile(r"emulation::Entry<&\(?(.*?)\)?>$")  # a type that has the kernel in its name
+ENTRY = re.compile(r"emulation::Entry<&(.*)>$")  # a type that has the kernel in its name
 
 _demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
 _demangle.argtypes, _demangle.restype = [ctypes.c_char_p, *[ctypes.c_void_p] * 3], ctypes.c_void_p
@@ -33,9 +33,9 @@ def demangled(name: str) -> str:
     text = ctypes.string_at(pointer).decode()
     _free(pointer)
     if found := ENTRY.match(text):
-        text = found[1]
+        text = found[1][1:-1] if found[1][0] == "(" else found[1]
     depth = 0
-    for i in range(len(text) - 1, -1, -1):
+    for i in range(len(text) - 1, -1, -1) if text.endswith(")") else ():
         depth += {")": 1, "(": -1}.get(text[i], 0)
         if depth == 0:
             text = text[:i]
