@@ -29,7 +29,12 @@ def build(folder: Path) -> None:
     # The longest first.
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"), key=lambda one: "step" not in one.name)
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda one: make(one[0], one[1], folder), [(source, arch) for source in sources for arch in ARCHITECTURES]))
+        list(
+            pool.map(
+                lambda one: make(one[0], one[1], folder),
+                [(source, arch) for source in sources for arch in ARCHITECTURES],
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -130,7 +130,13 @@ define("shf.l.wrap.b32", "b32", "T", "T T u32", "funnel_left({0}, {1}, {2})")
 define("prmt.b32", "b32", "T", "T T T", "permute({0}, {1}, {2})")
 define("selp.T", f"{WORDS} {INTEGERS} {FLOATS}", "T", "T T pred", "np.where({2}, {0}, {1})")
 for word, operator in ("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="):
-    define(f"setp.{word}.T", INTEGERS if word[0] in "lg" else f"{INTEGERS} {WORDS}", "pred", "T T", f"({{0}} {operator} {{1}})")
+    define(
+        f"setp.{word}.T",
+        INTEGERS if word[0] in "lg" else f"{INTEGERS} {WORDS}",
+        "pred",
+        "T T",
+        f"({{0}} {operator} {{1}})",
+    )
     if word != "ne":
         define(f"setp.{word}.T", FLOATS, "pred", "T T", f"({{0}} {operator} {{1}})")
 # Unordered comparisons hold for NaNs: each is the contrary of an ordered one.

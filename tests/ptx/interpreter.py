@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+
 from ptx.translation import Entry, Place, PtxError
 
 WARP = 32
@@ -92,7 +93,9 @@ class Shared:
         if (writer == NEVER).any():
             raise PtxError(f"shared memory that nobody has written is read: {place}")
         if ((writer != self_) & (writer != BEFORE)).any():
-            raise PtxError(f"a race: shared memory is read that another thread has written since the last barrier: {place}")
+            raise PtxError(
+                f"a race: shared memory is read that another thread has written since the last barrier: {place}"
+            )
         before = self.reader[bytes_]
         self.reader[bytes_] = self_
         alone = ((before == NOBODY) | (before == self_)) & (self.reader[bytes_] == self_)
@@ -104,7 +107,9 @@ class Shared:
         self.writer[bytes_] = self_
         own = (writer == self_) | (writer == BEFORE) | (writer == NEVER)
         if not (own & ((reader == self_) | (reader == NOBODY)) & (self.writer[bytes_] == self_)).all():
-            raise PtxError(f"a race: shared memory is written that another thread has accessed since the last barrier: {place}")
+            raise PtxError(
+                f"a race: shared memory is written that another thread has accessed since the last barrier: {place}"
+            )
 
     def pass_barrier(self, block: int) -> None:
         own = slice(block * self.stride, (block + 1) * self.stride)
@@ -115,7 +120,9 @@ class Shared:
 class Gang:
     """Some blocks of a launch, that run together: the state that translated instructions work on."""
 
-    def __init__(self, entry: Entry, parameters: np.ndarray, first: int, blocks: int, threads: int, grid: int, memory: Memory) -> None:
+    def __init__(
+        self, entry: Entry, parameters: np.ndarray, first: int, blocks: int, threads: int, grid: int, memory: Memory
+    ) -> None:
         self.entry, self.memory, self.log = entry, memory, []
         self.count = blocks * threads
         self.lanes = np.arange(self.count)
@@ -170,7 +177,9 @@ class Gang:
             try:
                 outcome = block.run(self, self.registers, lanes)
             except (AttributeError, TypeError) as error:
-                raise PtxError(f"a register is read that nothing has written, after {block.instructions[0].place}") from error
+                raise PtxError(
+                    f"a register is read that nothing has written, after {block.instructions[0].place}"
+                ) from error
             kind, *rest = block.end
             if kind == "jump":
                 self.meet(ready, rest[0], lanes)
@@ -196,14 +205,18 @@ class Gang:
 
     def pass_barriers(self, waiting: dict[int, np.ndarray], ready: dict) -> None:
         """Lets the blocks go on of which all threads wait at one barrier."""
-        arrived = {number: np.bincount(self.block_of[lanes], minlength=len(self.epoch)) for number, lanes in waiting.items()}
+        arrived = {
+            number: np.bincount(self.block_of[lanes], minlength=len(self.epoch)) for number, lanes in waiting.items()
+        }
         for number, lanes in list(waiting.items()):
             _, predicate, result, place = self.entry.blocks[number].end
             here = arrived[number]
             if ((here != 0) & (here != self.threads)).any():
                 raise PtxError(f"not all threads of a block reach this barrier, but {here[here != 0].min()}: {place}")
             if predicate is not None:
-                found = np.bincount(self.block_of[lanes], self.taken(self.registers[predicate], lanes), len(self.epoch)) > 0
+                found = (
+                    np.bincount(self.block_of[lanes], self.taken(self.registers[predicate], lanes), len(self.epoch)) > 0
+                )
                 self.put(result, None if len(lanes) == self.count else lanes, found[self.block_of[lanes]])
             for block in np.flatnonzero(here):
                 self.shared.pass_barrier(block)
@@ -244,7 +257,9 @@ class Gang:
 
     def load_param(self, lanes, address, dtype: str, count: int, place: Place) -> list:
         size = np.dtype(dtype).itemsize
-        if (address & np.uint64(size * count - 1)).any() or (address + np.uint64(size * count) > self.parameters[1].size).any():
+        if (address & np.uint64(size * count - 1)).any() or (
+            address + np.uint64(size * count) > self.parameters[1].size
+        ).any():
             raise PtxError(f"a misaligned access of the parameters, or one beyond their end: {place}")
         at = address.astype(np.int64) // size
         return [self.parameters[size][at + k].view(dtype) for k in range(count)]
@@ -287,7 +302,9 @@ class Gang:
     def store_shared(self, lanes, address, dtype: str, values: tuple, place: Place) -> None:
         size = np.dtype(dtype).itemsize
         lanes = self.lanes if lanes is None else lanes
-        start, bytes_ = self.shared.at(self.block_of[lanes], np.broadcast_to(address, lanes.shape), size * len(values), place)
+        start, bytes_ = self.shared.at(
+            self.block_of[lanes], np.broadcast_to(address, lanes.shape), size * len(values), place
+        )
         self.shared.write(bytes_, self.in_block[lanes], place)
         for k, value in enumerate(values):
             self.shared.words[size][start // size + k] = value.view(f"u{size}")
@@ -319,7 +336,12 @@ def find_races(log: list[Access], threads: int) -> None:
         return
     width = min(one.size for one in log)
     parts = [(one, np.repeat(np.arange(one.address.size), one.size // width)) for one in log]
-    key = np.concatenate([np.add.outer(one.address // np.uint64(width), np.arange(one.size // width, dtype=np.uint64)).ravel() for one in log])
+    key = np.concatenate(
+        [
+            np.add.outer(one.address // np.uint64(width), np.arange(one.size // width, dtype=np.uint64)).ravel()
+            for one in log
+        ]
+    )
     thread = np.concatenate([one.thread[which] for one, which in parts])
     writes = np.concatenate([np.full(which.size, one.kind != READ) for one, which in parts])
     order = np.argsort(key, kind="stable")
@@ -351,4 +373,6 @@ def check_order(accesses: list[tuple[int, Access, int]], threads: int) -> None:
             continue
         if WRITE == one.kind == other.kind and one.size == other.size and (one.values[i] == other.values[j]).all():
             continue
-        raise PtxError(f"a race: threads {one_thread} and {other_thread} access the same memory: {one.place}; {other.place}")
+        raise PtxError(
+            f"a race: threads {one_thread} and {other_thread} access the same memory: {one.place}; {other.place}"
+        )

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+
 from ptx.instructions import DTYPES, FORMS
 from ptx.interpreter import Memory, launch
 from ptx.translation import Module, PtxError
@@ -20,10 +21,13 @@ def memory_of(*arrays):
 def kernel(body, parameters=1, registers="", shared=""):
     """An entry whose pointers are in %rd0 and so on, the thread's number in %r0."""
     takes = ",\n".join(f"\t.param .u64 p{i}" for i in range(parameters))
-    loads = "\n".join(f"\tld.param.u64 %rd{i}, [p{i}];\n\tcvta.to.global.u64 %rd{i}, %rd{i};" for i in range(parameters))
+    loads = "\n".join(
+        f"\tld.param.u64 %rd{i}, [p{i}];\n\tcvta.to.global.u64 %rd{i}, %rd{i};" for i in range(parameters)
+    )
     kinds = {"p": "pred", "rs": "b16", "r": "b32", "rd": "b64", "f": "f32", "d": "f64"}
     declared = "\n".join(f"\t.reg .{kind} %{name}<40>;" for name, kind in kinds.items())
-    text = f'{shared}\n.visible .entry k(\n{takes}\n)\n{{\n{declared}\n{registers}\n{loads}\n\tmov.u32 %r0, %tid.x;\n{body}\n\tret;\n\n}}\n\t.file 1 "/a/k.cu"\n'
+    text = f"{shared}\n.visible .entry k(\n{takes}\n)\n{{\n{declared}\n{registers}\n{loads}"
+    text += f'\n\tmov.u32 %r0, %tid.x;\n{body}\n\tret;\n\n}}\n\t.file 1 "/a/k.cu"\n'
     return Module(text).entry("k")
 
 
@@ -89,7 +93,8 @@ TABLE = {
     "sqrt.rn.f64": [(0x4000000000000000, 0x3FF6A09E667F3BCD), (1 << 63, 1 << 63)],
     "rcp.rn.f64": [(0x4008000000000000, 0x3FD5555555555555), (1 << 63, INF64 | 1 << 63), (INF64, 0)],
     "fma.rn.f64": [  # (1 + 2^-52)^2 - (1 + 2^-51) is 2^-104, where two roundings leave 0
-        (ONE64 + 1, ONE64 + 1, (ONE64 + 2) | 1 << 63, 0x3970000000000000), (INF64, ONE64, INF64, INF64), (1 << 63, ONE64, 1 << 63, 1 << 63),
+        (ONE64 + 1, ONE64 + 1, (ONE64 + 2) | 1 << 63, 0x3970000000000000), (INF64, ONE64, INF64, INF64),
+        (1 << 63, ONE64, 1 << 63, 1 << 63),
     ],
     "abs.f64": [(ONE64 | 1 << 63, ONE64), (1 << 63, 0)],
     "neg.f64": [(ONE64, ONE64 | 1 << 63), (0, 1 << 63)],
@@ -124,7 +129,8 @@ TABLE = {
     "shr.u64": [(1 << 63, 63, 1), (1 << 63, 64, 0)],
     "shr.s64": [(1 << 63, 63, (1 << 64) - 1), (1 << 63, 64, (1 << 64) - 1)],
     "shf.l.wrap.b32": [  # the upper half of b:a, shifted to the left by the lower five bits
-        (0x80000001, 0x12345678, 4, 0x23456788), (ALL, 0x12345678, 0, 0x12345678), (ALL, 0x12345678, 32, 0x12345678), (0x80000000, 0, 33, 1),
+        (0x80000001, 0x12345678, 4, 0x23456788), (ALL, 0x12345678, 0, 0x12345678), 
+        (ALL, 0x12345678, 32, 0x12345678), (0x80000000, 0, 33, 1),
     ],
     "prmt.b32": [  # bytes 7 to 4 are b's, 3 to 0 a's; the highest bit of a selector asks for the sign
         (0x33221100, 0x77665544, 0x7531, 0x77553311), (0x33221100, 0x77665544, 0x4180, 0x44110000 & 0xFFFF0000 | 0x0000),
@@ -195,14 +201,19 @@ def test_what_is_rounded_is_the_exact_result():
     assert (np.array([a * b + c for a, b, c in rows]) != exact).sum() > 10  # two roundings are not enough
 
 
-@pytest.mark.parametrize("name", ["add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "cvt.rn.f32.f64", "cvt.rn.f32.s32"])
+@pytest.mark.parametrize(
+    "name", ["add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "cvt.rn.f32.f64", "cvt.rn.f32.s32"]
+)
 def test_float32_is_float64s_rounded(name):
     """For these, rounding the result in float64 once more is exact: it has more than twice the digits."""
     draw = np.random.default_rng(0)
     wide = name.endswith(".f64")
     bits = draw.integers(0, 1 << (64 if wide else 32), (200, len(FORMS[name].operands)), np.uint64)
     kind = FORMS[name].operands[0]
-    given = [bits[:, i].astype(f"u{DTYPES[kind].itemsize}").view(DTYPES[kind]).astype(np.float64) for i in range(bits.shape[1])]
+    given = [
+        bits[:, i].astype(f"u{DTYPES[kind].itemsize}").view(DTYPES[kind]).astype(np.float64)
+        for i in range(bits.shape[1])
+    ]
     operations = {"add": np.add, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt}
     with np.errstate(all="ignore"):
         exact = operations.get(name.split(".")[0], lambda x: x)(*given).astype(np.float32)
@@ -212,7 +223,25 @@ def test_float32_is_float64s_rounded(name):
 
 def test_every_form_that_is_rare_has_a_row():
     """Of those that compute: what only differs by a type, or the sense of a comparison, is one form."""
-    common = ("setp.", "selp.", "mov.", "cvt.", "cvta.", "add.", "sub.", "mul.", "min.", "max.", "neg.", "shl.", "shr.", "and.", "or.", "xor.", "not.")
+    common = (
+        "setp.",
+        "selp.",
+        "mov.",
+        "cvt.",
+        "cvta.",
+        "add.",
+        "sub.",
+        "mul.",
+        "min.",
+        "max.",
+        "neg.",
+        "shl.",
+        "shr.",
+        "and.",
+        "or.",
+        "xor.",
+        "not.",
+    )
     assert [name for name in FORMS if not name.startswith(common) and name not in TABLE] == []
 
 
@@ -321,7 +350,8 @@ BROKEN = {
     "a neighbour's word after a shuffle": (
         f"{LANE}{STORE}\nshfl.sync.down.b32 %r1|%p2, %r0, 1, 31, -1;\nld.global.u32 %r1, [%rd0];", "a race: threads",
     ),
-    "a barrier that one thread misses": ("setp.eq.s32 %p1, %r0, 7;\n@%p1 bra $end;\nbar.sync 0;\n$end:", "not all threads of a block reach"),
+    "a barrier that one thread misses": (
+        "setp.eq.s32 %p1, %r0, 7;\n@%p1 bra $end;\nbar.sync 0;\n$end:", "not all threads of a block reach"),
     "a shuffle that one lane misses": (
         "setp.eq.s32 %p1, %r0, 7;\n@%p1 bra $end;\nshfl.sync.down.b32 %r1|%p2, %r0, 1, 31, -1;\n$end:", "not all lanes of its mask",
     ),
@@ -330,7 +360,8 @@ BROKEN = {
         f"{OWN}st.shared.u32 [%rd5], %r0;\nld.shared.u32 %r1, [held+4];", "a race: shared memory is read",
     ),
     "no barrier before a neighbour writes": (
-        f"{OWN}st.shared.u32 [%rd5], %r0;\nbar.sync 0;\nld.shared.u32 %r1, [held+4];\nst.shared.u32 [%rd5], %r0;", "a race: shared memory is written",
+        f"{OWN}st.shared.u32 [%rd5], %r0;\nbar.sync 0;\nld.shared.u32 %r1, [held+4];\nst.shared.u32 [%rd5], %r0;",
+        "a race: shared memory is written",
     ),
     "beyond shared memory": (f"{OWN}st.shared.u32 [%rd5+4], %r0;", "shared memory, or one beyond"),
     "beyond the parameters": ("ld.param.u64 %rd1, [p0+8];", "the parameters, or one beyond"),

@@ -1,4 +1,4 @@
-"""Every kernel of csrc/cuda, run from PTX by the project's own host code: bit for bit what the emulation computes on the same memory.
+"""Every kernel of csrc/cuda, run from PTX by the project's own host code: bit for bit what the emulation computes.
 
 Each launch compares the two by itself (launching.py); NaNs are equal. What the results ought to be is for the tests of kernels and
 optimizers, which run on PTX too: ``make test-ptx``.
@@ -8,18 +8,21 @@ import itertools
 
 import pytest
 import torch
-from ptx import launching
 
 from ampkit import kernels
 from ampkit.apex import multi_tensor_steps
 from ampkit.kernels import moments
+from ptx import launching
 
 pytestmark = pytest.mark.ptx
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 #: A tail, whole threads, a block that is not full, one that is, and several of two chunks.
 SIZES = (0, 1, 7, 8, 1023, 4096, 65_536 + 4_099)
-FEW, MANY = (0, 5, 1030, 3), (3,) * 110  # of which one launch carries all, in the arguments that lists of that length get
+FEW, MANY = (
+    (0, 5, 1030, 3),
+    (3,) * 110,
+)  # of which one launch carries all, in the arguments that lists of that length get
 REST, PACKED = "rest", "packed"
 #: Gradients, parameters, states, lower.
 MIXES = [
@@ -131,12 +134,22 @@ def test_sums_products_and_norms(given, wanted, begin):
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_weights_and_rests_of_all_bits(dtype):
-    values = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16 | torch.randint(0, 2**16, (2**16,), dtype=torch.int32)
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16 | torch.randint(
+        0, 2**16, (2**16,), dtype=torch.int32
+    )
     values = values.view(F32)
-    weights, rests, out = torch.empty_like(values, dtype=dtype), torch.empty(2**16, dtype=torch.int16), torch.empty_like(values)
+    weights, rests, out = (
+        torch.empty_like(values, dtype=dtype),
+        torch.empty(2**16, dtype=torch.int16),
+        torch.empty_like(values),
+    )
     kernels.multi_tensor_split([values], [weights], [rests])
     kernels.multi_tensor_join([weights], [rests], [out])
-    smallest, largest = (2.0**-14, 65504.0) if dtype is F16 else (2.0**-126, torch.tensor(0x7F7F7FFF, dtype=torch.int32).view(F32).item())
+    smallest, largest = (
+        (2.0**-14, 65504.0)
+        if dtype is F16
+        else (2.0**-126, torch.tensor(0x7F7F7FFF, dtype=torch.int32).view(F32).item())
+    )
     inside = (values.abs() >= smallest) & (values.abs() <= largest)
     assert torch.equal(values[inside], out[inside]) and torch.equal(values.isnan(), out.isnan())
 
@@ -155,7 +168,10 @@ def test_lists_that_are_long_otherwise():
     x = randoms(MANY, F32)
     out = [torch.empty_like(one) for one in x]
     kernels.multi_tensor_axpby(x, x, out, 1.0, 1.0)
-    weights, rests = [torch.empty_like(one, dtype=BF16) for one in x], [torch.empty_like(one, dtype=torch.int16) for one in x]
+    weights, rests = (
+        [torch.empty_like(one, dtype=BF16) for one in x],
+        [torch.empty_like(one, dtype=torch.int16) for one in x],
+    )
     kernels.multi_tensor_split(x, weights, rests)
     kernels.multi_tensor_join(weights, rests, out)
     assert all(map(torch.equal, x, out))
@@ -171,6 +187,17 @@ def test_a_loss_scale(found):
     state.view(F32)[0] = 1024.0
     kernels.update_scale(state, torch.tensor([found]), growth_interval=1)
     assert state.view(F32)[0] == (512.0 if found else 2048.0)
+
+
+def test_the_architectures_differ_in_names_alone():
+    for path in sorted(launching.FOLDER.glob("*.ptx")):
+        other = launching.FOLDER.with_name("sm_90") / path.name
+        lines = [one.read_text().splitlines() for one in (path, other)]
+        assert len(lines[0]) == len(lines[1])
+        different = [pair for pair in zip(*lines) if pair[0] != pair[1]]
+        assert [one.replace("sm_80", "sm_90").replace("_SM_800_", "_SM_900_") for one, _ in different] == [
+            b for _, b in different
+        ]
 
 
 def test_every_entry_was_launched():

@@ -1,12 +1,12 @@
 """Entries of PTX as Python: a function for each stretch of instructions that only its first can be jumped to."""
 
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
 from ptx import instructions
 from ptx.instructions import DTYPES, FORMS
 
@@ -35,8 +35,8 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Block:
-    """A stretch of instructions, and how it ends: ``("jump", target)``, ``("branch", target)`` if the function says so, ``("barrier",
-    predicate, result)`` or ``("end",)``.
+    """A stretch of instructions, and how it ends: ``("jump", target)``, ``("branch", target)`` if the function says so,
+    ``("barrier", predicate, result, place)`` or ``("end",)``.
     """
 
     instructions: list[Instruction] = field(default_factory=list)
@@ -48,7 +48,9 @@ REGISTER = re.compile(r"%([a-z]+)(\d+)$")
 WORD = re.compile(r"-?\d+$")
 FLOAT = re.compile(r"0([fd])([0-9A-Fa-f]+)$")
 ADDRESS = re.compile(r"\[(?P<base>[%$\w]+)(?:\+(?P<offset>-?\d+))?\]$")
-VARIABLE = re.compile(r"\.(?:param|shared) \.align (\d+) \.(\w+) ([\w$]+)(?:\[(\d+)\])?$|\.(?:param|shared) \.(\w+) ([\w$]+)$")
+VARIABLE = re.compile(
+    r"\.(?:param|shared) \.align (\d+) \.(\w+) ([\w$]+)(?:\[(\d+)\])?$|\.(?:param|shared) \.(\w+) ([\w$]+)$"
+)
 ACCESS = re.compile(r"(ld|st)\.(param|global|shared)(?:\.v([24]))?\.([usbf]\d+)$")
 SHUFFLE = re.compile(r"shfl\.sync\.(up|down|bfly|idx)\.b32$")
 SPECIAL = {"%tid.x": "s.thread", "%ctaid.x": "s.block", "%ntid.x": "s.threads", "%nctaid.x": "s.grid"}
@@ -198,7 +200,9 @@ class Entry:
         writers = [Writer(self, block) for block in self.blocks]
         outside = set().union(*(writer.read_before | writer.moved_before for writer in writers))
         space = {name: getattr(instructions, name) for name in instructions.__dict__ if not name.startswith("__")}
-        self.registers = {name: i for i, name in enumerate(sorted(outside | {w for one in writers for w in one.written}))}
+        self.registers = {
+            name: i for i, name in enumerate(sorted(outside | {w for one in writers for w in one.written}))
+        }
         for number, (block, writer) in enumerate(zip(self.blocks, writers, strict=True)):
             kind, *rest = block.end
             if kind in ("jump", "branch") and rest[0] is not None:
@@ -215,7 +219,7 @@ class Entry:
 
 
 class Writer:
-    """The text of one block's function: ``s`` is the state, ``R`` the registers, ``I`` the lanes that take part, or None for all."""
+    """The text of one block's function: ``s`` is the state, ``R`` the registers, ``I`` the lanes, or None for all."""
 
     def __init__(self, entry: Entry, block: Block) -> None:
         self.entry = entry
@@ -257,9 +261,8 @@ class Writer:
         if operand in SPECIAL:
             return f"s.taken({SPECIAL[operand]}, I)"
         if found := FLOAT.match(operand):
-            letter = "f" if found[1] == "f" else "d"
-            value = np.frombuffer(struct.pack(">" + "I" if letter == "f" else ">Q", int(found[2], 16)), f">{'f4' if letter == 'f' else 'f8'}")
-            return self.constant(value.astype(value.dtype.newbyteorder("="))[0].astype(dtype))
+            bits = np.uint32 if found[1] == "f" else np.uint64
+            return self.constant(bits(int(found[2], 16)).view(f"f{bits().itemsize}").astype(dtype))
         if WORD.match(operand):
             bits = np.dtype(f"uint{dtype.itemsize * 8}").type(int(operand) % (1 << dtype.itemsize * 8))
             return self.constant(bits.view(dtype))
@@ -315,7 +318,9 @@ class Writer:
         elif name in FORMS and not any("{" in operand for operand in operands):
             form = FORMS[name]
             result, *given = operands
-            texts = [self.read(one, kind, name.startswith("mov.")) for one, kind in zip(given, form.operands, strict=True)]
+            texts = [
+                self.read(one, kind, name.startswith("mov.")) for one, kind in zip(given, form.operands, strict=True)
+            ]
             self.assign(result, form.result, form.text.format(*texts))
         elif name in ("mov.b32", "mov.b64"):
             self.write_parts(name, *operands)
@@ -346,7 +351,9 @@ class Writer:
         self.assign(low, half, f"halves.astype('{DTYPES[half].name}')")
         self.assign(high, half, f"(halves >> np.{DTYPES[whole].name}({bits})).astype('{DTYPES[half].name}')")
 
-    def write_access(self, how: str, space: str, count: str | None, kind: str, operands: list[str], place: Place) -> None:
+    def write_access(
+        self, how: str, space: str, count: str | None, kind: str, operands: list[str], place: Place
+    ) -> None:
         values, address = operands if how == "ld" else operands[::-1]
         parts = [one.strip() for one in values.strip("{}").split(",")]
         if len(parts) != int(count or 1):
