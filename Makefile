@@ -108,13 +108,13 @@ define on-ptx
 	AMPKIT_EMULATION=ptx $(EMULATED) $(PYTEST) --capture=sys $(1)
 endef
 
-# The list of entries that were never launched is one process's.
+# One process lists the entries that were never launched.
 test: venv $(VENV)/.simulated $(VENV)/.ptx
 	$(call each-way,-m "not slow",-m "switch and not slow",-m "not slow")
-	$(call on-ptx,--dist loadfile tests/ptx)
+	$(call on-ptx,--numprocesses 0 --dist no tests/ptx/test_launches.py)
 
 test-ptx: $(VENV)/.ptx
-	$(call on-ptx,--dist loadfile tests/ptx)
+	$(call on-ptx,--numprocesses 0 --dist no tests/ptx/test_launches.py)
 	$(call on-ptx,-m "not slow" tests/kernels tests/optimizers)
 
 # What compilers for GPUs make has no place there, nor operators that torch has for CUDA alone: see tests/simulated/README.md.
