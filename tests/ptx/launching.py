@@ -57,6 +57,13 @@ class Snapshots(Memory):
             self.before[base] = self.held(base).copy()
         return base, end
 
+    def keep(self, parameters: bytes) -> None:
+        """Takes in what parameters point to, so that it counts too if the PTX does not write what the emulation writes."""
+        for address in np.frombuffer(parameters[: len(parameters) // 8 * 8], np.uint64).tolist():
+            found = self.find(address)
+            if found is not None and found[0] not in self.known:
+                self.allocation(address)
+
     def held(self, base: int) -> np.ndarray:
         return self.words[1][base - FIRST_ADDRESS : self.known[base] - FIRST_ADDRESS]
 
@@ -94,6 +101,7 @@ class Machine:
             file, module, mangled = min(self.entries[name], key=lambda one: self.launched[one[0], name])
             self.launched[file, name] += 1
             memory = Snapshots(self.find)
+            memory.keep(parameters)
             log = launch(module.entry(mangled), parameters, blocks, threads, memory)
             self.last = name, log, memory, memory.swap(memory.before)
         except BaseException:
