@@ -2,6 +2,7 @@
 
 import sys as _sys
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -127,10 +128,10 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 
 
 def __getattr__(name: str) -> _Any:
-    if name in ("optimizers", "parallel"):
-        return _import_module(f"ampkit.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
+        if name.startswith("_") or _find_spec(f"ampkit.{name}") is None:
+            raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
+        return _import_module(f"ampkit.{name}")
     value = globals()[name] = getattr(_import_module(f"ampkit.{_HOME_OF[name]}"), name)
     return value
 
