@@ -244,7 +244,8 @@ class Session:
         for model, dtype, count in self.incoming.widen(models, optimizers, stays):
             found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
             lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
-            if any(optimizer.state.get(param) for optimizer in optimizers for param in model.parameters()):
+            rounding = [optimizer for optimizer in optimizers if not getattr(optimizer, "rests", False)]
+            if any(optimizer.state.get(param) for optimizer in rounding for param in model.parameters()):
                 logger.warning(
                     "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
                     "rounded: call load_state_dict() of model and optimizer after initialize(), and the run goes on bit for bit.",
