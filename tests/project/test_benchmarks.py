@@ -180,6 +180,19 @@ def check_state_dtypes():
     assert "float32 8.00, bfloat16 4.00, int8 2.0" in printed
 
 
+def check_rivals():
+    ways = "torch, float32", "torch, bfloat16", "ampkit", "ampkit, int8 moments"
+    printed = run("rivals.py", "bytes", "--width", "128", "--layers", "2", "--only", *ways)
+    bytes_each = {
+        name: tuple(map(float, re.findall(r"\d+\.\d+", printed.split(f"| {name} |")[1])[:2])) for name in ways
+    }
+    # Weight, rest, two moments; with the gradient at the peak of a backward pass.
+    assert bytes_each["torch, float32"] == pytest.approx((12, 16), rel=0.02)
+    assert bytes_each["torch, bfloat16"] == pytest.approx((6, 8), rel=0.02)
+    assert bytes_each["ampkit"] == pytest.approx((12, 14), rel=0.02)
+    assert bytes_each["ampkit, int8 moments"] == pytest.approx((6.03, 8.03), rel=0.02)
+
+
 def check_ptxas():
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
@@ -218,6 +231,7 @@ RUNS = {
     "convergence.py": check_convergence,
     "state_dtypes.py": check_state_dtypes,
     "peak_memory.py": check_peak_memory,
+    "rivals.py": check_rivals,
     "ptxas.py": check_ptxas,
     "flow.py": check_flow,
 }
