@@ -77,7 +77,8 @@ def remind_dynamo() -> None:
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from torch._dynamo.variables import PolyfilledFunctionVariable
 
-    if get_torch_obj_rule_map.cache_info().currsize and torch.mm not in get_torch_obj_rule_map():
+    originals = {torch.mm, torch.layer_norm}  # torch has the first under another name too
+    if get_torch_obj_rule_map.cache_info().currsize and not originals <= get_torch_obj_rule_map().keys():
         get_torch_obj_rule_map.cache_clear()
     rules, handlers = get_torch_obj_rule_map(), PolyfilledFunctionVariable._get_polyfill_handlers()
     for place in _places.values():

@@ -149,7 +149,6 @@ class Casting:
         _leaving = self
         switch_off_left_on()
         if _leaving is self:
-            remind_dynamo()
             forget_traces()
             compiled_models.before_each_call(switch_off_left_on)
         if threading.main_thread().ident in _left_on:

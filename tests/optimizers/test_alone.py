@@ -529,6 +529,7 @@ def test_a_compiled_step_gives_the_bits_of_the_plain_one():
     assert_same(*results)
 
 
+@pytest.mark.cpu_kernels
 def test_torch_stays_as_it_is():
     script = """
 import sys, torch
