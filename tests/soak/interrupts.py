@@ -157,7 +157,7 @@ def in_little_memory(draw: random.Random, work: Callable[[], object]) -> bool:
         work()
     except (MemoryError, RuntimeError) as error:
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("memory", "bad_alloc")):
             raise
         if was_amid_update(error):
             raise AmidUpdate from None
