@@ -200,6 +200,10 @@ PyObject* read_grad(PyObject* self, void* torchs_own) {
 // Weights whose gradients a block has set aside, until a script writes None to p.grad: then it wants none of them. Under the GIL.
 std::unordered_set<const c10::TensorImpl*> set_aside;
 
+constexpr const char* kAdded =
+    "ampkit: p.grad was assigned inside of a scale_loss block, which has set the gradients of earlier passes aside: at its end they are "
+    "added to what is assigned. Call optimizer.zero_grad() before the block if it is to replace them.";
+
 // A float32 weight takes gradients of every floating dtype, in float32, unless a script has said that it takes them as they are
 // (grad_dtype = None); one in lower precision keeps float32 ones.
 int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
@@ -208,6 +212,10 @@ int write_grad(PyObject* self, PyObject* value, void* torchs_own) {
   if (value == nullptr || !THPVariable_CheckExact(value) || !THPVariable_Check(self)) return own->set(self, value, own->closure);
   HANDLE_TH_ERRORS
   const at::Tensor &weight = THPVariable_Unpack(self), &grad = THPVariable_Unpack(value);
+  if (set_aside.count(weight.unsafeGetTensorImpl()) > 0 && THPVariable_CheckExact(self) && weight.is_leaf() && !weight.grad().defined() &&
+      PyErr_WarnEx(PyExc_UserWarning, kAdded, 1) < 0) {
+    return -1;
+  }
   const bool fits = grad.scalar_type() == at::kFloat || weight.scalar_type() != at::kFloat || !at::isFloatingType(grad.scalar_type());
   const auto* meta = impl::get_autograd_meta(weight);
   if (!fits && (meta == nullptr || !meta->allow_grad_dtype_mismatch_ || takes_narrow_gradients(weight))) {

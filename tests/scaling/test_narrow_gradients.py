@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -549,3 +550,51 @@ def test_nearly_all_elements_of_a_transformers_matrices_have_narrow_gradients():
     narrow = sum(param.numel() for param in matrices if stored_gradient(param).dtype is NARROW)
     every = sum(param.numel() for param in matrices)
     assert every - narrow == 64 * 64 and narrow / every > 0.95
+
+
+def assigned(params, gradients):
+    for p, g in zip(params, gradients):
+        p.grad = g
+
+
+def added_by_hand(params, gradients):
+    for p, g in zip(params, gradients):
+        p.grad = g if p.grad is None else p.grad + g
+
+
+# way: (write, whether zero_grad comes before each block, whether it is told, how often the gradient counts in three blocks)
+WRITES = {
+    "assigned": (assigned, False, True, 3),
+    "added by hand": (added_by_hand, False, True, 3),
+    "assigned after zero_grad": (assigned, True, False, 1),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("way", WRITES)
+def test_gradients_that_are_assigned_inside_of_a_block_are_told_of_where_earlier_ones_come_back(way, level):
+    write, clears, is_told, times = WRITES[way]
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampkit.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            if clears:
+                optimizer.zero_grad()
+            with ampkit.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
+                write(list(model.parameters()), torch.autograd.grad(scaled, list(model.parameters())))
+    assert model.weight.grad.tolist() == [[times * 1.0, times * 2.0]]
+    told = [one for one in caught if "set the gradients of earlier passes aside" in str(one.message)]
+    assert bool(told) is is_told and {one.filename for one in told} <= {__file__}
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_gradients_that_are_assigned_at_loss_scale_1_replace_those_before(level):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(3):
+        with ampkit.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
+            assigned(list(model.parameters()), torch.autograd.grad(scaled, list(model.parameters())))
+    assert model.weight.grad.tolist() == [[1.0, 2.0]]
