@@ -1,12 +1,15 @@
 """What `ampkit.on_step` adds to a training step of the GPT of bench.py, by the values that are read from each report.
 
     python benchmarks/bench_on_step.py [--rounds 20] [--level O2] [--optimizer fused|torch]
+    python benchmarks/bench_on_step.py --lost-updates
 
 All contenders train the same model in turns of one step, in changing order; a ratio is that of two steps of the same round, and
-figures are medians. Reports are read at every step: with ``every=100`` the cost is a hundredth.
+figures are medians. Reports are read at every step: with ``every=100`` the cost is a hundredth. ``--lost-updates`` compares
+steps of two bfloat16 models with torch's AdamW, one of them watched by `LostUpdates`: the GPT, and the MLP, whose steps take a millisecond.
 """
 
 import argparse
+import copy
 import statistics
 import time
 
@@ -16,6 +19,7 @@ import ways
 from memory import keep_freed_memory
 
 import ampkit
+from ampkit.integrations.lost_updates import LostUpdates
 
 # What is read of each report; lost updates are measured at every step.
 READ = {
@@ -37,8 +41,13 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--short", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--lost-updates", action="store_true", help="LostUpdates in place of on_step")
     args = parser.parse_args()
     keep_freed_memory()
+    if args.lost_updates:
+        for name in ("mlp", "gpt"):
+            measure_lost_updates(name, args)
+        return
 
     case = cases.make("gpt", short=args.short)
     case.to(args.device)
@@ -74,6 +83,27 @@ def timed(case, way, values):
     if watch is not None:
         watch.remove()
     return seconds
+
+
+def measure_lost_updates(name, args):
+    case = cases.make(name, short=args.short)
+    case.to(args.device)
+    case.batches = [tuple(x.bfloat16() if x.is_floating_point() else x for x in one) for one in case.batches]
+    models = [case.models[0].bfloat16(), copy.deepcopy(case.models[0]).bfloat16()]
+    pairs = [ways.Float32([one], [torch.optim.AdamW(one.parameters(), lr=1e-5, fused=True)]) for one in models]
+    for way in pairs * WARM_UP:
+        case.step(way, lambda phase: None)
+    ratios = []
+    with LostUpdates(pairs[0].optimizers[0]):
+        for index in range(args.rounds):
+            seconds = {}
+            for one in (
+                (0, 1) if index % 2 else (1, 0)
+            ):  # ten at a time: what is watched goes by the time between its steps
+                seconds[one] = sum(timed(case, pairs[one], None) for _ in range(10))
+            ratios.append(seconds[0] / seconds[1])
+    low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    print(f"LostUpdates, {case.about}: {ratio:.3f} ({low:.3f}-{high:.3f}) of a step without")
 
 
 def synchronize(case):

@@ -131,6 +131,14 @@ def check_bench_on_step():
     reads = "nothing;loss_scale, skipped, grad_norm;the same, and norms;underflow;lost_updates"
     assert names[1:] == reads.split(";")
     assert all(min(numbers(row)) > 0 for row in rows)
+    check_lost_updates()
+
+
+def check_lost_updates():
+    rows = run("bench_on_step.py", "--lost-updates", "--short", "--rounds", "3").strip().splitlines()
+    assert len(rows) == 2 and all(
+        re.search(r": \d\.\d{3} \(\d\.\d{3}-\d\.\d{3}\) of a step without$", row) for row in rows
+    )
 
 
 def check_bench_running_statistics():
