@@ -97,7 +97,7 @@ class Session:
         return f"<Session {self.plan.opt_level}: {', '.join(f'{n} {what}' + 's' * (n != 1) for n, what in owned)}>"
 
     def __str__(self) -> str:
-        """The table of `ampkit.explain`, which stands above."""
+        """The table of `ampkit.explain`, asked of the package: no room of the core imports insight/."""
         return str(sys.modules["ampkit"].explain(self))
 
     @property

@@ -5,7 +5,8 @@
 
 All contenders train the same model in turns of one step, in changing order; a ratio is that of two steps of the same round, and
 figures are medians. Reports are read at every step: with ``every=100`` the cost is a hundredth. ``--lost-updates`` compares
-steps of two bfloat16 models with torch's AdamW, one of them watched by `LostUpdates`: the GPT, and the MLP, whose steps take a millisecond.
+steps of two bfloat16 models with torch's AdamW, one of them watched by `LostUpdates`: the GPT, and the MLP, whose steps take a
+millisecond.
 """
 
 import argparse

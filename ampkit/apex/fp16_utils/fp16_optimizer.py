@@ -24,7 +24,29 @@ PREPARED_ALREADY = (
 )
 
 
-class FP16_Optimizer:
+class AroundOptimizer:
+    """What scripts read and write of the optimizer that is wrapped."""
+
+    optimizer: Any
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+
+class FP16_Optimizer(AroundOptimizer):
     """Wraps ``init_optimizer``, whose float16 and bfloat16 parameters get float32 masters.
 
     ``optimizer.backward(loss)`` in place of ``loss.backward()``, then ``optimizer.step()``. Gradients that are not finite
@@ -72,22 +94,6 @@ class FP16_Optimizer:
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
 
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r})"

@@ -15,14 +15,14 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from ... import kernels
 from ...errors import CheckpointError
 from ...registry import wrapper_of
-from ..fp16_utils.fp16_optimizer import PREPARED_ALREADY, clip_groups
+from ..fp16_utils.fp16_optimizer import PREPARED_ALREADY, AroundOptimizer, clip_groups
 from ..fp16_utils.loss_scaler import DynamicLossScaler
 
 _SCALE = ("cur_scale", "cur_iter")
 _DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
-class MastersOfGroups(DynamicLossScaler):
+class MastersOfGroups(AroundOptimizer, DynamicLossScaler):
     """Float32 masters of all parameters of an optimizer, which steps with them; a subclass says how a group's are laid out.
 
     ``backward(loss)``, then ``step()``: after an overflow nothing is updated, and a dynamic scale falls, to 1 at least.
@@ -63,22 +63,6 @@ class MastersOfGroups(DynamicLossScaler):
     def _laid_out(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of a group's parameters, as its masters are laid out."""
         raise NotImplementedError
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
         """Clear the gradients of the model."""
