@@ -241,11 +241,16 @@ class Session:
                 return plan.casts_calls and not plan.lowers_all and param not in held
             return plan.casts_calls and not plan.casts_weights and not param.requires_grad
 
+        rounded = {
+            param
+            for optimizer in optimizers
+            for param, state in optimizer.state.items()
+            if isinstance(param, torch.Tensor) and param.dtype in LOWER_PRECISION and state and "rest" not in state
+        }
         for model, dtype, count in self.incoming.widen(models, optimizers, stays):
             found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
             lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
-            rounding = [optimizer for optimizer in optimizers if not getattr(optimizer, "rests", False)]
-            if any(optimizer.state.get(param) for optimizer in rounding for param in model.parameters()):
+            if not rounded.isdisjoint(model.parameters()):
                 logger.warning(
                     "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
                     "rounded: call load_state_dict() of model and optimizer after initialize(), and the run goes on bit for bit.",
