@@ -125,12 +125,23 @@ _HOMES = {
     "registry": "current_session",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+# Names of torch.amp and apex.amp that are not here, and what does that here.
+_INSTEAD = {
+    "amp": "ampkit takes the place of apex.amp itself: ampkit.initialize, ampkit.scale_loss.",
+    "autocast": "opt_level='O1' casts what the script calls and 'O5' what its models call; ampkit.disable_casts() is enabled=False",
+    "custom_bwd": "backward passes run in the dtypes of their forwards by themselves",
+    "custom_fwd": "ampkit.float_function, half_function and bfloat16_function decorate functions",
+    "scale": "`with ampkit.scale_loss(loss, optimizer) as scaled: scaled.backward()` scales a loss",
+    "unscale_": "gradients are unscaled where the block of ampkit.scale_loss ends: clip between the block and optimizer.step()",
+    "update": "the loss scale follows by itself when the block of ampkit.scale_loss ends",
+}
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _HOME_OF:
         if name.startswith("_") or _find_spec(f"ampkit.{name}") is None:
-            raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
+            instead = f": {_INSTEAD[name]}." if name in _INSTEAD else ""
+            raise AttributeError(f"module 'ampkit' has no attribute {name!r}{instead}")
         return _import_module(f"ampkit.{name}")
     value = globals()[name] = getattr(_import_module(f"ampkit.{_HOME_OF[name]}"), name)
     return value

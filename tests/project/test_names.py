@@ -45,6 +45,23 @@ def test_dir_shows_what_is_exported_and_no_rooms_of_the_package():
     )
 
 
+@pytest.mark.parametrize(
+    "name, instead",
+    [
+        ("amp", "ampkit.initialize"), ("autocast", "ampkit.disable_casts()"), ("custom_bwd", "by themselves"),
+        ("custom_fwd", "ampkit.float_function"), ("scale", "with ampkit.scale_loss"), ("unscale_", "between the block and"),
+        ("update", "by itself"),
+    ],
+)  # fmt: skip
+def test_names_of_torch_amp_say_what_does_that_here(name, instead):
+    assert not hasattr(ampkit, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{re.escape(instead)}"):
+        getattr(ampkit, name)
+    for used in re.findall(r"ampkit\.(\w+)", ampkit._INSTEAD[name]):
+        assert used == "amp" or used in ampkit.__all__
+    assert set(ampkit._INSTEAD) == {"amp", "autocast", "custom_bwd", "custom_fwd", "scale", "unscale_", "update"}
+
+
 def test_import_alone_gives_parallel_and_optimizers_and_loads_no_more_of_torch_distributed():
     script = (
         "import sys, torch; before = set(sys.modules); import ampkit;"
