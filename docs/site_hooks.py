@@ -1,6 +1,7 @@
-"""What MkDocs does to a page before it is rendered (mkdocs.yml, hooks).
+"""Changes of a page before MkDocs renders it (mkdocs.yml, hooks).
 
-Pages link to files of the repository outside of docs/, which are no pages of the site: such a link becomes the path in words.
+Pages link to files of the repository outside of docs/, which are no pages of the site: such a link becomes the path in words. A
+picture for light and dark pages follows the switch of the site, where GitHub goes by the browser.
 """
 
 import re
@@ -8,6 +9,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)[^)]*\)")
+
+PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img src="([^"]+)" alt="([^"]*)">\s*</picture>')
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
@@ -17,4 +20,5 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
             raise FileNotFoundError(f"{page.file.src_uri} links to {path}, which does not exist")
         return f"{text}" if text.strip("`") == path else f"{text} (`{path}`)"
 
+    markdown = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
     return OUTSIDE.sub(in_words, markdown)

@@ -37,3 +37,8 @@ def test_a_link_out_of_the_pages_becomes_its_path(in_words):
     assert in_words("[limits](limits.md), [x](https://example.org)") == "[limits](limits.md), [x](https://example.org)"
     with pytest.raises(FileNotFoundError, match=r"page\.md links to nothing\.py"):
         in_words("[x](../nothing.py)")
+
+
+def test_a_picture_for_light_and_dark_pages_follows_the_switch_of_the_site(in_words):
+    page = '<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="b.svg">\n  <img src="a.svg" alt="words">\n</picture>'
+    assert in_words(page) == "![words](a.svg#only-light)\n![words](b.svg#only-dark)"
