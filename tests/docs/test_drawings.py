@@ -1,4 +1,4 @@
-"""The drawings of docs/how-it-works.md are those that docs/make_drawings.py makes, and the page shows each for light and for dark."""
+"""The drawings of docs/how-it-works.md are those of docs/make_drawings.py, and the page shows each for light and for dark."""
 
 import importlib.util
 

@@ -23,6 +23,16 @@ def test_the_reference_has_every_public_name():
     assert named == set(ampkit.__all__) - errors - {"optimizers", "parallel"} | {"errors"}
 
 
+def test_the_frameworks_of_the_compatibility_page_are_those_that_are_tested():
+    rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|$", (DOCS / "compatibility.md").read_text(), re.MULTILINE))
+    pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert len(rows) == 5 and rows.items() <= pins.items()
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {ampkit.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 @pytest.fixture
 def in_words():
     spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
