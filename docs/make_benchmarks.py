@@ -33,8 +33,8 @@ SHORT = """!!! warning "Not a measurement"
 """
 ON_A_GPU = """## On a GPU
 
-On an H100, what follows the backward pass takes 0.71 (loss scale 1) to 0.82 of torch.autocast's time at O2 in bfloat16 with
-clipping, 0.65 with moments in 8 bits; in float16 as long as torch.autocast's (124 M parameters). Kernels that step run at 0.92
+On an H100, at O2 with clipping, the time after the backward pass is 0.82 of torch.autocast's in bfloat16. It is 0.71 at loss
+scale 1, and 0.65 with moments in 8 bits. In float16 it equals torch.autocast's (124 M parameters). Kernels that step run at 0.92
 to 0.97 of the rate of a copy. [All figures](../benchmarks/results/2026-11-27-nvidia-h100.md).
 """
 METHOD = """## How it is measured
@@ -154,8 +154,8 @@ def page(results, name):
         f"{results['ampkit']} at commit {results['commit']}; {results['date']}, in {results['minutes']} minutes."
     )
     tells = (
-        f"By model, a step takes {span(results, 'O1', 'O1, fused')} times as long as torch.autocast's at O1, "
-        f"{span(results, 'O2', 'O2, fused')} at O2 and {span(results, 'O5', 'O5, fused')} at O5. Each model, phase by phase: "
+        f"By model, a step at O1 takes {span(results, 'O1', 'O1, fused')} times as long as torch.autocast's. At O2 it takes "
+        f"{span(results, 'O2', 'O2, fused')} times as long, at O5 {span(results, 'O5', 'O5, fused')} times. Each model, phase by phase: "
         f"[tables](../benchmarks/results/{Path(name).stem}.md), [numbers](../benchmarks/results/{name})."
     )
     return "\n".join(

@@ -382,7 +382,7 @@ TEXT = """# Which function computes in which precision
 
 Written by `python docs/make_policy.py` from the tables in `ampkit/policy/`; do not edit.
 
-At every level but O0 each torch function that has a row computes in the precision of its row; a function without one takes
+At every level but O0 each torch function that has a row computes in the precision of its row. A function without one takes
 its arguments as they come.
 
 | in | means |
@@ -432,7 +432,7 @@ live at the same time need the same policy. A changed row is not narrow.
 torch.autocast has a list for CUDA and another for the CPU. Where they disagree, the default takes the lower precision, unless that
 can overflow float16 from ordinary inputs, or loses accuracy, or has no kernel. A dash is a function that is not in the
 list and so computes in the precision of its inputs. The last columns are relative errors against float64 of result / gradient,
-measured on the CPU; rounding the result alone gives about 2e-04 in float16 and 2e-03 in bfloat16. Rows of Apex's are kept where
+measured on the CPU. Rounding the result alone gives about 2e-04 in float16 and 2e-03 in bfloat16. Rows of Apex's are kept where
 rounding is all they save: the results of these functions are what losses and statistics are made of, and scripts written
 for Apex count on float32. gelu is the exception: no list of torch's knows it, and it is an activation, whose result goes
 to the next layer.

@@ -15,8 +15,8 @@ RESULTS, PAGE = HERE / "reliability.json", HERE / "reliability.md"
 INTRODUCTION = """# How reliable
 
 A training run is days of work. Whatever happens to it, ampkit trains exactly as it should, or stops with a message that says
-what to do. This page lists what is promised, how each promise is attacked, how often it was attacked in the last full run, and
-how often it did not hold.
+what to do. Each table has the promises, the attacks on them, their number in the last full run,
+and how often a promise did not hold.
 
 `make soak` attacks on your machine. `MINUTES=60` has it go on for longer. A violation is printed with the command that repeats
 it:
@@ -37,9 +37,9 @@ GROUPS = {
 }
 RUNS = """## How it is measured
 
-Attacked are small training runs, drawn at random: a convolutional network with batch norm, a transformer as Llama is built, and
-a GAN with two optimizers; O0 to O5, in bfloat16 and float16; torch's loops, foreach and fused optimizers, FusedAdam and
-FusedSGD, also with moments in 8 bits; one to three blocks in a step; with and without clipping. Each attempt is a process of
+Attacked are small training runs, drawn at random. The model is a convolutional network with batch norm, a transformer as Llama
+is built, or a GAN with two optimizers. The level is O0 to O5, in bfloat16 or float16. The optimizer is one of torch's (loops,
+foreach, fused), FusedAdam or FusedSGD, also with moments in 8 bits. A step has one to three blocks, with or without clipping. Each attempt is a process of
 its own with a limit on its time, so that a crash and a hang are violations too. A run is compared bit for bit with one that
 nothing has disturbed, or with plain torch in float32. The code is in [tests/soak](../tests/soak/__init__.py). Besides,
 `make test-all` runs the kernels for the CPU under ThreadSanitizer, and those for CUDA, on the host, under AddressSanitizer.
@@ -67,9 +67,9 @@ def page(results: dict) -> str:
         raise SystemExit(f"The soak broke {', '.join(broken)}. Mend that, and run it again.")
     attacks = sum(row["attacks"] for row in rows)
     text = INTRODUCTION + (
-        f"The last full run took {about['minutes']:.0f} minutes on {about['date']}, at commit `{about['commit']}`, with torch "
-        f"{about['torch']} and Python {about['python']} on an {about['processor']}, {about['processes']} attempts at a time, seed "
-        f"{about['seed']}. It attacked {attacks:,} times; none of the attacks broke a promise.\n\n"
+        f"The last full run took {about['minutes']:.0f} minutes on {about['date']}, at commit `{about['commit']}`, with "
+        f"{about['processes']} attempts at a time and seed {about['seed']}. It ran torch {about['torch']} and Python "
+        f"{about['python']} on an {about['processor']}. It attacked {attacks:,} times; none of the attacks broke a promise.\n\n"
     )
     for group, title in GROUPS.items():
         own = [row for row in rows if row["group"] == group]

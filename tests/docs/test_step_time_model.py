@@ -1,4 +1,4 @@
-"""The model of step time in docs/distributed.md: the page shows what the script prints, which is what one computes on paper."""
+"""The model of step time in benchmarks/step_time_model.md: the page shows what the script prints, which is what one computes on paper."""
 
 import sys
 
@@ -17,7 +17,7 @@ def model():
 
 
 def test_page_shows_the_tables_that_the_script_prints(model):
-    assert model.tables() in (ROOT / "docs" / "distributed.md").read_text()
+    assert model.tables() in (ROOT / "benchmarks" / "step_time_model.md").read_text()
 
 
 @pytest.mark.parametrize(
