@@ -17,14 +17,14 @@ LONGEST = 25
 # Pages with sentences that are longer still, and how many. Only ever fewer.
 LONGER = {"docs/wrong.md": 2}
 
-FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```$|<picture>.*?</picture>", re.DOTALL | re.MULTILINE)
 ITEM = re.compile(r"([-*]|\d+\.)\s+")
 # Lines of no prose: tables, headings, HTML, drop-ins of the site, pictures.
 OTHER = ("|", "#", "<", ":::", "--8<--", "![", "[![", "    ")
 
 
 def paragraphs(text):
-    """The words of each paragraph and each item of a list, without blocks of code and tables."""
+    """The words of each paragraph and each item of a list, without code, tables and pictures."""
     words = []
     for line in [*FENCE.sub("", text).splitlines(), ""]:
         item = ITEM.match(line.strip())
@@ -67,6 +67,7 @@ def test_no_sentence_has_more_than_25_words(page):
         ("[text](" + "a/" * 40 + ") and more", 0),
         ("| " + "word " * 40 + " |", 0),
         ("```python\n" + "word " * 40 + "\n```", 0),
+        ('<picture>\n  <img alt="' + "word " * 40 + '">\n</picture>', 0),
     ],
 )
 def test_the_count_is_that_of_a_reader(text, count):
