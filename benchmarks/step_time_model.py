@@ -2,8 +2,8 @@
 
 $ python benchmarks/step_time_model.py
 
-Prints a table for each amount of work; step_time_model.md has those of little work on each GPU. Nothing is measured here: compute on
-one GPU and link speeds are published figures, whose sources stand beside them. A step computes; what is sent hides behind the
+Prints a table for each amount of work; step_time_model.md has those of little work on each GPU. Nothing is measured here: compute
+on one GPU and link speeds are published figures, whose sources stand beside them. A step computes; what is sent hides behind the
 pass that runs meanwhile, and what does not fit there is waited for.
 """
 

@@ -155,8 +155,8 @@ def page(results, name):
     )
     tells = (
         f"By model, a step at O1 takes {span(results, 'O1', 'O1, fused')} times as long as torch.autocast's. At O2 it takes "
-        f"{span(results, 'O2', 'O2, fused')} times as long, at O5 {span(results, 'O5', 'O5, fused')} times. Each model, phase by phase: "
-        f"[tables](../benchmarks/results/{Path(name).stem}.md), [numbers](../benchmarks/results/{name})."
+        f"{span(results, 'O2', 'O2, fused')} times as long, at O5 {span(results, 'O5', 'O5, fused')} times. Each model, "
+        f"phase by phase: [tables](../benchmarks/results/{Path(name).stem}.md), [numbers](../benchmarks/results/{name})."
     )
     return "\n".join(
         [

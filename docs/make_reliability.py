@@ -39,10 +39,11 @@ RUNS = """## How it is measured
 
 Attacked are small training runs, drawn at random. The model is a convolutional network with batch norm, a transformer as Llama
 is built, or a GAN with two optimizers. The level is O0 to O5, in bfloat16 or float16. The optimizer is one of torch's (loops,
-foreach, fused), FusedAdam or FusedSGD, also with moments in 8 bits. A step has one to three blocks, with or without clipping. Each attempt is a process of
-its own with a limit on its time, so that a crash and a hang are violations too. A run is compared bit for bit with one that
-nothing has disturbed, or with plain torch in float32. The code is in [tests/soak](../tests/soak/__init__.py). Besides,
-`make test-all` runs the kernels for the CPU under ThreadSanitizer, and those for CUDA, on the host, under AddressSanitizer.
+foreach, fused), FusedAdam or FusedSGD, also with moments in 8 bits. A step has one to three blocks, with or without clipping.
+Each attempt is a process of its own with a limit on its time, so that a crash and a hang are violations too. A run is compared
+bit for bit with one that nothing has disturbed, or with plain torch in float32. The code is in
+[tests/soak](../tests/soak/__init__.py). Besides, `make test-all` runs the kernels for the CPU under ThreadSanitizer, and those
+for CUDA, on the host, under AddressSanitizer.
 
 """
 NOT_PROMISED = """## What is not promised

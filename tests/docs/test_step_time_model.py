@@ -1,4 +1,4 @@
-"""The model of step time in benchmarks/step_time_model.md: the page shows what the script prints, which is what one computes on paper."""
+"""benchmarks/step_time_model.md shows the tables that the script prints, and these are what one computes on paper."""
 
 import sys
 
