@@ -34,11 +34,11 @@ from .iteration.block import Block, LossScaling
 from .iteration.clipping import torchs_clipping
 from .iteration.gradients import Slots
 from .iteration.loss_scale import LossScaler
-from .iteration.one_pass import one_pass_steps
 from .iteration.optimizer_wrapper import OptimizerWrapper
 from .iteration.reach import retained_results
 from .iteration.running_statistics import RunningStatistics
 from .iteration.stand_ins import inner_optimizers
+from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines

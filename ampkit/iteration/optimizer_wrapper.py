@@ -34,9 +34,8 @@ from .advice import Advice
 from .found_inf import Findings, is_known_clean
 from .gradients import Gradients, Slots, State
 from .loss_scale import LossScaler
-from .one_pass import OnePassStep
 from .stand_ins import StandIns, inner_optimizers, step_evaluating_again
-from .ways import Way, choose
+from .ways import ONE_PASS, OnePassStep, Way, choose
 
 # Bound once: asked in every step.
 _compiling = torch.compiler.is_dynamo_compiling
@@ -189,12 +188,10 @@ class OptimizerWrapper:
         before, ref = vars(optimizer).get(name), weakref.ref(optimizer)
         original = before if before is not None else getattr(type(optimizer), name)
 
-        def call_original(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if before is not None else original(ref(), *args, **kwargs)
-
         # wraps() carries over the marks that learning-rate schedulers leave on the function.
         @functools.wraps(original)
         def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
+            call_original = original if before is not None else functools.partial(original, ref())
             if not self.active:
                 return call_original(*args, **kwargs)
             # Uncompiled: kernels and the look at gradients are no part of a graph.
@@ -229,15 +226,18 @@ class OptimizerWrapper:
         if listeners:
             begin_step(optimizer)
         self.settle()
-        way = self._way()
-        if self.gradients.clipping.pending is not None and has_hooks(optimizer):
+        way, reason = choose(self)
+        if reason is not None and self.gradients.stored:
+            self._tell_of_copies(reason)
+        hooked = has_hooks(optimizer)
+        if hooked and self.gradients.clipping.pending is not None:
             self.gradients.widen()  # scripts look at gradients there
         is_skipped, found_inf = self._judge(way)
         if is_skipped:
             return self.skip()
         try:
-            with nullcontext() if way.is_one_kernel and not has_hooks(optimizer) else _casting_disabled():
-                result = way.step(self, functools.partial(original, *args, **kwargs), found_inf)
+            with nullcontext() if way.is_one_kernel and not hooked else _casting_disabled():
+                result = way.step(self, functools.partial(original, *args, **kwargs), found_inf, hooked)
             self.end_step()
             return result
         except BaseException as error:
@@ -245,19 +245,16 @@ class OptimizerWrapper:
                 error.add_note(_AMID_UPDATE)
             raise
 
-    def _way(self) -> Way:
-        """How this step is taken. That it runs over float32 copies, which costs time and memory, is said once for each reason."""
-        way, reason = choose(self)
-        if reason is not None and self.gradients.stored and reason not in self._told_of:
-            self._told_of.add(reason)
-            optimizer = self.optimizer()
-            if self.owner.plan.one_pass_step and OnePassStep.is_for(optimizer):
-                logger.info(
-                    "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
-                    type(optimizer).__name__,
-                    reason,
-                )
-        return way
+    def _tell_of_copies(self, reason: str) -> None:
+        """Say once for each reason that a step runs over float32 copies, which costs time and memory."""
+        kind = type(self.optimizer())
+        if reason not in self._told_of and self.owner.plan.one_pass_step and kind in ONE_PASS:
+            logger.info(
+                "%s.step() runs over float32 copies of the weights, which takes more time and memory than one pass: %s.",
+                kind.__name__,
+                reason,
+            )
+        self._told_of.add(reason)
 
     def _judge(self, way: Way) -> tuple[bool, Tensor | None]:
         """Whether the host knows that this step is to be skipped, and the flag by which a device decides; None for a clear one."""

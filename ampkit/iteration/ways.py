@@ -1,19 +1,39 @@
-"""The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits."""
+"""The ways in which an optimizer takes its step, as rows: `choose` picks one for a step, and says why no better one fits.
+
+Below stands the one for torch's SGD, Adam and AdamW in one pass over gradients, weights with rests, and moments:
+``torch.optim.Adam.step`` runs as it is, with hooks, groups and state; only the function that it hands its lists to
+(``torch.optim.adam.adam``) is another one while `OnePassStep.in_step` lasts. Moments are float32 whatever the weights are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.optim import SGD, Adam, AdamW
 
-from ..casting.narrow_gradients import stored_gradient
+from .. import kernels
+from ..casting.narrow_gradients import read_narrow, stored_gradient
+from ..dtypes import LOWER_PRECISION
 from ..optimizers.fused import FusedOptimizer, StepInputs
-from ..optimizers.traits import Traits, has_hooks, lacks_momenta
-from .one_pass import OnePassStep
+from ..optimizers.traits import Traits, lacks_momenta
+from ..patching import PatchSet, SharedPatches
+from .found_inf import is_set
+from .gradients import Gradients
 
 Wrapper = Any  # of optimizer_wrapper.py, which imports this module
+
+#: Classes of torch whose update `OnePassStep` knows.
+ONE_PASS = (SGD, Adam, AdamW)
+#: Settings of groups with which torch's step computes something else than ours.
+_OTHER_ARITHMETIC = ("amsgrad", "differentiable")
+_version_of = operator.attrgetter("_version")
 
 
 class Way(NamedTuple):
@@ -21,18 +41,20 @@ class Way(NamedTuple):
 
     ``skips_on_device`` says that it is told there of gradients that are not finite; for others the host reads that.
     ``checks_by_default`` says that at loss scale 1 it looks at its gradients unasked, since that costs no more than a norm.
-    ``is_one_kernel`` says that casts need not be off, since nothing is called that could be cast.
+    ``is_one_kernel`` says that casts need not be off, since nothing is called that could be cast. ``step`` gets the wrapper, the
+    optimizer's own step, the flag, and whether the script's hooks run in it.
     """
 
     name: str
     skips_on_device: bool
     checks_by_default: bool
     is_one_kernel: bool
-    step: Callable[[Wrapper, Callable[[], Any], Tensor | None], Any]
+    step: Callable[[Wrapper, Callable[[], Any], Tensor | None, bool], Any]
 
 
-def _with_inputs(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None) -> Any:
+def _with_inputs(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None, hooked: bool) -> Any:
     """Ours: `StepInputs` say what to heed. Without rests it updates float32 copies of stored weights."""
+    optimizer = wrapper.optimizer()
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -40,13 +62,12 @@ def _with_inputs(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tenso
             with wrapper.stand_ins.in_step():
                 yield
             return
-        if has_hooks(optimizer):  # which may have written to gradients
+        if hooked:  # by what may have written to gradients
             wrapper.settle()
         optimizer.inputs.rests = {id(slot.param): slot.entry.rest for slot in wrapper.gradients.stored}
         optimizer.inputs.clip = wrapper.gradients.clipping.pending
         yield
 
-    optimizer = wrapper.optimizer()
     optimizer.inputs = StepInputs(
         rests={},
         found_inf=found_inf,
@@ -60,32 +81,31 @@ def _with_inputs(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tenso
         optimizer.inputs = None
 
 
-def _in_one_pass(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None) -> Any:
+def _in_one_pass(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None, hooked: bool) -> Any:
     """torch's SGD, Adam and AdamW: the function that they hand their lists to is another one."""
-    optimizer = wrapper.optimizer()
-    in_step = wrapper.one_pass.in_step(optimizer, found_inf)
-    with wrapper.between_hooks(in_step) if has_hooks(optimizer) else in_step:
+    in_step = wrapper.one_pass.in_step(wrapper.optimizer(), found_inf)
+    with wrapper.between_hooks(in_step) if hooked else in_step:
         return original()
 
 
-def _told(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None) -> Any:
+def _told(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None, hooked: bool) -> Any:
     """torch's with ``fused=True``, to which GradScaler hands the flag like this."""
-    if found_inf is None:
-        return _of_its_own(wrapper, original, None)
     optimizer = wrapper.optimizer()
+    if found_inf is None:
+        return _of_its_own(wrapper, original, None, hooked)
     optimizer.grad_scale, optimizer.found_inf = None, found_inf
     try:
-        return _of_its_own(wrapper, original, None)
+        return _of_its_own(wrapper, original, None, hooked)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _of_its_own(wrapper: Wrapper, original: Callable[[], Any], found_inf: Tensor | None) -> Any:
+def _of_its_own(wrapper: Wrapper, original: Callable[[], Any], _: Tensor | None, hooked: bool) -> Any:
     """Any other: it updates float32 weights, or float32 copies of stored ones."""
     if not wrapper.gradients.stored:
         return original()
     in_step = wrapper.stand_ins.in_step()
-    with wrapper.between_hooks(in_step) if has_hooks(wrapper.optimizer()) else in_step:
+    with wrapper.between_hooks(in_step) if hooked else in_step:
         return original()
 
 
@@ -121,9 +141,178 @@ def why_not_in_one_pass(optimizer: Any, traits: Traits, slots: list[Any], one_pa
         if not traits.takes_rests:
             return f"the update of {name} needs float32 parameters"
         return None if traits.takes_inputs else "its step() was replaced before initialize()"
-    if not OnePassStep.is_for(optimizer):
+    if type(optimizer) not in ONE_PASS:
         owner = type(optimizer).__module__
         return f"ampkit has no one-pass update of {name if owner.startswith('torch.') else f'{owner}.{name}'}"
     if not one_pass_step:
         return "one_pass_step=False"
-    return OnePassStep.reason_against(optimizer, slots) if traits.has_own_step else "its step() is not torch's own"
+    if not traits.has_own_step:
+        return "its step() is not torch's own"
+    for group in optimizer.param_groups:
+        for setting in _OTHER_ARITHMETIC:
+            if group.get(setting):
+                return f"{setting}=True"
+    for slot in slots:
+        gradient = stored_gradient(slot.param)
+        if gradient is not None and gradient.layout is not torch.strided:
+            return "a sparse gradient"
+        if slot.param.is_complex():
+            return "a complex parameter"
+    return None
+
+
+# torch's SGD, Adam and AdamW in one pass
+
+
+class OnePassStep:
+    """The step of one optimizer of torch's, which may hold weights with rests."""
+
+    def __init__(self, optimizer: Any, gradients: Gradients) -> None:
+        self._gradients = gradients
+        #: Of steps that were counted together, by the first: counts, their versions, a number for each, equal where they are.
+        self.known_counts: dict[int, tuple[list[Tensor], list[int], list[int]]] = {}
+        self.found_inf: Tensor | None = None
+        self.state: Any = optimizer.state
+
+    @contextmanager
+    def in_step(self, optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
+        """Have torch's step update weights and rests together, or nothing where ``found_inf`` is not 0."""
+        self.state, self.found_inf = optimizer.state, found_inf
+        _running.step, before = self, read_narrow(True)
+        try:
+            yield
+        finally:
+            _running.step = None
+            read_narrow(before)
+
+    def batches(self, params: Sequence[Tensor], apart: Sequence[Any]) -> list[tuple[list[int], dict[str, Any]]]:
+        """Indices of parameters, on one device, that one call of a kernel can update, and what it is told of rests and clipping.
+
+        ``apart`` is a list beside the parameters, of which one call takes equal elements.
+        """
+        rests = {id(slot.param): slot.entry.rest for slot in self._gradients.stored} if self._gradients.stored else {}
+        found: dict[Any, list[int]] = {}
+        for i, param in enumerate(params):
+            found.setdefault((id(param) in rests, param.device, apart[i]), []).append(i)
+        batches: list[tuple[list[int], dict[str, Any]]] = []
+        for (has_rests, *_), indices in found.items():
+            lower = [rests[id(params[i])] for i in indices] if has_rests else None
+            clip = self._gradients.clipping.pending if has_rests else None
+            batches.append((indices, dict(lower=lower, clip=clip, found_inf=self.found_inf)))
+        return batches
+
+    def count(self, params: Sequence[Tensor], steps: list[Tensor]) -> list[int]:
+        """Count a step; returns a number for each parameter, equal where their counts are.
+
+        They are read once: counts that always move together stay equal. Where a device decides whether the step is taken, it
+        counts: torch's counts on the host are moved there.
+        """
+        if not steps:
+            return []
+        if self.found_inf is not None and not self.found_inf.is_cpu and any([step.is_cpu for step in steps]):
+            numbers = [int(step) for step in steps]
+            for i, step in enumerate(steps):
+                steps[i] = self.state[params[i]]["step"] = step.to(params[i].device)
+            self.known_counts[id(steps[0])] = list(steps), list(map(_version_of, steps)), numbers
+        known, versions, numbers = self.known_counts.get(id(steps[0]), ([], [], []))
+        are_same = len(steps) == len(known) and all(map(operator.is_, steps, known))
+        if not are_same or list(map(_version_of, steps)) != versions:  # a script may set some of them back
+            numbers, here = [int(step) for step in steps], set(map(id, steps))
+            self.known_counts = {key: one for key, one in self.known_counts.items() if here.isdisjoint(map(id, one[0]))}
+        torch._foreach_add_(steps, 1.0)
+        if self.found_inf is not None:
+            skipped = {device: (self.found_inf != 0).to(device, steps[0].dtype) for device in {s.device for s in steps}}
+            torch._foreach_sub_(steps, [skipped[step.device] for step in steps])
+        self.known_counts[id(steps[0])] = list(steps), list(map(_version_of, steps)), numbers
+        return numbers
+
+    def give_counts_back(self, optimizer: Any) -> None:
+        """Have step counts be on the host again, where torch keeps them."""
+        if not any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
+            for state in optimizer.state.values():
+                if isinstance(count := state.get("step"), Tensor):
+                    state["step"] = count.cpu()
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.step: OnePassStep | None = None
+
+
+_running = _Running()
+
+
+def _adam_of(original: Callable[..., None]) -> Callable[..., None]:
+    def adam(
+        params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, maxima: Any, steps: Any, **settings: Any
+    ) -> None:
+        one = _running.step
+        if one is None:
+            return original(params, grads, exp_avgs, exp_avg_sqs, maxima, steps, **settings)
+        for moments, name in ((exp_avgs, "exp_avg"), (exp_avg_sqs, "exp_avg_sq")):
+            for i, moment in enumerate(moments):  # which torch has made in the precision of lower-precision weights
+                if moment.dtype in LOWER_PRECISION:
+                    moments[i] = one.state[params[i]][name] = moment.float()
+        for indices, given in one.batches(params, one.count(params, steps)):
+            count, device = steps[indices[0]], params[indices[0]].device
+            columns = [grads, params, exp_avgs, exp_avg_sqs]
+            if len(indices) < len(params):
+                columns = [list(map(column.__getitem__, indices)) for column in columns]
+            kernels.multi_tensor_adam(
+                *columns,
+                lr=settings["lr"],
+                betas=(float(settings["beta1"]), float(settings["beta2"])),
+                eps=settings["eps"],
+                # torch keeps counts on the host, but for ``capturable`` and ``fused``.
+                step=count if count.device == device else count.item(),
+                decoupled=settings.get("decoupled_weight_decay", False),
+                weight_decay=settings["weight_decay"],
+                inv_scale=-1.0 if settings["maximize"] else None,
+                **given,
+            )
+        return None
+
+    return adam
+
+
+def _sgd_of(original: Callable[..., None]) -> Callable[..., None]:
+    def sgd(params: Any, grads: Any, momenta: Any, **settings: Any) -> None:
+        one = _running.step
+        if one is None:
+            return original(params, grads, momenta, **settings)
+        momentum, dampening = settings["momentum"], settings["dampening"]
+        is_first = [bool(momenta) and momenta[i] is None for i in range(len(params))]
+        for indices, given in one.batches(params, is_first):
+            first = is_first[indices[0]]
+            if first and dampening and one.found_inf is not None and is_set(one.found_inf):
+                continue  # the first momentum is the first gradient that is taken
+            for i in indices if momentum else ():
+                if first:
+                    momenta[i] = torch.zeros_like(params[i], dtype=torch.promote_types(params[i].dtype, torch.float32))
+                elif momenta[i].dtype in LOWER_PRECISION:
+                    momenta[i] = momenta[i].float()
+            kernels.multi_tensor_sgd(
+                [grads[i] for i in indices],
+                [params[i] for i in indices],
+                [momenta[i] for i in indices] if momentum else None,
+                lr=settings["lr"],
+                momentum=momentum,
+                dampening=dampening,
+                weight_decay=settings["weight_decay"],
+                nesterov=settings["nesterov"],
+                first_run=first,
+                inv_scale=-1.0 if settings["maximize"] else None,
+                **given,
+            )
+        return None
+
+    return sgd
+
+
+def _patch_updates(patches: PatchSet) -> None:
+    for name, wrap in (("adam", _adam_of), ("sgd", _sgd_of)):
+        module = importlib.import_module(f"torch.optim.{name}")
+        patches.set(module, name, wrap(getattr(module, name)))
+
+
+one_pass_steps = SharedPatches(_patch_updates)

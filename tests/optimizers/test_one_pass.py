@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit import kernels
-from ampkit.iteration import one_pass
+from ampkit.iteration import ways
 from ampkit.optimizers import FusedAdam
 
 OPTIONS = {
@@ -369,7 +369,7 @@ def test_off_the_step_torchs_functions_are_torchs():
         theirs.step()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), twin.parameters()))
     ampkit.close()
-    assert one_pass._running.step is None
+    assert ways._running.step is None
     assert sys.modules["torch.optim.adam"].adam.__module__ == "torch.optim.adam"
 
 
