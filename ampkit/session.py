@@ -29,9 +29,8 @@ from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError, NotInitializedError
 from .events import listeners, tell
-from .iteration.advice import calls_of_torch
+from .iteration.advice import calls_of_torch, torchs_clipping
 from .iteration.block import Block, LossScaling
-from .iteration.clipping import torchs_clipping
 from .iteration.gradients import Slots
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper

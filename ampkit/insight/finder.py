@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..iteration.unscale import values_of
+from ..iteration.found_inf import values_of
 from ..registry import live_sessions
 from ..sharding import local
 from .evidence import DOMAIN, GIVEN, MASK, explain, readable

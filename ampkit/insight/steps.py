@@ -11,7 +11,7 @@ import torch
 from .. import kernels, validation
 from ..api import step_was_skipped
 from ..casting.tensors import params_of
-from ..iteration.unscale import values_of
+from ..iteration.found_inf import values_of
 from ..optimizers.scales import on
 from ..registry import session_of, wrapper_of
 from ..sharding import is_sharded, local, norm_over_processes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..dtypes import LOWER_PRECISION
-from ..iteration.unscale import is_sparse
+from ..iteration.found_inf import is_sparse
 from ..kernels.split import join
 from ..logs import logger, printable
 from ..optimizers.fused import FusedOptimizer

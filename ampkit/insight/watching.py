@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..events import Listener, forwards, listening
-from ..iteration.unscale import values_of
+from ..iteration.found_inf import values_of
 from ..patching import SharedPatches
 from .sites import Site, look
 

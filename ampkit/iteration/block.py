@@ -24,12 +24,11 @@ from ..optimizers.scales import Scale, on
 from ..registry import live_sessions, wrappers
 from ..sharding import highest
 from .advice import Advice
-from .found_inf import FoundInf, constant, is_known_clean
+from .found_inf import BackwardPass, FoundInf, constant, is_known_clean
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
 from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained
-from .unscale import BackwardPass
 
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 

@@ -1,30 +1,36 @@
-"""Whether gradients are finite: written by kernels on their device, read by the host where it must.
+"""Unscaling gradients, and whether they are finite: written by kernels on their device, read by the host where it must.
 
-A `FoundInf` is the flag of one block; `Findings` combine the flags of the blocks between two steps of an optimizer into the flag
-of a step.
+`unscale` and `add_to_stashes` are multi-tensor passes over the gradients of a `BackwardPass`; sparse ones and those with a graph
+go one by one. A `FoundInf` is the flag of one block; `Findings` combine the flags of the blocks between two steps of an optimizer
+into the flag of a step.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import kernels
+from ..casting.narrow_gradients import is_set_aside
 from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
-from ..optimizers.scales import on
+from ..models.float32_values import forget_gradient, put_gradient
+from ..optimizers.scales import Scale, on
 from ..sharding import highest
-from . import clipping
 from .reach import are_still, seen
+
+Slot = Any  # of gradients.py, which imports this module
+SlotGradient = tuple[Slot, torch.Tensor]
 
 
 class FoundInf:
     """The flag that kernels set in one ``scale_loss`` block, or in several with ``delay_overflow_check=True``.
 
-    ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `index_for` gives kernels a place for the index of the
+    ``flag`` (float32, shape []) is not 0 where a gradient is not finite. `places_for` gives kernels a place for the index of the
     first such tensor of a list, which ``name_of`` turns into a name. ``scaler`` is the loss scaler whose iteration this is part of,
     None for an optimizer that the block does not name; ``moves_scale`` tells whether its scale has moved by the flag.
     """
@@ -34,15 +40,7 @@ class FoundInf:
     def __init__(self, flag: torch.Tensor, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> None:
         self.flag, self.scaler, self._name_of = flag, scaler, name_of
         self.moves_scale = False
-        self._lists: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
-
-    def index_for(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Where to write the index (int64, shape []) of the first of these whose gradient is not finite."""
-        if not tensors:
-            return None
-        index = constant(kernels.NO_BAD, torch.int64, self.flag.device).clone()
-        self._lists.append((tensors, index))
-        return index
+        self.lists: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
 
     @functools.cached_property
     def overflowed(self) -> bool:
@@ -51,7 +49,7 @@ class FoundInf:
 
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient was not finite here; None where no kernel has written one."""
-        for tensors, index in self._lists:
+        for tensors, index in self.lists:
             if (first := int(index)) < len(tensors):
                 return self._name_of(tensors[first])
         return None
@@ -92,8 +90,168 @@ def is_known_clean(flag: torch.Tensor) -> bool:
 def places_for(
     found: FoundInf | None, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The ``found_inf`` and ``first_bad`` of a kernel over these tensors; None where nothing is checked."""
-    return (None, None) if found is None else (found.flag, found.index_for(tensors))
+    """The ``found_inf`` and ``first_bad`` (int64, shape []) of a kernel over these tensors; None where nothing is checked."""
+    if found is None or not tensors:
+        return None, None
+    index = constant(kernels.NO_BAD, torch.int64, found.flag.device).clone()
+    found.lists.append((tensors, index))
+    return found.flag, index
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """What has to be known of a backward pass to unscale its gradients.
+
+    Its loss was multiplied by ``scale``. ``local`` says that it ran under ``DDP.no_sync()``. ``exact_in_place`` says that the scale
+    is a power of two, so that bfloat16 can be divided by it without rounding. ``done`` are the slots of several optimizers that one
+    of them has handled; None where there is only one optimizer.
+    """
+
+    scale: Scale
+    local: bool = False
+    exact_in_place: bool = False
+    done: set[Slot] | None = None
+
+    def __post_init__(self) -> None:
+        self.inv = self.scale.reciprocal() if isinstance(self.scale, torch.Tensor) else 1.0 / self.scale
+
+    def take(self, slots: list[Slot]) -> list[Slot]:
+        """Those that no other optimizer has handled; they count as handled from here on.
+
+        Stashes go of parameters whose gradients a script has cleared since, ``p.grad = None``.
+        """
+        if self.done is not None:
+            slots = [slot for slot in slots if slot not in self.done]
+            self.done.update(slot for slot in slots if slot.owners > 1)
+        for slot in slots:
+            if slot.stash is not None and not is_set_aside(slot.param):
+                slot.stash = None
+        return slots
+
+
+def is_sparse(gradient: torch.Tensor) -> bool:
+    return gradient.layout is not torch.strided
+
+
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient stores: all of it, or the values of a sparse one."""
+    return gradient if gradient.layout is torch.strided else gradient._values()
+
+
+def bring_to(slots: list[Slot], factor: Scale) -> None:
+    """Multiply gradients that stay, in the precision of their weights, in which the backward pass adds to them."""
+    is_one = not isinstance(factor, torch.Tensor) and factor == 1.0
+    inputs, outputs = [], []
+    for slot in slots:
+        gradient = slot.param.grad
+        if gradient is None:
+            continue
+        if gradient.dtype is not slot.param.dtype and slot.entry is not None and not is_sparse(gradient):
+            forget_gradient(slot.param)
+            slot.param.grad = torch.empty_like(gradient, dtype=slot.param.dtype)
+        elif is_one:
+            continue
+        inputs.append(values_of(gradient))
+        outputs.append(values_of(slot.param.grad))
+    kernels.multi_tensor_scale(inputs, outputs, factor)
+
+
+def unscale(fresh: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
+    """Unscale gradients where they are, or into float32 where the weight's precision cannot hold the result."""
+    inv = backward.inv
+    if found is None and not isinstance(inv, torch.Tensor) and inv == 1.0:
+        return
+    inexact = (torch.float16,) if backward.exact_in_place else (torch.float16, torch.bfloat16)
+    params, inputs, outputs, is_in_place = [], [], [], True
+    for slot, gradient in fresh:
+        output = gradient
+        if gradient.layout is not torch.strided:
+            _unscale_sparse(slot, gradient, inv, found)
+            continue
+        if gradient.grad_fn is not None:
+            gradient, output = _put_recorded(slot, gradient, inv)
+            is_in_place = False
+        elif slot.entry is not None and gradient.dtype in inexact:
+            output = torch.empty_like(gradient, dtype=torch.float32)
+            put_gradient(slot.param, output)
+            is_in_place = False
+        params.append(slot.param)
+        inputs.append(gradient)
+        outputs.append(output)
+    kernels.multi_tensor_scale(inputs, inputs if is_in_place else outputs, inv, *places_for(found, params))
+
+
+def add_to_stashes(sums: list[SlotGradient], backward: BackwardPass, found: FoundInf | None) -> None:
+    """Add fresh gradients to stashed ones: in float32, where the weight's value is float32."""
+    inv = backward.inv
+    params, fresh, stashes, totals = [], [], [], []
+    for slot, gradient in sums:
+        if is_sparse(gradient) or is_sparse(slot.stash):
+            _add_sparse(slot, gradient, inv, found)
+            continue
+        total = stash = slot.stash
+        is_of_script = stash._is_view()  # of a flat buffer: what autograd leaves is none
+        if slot.entry is not None and stash.dtype is not torch.float32 and not is_of_script:
+            total = torch.empty_like(stash, dtype=torch.float32)
+        slot.stash = None
+        if gradient.grad_fn is not None or stash.grad_fn is not None:
+            gradient, total = _put_recorded(slot, gradient, inv, stash)
+        else:
+            put_gradient(slot.param, total)
+        params.append(slot.param)
+        fresh.append(gradient)
+        stashes.append(stash)
+        totals.append(total)
+    flag, first_bad = places_for(found, params)
+    kernels.multi_tensor_axpby(fresh, stashes, totals, inv, 1.0, flag, 0, first_bad)
+
+
+def _put_recorded(
+    slot: Slot, gradient: torch.Tensor, inv: Scale, stash: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """After ``backward(create_graph=True)``: unscale ``param.grad`` for autograd too, since a script may differentiate it again.
+
+    Returns what the kernels, of which autograd knows nothing, read and write.
+    """
+    with torch.enable_grad():
+        dtype = gradient.dtype if slot.entry is None else torch.float32
+        total = gradient.to(dtype) * on(inv, gradient.device)
+        if stash is not None:
+            total = total + stash
+    put_gradient(slot.param, total)
+    return gradient.detach(), total.detach()
+
+
+# Sparse gradients, which no multi-tensor kernel takes, one by one
+
+
+def _unscale_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
+    """``gradient`` * ``inv`` becomes the slot's."""
+    # Coalesced in the target's precision: duplicate indices may add up beyond float16's range.
+    dtype = slot.param.dtype if slot.entry is None else torch.float32
+    total = gradient.to(dtype).coalesce() * on(inv, gradient.device)
+    if found is not None:
+        finite = torch.isfinite(total._values()).all()
+        found.flag.copy_(torch.maximum(found.flag, on((~finite).to(torch.float32), found.flag.device)))
+    put_gradient(slot.param, total)
+
+
+def _add_sparse(slot: Slot, gradient: torch.Tensor, inv: Scale, found: FoundInf | None) -> None:
+    """``gradient`` * ``inv`` is added to the slot's stash. The sum is sparse where both are."""
+    stash, slot.stash = slot.stash, None
+    both = is_sparse(stash) and is_sparse(gradient)
+    _unscale_sparse(slot, gradient if is_sparse(gradient) else gradient.to_sparse(), inv, found)
+    fresh = slot.param.grad
+    put_gradient(
+        slot.param, fresh + stash.to(fresh.dtype) if both else _dense(fresh).add_(_dense(stash).to(fresh.dtype))
+    )
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if is_sparse(gradient) else gradient
+
+
+# From the blocks to the step
 
 
 class Findings:
@@ -111,7 +269,7 @@ class Findings:
         self._shared: torch.Tensor | None = None  # of another optimizer's block, which made some of these gradients
         self._made_some = False  # whether these blocks have made gradients
         self._judged: tuple[Any, int | None] | None = None  # all of them, when the last block had judged them
-        self._checked: tuple[torch.Tensor, list[clipping.Seen]] | None = None  # a number that is finite where these are
+        self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite where these gradients are
         #: Of the optimizers that a block at loss scale 1 has named together: the flags of those that have stepped since.
         self._beside: dict[Findings, torch.Tensor | None] = {}
         self._skipped: bool | torch.Tensor = False  # the last step; a tensor is the flag by which its device decided
@@ -123,12 +281,10 @@ class Findings:
         """A block has made gradients, and this is its flag; None where it does not check them."""
         self._checked = self._shared = None
         if found is not None and found not in self._new:
-            if self.is_used:
-                self._flag = None
+            before = self._flag if self._new else None  # a step has gone by that of no new block
             self._new.append(found)
-            self._flag = found.flag if self._flag is None else _highest([self._flag, found.flag])
-            self._gradients.note_judged()
-            self._made_some = self._gradients.are_judged
+            self._flag = found.flag if before is None else _highest([before, found.flag])
+            self._made_some = self._gradients.note_judged()
             self._judged = seen(self._gradients.params), aliases_taken()
 
     def begin(self, scaler: Any, named: Sequence[Any]) -> None:
@@ -152,7 +308,7 @@ class Findings:
 
     def mark_checked(self, number: torch.Tensor) -> None:
         """Have the next step judge the gradients of now by a number that is finite where they are, without a look of its own."""
-        self._checked = number, clipping.seen(self._gradients.slots)
+        self._checked = number, seen(self._gradients.params)
 
     def flag(self, checks: bool = False) -> torch.Tensor | None:
         """Not 0 where this step is to be skipped (float32, shape []); None where nothing was checked. Nothing waits for it.
@@ -161,14 +317,16 @@ class Findings:
         """
         self._drop_of_others()
         new, self._new = self._new, []
-        self._scalers = [one.scaler for one in (self, *new) if one.scaler is not None]
+        self._scalers, apart = [self.scaler], []
         for one in new:
+            self._scalers.append(one.scaler)
             if one.scaler is not None and one.scaler.delayed_check is one:  # its iteration ends now at the latest
                 one.scaler.update(one)
-        apart = [one.flag for one in new if not one.moves_scale]
+            if not one.moves_scale:
+                apart.append(one.flag)
         scaler, before = self.scaler or self._owner.scaling.scalers[0], self._flag
         is_one = scaler.is_one
-        if (checks or not is_one) and not (before is not None and (self._are_still() or self._are_agreed())):
+        if (checks or not is_one) and not (before is not None and self._is_settled()):
             again = self._look()
             if is_one:
                 self._heed_others(again)
@@ -196,7 +354,7 @@ class Findings:
 
     def report(self) -> None:
         """Log a skip that the host knows of."""
-        for scaler in dict.fromkeys([*self._scalers, *self._owner.scaling.scalers[:1]]):
+        for scaler in dict.fromkeys([*filter(None, self._scalers), *self._owner.scaling.scalers[:1]]):
             scaler.report(wait=True, unnamed=self._first_nonfinite)
 
     @property
@@ -250,26 +408,25 @@ class Findings:
             if self in other._beside:
                 other._beside[self] = told
 
-    def _are_still(self) -> bool:
-        """Whether these are the gradients that a block has judged, with no write since: torch counts them, but through an alias."""
-        if self._judged is None or self._is_averaged_by_hand():
+    def _is_settled(self) -> bool:
+        """Whether the flag of the blocks is all that there is to know: no gradient was written to since they were judged.
+
+        torch counts no write through an alias, and none of a collective: a script may average gradients by hand, over
+        ``process_group`` or in a job of several processes without DDP. Processes that step together have agreed in the block.
+        """
+        gradients, owner = self._gradients, self._owner
+        if owner.process_group is not None:
+            return False
+        if gradients.process_groups:
+            return True
+        if owner.scaling.is_one_of_several_without_ddp or self._judged is None:
             return False
         judged, aliases = self._judged
-        return aliases is not None and aliases == aliases_taken() and are_still(judged, self._gradients.params)
-
-    def _are_agreed(self) -> bool:
-        """Whether the processes that step together have agreed at the end of the block, and nothing has come since."""
-        return bool(self._gradients.process_groups) and not self._is_averaged_by_hand()
-
-    def _is_averaged_by_hand(self) -> bool:
-        """Whether a script may average gradients over processes between block and step. torch counts no write of a collective."""
-        return self._owner.process_group is not None or (
-            self._owner.scaling.is_one_of_several_without_ddp and not self._gradients.process_groups
-        )
+        return aliases is not None and aliases == aliases_taken() and are_still(judged, gradients.params)
 
     def _look(self) -> FoundInf:
         """Whether the gradients of now are finite, on all processes that step together."""
-        if self._checked is not None and all(map(clipping.is_still, self._checked[1])):
+        if self._checked is not None and are_still(self._checked[1], self._gradients.params):
             return FoundInf(self._checked[0].isfinite().logical_not().float().reshape(()))
         found = FoundInf(constant(0.0, torch.float32, self._gradients.device).clone(), name_of=self._owner.name_of)
         self._gradients.check(found)

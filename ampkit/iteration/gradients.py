@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
+from ..casting.narrow_gradients import note_set_aside, stored_gradient
 from ..errors import ConfigurationError
 from ..models.float32_values import Float32Value, forget_gradient, put_gradient
 from ..optimizers.scales import Scale, norm_of, on, ratio
 from ..sharding import local, process_groups
-from .clipping import Clipping
-from .found_inf import FoundInf, places_for
-from .unscale import BackwardPass, add_to_stashes, bring_to, is_sparse, unscale, values_of
+from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
+from .reach import are_still, seen
 
 _CPU = torch.device("cpu")
 
@@ -91,6 +90,47 @@ _REFUSED = {
         "optimizers."
     ),
 }
+
+
+class Clipping:
+    """What ``clip_grad_norm_`` has yet to do to the gradients of weights with rests: the step does it while it reads them.
+
+    ``pending`` is the product of all clippings since the gradients came, None without any: every step over the same gradients
+    multiplies what it reads by it. The gradients of the next block are added to clipped ones, see `Gradients.widen`.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Other gradients come, or none."""
+        self.pending: torch.Tensor | None = None
+        self._clipped: list[tuple[Slot, Any]] = []  # and their gradients as they were then
+        self._is_used = False
+
+    def add(self, coefficient: torch.Tensor, slots: Iterable[Slot]) -> None:
+        """Clip the gradients of these slots by this too."""
+        self.pending = coefficient if self.pending is None else self.pending * coefficient
+        self._clipped = [(slot, seen([slot.param])) for slot in slots]
+        self._is_used = False
+
+    def check_writes(self, refuses: bool = True) -> None:
+        """Raise where a script wrote to gradients between their clipping and a step. After a step, forget the clipping."""
+        for slot, before in self._clipped:
+            if are_still(before, [slot.param]):
+                continue
+            if self._is_used:
+                return self.forget()
+            if refuses and slot.gradient is not None:
+                raise ConfigurationError(
+                    f"The gradient of a parameter of shape {tuple(slot.param.shape)} was written to after "
+                    "ampkit.clip_grad_norm_. Clip last, after every backward pass and every change of gradients."
+                )
+        return None
+
+    def end_step(self) -> None:
+        """A step has used it."""
+        self._is_used = True
 
 
 class Gradients:
@@ -184,17 +224,12 @@ class Gradients:
         return self._before is not State.READY
 
     @property
-    def first(self) -> torch.Tensor | None:
-        """The first gradient that there is: in a block, of the backward pass that just ran."""
-        for slot in self.slots:
-            if (gradient := stored_gradient(slot.param)) is not None:
-                return gradient
-        return None
-
-    @property
     def has_fresh(self) -> bool:
-        """Whether there are gradients in ``param.grad``."""
-        return self.first is not None
+        """Whether there are gradients in ``param.grad``: in a block, of the backward pass that just ran."""
+        for slot in self.slots:
+            if stored_gradient(slot.param) is not None:
+                return True
+        return False
 
     def first_nonfinite(self) -> torch.Tensor | None:
         """The first parameter whose gradient is not finite now. Waits for the device."""
@@ -210,14 +245,12 @@ class Gradients:
 
         With ``copies`` gradients are views of DDP's buckets, which the next backward pass overwrites.
         """
-        self.refuse("open")
+        if self.state is State.IN_BLOCK:
+            self.refuse("open")
         if self.clipping.pending is not None:
             self.widen()
-        self._before, self.holder, self._is_guess = (
-            self.state,
-            holder,
-            is_guess,
-        )  # first: whatever interrupts the rest, it is undone
+        # First: whatever interrupts the rest, it is undone.
+        self._before, self.holder, self._is_guess = self.state, holder, is_guess
         if self.state is State.READY:
             self.stash(self.slots, copies)
         else:
@@ -244,7 +277,7 @@ class Gradients:
         if self._before is State.LOCAL:
             self.collect(BackwardPass(backward.scale, local=True), None)
         elif self._before is State.READY:
-            for slot in _without_cleared(backward.take(self.slots)):
+            for slot in backward.take(self.slots):
                 stash, slot.stash = slot.stash, None
                 put_gradient(slot.param, stash)
         self.state, self.holder = self._before, None
@@ -252,7 +285,7 @@ class Gradients:
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
         fresh, stashes = [], []
-        for slot in _without_cleared(self.slots):
+        for slot in BackwardPass(scale).take(self.slots):
             gradient, stash, slot.stash = slot.param.grad, slot.stash, None
             if stash is None:
                 continue
@@ -269,7 +302,7 @@ class Gradients:
     def collect(self, backward: BackwardPass, found: FoundInf | None) -> None:
         """After a backward pass: unscale fresh gradients, add them to those before, and check them on the way."""
         fresh, sums = [], []
-        for slot in _without_cleared(backward.take(self.slots)):
+        for slot in backward.take(self.slots):
             gradient, stash = slot.param.grad, slot.stash
             if stash is None:
                 if gradient is not None:
@@ -301,12 +334,10 @@ class Gradients:
                 if slot.param.grad is None:
                     put_gradient(slot.param, slot.stash)
                 slot.stash = None
-        are_there = self.first is not None
-        if not are_there:
-            self.state = State.READY
-            if self.clipping.pending is not None:
-                self.clipping.forget()
-        return are_there
+        if self.has_fresh:
+            return True
+        self.forget()
+        return False
 
     def set_aside(self) -> None:
         """Stash gradients in another dtype than their weights', with which dynamo does not trace. `settle` brings them back."""
@@ -346,13 +377,14 @@ class Gradients:
         if are_judged:
             self.note_judged()
 
-    def note_judged(self) -> None:
-        """A block has judged the gradients of now."""
+    def note_judged(self) -> bool:
+        """A block has judged the gradients of now. Returns whether there are any."""
         self._judged = None
         for slot in self.slots:
             if (gradient := stored_gradient(slot.param)) is not None:
                 self._judged = slot, weakref.ref(gradient)
-                break
+                return True
+        return False
 
     @property
     def are_judged(self) -> bool:
@@ -421,7 +453,8 @@ class Gradients:
             self._before = State.READY
         else:
             self.state = State.READY
-        self.clipping.forget()
+        if self.clipping.pending is not None:
+            self.clipping.forget()
 
     def zero_where(self, flag: torch.Tensor, all_of_them: bool = True) -> None:
         """Write zeros where ``flag`` is not 0, on its device: to all gradients, or to those that several optimizers share."""
@@ -429,11 +462,3 @@ class Gradients:
             if slot.gradient is not None and (all_of_them or slot.owners > 1):
                 gradient = values_of(slot.gradient).detach()
                 gradient.masked_fill_(on(flag, gradient.device) != 0, 0.0)
-
-
-def _without_cleared(slots: list[Slot]) -> list[Slot]:
-    """These, without the stashes of parameters whose gradients a script has cleared since, ``p.grad = None``."""
-    for slot in slots:
-        if slot.stash is not None and not is_set_aside(slot.param):
-            slot.stash = None
-    return slots

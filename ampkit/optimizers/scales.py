@@ -10,22 +10,12 @@ from ..kernels.routing import Number as Scale
 from ..kernels.routing import on
 from ..sharding import by_placement, is_sharded, total_over
 
-__all__ = ["Scale", "inverse", "is_one", "norm_of", "on", "on_device_of", "ratio", "refuse_to_begin"]
-
-
-def inverse(scale: Scale) -> Scale:
-    """``1 / scale``."""
-    return scale.reciprocal() if isinstance(scale, torch.Tensor) else 1.0 / scale
+__all__ = ["Scale", "norm_of", "on", "on_device_of", "ratio", "refuse_to_begin"]
 
 
 def ratio(new: Scale, old: Scale) -> Scale:
     """``new / old``: the number 1.0 where they are the same object, or equal numbers."""
     return 1.0 if new is old else new / on_device_of(old, new)
-
-
-def is_one(factor: Scale) -> bool:
-    """Whether this is the number 1.0; a tensor is never known to be."""
-    return not isinstance(factor, torch.Tensor) and factor == 1.0
 
 
 def on_device_of(value: Scale, other: Scale) -> Scale:

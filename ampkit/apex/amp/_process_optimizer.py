@@ -15,9 +15,8 @@ import torch
 
 from ...dtypes import LOWER_PRECISION
 from ...errors import NotInitializedError
-from ...iteration.found_inf import FoundInf
+from ...iteration.found_inf import BackwardPass, FoundInf
 from ...iteration.gradients import Slot, State
-from ...iteration.unscale import BackwardPass
 from ...logs import logger
 from ...registry import session_of, wrapper_of
 from ...session import Session

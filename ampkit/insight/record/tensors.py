@@ -14,7 +14,7 @@ import torch
 
 from ...api import step_was_skipped
 from ...casting.tensors import params_of
-from ...iteration.unscale import is_sparse
+from ...iteration.found_inf import is_sparse
 from ...optimizers.scales import on
 from ...registry import session_of, wrapper_of
 from ...sharding import local
