@@ -6,6 +6,7 @@ put on their optimizers, as long as these live, and `watchers` what is told of t
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ live_sessions: list[Any] = []
 watchers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _wrappers: list[weakref.ref[Any]] = []
 _additions = 0
+_target = operator.methodcaller("__call__")  # of a reference
 
 
 def wrapper_of(optimizer: Any) -> Any:
@@ -28,7 +30,7 @@ def wrapper_of(optimizer: Any) -> Any:
 
 def wrappers() -> list[Any]:
     """The optimizer wrappers of live sessions, oldest first."""
-    return [wrapper for ref in _wrappers if (wrapper := ref()) is not None]
+    return list(filter(None, map(_target, _wrappers)))
 
 
 def add_wrapper(wrapper: Any) -> None:

@@ -111,13 +111,13 @@ class Advice:
 
     # At a block
 
-    def before_backward(self, named: list[Any], scaled: torch.Tensor, delay_unscale: bool) -> None:
-        """Look for hooks at the first block, and count backward passes through ``scaled`` where a row asks for that."""
+    def before_backward(self, named: list[Any], scaled: torch.Tensor) -> None:
+        """Look for hooks at the first block, and count backward passes through ``scaled``."""
         if self.is_first("first block") and (slot_and_wrapper := _first_with_hook(named)) is not None:
             slot, wrapper = slot_and_wrapper
             self.tell("hook", wrapper.owner.name_of(slot.param))
         self._passes_before = self.passes
-        if scaled.requires_grad and (delay_unscale or not self.scaled_loss_was_used):
+        if scaled.requires_grad:
             scaled.register_hook(self._count_pass)
 
     def _count_pass(self, _: torch.Tensor) -> None:

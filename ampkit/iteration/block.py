@@ -28,8 +28,9 @@ from .found_inf import BackwardPass, FoundInf, constant, is_known_clean
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
 from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
-from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained
+from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retained_refs
 
+_NO_DDP = weakref.ref(set())  # of what is gone
 _CHECKS_RANKS = os.environ.get("AMPKIT_CHECK_RANKS") == "1"
 
 
@@ -73,7 +74,8 @@ class Block:
                 wrapper.gradients.refuse("open")
         try:
             open_blocks.append(self)
-            self.scaling.report_skips()
+            for scaler in self.scaling.scalers:
+                scaler.report()
             return self._begin()
         except BaseException as error:
             self._leave(error)
@@ -97,8 +99,8 @@ class Block:
             self._hold_outside(scaling.find_unowned(self.named[0].owner))
         elif scaling.outside.slots:
             self._hold_outside(())
-        if not self._is_one:
-            scaling.advice.before_backward(self.named, scaled, self.delay_unscale)
+        if not self._is_one and (self.delay_unscale or not scaling.advice.scaled_loss_was_used):
+            scaling.advice.before_backward(self.named, scaled)
         return scaled
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
@@ -113,11 +115,12 @@ class Block:
         self._leave(error)
 
     def _leave(self, error: object) -> None:
-        """Nothing is held any more. After an error gradients are as they were before, and statistics can be saved."""
+        """Nothing is held any more, and statistics can be saved. After an error gradients are as they were before."""
         if self in open_blocks:
             open_blocks.remove(self)
-        if error is not None or self.is_plain:
-            self._keep_statistics_finite()
+        for wrapper in self._held or self.named:
+            if wrapper.owner.statistics.changed:
+                wrapper.owner.statistics.keep_finite()
         if error is not None:
             self._put_back()
 
@@ -128,13 +131,13 @@ class Block:
 
         A guess is what a function in Python may reach: it is let go where it is used before it has got a gradient.
         """
+        sessions = [one.owner for one in reached]
         fresh: list[OptimizerWrapper] = []
-        for one in reached:
-            for wrapper in one.owner.wrappers:
-                if wrapper not in self._held and wrapper not in fresh:
-                    if wrapper.gradients.state is State.IN_BLOCK:
-                        wrapper.gradients.refuse("open")
-                    fresh.append(wrapper)
+        for wrapper in wrappers():
+            if wrapper.owner in sessions and wrapper not in self._held:
+                if wrapper.gradients.state is State.IN_BLOCK:
+                    wrapper.gradients.refuse("open")
+                fresh.append(wrapper)
         for wrapper in fresh:
             wrapper.settle(finishes=False)
             if wrapper.findings.is_used:
@@ -178,7 +181,8 @@ class Block:
         if len(wrappers()) > len(self._held):
             self._hold_strangers(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
-        self.hold_leaves(reached.leaves + (retained([self.scaled]) if inputs is None else []), reached.has_python)
+        results = retained([self.scaled]) if retained_refs and inputs is None else []
+        self.hold_leaves(reached.leaves + results, reached.has_python)
 
     def hold_leaves(self, leaves: list[torch.Tensor], has_python: bool = False) -> None:
         """Hold those that no optimizer of ours updates; behind a function in Python may be every such parameter of the models."""
@@ -235,13 +239,13 @@ class Block:
 
     def _end(self) -> None:
         scaling, scale, session = self.scaling, self.scale, self.named[0].owner
-        self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]  # guesses may be let go
+        if self.has_python:  # guesses may be let go
+            self._held = [wrapper for wrapper in self._held if wrapper.gradients.holder is self]
         is_to_look = not (self.delay_unscale or self._is_one or scaling.advice.scaled_loss_was_used)
         if is_to_look and self.scaled.requires_grad:
             scaling.advice.after_backward(self.named)
         is_local = scaling.backward_was_local()
         scaling.held_scale = scale if session.is_unreduced() else None
-        self._keep_statistics_finite()
         if self.delay_unscale:
             for wrapper in self._held:
                 if wrapper in self.named or wrapper.gradients.has_fresh:
@@ -268,11 +272,6 @@ class Block:
     def _has_made_gradients(self) -> bool:
         """Whether a backward pass ran: a script may leave a block early, ``continue``. Processes that agree all collect."""
         return any(one.gradients.has_fresh or one.gradients.process_groups for one in self._held)
-
-    def _keep_statistics_finite(self) -> None:
-        for wrapper in self._held or self.named:
-            if wrapper.owner.statistics.changed:
-                wrapper.owner.statistics.keep_finite()
 
 
 @labelled("unscale")
@@ -357,7 +356,7 @@ class LossScaling:
         self.scalers = [
             LossScaler(plan.loss_scale, *bounds, loss_id, plan.on_floor, of_apex) for loss_id in range(number)
         ]
-        self.ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        self.ddp: Callable[[], DistributedDataParallel | None] = _NO_DDP
         self._runs_without_sync = False
         self.held_scale: Scale | None = None
         self.outside = Gradients()
@@ -449,11 +448,6 @@ class LossScaling:
         for scaler in self.scalers:
             scaler.report(wait=True, raises=False)
 
-    def report_skips(self) -> None:
-        """Log the skips that the host has learned of by now, without waiting."""
-        for scaler in self.scalers:
-            scaler.report()
-
 
 def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
     """For the gradients of one block: nothing found yet."""
@@ -490,5 +484,5 @@ def home_of(named: Sequence[OptimizerWrapper]) -> torch.device:
     """Where the loss scale of these optimizers lives."""
     for wrapper in named:
         if wrapper.gradients.slots:
-            break
-    return wrapper.gradients.device
+            return wrapper.gradients.slots[0].param.device
+    return torch.device("cpu")

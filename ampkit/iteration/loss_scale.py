@@ -199,11 +199,6 @@ class LossScaler:
     def skips_in_a_row(self) -> int:
         return self.synchronize().skips_in_a_row
 
-    @property
-    def is_one(self) -> bool:
-        """Whether this is a static scale of 1.0, which multiplies and checks nothing."""
-        return not self.dynamic and self._known.scale == 1.0
-
     def change_rule(
         self,
         rule: DynamicLossScale | None = None,
@@ -215,6 +210,8 @@ class LossScaler:
         self.min_loss_scale = self.min_loss_scale if min_loss_scale is None else float(min_loss_scale)
         self.max_loss_scale = self.max_loss_scale if max_loss_scale is None else float(max_loss_scale)
         rule, scale = self.rule, self.synchronize().scale
+        #: Whether this is a static scale of 1.0, which multiplies and checks nothing.
+        self.is_one = not self.dynamic and scale == 1.0
         #: What no overflow brings the scale below: ``min_loss_scale``, a lower scale that was set by hand, or a static scale.
         self.floor = min(self.min_loss_scale, self._set_by_hand) if self.dynamic else scale
         # A static scale has itself for both bounds, so that no factor moves it.
@@ -234,7 +231,8 @@ class LossScaler:
         """
         if not self.dynamic:
             return self._known.scale
-        self._live_on(device)
+        if self._state is None or self._state.device != device:
+            self._move_to(device)
         is_captured = self._state.is_cuda and is_capturing(self._state)
         # What a CUDA graph replays must come from the state, not from a copy that was made before it.
         if self._snapshot is None or is_captured != self._snapshot[1]:
@@ -252,7 +250,8 @@ class LossScaler:
         found.scaler, found.moves_scale = self, moves_scale
         if self.delayed_check is found:
             self.delayed_check = None
-        self._live_on(found.flag.device)
+        if self._state is None or self._state.device != found.flag.device:
+            self._move_to(found.flag.device)
         flag = found.flag if moves_scale else torch.zeros_like(found.flag)
         kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
@@ -264,21 +263,20 @@ class LossScaler:
     def count_apart(self, flag: torch.Tensor) -> None:
         """A step is skipped where this is above 0, and the scale stays."""
         if self._state is None:
-            self._live_on(flag.device)
+            self._move_to(flag.device)
         self._state[-1:].add_(on(flag > 0, self._state.device))
         self._has_news = True
         self._copy.send()
 
-    def _live_on(self, device: torch.device) -> None:
+    def _move_to(self, device: torch.device) -> None:
         """Have the state on this device."""
-        if self._state is None or self._state.device != device:
-            refuse_to_begin("the loss scale", device)
-            known = self.synchronize()
-            words = torch.tensor([0, *known[1:]], dtype=torch.int32)
-            words.view(torch.float32)[0] = known.scale
-            state = words.to(device)
-            self._scale, self._copy, self._snapshot = state.view(torch.float32)[0], HostCopy(state), None
-            self._state = state  # last: another thread may read the scale meanwhile
+        refuse_to_begin("the loss scale", device)
+        known = self.synchronize()
+        words = torch.tensor([0, *known[1:]], dtype=torch.int32)
+        words.view(torch.float32)[0] = known.scale
+        state = words.to(device)
+        self._scale, self._copy, self._snapshot = state.view(torch.float32)[0], HostCopy(state), None
+        self._state = state  # last: another thread may read the scale meanwhile
 
     def _write(self, **changes: float) -> None:
         """Change words of the state."""

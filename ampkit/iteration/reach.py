@@ -98,15 +98,14 @@ are_still = _are_still if _library is None else _library.are_still
 open_blocks: list[Any] = []
 
 
-_retained: list[weakref.ref[torch.Tensor]] = []
+#: Results of functions of which a script has asked for the gradients, ``x.retain_grad()``.
+retained_refs: list[weakref.ref[torch.Tensor]] = []
 
 
 def retained(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Results of functions of which a script has asked for the gradients, ``x.retain_grad()``, in the graphs of these."""
-    if not _retained:
-        return []
+    """Results in the graphs of these of which a script has asked for the gradients."""
     nodes = leaves_of(map(node_of, tensors)).nodes
-    return [one for ref in tuple(_retained) if (one := ref()) is not None and one.grad_fn in nodes]
+    return [one for ref in tuple(retained_refs) if (one := ref()) is not None and one.grad_fn in nodes]
 
 
 def _noting_retained(original: Callable[..., None]) -> Callable[..., None]:
@@ -115,8 +114,8 @@ def _noting_retained(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def retain_grad(tensor: torch.Tensor) -> None:
         original(tensor)
-        if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in _retained):
-            _retained.append(weakref.ref(tensor, _retained.remove))
+        if not tensor.is_leaf and not _compiling() and all(ref() is not tensor for ref in retained_refs):
+            retained_refs.append(weakref.ref(tensor, retained_refs.remove))
 
     return retain_grad
 
@@ -159,10 +158,14 @@ def _tell_blocks(roots: list[Any], inputs: Any) -> bool:
     if len(reached) < len(roots):
         nodes = leaves_of(map(node_of, roots)).nodes
         reached = [block for block in open_blocks if block.scaled.grad_fn in nodes]
-    around = [block for block in open_blocks if block.thread == threading.get_ident()]
-    for block in reached or [block for block in around if not block.is_plain][-1:]:
+    for block in reached:
         block.before_backward(roots, inputs, reached)
-    return bool(reached or around)
+    if reached:
+        return True
+    around = [block for block in open_blocks if block.thread == threading.get_ident()]
+    for block in [block for block in around if not block.is_plain][-1:]:
+        block.before_backward(roots, inputs, ())
+    return bool(around)
 
 
 def _reached_outside(roots: list[Any], inputs: Any) -> list[tuple[Any, int]]:
