@@ -113,9 +113,11 @@ class Advice:
 
     def before_backward(self, named: list[Any], scaled: torch.Tensor) -> None:
         """Look for hooks at the first block, and count backward passes through ``scaled``."""
-        if self.is_first("first block") and (slot_and_wrapper := _first_with_hook(named)) is not None:
-            slot, wrapper = slot_and_wrapper
-            self.tell("hook", wrapper.owner.name_of(slot.param))
+        for wrapper in named if self.is_first("first block") else ():
+            for param in wrapper.gradients.params:
+                if _has_hook_of_script(param):
+                    self.tell("hook", wrapper.owner.name_of(param))
+                    break
         self._passes_before = self.passes
         if scaled.requires_grad:
             scaled.register_hook(self._count_pass)
@@ -131,12 +133,6 @@ class Advice:
                 self.tell("another loss")
             elif not self.is_first("a block without a backward pass"):  # a script may leave out a bad batch
                 self.tell("no backward")
-
-
-def _first_with_hook(named: list[Any]) -> tuple[Any, Any] | None:
-    """A slot whose parameter has a hook of the script's, of which a clamp would clamp nearly all of a scaled gradient."""
-    of_script = ((slot, one) for one in named for slot in one.gradients.slots if _has_hook_of_script(slot.param))
-    return next(of_script, None)
 
 
 def _has_hook_of_script(param: torch.Tensor) -> bool:

@@ -139,8 +139,7 @@ class Block:
                     wrapper.gradients.refuse("open")
                 fresh.append(wrapper)
         for wrapper in fresh:
-            wrapper.settle(finishes=False)
-            if wrapper.findings.is_used:
+            if wrapper.settle(finishes=False) and wrapper.findings.is_used:
                 wrapper.findings.zero_skipped(forgets=False)
         ddp = self.scaling.ddp()
         for wrapper in fresh:
@@ -161,7 +160,7 @@ class Block:
                     "(delay_unscale=True). Step that call's optimizer first, or give both optimizers to each block."
                 )
         outside.add(fresh)
-        if outside.in_block:
+        if outside.state is State.IN_BLOCK:
             outside.stash(fresh)
         else:
             outside.settle()
@@ -255,7 +254,10 @@ class Block:
                     wrapper.gradients.put_back(BackwardPass(scale))
             if scaling.outside.holder is self:
                 scaling.outside.keep_scaled(scale)
-        elif scaling.held_scale is not None or not (self._ran or self._has_made_gradients()):
+        elif scaling.held_scale is not None or not (
+            # A script may leave a block early, ``continue``. Processes that agree all collect.
+            self._ran or any(one.gradients.has_fresh or one.gradients.process_groups for one in self._held)
+        ):
             self._put_back()
         else:
             done = set() if len(self._held) > 1 else None
@@ -268,10 +270,6 @@ class Block:
             for wrapper in self._held:
                 if wrapper.has_lent:
                     wrapper.hand_gradients()
-
-    def _has_made_gradients(self) -> bool:
-        """Whether a backward pass ran: a script may leave a block early, ``continue``. Processes that agree all collect."""
-        return any(one.gradients.has_fresh or one.gradients.process_groups for one in self._held)
 
 
 @labelled("unscale")
@@ -302,25 +300,19 @@ def collect(
         wrapper.findings.add(found)
     if found is None:
         return
-    is_clean = is_known_clean(found.flag)
-    if loss is not None and not is_clean:
-        found.loss = loss.detach()
-    if not is_clean:
-        _zero_what_stays(found, named, outside)
+    if not is_known_clean(found.flag):
+        if loss is not None:
+            found.loss = loss.detach()
+        if outside is not None:  # no optimizer clears these
+            outside.zero_where(found.flag)
+        for wrapper in named:  # nor what another's block would add to
+            wrapper.gradients.zero_where(found.flag, all_of_them=False)
     if delay_overflow_check:
         scaler.delayed_check = found
         return
     scaler.update(found, moves_scale=not backward.local)
     if _CHECKS_RANKS:
         _check_ranks(scaler, named)
-
-
-def _zero_what_stays(found: FoundInf, named: Sequence[OptimizerWrapper], outside: Gradients | None) -> None:
-    """Zero not-finite gradients that no optimizer clears, and those that another's block would add to."""
-    if outside is not None:
-        outside.zero_where(found.flag)
-    for wrapper in named:
-        wrapper.gradients.zero_where(found.flag, all_of_them=False)
 
 
 def _collect_unnamed(
@@ -383,12 +375,6 @@ class LossScaling:
         """After a block, unless gradients wait at its scale."""
         if self.outside.slots and self.outside.state is not State.WAITING:
             self.outside.forget_slots()
-
-    @property
-    def is_one_of_several_without_ddp(self) -> bool:
-        """Whether this is one of several processes, of which none has been seen to average gradients for the script."""
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return several and torch.distributed.get_world_size() > 1 and self.ddp() is None
 
     def note_forward(self) -> None:
         """Remember whether the forward pass that runs now is one of DDP's, and whether its gradients will be reduced."""

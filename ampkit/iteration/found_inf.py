@@ -20,7 +20,7 @@ from ..casting.torch_integration import aliases_taken
 from ..errors import ConfigurationError
 from ..models.float32_values import forget_gradient, put_gradient
 from ..optimizers.scales import Scale, on
-from ..sharding import highest
+from ..sharding import highest, local
 from .reach import are_still, seen
 
 Slot = Any  # of gradients.py, which imports this module
@@ -272,7 +272,8 @@ class Findings:
         self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite where these gradients are
         #: Of the optimizers that a block at loss scale 1 has named together: the flags of those that have stepped since.
         self._beside: dict[Findings, torch.Tensor | None] = {}
-        self._skipped: bool | torch.Tensor = False  # the last step; a tensor is the flag by which its device decided
+        #: Whether the last step was skipped; a tensor is the flag by which its device decided.
+        self.flag_of_step: bool | torch.Tensor = False
         self.scaler: Any = None  # of the last block
         self._scalers: list[Any] = []  # of the blocks that the last step has gone by
         self.came_through_no_block = False  # a backward pass outside of every block has written to the gradients
@@ -341,16 +342,15 @@ class Findings:
         if apart and not is_known_clean(flag := _highest(apart)):
             self._owner.scaling.scalers[0].count_apart(flag)
         self._checked = None
-        self._skipped = False if self._flag is None else self._flag
+        self.flag_of_step = False if self._flag is None else self._flag
         return self._flag
 
     def forbid_step(self, checks: bool = False) -> bool:
         """Whether this step is to be skipped, read from the device; a skip is reported."""
-        flag = self.flag(checks)
-        self._skipped = flag is not None and is_set(flag)
-        if self._skipped:
+        self.flag(checks)
+        if self.skipped:
             self.report()
-        return self._skipped
+        return self.skipped
 
     def report(self) -> None:
         """Log a skip that the host knows of."""
@@ -360,18 +360,9 @@ class Findings:
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped. Waits for the device where that was decided there."""
-        if isinstance(self._skipped, torch.Tensor):
-            self._skipped = is_set(self._skipped)
-        return self._skipped
-
-    @property
-    def flag_of_step(self) -> bool | torch.Tensor:
-        """The same without waiting: above 0 where its device has skipped the last step."""
-        return self._skipped
-
-    def end_step(self, skipped: bool) -> None:
-        """The last step was taken, or ``skipped``."""
-        self._skipped = skipped
+        if isinstance(self.flag_of_step, torch.Tensor):
+            self.flag_of_step = is_set(self.flag_of_step)
+        return self.flag_of_step
 
     def forget(self) -> None:
         """The gradients are gone, and what was found in them."""
@@ -419,7 +410,10 @@ class Findings:
             return False
         if gradients.process_groups:
             return True
-        if owner.scaling.is_one_of_several_without_ddp or self._judged is None:
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if several and torch.distributed.get_world_size() > 1 and owner.scaling.ddp() is None:
+            return False
+        if self._judged is None:
             return False
         judged, aliases = self._judged
         return aliases is not None and aliases == aliases_taken() and are_still(judged, gradients.params)
@@ -435,9 +429,11 @@ class Findings:
         return found
 
     def _first_nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient is not finite now."""
-        param = self._gradients.first_nonfinite()
-        return None if param is None else self._owner.name_of(param)
+        """The name of the first parameter whose gradient is not finite now. Waits for the device."""
+        for slot in self._gradients.slots:
+            if (gradient := slot.gradient) is not None and not local(values_of(gradient)).isfinite().all():
+                return self._owner.name_of(slot.param)
+        return None
 
 
 def _highest(flags: Sequence[torch.Tensor]) -> torch.Tensor:

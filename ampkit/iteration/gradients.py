@@ -20,7 +20,7 @@ from ..casting.narrow_gradients import note_set_aside, stored_gradient
 from ..errors import ConfigurationError
 from ..models.float32_values import Float32Value, forget_gradient, put_gradient
 from ..optimizers.scales import Scale, norm_of, on, ratio
-from ..sharding import local, process_groups
+from ..sharding import process_groups
 from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
 from .reach import are_still, seen
 
@@ -134,17 +134,7 @@ class Clipping:
 
 
 class Gradients:
-    """Those of one optimizer: a `State`, and the verbs that lead from one to the next.
-
-    ===========  ====================================  ==================================
-    verb         from                                  to
-    ===========  ====================================  ==================================
-    open         READY, LOCAL, WAITING                 IN_BLOCK
-    collect      IN_BLOCK, WAITING                     READY (LOCAL under ``no_sync()``)
-    keep_scaled  IN_BLOCK                              WAITING
-    put_back     IN_BLOCK                              what it was before
-    clear        any                                   READY, or still IN_BLOCK
-    ===========  ====================================  ==================================
+    """Those of one optimizer: a `State`, and the verbs that lead from one to the next (docs/architecture.md draws them).
 
     ``scale`` is that of the block, or at which gradients wait. ``process_groups`` are the groups of processes that have to agree
     whether to step: the ``process_group`` of `initialize`, and those that the parameters lie on.
@@ -209,16 +199,6 @@ class Gradients:
             raise ConfigurationError(_REFUSED[verb, self.state])
 
     @property
-    def in_block(self) -> bool:
-        return self.state is State.IN_BLOCK
-
-    @property
-    def are_scaled(self) -> bool:
-        """Whether what lies in ``param.grad`` is multiplied by a loss scale."""
-        is_scaled = self.state is State.IN_BLOCK or self.state is State.WAITING
-        return is_scaled and (isinstance(self.scale, torch.Tensor) or self.scale != 1.0)
-
-    @property
     def stay(self) -> bool:
         """Whether those of before are in ``param.grad`` while the backward pass of the open block adds to them."""
         return self._before is not State.READY
@@ -230,13 +210,6 @@ class Gradients:
             if stored_gradient(slot.param) is not None:
                 return True
         return False
-
-    def first_nonfinite(self) -> torch.Tensor | None:
-        """The first parameter whose gradient is not finite now. Waits for the device."""
-        for slot in self.slots:
-            if (gradient := slot.gradient) is not None and not local(values_of(gradient)).isfinite().all():
-                return slot.param
-        return None
 
     # The backward pass
 
@@ -393,9 +366,8 @@ class Gradients:
 
     def clip_by(self, coefficient: torch.Tensor) -> None:
         """Have every gradient multiplied by this: those of weights with rests by the step."""
-        own = [
-            values_of(gradient) for slot in self.slots if slot.entry is None and (gradient := slot.gradient) is not None
-        ]
+        own = [slot.gradient for slot in self.slots if slot.entry is None and slot.gradient is not None]
+        own = list(map(values_of, own))
         kernels.multi_tensor_scale(own, own, coefficient)
         if self.stored:
             self.clipping.add(coefficient, self.stored)

@@ -85,7 +85,7 @@ class OptimizerWrapper:
 
     def detach(self) -> None:
         """Give the optimizer its methods back, and state in float32. The weights are the models' business."""
-        if not self.gradients.in_block:
+        if self.gradients.state is not State.IN_BLOCK:
             self.settle(refuses=False)
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
@@ -112,7 +112,7 @@ class OptimizerWrapper:
 
     def master_params(self) -> Iterator[Tensor]:
         """What the optimizer updates, in its order: of weights with rests their float32 values, which are lent."""
-        if not self.gradients.in_block:
+        if self.gradients.state is not State.IN_BLOCK:
             self.settle()
             self.gradients.widen()
         elif self.gradients.has_fresh:
@@ -141,7 +141,8 @@ class OptimizerWrapper:
     @property
     def is_outside_of_blocks(self) -> bool:
         """Whether a backward pass outside of all blocks would bring gradients that come through none."""
-        return not (self.gradients.in_block or self.findings.came_through_no_block) and self.has_scale
+        in_block = self.gradients.state is State.IN_BLOCK
+        return not (in_block or self.findings.came_through_no_block) and self.has_scale
 
     def note_outside(self, passes: int) -> None:
         """A backward pass outside of all blocks has written to the gradients. ``passes`` counts those through scaled losses before.
@@ -155,8 +156,9 @@ class OptimizerWrapper:
 
     def holds_scaled(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of these is a gradient at a loss scale now: in a block, or since one with ``delay_unscale=True``."""
-        gradients = self.gradients
-        if not (gradients.are_scaled and gradients.has_fresh):
+        gradients, scale = self.gradients, self.gradients.scale
+        is_scaled = gradients.state in (State.IN_BLOCK, State.WAITING)
+        if not is_scaled or not gradients.has_fresh or (not isinstance(scale, Tensor) and scale == 1.0):
             return False
         return not {id(slot.param.grad) for slot in gradients.slots}.isdisjoint(map(id, tensors))
 
@@ -170,8 +172,8 @@ class OptimizerWrapper:
             slot.entry.loans.lend_again(slot.entry)
             slot.entry.loans.hand_gradient(slot.entry)
 
-    def settle(self, finishes: bool = True, refuses: bool = True) -> None:
-        """Bring every gradient, unscaled, to ``param.grad``; take over what was written to loans.
+    def settle(self, finishes: bool = True, refuses: bool = True) -> bool:
+        """Bring every gradient, unscaled, to ``param.grad``; take over what was written to loans. Returns whether there are any.
 
         Without ``finishes`` gradients that wait at a scale go on waiting. Raises `ConfigurationError`, where it ``refuses``, for
         writes of which one would be lost.
@@ -181,8 +183,10 @@ class OptimizerWrapper:
             gradients.stored[0].entry.loans.end(refuses=refuses)
         if not gradients.settle(refuses):
             self.findings.drop_cleared()
-        elif finishes and gradients.state is State.WAITING:
+            return False
+        if finishes and gradients.state is State.WAITING:
             self.owner.scaling.finish_delayed(self)
+        return True
 
     def _replace(self, optimizer: Any, name: str, method: Callable[..., Any]) -> None:
         before, ref = vars(optimizer).get(name), weakref.ref(optimizer)
@@ -358,7 +362,7 @@ class OptimizerWrapper:
 
     def skip(self) -> None:
         """In the place of a step, for gradients that are not finite."""
-        self.findings.end_step(skipped=True)
+        self.findings.flag_of_step = True
         self.gradients.clipping.end_step()
         if self.owner.statistics.changed:
             self.owner.statistics.keep_finite()

@@ -154,7 +154,8 @@ def _tell_blocks(roots: list[Any], inputs: Any) -> bool:
 
     Returns whether there are any, or the pass runs inside of a block all the same.
     """
-    reached = [block for block in open_blocks if any([root is block.scaled for root in roots])]
+    ids = set(map(id, roots))
+    reached = [block for block in open_blocks if id(block.scaled) in ids]
     if len(reached) < len(roots):
         nodes = leaves_of(map(node_of, roots)).nodes
         reached = [block for block in open_blocks if block.scaled.grad_fn in nodes]
