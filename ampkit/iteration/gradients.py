@@ -3,7 +3,7 @@
 After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: what a script writes there counts at the
 step as it does in torch. It is float32 where the weight's precision cannot hold it (float16 at a loss scale, a sum of several
 blocks), which ``Tensor.grad_dtype`` allows, and else what the backward pass left, in place. All of it is done by multi-tensor
-passes (unscale.py), and never waits for a device.
+passes (found_inf.py), and never waits for a device.
 """
 
 from __future__ import annotations
