@@ -196,15 +196,10 @@ def _of_narrow_gradients(original: Callable[..., torch.Tensor]) -> Callable[...,
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
         is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
-        has_narrow = any(one.dtype in LOWER_PRECISION for one in gradients)
-        if (
-            args
-            or kwargs
-            or norm_type != 2.0
-            or not is_plain
-            or not has_narrow
-            or len({g.device for g in gradients}) > 1
-        ):
+        has_narrow = (
+            any(one.dtype in LOWER_PRECISION for one in gradients) and len({one.device for one in gradients}) == 1
+        )
+        if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
             return original(params, max_norm, norm_type, *args, **kwargs)
         norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
         kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))

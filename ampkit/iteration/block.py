@@ -139,8 +139,8 @@ class Block:
                     wrapper.gradients.refuse("open")
                 fresh.append(wrapper)
         for wrapper in fresh:
-            if wrapper.settle(finishes=False) and wrapper.findings.is_used:
-                wrapper.findings.zero_skipped(forgets=False)
+            if wrapper.settle(finishes=False):
+                wrapper.findings.zero_skipped()
         ddp = self.scaling.ddp()
         for wrapper in fresh:
             self._held.append(wrapper)

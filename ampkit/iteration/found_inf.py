@@ -265,7 +265,7 @@ class Findings:
     def __init__(self, gradients: Any, owner: Any) -> None:
         self._gradients, self._owner = gradients, owner
         self._flag: torch.Tensor | None = None  # of all blocks that made the gradients that are there
-        self._new: list[FoundInf] = []  # these blocks, until a step has counted them
+        self.new: list[FoundInf] = []  # these blocks, until a step has counted them
         self._shared: torch.Tensor | None = None  # of another optimizer's block, which made some of these gradients
         self._made_some = False  # whether these blocks have made gradients
         self._judged: tuple[Any, int | None] | None = None  # all of them, when the last block had judged them
@@ -281,9 +281,9 @@ class Findings:
     def add(self, found: FoundInf | None) -> None:
         """A block has made gradients, and this is its flag; None where it does not check them."""
         self._checked = self._shared = None
-        if found is not None and found not in self._new:
-            before = self._flag if self._new else None  # a step has gone by that of no new block
-            self._new.append(found)
+        if found is not None and found not in self.new:
+            before = self._flag if self.new else None  # a step has gone by that of no new block
+            self.new.append(found)
             self._flag = found.flag if before is None else _highest([before, found.flag])
             self._made_some = self._gradients.note_judged()
             self._judged = seen(self._gradients.params), aliases_taken()
@@ -293,19 +293,9 @@ class Findings:
         self.scaler = scaler
         self._beside = {} if len(named) < 2 else {one.findings: None for one in named if one.findings is not self}
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a step has gone by the flag of the gradients that are there."""
-        return self._flag is not None and not self._new
-
     def share(self, found: FoundInf) -> None:
         """Another optimizer's block has made gradients that this one updates too, until a block makes them again."""
         self._shared = found.flag
-
-    @property
-    def has_new(self) -> bool:
-        """Whether a block has made gradients since the last step, and checked them."""
-        return bool(self._new)
 
     def mark_checked(self, number: torch.Tensor) -> None:
         """Have the next step judge the gradients of now by a number that is finite where they are, without a look of its own."""
@@ -317,7 +307,7 @@ class Findings:
         At loss scale 1 gradients are looked at with ``checks`` alone.
         """
         self._drop_of_others()
-        new, self._new = self._new, []
+        new, self.new = self.new, []
         self._scalers, apart = [self.scaler], []
         for one in new:
             self._scalers.append(one.scaler)
@@ -368,7 +358,7 @@ class Findings:
         """The gradients are gone, and what was found in them."""
         self._flag = self._judged = self._checked = self._shared = None
         self._made_some = False
-        self._new = []
+        self.new = []
         self.came_through_no_block = False
 
     def drop_cleared(self) -> None:
@@ -376,13 +366,12 @@ class Findings:
         if self._made_some or self._flag is None:
             self.forget()
 
-    def zero_skipped(self, forgets: bool = True) -> None:
-        """Before a block adds to gradients that a step has refused, or a session ends: zeros in their place."""
-        self._drop_of_others()
-        if self._flag is not None and not is_known_clean(self._flag):
-            self._gradients.zero_where(self._flag)
-        if forgets:
-            self.forget()
+    def zero_skipped(self, closes: bool = False) -> None:
+        """Before a block adds to gradients that a step has refused, or a session closes: zeros in their place."""
+        if closes or not self.new:
+            self._drop_of_others()
+            if self._flag is not None and not is_known_clean(self._flag):
+                self._gradients.zero_where(self._flag)
 
     def _drop_of_others(self) -> None:
         """Forget flags of gradients in whose places a script has put others."""

@@ -124,11 +124,6 @@ class HostCopy:
             return self._words.is_cpu
         return self._is_sent and not is_capturing(self._words) and self._event.query()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether it is never behind: on the CPU."""
-        return self._words.is_cpu
-
     def read(self, wait: bool = False) -> ScaleState:
         """What has arrived; with ``wait`` the words as they are now."""
         self._is_sent = False
@@ -332,7 +327,7 @@ class LossScaler:
         if raises and self._error is not None:
             error, self._error = self._error, None
             raise error
-        self._has_news = self._error is not None or not (wait or self._copy.is_current)
+        self._has_news = self._error is not None or not (wait or self._state.is_cpu)
         return bool(skips)
 
     def _diagnose(self, skips: int, unnamed: Callable[[], str | None]) -> None:

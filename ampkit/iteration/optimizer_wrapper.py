@@ -89,7 +89,7 @@ class OptimizerWrapper:
             self.settle(refuses=False)
             if self.gradients.clipping.pending is not None:
                 self.gradients.widen()
-            self.findings.zero_skipped()
+            self.findings.zero_skipped(closes=True)
             self.one_pass.give_counts_back(self.optimizer())
         self.active = False
         remove_wrapper(self)
@@ -285,7 +285,7 @@ class OptimizerWrapper:
         Those that came through no block at another scale are told of.
         """
         if self.findings.came_through_no_block:
-            if not self.findings.has_new:
+            if not self.findings.new:
                 self.advice.tell("outside", type(self.optimizer()).__name__)
             return True
         checks: bool | None = self.owner.plan.check_gradients

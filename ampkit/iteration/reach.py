@@ -71,18 +71,13 @@ def _leaves_behind(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], boo
 
 
 def _seen(params: list[torch.Tensor]) -> Any:
-    gradients = [param.grad for param in params]
-    return [None if one is None else (weakref.ref(one), one._version) for one in gradients]
+    return [None if one is None else (weakref.ref(one), one._version) for one in (param.grad for param in params)]
 
 
 def _are_still(before: Any, params: list[torch.Tensor]) -> bool:
-    def is_still(param: torch.Tensor, one: Any) -> bool:
-        gradient = param.grad
-        if gradient is None or one is None:
-            return gradient is None and one is None
-        return one[0]() is gradient and one[1] == gradient._version
-
-    return len(before) == len(params) and all(map(is_still, params, before))
+    now = [(param.grad, None if param.grad is None else param.grad._version) for param in params]
+    known = [(None, None) if one is None else (one[0](), one[1]) for one in before]
+    return len(now) == len(known) and all(a is b and m == n for (a, m), (b, n) in zip(now, known))
 
 
 _library = dispatch().library

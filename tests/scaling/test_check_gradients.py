@@ -305,9 +305,9 @@ def test_what_was_found_goes_with_the_step_that_used_it():
         x, y = batch()
         with ampkit.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
             scaled.backward()
-        assert len(findings._new) == 1
+        assert len(findings.new) == 1
         optimizer.step()
-        assert findings._new == [] and findings.is_used
+        assert findings.new == [] and findings._flag is not None
 
 
 def test_a_static_scale_counts_on_and_stays_what_it_was():
