@@ -172,8 +172,6 @@ class Block:
         Raises `ConfigurationError` for one that reaches optimizers of other sessions past these losses.
         """
         self._ran = True
-        if self.is_plain:
-            return
         reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
         if inputs is not None:
             reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)

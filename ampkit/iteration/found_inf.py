@@ -320,7 +320,8 @@ class Findings:
         if (checks or not is_one) and not (before is not None and self._is_settled()):
             again = self._look()
             if is_one:
-                self._heed_others(again)
+                if self._beside:
+                    self._heed_others(again)
                 scaler.update(again)
                 scaler.report()
                 self._flag = again.flag
@@ -380,8 +381,7 @@ class Findings:
 
     def _heed_others(self, own: FoundInf) -> None:
         """Have the flag be set where one of another optimizer of the block is."""
-        beside, self._beside = self._beside, {}
-        told = own.flag.clone() if beside else own.flag
+        told, beside, self._beside = own.flag.clone(), self._beside, {}
         for other, flag in beside.items():
             flag = other._look().flag if flag is None else flag
             own.flag.copy_(torch.maximum(own.flag, on(flag, own.flag.device)))

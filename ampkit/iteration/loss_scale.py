@@ -166,9 +166,8 @@ class LossScaler:
         self._error: LossScaleError | None = None  # found where raising would have been out of place
         self._state: torch.Tensor | None = None
         self._recent: deque[FoundInf] = deque(maxlen=8)  # among which the newest skip is, for its parameter's name
-        self._snapshot: tuple[torch.Tensor, bool] | None = (
-            None  # a copy of the scale, and whether a CUDA graph captured it
-        )
+        #: A copy of the scale, and whether a CUDA graph captured it.
+        self._snapshot: tuple[torch.Tensor, bool] | None = None
         self.change_rule()
 
     @property

@@ -155,7 +155,8 @@ def _tell_blocks(roots: list[Any], inputs: Any) -> bool:
         nodes = leaves_of(map(node_of, roots)).nodes
         reached = [block for block in open_blocks if block.scaled.grad_fn in nodes]
     for block in reached:
-        block.before_backward(roots, inputs, reached)
+        if not block.is_plain:
+            block.before_backward(roots, inputs, reached)
     if reached:
         return True
     around = [block for block in open_blocks if block.thread == threading.get_ident()]
