@@ -1,8 +1,7 @@
 """The ``with scale_loss(...)`` blocks of a session: a `Block` is one of them, `LossScaling` holds what they share.
 
-When a block begins, it stashes the gradients of earlier blocks and yields ``loss.float() * scale``. When it ends, `collect`
-unscales and checks the fresh gradients, adds the stashed ones to them, moves the scale on its device, and hands the flag to
-the optimizers. Nothing in between waits for a device. At a static scale of 1 a block does nothing: the step looks at gradients.
+`collect` is the end of a block: it has gradients unscaled, checked and added up, moves the scale, and hands the flag to the
+optimizers. Nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -342,10 +341,8 @@ class LossScaling:
         self.plan = plan
         bounds = (plan.min_loss_scale, plan.max_loss_scale)
         number = plan.num_losses if plan.enabled else 0
-        of_apex = plan.policy.base == "apex"
-        self.scalers = [
-            LossScaler(plan.loss_scale, *bounds, loss_id, plan.on_floor, of_apex) for loss_id in range(number)
-        ]
+        settings = (plan.on_floor, plan.policy.base == "apex")
+        self.scalers = [LossScaler(plan.loss_scale, *bounds, loss_id, *settings) for loss_id in range(number)]
         self.ddp: Callable[[], DistributedDataParallel | None] = _NO_DDP
         self._runs_without_sync = False
         self.held_scale: Scale | None = None
@@ -434,9 +431,8 @@ class LossScaling:
 
 
 def new_finding(wrappers: Sequence[OptimizerWrapper], scaler: LossScaler | None = None) -> FoundInf:
-    """For the gradients of one block: nothing found yet."""
-    flag = constant(0.0, torch.float32, home_of(wrappers)).clone()
-    return FoundInf(flag, scaler, wrappers[0].owner.name_of)
+    """The flag of one block, in whose gradients nothing is found yet."""
+    return FoundInf(constant(0.0, torch.float32, home_of(wrappers)).clone(), scaler, wrappers[0].owner.name_of)
 
 
 def _combine(found: FoundInf, named: Sequence[OptimizerWrapper]) -> None:

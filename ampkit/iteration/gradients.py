@@ -1,9 +1,7 @@
 """The gradients of one optimizer, from the backward pass to the step.
 
 After a `scale_loss` block ``param.grad`` is the unscaled gradient, and the only one: what a script writes there counts at the
-step as it does in torch. It is float32 where the weight's precision cannot hold it (float16 at a loss scale, a sum of several
-blocks), which ``Tensor.grad_dtype`` allows, and else what the backward pass left, in place. All of it is done by multi-tensor
-passes (found_inf.py), and never waits for a device.
+step as it does in torch. It is float32 where the weight's precision cannot hold it, which ``Tensor.grad_dtype`` allows.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The methods are installed on the instance as bound methods, so that learning-rate schedulers find their ``__func__``; the
 wrapper itself sits on the optimizer and lives as long as it does. Optimizers are anything with ``param_groups``, ``state``,
-``step`` and ``zero_grad``; those that can be told on the device that a step is to be skipped are told there. FusedAdam and FusedSGD
-update weight and rest in one pass, others step over stand-ins (stand_ins.py).
+``step`` and ``zero_grad``; `ways.choose` says how each steps.
 """
 
 from __future__ import annotations
