@@ -46,9 +46,8 @@ def load_float32(model: nn.Module, optimizer: Any, state: dict[str, Any], strict
     result = model.load_state_dict(state, strict=strict)
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in state and id(tensor) in held and tensor.dtype in LOWER_PRECISION and optimizer.rests:
-            rest = torch.empty_like(tensor, dtype=torch.int16, requires_grad=False)
-            value = state[name].detach().to(tensor.device, torch.float32)
-            kernels.multi_tensor_split([value], [tensor.detach()], [rest])
-            optimizer.state[tensor]["rest"] = rest
+        if name in state and id(tensor) in held and tensor.dtype in LOWER_PRECISION:
+            if getattr(optimizer, "rests", False):
+                value = state[name].detach().to(tensor.device, torch.float32)
+                kernels.multi_tensor_split([value], [tensor.detach()], [optimizer.keep_rest(tensor)])
     return result

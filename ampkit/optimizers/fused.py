@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,13 +27,19 @@ import torch
 from .. import kernels
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
-from .in_backward import BackwardHooks, widen_sums
+from ..sharding import local
+from .in_backward import BackwardHooks
 from .moments import Storage, are_same
 from .scales import Scale, norm_of, on, refuse_to_begin
 
 _SETTINGS = (bool, int, float, str, torch.dtype, Storage)
 # Arguments of the optimizer that torch would take for settings of one group, where no step reads them.
-_OF_ALL_GROUPS = ("state_dtype", "rounding", "rests", "step_in_backward", "max_norm")
+_OF_ALL_GROUPS = (
+    *("state_dtype", "rounding", "rests", "step_in_backward", "max_norm", "clip_value"),
+    *("adam_w_mode", "wd_after_momentum", "set_grad_none"),
+)
+# Those that keep rests now: of one parameter they keep one.
+_KEEPERS: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
 _UNSUPPORTED = {"amsgrad": "the AMSGrad variant", "differentiable": "a step that autograd records"}
 # How many parameters share a step count, noted on the tensor that holds it.
 _HOLDERS = "_ampkit_holders"
@@ -147,6 +154,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
             if value is not None and (not _is_number(value, float("inf")) or not value):
                 raise ValueError(f"{kind}: {name}={value!r} is not accepted: expected a number above 0.")
+        if max_norm is not None and clip_value is not None:
+            raise ValueError(f"{kind}: max_norm and clip_value both clip the gradients. Leave one of the two out.")
         if step_in_backward and max_norm is not None:
             raise ValueError(
                 f"{kind}: max_norm needs the gradients of all parameters at once, and with step_in_backward=True each is gone when "
@@ -201,6 +210,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._hooks.follow(self)
+        if self.rests:
+            _KEEPERS.add(self)
 
     def hand_over(self, to_session: bool) -> None:
         """A session takes the optimizer, or gives it back: its hooks on parameters go, or come."""
@@ -213,7 +224,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``step`` takes the sums, and ``zero_grad`` ends them. With ``step_in_backward`` the last micro-batch runs outside.
         Raises RuntimeError for sharded parameters, whose sums are FSDP2's.
         """
-        widen_sums(self)
+        self._hooks.widen_sums(self)
         before, self._hooks.accumulates = self._hooks.accumulates, True
         try:
             yield
@@ -237,7 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by None or zeros; by default as the optimizer was constructed (``set_grad_none``)."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-        self._hooks.end_sums(self)
+        self._hooks.end_sums()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
@@ -259,13 +270,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.judge(self.param_groups)
                 self.update_groups()
                 self._end_step()
+                if (
+                    self.step_in_backward
+                ):  # of gradients that no hook has taken: sums, and what was frozen when hooks were set
+                    self.zero_grad(set_to_none=True)
+                    self._hooks.follow(self)
         finally:
             self.inputs = given
         return loss
 
-    def step_now(self, param: torch.Tensor) -> None:
-        """In a backward pass: the update of this parameter, whose gradient is complete."""
-        group = next(group for group in self.param_groups if any(one is param for one in group["params"]))
+    def step_now(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        """In a backward pass: the update of this parameter of a group, whose gradient is complete."""
         alone = {**group, "params": [param]}
         given, self.inputs = self.inputs, StepInputs()
         try:
@@ -295,9 +310,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             clip, inv_scale = kernels.clip_coefficient(norm, self.max_norm), inputs.inv_scale
             inputs.inv_scale = clip if inv_scale is None else clip * on(inv_scale, clip.device)
         if self.clip_value is not None:
-            gradients = self._gradients(groups)
-            torch._foreach_clamp_min_(gradients, -self.clip_value)
-            torch._foreach_clamp_max_(gradients, self.clip_value)
+            bound: Any = (
+                self.clip_value if inputs.inv_scale is None else self.clip_value / inputs.inv_scale
+            )  # of scaled ones
+            if isinstance(bound, torch.Tensor):
+                bound = bound.reshape(())
+            for gradient in map(local, self._gradients(groups)):
+                gradient.clamp_(-on(bound, gradient.device), on(bound, gradient.device))
 
     def _end_step(self) -> None:
         """Count a skip. The host learns of it where that costs nothing."""
@@ -341,6 +360,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if group.get("maximize"):
             inv_scale = -1.0 if inv_scale is None else -inv_scale
         batches: dict[Any, Batch] = {}
+        if self in _KEEPERS:
+            self._leave_out([param for param in group["params"] if param.dtype not in LOWER_PRECISION])
         batch: Batch | None = None
         last = None
         for param in group["params"]:
@@ -368,12 +389,39 @@ class FusedOptimizer(torch.optim.Optimizer):
         rests = (self.inputs or _NOTHING).rests
         if rests and (rest := rests.get(id(param))) is not None:
             return rest
-        state = self.state[param] if self.rests and rests is None else self.state.get(param, {})
-        rest = state.get("rest")
+        rest = self.state.get(param, _NO_STATE).get("rest")
         if rest is None and self.rests and rests is None:
             refuse_to_begin("the optimizer's state", param.device)
-            rest = state["rest"] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+            return self.keep_rest(param)
+        if rest is not None and rest.dtype is not torch.int16:
+            raise RuntimeError(
+                f"{type(self).__name__}: state['rest'] of a parameter of shape {tuple(param.shape)} was made {rest.dtype}; it "
+                "counts units, and stays torch.int16. Convert only tensors of the state that are floating-point."
+            )
         return rest
+
+    def keep_rest(self, param: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+        """The rest of a parameter that has none here: that of another optimizer which keeps one, or zeros; or these values."""
+        rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        for other in [one.state.get(param, _NO_STATE).get("rest") for one in list(_KEEPERS)]:
+            if other is not None and (other.dtype, other.shape, other.device) == (rest.dtype, rest.shape, rest.device):
+                rest = other
+        if values is not None:
+            rest.copy_(values)
+        self.state[param]["rest"] = rest
+        _KEEPERS.add(self)
+        return rest
+
+    def _leave_out(self, params: list[torch.Tensor]) -> None:
+        """Drop rests that have no place beside these parameters, and tell how many."""
+        lost = [self.state[param].pop("rest") for param in params if "rest" in self.state.get(param, _NO_STATE)]
+        if lost:
+            logger.warning(
+                "%s: the rests of %d parameters are left out: these are not in lower precision here, or no rests are kept. "
+                "ampkit.optimizers.float32_state_dict gives values that go anywhere.",
+                type(self).__name__,
+                len(lost),
+            )
 
     def states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:
         """The state of each parameter. What was looked up is kept while nothing has been exchanged."""
@@ -498,29 +546,18 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _load_rests(self, params: dict[Any, torch.Tensor], saved: dict[Any, dict[str, Any]]) -> None:
         """Rests as they were saved, which torch makes floating-point; what is missing, or has no place here, is told."""
-        kept, lost, missing = self.rests, 0, 0
-        for key, state in saved.items():
-            param, rest = params.get(key), state.get("rest")
-            if param is None:
-                continue
-            if rest is not None and kept and param.dtype in LOWER_PRECISION:
-                self.state[param]["rest"] = rest.to(param.device, torch.int16, copy=True)
-            elif rest is not None:
-                del self.state[param]["rest"]
-                lost += 1
-            else:
-                missing += kept and param.dtype in LOWER_PRECISION and bool(state)
+        missing = 0
+        for key, param in params.items():
+            state = saved.get(key, _NO_STATE)
+            if self.rests and param.dtype in LOWER_PRECISION:
+                missing += bool(state) and "rest" not in state
+                if "rest" in state:
+                    self.keep_rest(param, state["rest"])
         if missing:
             logger.warning(
                 "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing
             )
-        if lost:
-            logger.warning(
-                "%s: the rests of %d parameters in the checkpoint are left out: these are float32 here, or keep none. "
-                "ampkit.optimizers.float32_state_dict saves values that go anywhere.",
-                type(self).__name__,
-                lost,
-            )
+        self._leave_out([param for param in params.values() if not self.rests or param.dtype not in LOWER_PRECISION])
 
     def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
         """The parameters by the keys that a checkpoint has for them."""
@@ -574,6 +611,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 _NOTHING = StepInputs()
+_NO_STATE: dict[str, Any] = {}
 
 
 def refuse_unsupported(optimizer: str, **settings: bool) -> None:

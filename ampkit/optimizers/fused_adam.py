@@ -80,6 +80,12 @@ class AdamW(FusedOptimizer):
     def device_settings(self) -> dict[str, torch.dtype]:
         return {"lr": torch.float32} if self.capturable else {}
 
+    def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = super().translated(state_dict)
+        for group in state_dict["param_groups"] if type(self) is not Adam else ():
+            group.pop("decoupled_weight_decay", None)  # as torch.optim.AdamW, it stays what it is
+        return state_dict
+
     def update(self, group: dict[str, Any], batch: Batch, step: Scale) -> None:
         kernels.multi_tensor_adam(
             batch.grads,
@@ -88,7 +94,7 @@ class AdamW(FusedOptimizer):
             self.moments(batch, "exp_avg_sq"),
             batch.lower,
             step=step,
-            decoupled=bool(self.adam_w_mode),
+            decoupled=bool(group.get("decoupled_weight_decay", self.adam_w_mode)),
             bias_correction=group["bias_correction"],
             **{name: group[name] for name in _SETTINGS},
             **batch.factors,
@@ -111,7 +117,8 @@ class Adam(AdamW):
         decoupled_weight_decay: bool = False,
         **settings: Any,
     ) -> None:
-        self.adam_w_mode = int(decoupled_weight_decay)
+        self.adam_w_mode = 0
+        self.more_defaults = where_true(decoupled_weight_decay=decoupled_weight_decay)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **settings)
 
 

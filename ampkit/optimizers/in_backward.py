@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..dtypes import LOWER_PRECISION
 from ..logs import logger
@@ -28,12 +29,13 @@ class BackwardHooks:
         self.told_of = 0.0  # skipped steps
         self._handles: dict[int, Any] = {}  # by the id of the parameter
         self._stepped: set[int] = set()
+        self._widened: dict[int, Tensor] = {}  # parameters, by their id
         self._found_inf: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the gradient that the watched parameter had
 
     def follow(self, optimizer: Any, none: bool = False) -> None:
         """Have hooks on the parameters that the optimizer holds now, or on ``none``."""
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        params = list(_trained(optimizer))
         if not optimizer.step_in_backward:
             params = list(_lower(optimizer))[:1] if optimizer.rests else []
         wanted = {} if none else {id(param): param for param in params}
@@ -59,14 +61,28 @@ class BackwardHooks:
         self._stepped.clear()
         return found
 
-    def end_sums(self, optimizer: Any) -> None:
-        """After ``zero_grad``: gradients are in the precision of their parameters again, which DDP asks for."""
-        self._last = None
+    def widen_sums(self, optimizer: Any) -> None:
+        """Have gradients of parameters in lower precision be float32 until they are cleared, those that are there too."""
+        _refuse_sums(optimizer)
         for param in _lower(optimizer):
-            if param.grad is None and param.grad_dtype is not param.dtype:
-                param.grad_dtype = param.dtype
+            if param.grad_dtype is not torch.float32:
+                gradient, param.grad = param.grad, None
+                param.grad_dtype = torch.float32
+                param.grad = None if gradient is None else gradient.float()
+                self._widened[id(param)] = param
+
+    def end_sums(self) -> None:
+        """After ``zero_grad``: gradients are as a backward pass makes them again."""
+        self._last = None
+        for key, param in list(self._widened.items()):
+            if param.grad is None:
+                param.grad_dtype = None  # what is set to a dtype stays so when the parameter changes its own
+                del self._widened[key]
 
     def _step(self, optimizer: Any, param: Tensor) -> None:
+        groups = [group for group in optimizer.param_groups if any(one is param for one in group["params"])]
+        if not groups:  # a script has taken it out
+            return
         if _is_one_of_several():
             raise RuntimeError(
                 f"{type(optimizer).__name__}(step_in_backward=True) runs on one process: on several, gradients are averaged after "
@@ -78,11 +94,16 @@ class BackwardHooks:
                 f"the parameter of shape {tuple(param.shape)} has stepped in the first. Run all passes of a step but the last "
                 "inside of 'with optimizer.accumulating():', and call optimizer.step() after the last."
             )
+        if param.grad is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}(step_in_backward=True): another optimizer has stepped the parameter of shape "
+                f"{tuple(param.shape)} in this backward pass. Give it to one; an earlier optimizer goes by 'del' and gc.collect()."
+            )
         self._stepped.add(id(param))
-        optimizer.step_now(param)
+        optimizer.step_now(groups[0], param)
         param.grad = None
-        if param.grad_dtype is not param.dtype:
-            param.grad_dtype = param.dtype
+        if self._widened.pop(id(param), None) is not None:
+            param.grad_dtype = None
 
     def _watch(self, optimizer: Any, param: Tensor) -> None:
         if param.grad is None or param.grad.dtype not in LOWER_PRECISION:
@@ -107,8 +128,8 @@ class _Nothing:
         return None
 
 
-def widen_sums(optimizer: Any) -> None:
-    """Have gradients of parameters in lower precision be float32 until they are cleared, those that are there too."""
+def _refuse_sums(optimizer: Any) -> None:
+    """Raise RuntimeError where gradients cannot be widened."""
     for param in _lower(optimizer):
         if is_sharded(param):
             raise RuntimeError(
@@ -121,11 +142,6 @@ def widen_sums(optimizer: Any) -> None:
             f"{type(optimizer).__name__}.accumulating() widens gradients, and DDP averages them in the precision of the parameters "
             "only. Shard the model with FSDP2, which adds up in float32, or add no micro-batches up."
         )
-    for param in _lower(optimizer):
-        if param.grad_dtype is not torch.float32:
-            gradient, param.grad = param.grad, None
-            param.grad_dtype = torch.float32
-            param.grad = None if gradient is None else gradient.float()
 
 
 def _is_one_of_several() -> bool:
@@ -136,8 +152,12 @@ def _is_one_of_several() -> bool:
     )
 
 
-def _lower(optimizer: Any) -> Iterator[Tensor]:
+def _trained(optimizer: Any) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.requires_grad and param.dtype in LOWER_PRECISION:
+            if param.requires_grad and not is_lazy(param):
                 yield param
+
+
+def _lower(optimizer: Any) -> Iterator[Tensor]:
+    return (param for param in _trained(optimizer) if param.dtype in LOWER_PRECISION)

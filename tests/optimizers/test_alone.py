@@ -407,7 +407,9 @@ def test_sums_and_the_step_in_backward():
             optimizer.step()
             optimizer.zero_grad()
         results.append(bits(optimizer))
-        assert all(p.grad is None and p.grad_dtype is BF16 for p in model.parameters())
+        assert all(p.grad is None and p.grad_dtype is not torch.float32 for p in model.parameters())
+        loss_of(model).backward()
+        assert all(p.grad is None if in_backward else p.grad.dtype is BF16 for p in model.parameters())
     assert_same(*results)
 
 
