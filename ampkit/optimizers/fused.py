@@ -1,22 +1,15 @@
-"""What the fused optimizers share: a step in multi-tensor calls, state in float32, checkpoints of two layouts.
+"""A step of the fused optimizers, in multi-tensor calls.
 
 A fused optimizer says in `FusedOptimizer.update` how the parameters of one `Batch` move; the rules themselves are the
 kernels'. What a session, or a GradScaler, has to say about a step (scale, finding, clipping, weights to write) comes in as
 `StepInputs`, and nothing of it is read on the host: step counts are tensors on the parameters' device, and stand still
-where a step is skipped. State is float32 whatever the parameters are. ``state_dict`` writes the layout of the torch.optim
-twin, where a step count stands in the state of each parameter; ``load_state_dict`` reads that layout and Apex's, where
-it stands in the parameter group.
-
-**Who owns a rest.** What a parameter in lower precision lacks of its float32 value has one owner at a time. Without a session it is
-the optimizer: ``state[param]["rest"]``, made of zeros at the first step. `initialize` joins rests into float32 parameters
-(models/incoming.py), from which O2 splits its own, and ``close()`` splits what it gives back into parameter and rest again.
+where a step is skipped. State, and checkpoints of it, are those of state.py.
 """
 
 from __future__ import annotations
 
 import numbers
 import operator
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,20 +22,15 @@ from ..dtypes import LOWER_PRECISION
 from ..logs import logger
 from ..sharding import local
 from .in_backward import BackwardHooks
-from .moments import Storage, are_same
 from .scales import Scale, norm_of, on, refuse_to_begin
+from .state import KEEPERS, NO_STATE, KeepsState
 
-_SETTINGS = (bool, int, float, str, torch.dtype, Storage)
 # Arguments of the optimizer that torch would take for settings of one group, where no step reads them.
 _OF_ALL_GROUPS = (
     *("state_dtype", "rounding", "rests", "step_in_backward", "max_norm", "clip_value"),
     *("adam_w_mode", "wd_after_momentum", "set_grad_none"),
 )
-# Those that keep rests now: of one parameter they keep one.
-_KEEPERS: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
 _UNSUPPORTED = {"amsgrad": "the AMSGrad variant", "differentiable": "a step that autograd records"}
-# How many parameters share a step count, noted on the tensor that holds it.
-_HOLDERS = "_ampkit_holders"
 
 
 @dataclass
@@ -103,25 +91,11 @@ class Batch:
         return 1.0 if self.found_inf is None else on(self.found_inf, self.device).reshape(()).logical_not()
 
 
-def _check_settings(optimizer: str, group: dict[str, Any]) -> None:
-    """ValueError for a rate, decay or momentum that is no number of 0 or more, and for betas that are no two numbers below 1."""
-    for name in ("lr", "weight_decay", "eps", "momentum", "trust_coefficient"):
-        value = group.get(name, 0.0)
-        if not isinstance(value, torch.Tensor) and not _is_number(value, float("inf")):  # a tensor may lie on a device
-            raise ValueError(f"{optimizer}: {name}={value!r} is not accepted: expected a number of at least 0.")
-    betas = group.get("betas", (0.0, 0.0))
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(beta, 1.0) for beta in betas):
-        raise ValueError(
-            f"{optimizer}: betas={betas!r} is not accepted: expected two numbers, each at least 0 and below 1."
-        )
-    refuse_unsupported(optimizer, **{name: group.get(name, False) for name in _UNSUPPORTED})
-
-
 def _is_number(value: Any, bound: float) -> bool:
     return isinstance(value, numbers.Real) and 0.0 <= float(value) < bound
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(KeepsState):
     """A torch optimizer whose step runs over lists of tensors."""
 
     set_grad_none = True
@@ -132,8 +106,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     needs_whole_tensors = False  # their norms: parameters that are sharded over processes are refused
     takes_complex = False  # torch.optim squares real and imaginary parts apart
     judges_gradients = False  # without a session: a step whose gradients have no finite norm changes nothing
-    storage = Storage()
-    rests = False
     step_in_backward = False
     max_norm: float | None = None
     clip_value: float | None = None
@@ -172,35 +144,44 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         return {}
 
-    @property
-    def keeps_narrow_state(self) -> bool:
-        """Whether its moments are in lower precision because ``state_dtype`` says so; the session does not make them float32."""
-        return self.storage.is_narrow
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; complex parameters are refused where real and imaginary parts would have to be squared apart.
-
-        Raises ValueError for settings out of their range, and leaves the groups as they were.
-        """
+        """As in torch. Raises ValueError or RuntimeError for what is not accepted, and leaves the groups as they were."""
         super().add_param_group(param_group)
-        for name in _OF_ALL_GROUPS:
-            if name in self.param_groups[-1]:
-                del self.param_groups[-1]
-                raise ValueError(
-                    f"{type(self).__name__}: a parameter group says {name}={param_group[name]!r}, which is one for all groups. "
-                    "Give it to the optimizer, or make an optimizer for these parameters."
-                )
-        for param in self.param_groups[-1]["params"]:
-            if param.is_complex() and not self.takes_complex:
-                del self.param_groups[-1]
-                raise self.complex_error(param)
+        kind = type(self).__name__
         try:
-            _check_settings(type(self).__name__, self.param_groups[-1])
+            for name in _OF_ALL_GROUPS:
+                if name in self.param_groups[-1]:
+                    raise ValueError(
+                        f"{kind}: a parameter group says {name}={param_group[name]!r}, which is one for all groups. Give it to "
+                        "the optimizer, or make an optimizer for these parameters."
+                    )
+            for param in self.param_groups[-1]["params"]:
+                if param.is_complex() and not self.takes_complex:
+                    raise RuntimeError(
+                        f"{kind} does not support complex parameters; one of shape {tuple(param.shape)} is {param.dtype}. "
+                        "Keep torch.view_as_real(parameter) as the parameter, or give it to an optimizer of torch.optim."
+                    )
+            self.check_group(self.param_groups[-1])
         except (ValueError, RuntimeError):
             del self.param_groups[-1]
             raise
         self._place_settings(self.param_groups[-1])
         self._hooks.follow(self)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        kind = type(self).__name__
+        for name in ("lr", "weight_decay", "eps", "momentum", "trust_coefficient"):
+            value = group.get(name, 0.0)
+            if not isinstance(value, torch.Tensor) and not _is_number(
+                value, float("inf")
+            ):  # a tensor may lie on a device
+                raise ValueError(f"{kind}: {name}={value!r} is not accepted: expected a number of at least 0.")
+        betas = group.get("betas", (0.0, 0.0))
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(beta, 1.0) for beta in betas):
+            raise ValueError(
+                f"{kind}: betas={betas!r} is not accepted: expected two numbers, each at least 0 and below 1."
+            )
+        refuse_unsupported(kind, **{name: group.get(name, False) for name in _UNSUPPORTED})
 
     @property
     def _hooks(self) -> BackwardHooks:
@@ -210,8 +191,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._hooks.follow(self)
-        if self.rests:
-            _KEEPERS.add(self)
+        for group in self.param_groups:
+            self._place_settings(group)
 
     def hand_over(self, to_session: bool) -> None:
         """A session takes the optimizer, or gives it back: its hooks on parameters go, or come."""
@@ -270,9 +251,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.judge(self.param_groups)
                 self.update_groups()
                 self._end_step()
-                if (
-                    self.step_in_backward
-                ):  # of gradients that no hook has taken: sums, and what was frozen when hooks were set
+                if self.step_in_backward:  # it took what no hook has: sums, and what was frozen when hooks were set
                     self.zero_grad(set_to_none=True)
                     self._hooks.follow(self)
         finally:
@@ -310,9 +289,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             clip, inv_scale = kernels.clip_coefficient(norm, self.max_norm), inputs.inv_scale
             inputs.inv_scale = clip if inv_scale is None else clip * on(inv_scale, clip.device)
         if self.clip_value is not None:
-            bound: Any = (
-                self.clip_value if inputs.inv_scale is None else self.clip_value / inputs.inv_scale
-            )  # of scaled ones
+            bound: Any = self.clip_value / (1.0 if inputs.inv_scale is None else inputs.inv_scale)  # they may be scaled
             if isinstance(bound, torch.Tensor):
                 bound = bound.reshape(())
             for gradient in map(local, self._gradients(groups)):
@@ -360,8 +337,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if group.get("maximize"):
             inv_scale = -1.0 if inv_scale is None else -inv_scale
         batches: dict[Any, Batch] = {}
-        if self in _KEEPERS:
-            self._leave_out([param for param in group["params"] if param.dtype not in LOWER_PRECISION])
+        if self in KEEPERS:
+            self.leave_out_rests([param for param in group["params"] if param.dtype not in LOWER_PRECISION])
         batch: Batch | None = None
         last = None
         for param in group["params"]:
@@ -370,7 +347,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 continue
             rest = self.rest_of(param) if param.dtype in LOWER_PRECISION else None
             if gradient.layout is not torch.strided:
-                raise self.sparse_error(param)
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients; a parameter of shape {tuple(param.shape)} has "
+                    "one. Use torch.optim.SparseAdam for it, or sparse=False in the embedding."
+                )
             key = (rest is None, param.device)
             if batch is None or key != last:
                 last, batch = key, batches.get(key)
@@ -385,58 +365,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         return list(batches.values())
 
     def rest_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What a parameter in lower precision lacks of its float32 value: a session's, or the optimizer's own, made of zeros."""
+        """What a parameter in lower precision lacks of its float32 value: a session's, or the optimizer's own."""
         rests = (self.inputs or _NOTHING).rests
-        if rests and (rest := rests.get(id(param))) is not None:
-            return rest
-        rest = self.state.get(param, _NO_STATE).get("rest")
-        if rest is None and self.rests and rests is None:
-            refuse_to_begin("the optimizer's state", param.device)
-            return self.keep_rest(param)
-        if rest is not None and rest.dtype is not torch.int16:
-            raise RuntimeError(
-                f"{type(self).__name__}: state['rest'] of a parameter of shape {tuple(param.shape)} was made {rest.dtype}; it "
-                "counts units, and stays torch.int16. Convert only tensors of the state that are floating-point."
-            )
-        return rest
-
-    def keep_rest(self, param: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """The rest of a parameter that has none here: that of another optimizer which keeps one, or zeros; or these values."""
-        rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-        for other in [one.state.get(param, _NO_STATE).get("rest") for one in list(_KEEPERS)]:
-            if other is not None and (other.dtype, other.shape, other.device) == (rest.dtype, rest.shape, rest.device):
-                rest = other
-        if values is not None:
-            rest.copy_(values)
-        self.state[param]["rest"] = rest
-        _KEEPERS.add(self)
-        return rest
-
-    def _leave_out(self, params: list[torch.Tensor]) -> None:
-        """Drop rests that have no place beside these parameters, and tell how many."""
-        lost = [self.state[param].pop("rest") for param in params if "rest" in self.state.get(param, _NO_STATE)]
-        if lost:
-            logger.warning(
-                "%s: the rests of %d parameters are left out: these are not in lower precision here, or no rests are kept. "
-                "ampkit.optimizers.float32_state_dict gives values that go anywhere.",
-                type(self).__name__,
-                len(lost),
-            )
-
-    def states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """The state of each parameter. What was looked up is kept while nothing has been exchanged."""
-        if len(params) == 1:
-            return [self.state[params[0]]]
-        states: list[dict[str, Any]]
-        cache: dict[int, Any] = self.__dict__.setdefault("_states", {})
-        found = cache.get(id(params[0]))
-        if found is not None:
-            before, states, keys, values = found
-            if are_same(before, params) and are_same(keys, self.state) and are_same(values, self.state.values()):
-                return states
-        states = [self.state[param] for param in params]
-        cache[id(params[0])] = (list(params), states, list(self.state), list(self.state.values()))
-        return states
+        if rests is None:
+            return self.own_rest(param)
+        rest = rests.get(id(param))
+        return self.state.get(param, NO_STATE).get("rest") if rest is None else rest
 
     def counted(self, group: dict[str, Any], batches: list[Batch]) -> Iterator[tuple[Scale, Batch]]:
         """Count a step; yields the parameters by the number of their step, as in torch.optim.
@@ -455,21 +389,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             else:
                 for i, step in enumerate(steps):
                     holders.setdefault(id(step), (step, []))[1].append(i)
-            for step, indices in holders.values():
-                if step is None:
-                    refuse_to_begin("the optimizer's state", batch.device)
-                    step = torch.zeros((), dtype=torch.float32, device=batch.device)
-                    self._share(step, batch, indices)
-                elif len(indices) != getattr(step, _HOLDERS, None):  # the others do not step this time
-                    step = step.detach().to(batch.device, torch.float32, copy=True)
-                    self._share(step, batch, indices)
+            for shared, indices in holders.values():
+                part = batch.part(indices)
+                step = self.own_count(shared, part.params)
                 step.add_(one_more)
-                yield step, batch.part(indices)
-
-    def _share(self, step: torch.Tensor, batch: Batch, indices: list[int]) -> None:
-        setattr(step, _HOLDERS, len(indices))
-        for i in indices:
-            self.state[batch.params[i]]["step"] = step
+                yield step, part
 
     def moments(self, batch: Batch, name: str) -> list[torch.Tensor]:
         """The state of this name of each parameter, made of zeros on first use, at least float32."""
@@ -481,10 +405,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 moment = state[name] = self.storage.zeros(param)
             found.append(moment)
         return found
-
-    def numbers(self, group: dict[str, Any], batch: Batch) -> dict[str, Any]:
-        """The keywords of the kernels that say by which random numbers a batch is rounded."""
-        return self.storage.numbers(self, group, batch.params)
 
     def global_norm(self, groups: list[dict[str, Any]] | None = None) -> torch.Tensor | None:
         """The norm of all gradients, as they will be used; None where there are none."""
@@ -499,119 +419,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         every = [gradient_of(param) for group in groups for param in group["params"]]
         return [gradient for gradient in every if gradient is not None and gradient.layout is torch.strided]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """With the settings that stand in attributes, which torch leaves out of copies."""
-        settings = {name: value for name, value in vars(self).items() if isinstance(value, _SETTINGS)}
-        return {**settings, **super().__getstate__()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: every parameter has a step count of its own there, on the host."""
-        saved = super().state_dict()
-        if self.storage.is_narrow:
-            for key, param in self._by_key(saved).items():
-                if key in saved["state"]:
-                    saved["state"][key] = self.storage.load(saved["state"][key], param)
-        steps: dict[int, torch.Tensor] = {}
-        for key, state in saved["state"].items():
-            step = state.get("step")
-            if isinstance(step, torch.Tensor):
-                here = steps.setdefault(id(step), step.detach().cpu())
-                saved["state"][key] = {**state, "step": here.clone()}
-        return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this class, of its torch.optim twin, or of Apex."""
-        state_dict = self.translated(
-            {
-                **state_dict,
-                "state": {key: dict(state) for key, state in state_dict["state"].items()},
-                "param_groups": [dict(group) for group in state_dict["param_groups"]],
-            }
-        )
-        for group in state_dict["param_groups"]:
-            _check_settings(type(self).__name__, group)
-        super().load_state_dict(state_dict)
-        # torch rounds state to the parameters' dtype.
-        for key, param in self._by_key(state_dict).items():
-            if param.dtype in LOWER_PRECISION:
-                for name, value in state_dict["state"].get(key, {}).items():
-                    if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
-                        self.state[param][name] = value.to(param.device, torch.float32, copy=True)
-            if param in self.state:
-                self.storage.store(self.state[param], param)
-        self._load_rests(self._by_key(state_dict), state_dict["state"])
-        self._share_equal_steps()
-        for group in self.param_groups:
-            self._place_settings(group)
-
-    def _load_rests(self, params: dict[Any, torch.Tensor], saved: dict[Any, dict[str, Any]]) -> None:
-        """Rests as they were saved, which torch makes floating-point; what is missing, or has no place here, is told."""
-        missing = 0
-        for key, param in params.items():
-            state = saved.get(key, _NO_STATE)
-            if self.rests and param.dtype in LOWER_PRECISION:
-                missing += bool(state) and "rest" not in state
-                if "rest" in state:
-                    self.keep_rest(param, state["rest"])
-        if missing:
-            logger.warning(
-                "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing
-            )
-        self._leave_out([param for param in params.values() if not self.rests or param.dtype not in LOWER_PRECISION])
-
-    def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-        """The parameters by the keys that a checkpoint has for them."""
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        return dict(zip(saved, (param for group in self.param_groups for param in group["params"])))
-
-    def _share_equal_steps(self) -> None:
-        shared: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                step = self.state[param].get("step") if param in self.state else None
-                if step is not None:
-                    number = float(step)
-                    key = (index, param.device, number)
-                    if key not in shared:
-                        shared[key] = (torch.full((), number, dtype=torch.float32, device=param.device), [])
-                    shared[key][1].append(param)
-        for step, params in shared.values():
-            setattr(step, _HOLDERS, len(params))
-            for param in params:
-                self.state[param]["step"] = step
-
-    def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint of either layout in ours; ``state_dict`` is a copy, two levels deep."""
-        for group in state_dict["param_groups"]:
-            step = group.pop("step", None)
-            for key in group["params"]:
-                if step is not None and key in state_dict["state"]:
-                    state_dict["state"][key].setdefault("step", torch.tensor(float(step)))
-        return self.with_our_groups(state_dict)
-
-    def with_our_groups(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Settings that the other layout does not know keep their values."""
-        for theirs, ours in zip(state_dict["param_groups"], self.param_groups):
-            for name in self.defaults:
-                if name in ours:
-                    theirs.setdefault(name, ours[name])
-        return state_dict
-
-    def sparse_error(self, param: torch.Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"{type(self).__name__} does not support sparse gradients; a parameter of shape {tuple(param.shape)} has "
-            "one. Use torch.optim.SparseAdam for it, or sparse=False in the embedding."
-        )
-
-    def complex_error(self, param: torch.Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"{type(self).__name__} does not support complex parameters; one of shape {tuple(param.shape)} is {param.dtype}. "
-            "Keep torch.view_as_real(parameter) as the parameter, or give it to an optimizer of torch.optim."
-        )
-
 
 _NOTHING = StepInputs()
-_NO_STATE: dict[str, Any] = {}
 
 
 def refuse_unsupported(optimizer: str, **settings: bool) -> None:

@@ -98,7 +98,7 @@ class AdamW(FusedOptimizer):
             bias_correction=group["bias_correction"],
             **{name: group[name] for name in _SETTINGS},
             **batch.factors,
-            **self.numbers(group, batch),
+            **self.storage.numbers(self, group, batch.params),
         )
 
 

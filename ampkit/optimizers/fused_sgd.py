@@ -79,7 +79,7 @@ class SGD(FusedOptimizer):
                 step=step,
                 **{name: group[name] for name in _SETTINGS},
                 **part.factors,
-                **self.numbers(group, part),
+                **self.storage.numbers(self, group, part.params),
             )
 
     def trust(self, group: dict[str, Any], batch: Batch) -> torch.Tensor | None:

@@ -35,7 +35,7 @@ class BackwardHooks:
 
     def follow(self, optimizer: Any, none: bool = False) -> None:
         """Have hooks on the parameters that the optimizer holds now, or on ``none``."""
-        params = list(_trained(optimizer))
+        params: list[Any] = list(_trained(optimizer))
         if not optimizer.step_in_backward:
             params = list(_lower(optimizer))[:1] if optimizer.rests else []
         wanted = {} if none else {id(param): param for param in params}

@@ -1,0 +1,211 @@
+"""State of parameters in a fused optimizer: rests, step counts and moments, and checkpoints of two layouts.
+
+State is float32 whatever the parameters are, or as `Storage` says. ``state_dict`` writes the layout of the torch.optim twin, where
+a step count stands in the state of each parameter; ``load_state_dict`` reads that layout and Apex's, where it stands in the group.
+
+**Who owns a rest.** What a parameter in lower precision lacks of its float32 value has one owner at a time. Without a session it is
+the optimizer: ``state[param]["rest"]``, made of zeros at the first step; optimizers of one parameter share it. `initialize` joins
+rests into float32 parameters (models/incoming.py), from which O2 splits its own, and ``close()`` splits what it gives back into
+parameter and rest again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..dtypes import LOWER_PRECISION
+from ..logs import logger
+from .moments import Storage, are_same
+from .scales import refuse_to_begin
+
+_SETTINGS = (bool, int, float, str, torch.dtype, Storage)
+NO_STATE: Mapping[str, Any] = MappingProxyType({})
+# How many parameters share a step count, noted on the tensor that holds it.
+_HOLDERS = "_ampkit_holders"
+#: Those that have kept a rest.
+KEEPERS: weakref.WeakSet[KeepsState] = weakref.WeakSet()
+
+
+class KeepsState(torch.optim.Optimizer):
+    """A torch optimizer with state that fused steps read and write, and rests where it ``rests``."""
+
+    storage = Storage()
+    rests = False
+
+    @property
+    def keeps_narrow_state(self) -> bool:
+        """Whether its moments are in lower precision because ``state_dtype`` says so; the session does not make them float32."""
+        return self.storage.is_narrow
+
+    def keep_rest(self, param: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+        """Begin with a rest of a parameter: that of another optimizer which keeps one, or zeros; ``values`` are written to it."""
+        refuse_to_begin("the optimizer's state", param.device)
+        rest = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        for other in [one.state.get(param, NO_STATE).get("rest") for one in list(KEEPERS)]:
+            if other is not None and (other.dtype, other.shape, other.device) == (rest.dtype, rest.shape, rest.device):
+                rest = other
+        if values is not None:
+            rest.copy_(values)
+        self.state[param]["rest"] = rest
+        KEEPERS.add(self)
+        return rest
+
+    def own_rest(self, param: torch.Tensor) -> torch.Tensor | None:
+        """What a parameter in lower precision lacks of its float32 value; None where no rests are kept."""
+        rest: torch.Tensor | None = self.state.get(param, NO_STATE).get("rest")
+        if rest is None:
+            return self.keep_rest(param) if self.rests else None
+        if rest.dtype is not torch.int16:
+            raise RuntimeError(
+                f"{type(self).__name__}: state['rest'] of a parameter of shape {tuple(param.shape)} was made {rest.dtype}; it "
+                "counts units, and stays torch.int16. Convert only tensors of the state that are floating-point."
+            )
+        return rest
+
+    def leave_out_rests(self, params: list[torch.Tensor]) -> None:
+        """Drop rests that have no place beside these parameters, and tell how many."""
+        lost = [self.state[param].pop("rest") for param in params if "rest" in self.state.get(param, NO_STATE)]
+        if lost:
+            logger.warning(
+                "%s: the rests of %d parameters are left out: these are not in lower precision here, or no rests are kept. "
+                "ampkit.optimizers.float32_state_dict gives values that go anywhere.",
+                type(self).__name__,
+                len(lost),
+            )
+
+    def states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """The state of each parameter. What was looked up is kept while nothing has been exchanged."""
+        if len(params) == 1:
+            return [self.state[params[0]]]
+        states: list[dict[str, Any]]
+        cache: dict[int, Any] = self.__dict__.setdefault("_states", {})
+        found = cache.get(id(params[0]))
+        if found is not None:
+            before, states, keys, values = found
+            if are_same(before, params) and are_same(keys, self.state) and are_same(values, self.state.values()):
+                return states
+        states = [self.state[param] for param in params]
+        cache[id(params[0])] = (list(params), states, list(self.state), list(self.state.values()))
+        return states
+
+    def own_count(self, step: torch.Tensor | None, params: list[torch.Tensor]) -> torch.Tensor:
+        """The step count that these parameters, and no others, share: ``step``, or a copy where others hold it too."""
+        device = params[0].device
+        if step is None:
+            refuse_to_begin("the optimizer's state", device)
+            step = torch.zeros((), dtype=torch.float32, device=device)
+        elif len(params) == getattr(step, _HOLDERS, None):
+            return step
+        else:
+            step = step.detach().to(device, torch.float32, copy=True)
+        self._share_count(step, params)
+        return step
+
+    def _share_count(self, step: torch.Tensor, params: list[torch.Tensor]) -> None:
+        setattr(step, _HOLDERS, len(params))
+        for param in params:
+            self.state[param]["step"] = step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the settings that stand in attributes, which torch leaves out of copies."""
+        settings = {name: value for name, value in vars(self).items() if isinstance(value, _SETTINGS)}
+        return {**settings, **super().__getstate__()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.rests:
+            KEEPERS.add(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's: every parameter has a step count of its own there, on the host."""
+        saved = super().state_dict()
+        if self.storage.is_narrow:
+            for key, param in self._by_key(saved).items():
+                if key in saved["state"]:
+                    saved["state"][key] = self.storage.load(saved["state"][key], param)
+        steps: dict[int, torch.Tensor] = {}
+        for key, state in saved["state"].items():
+            step = state.get("step")
+            if isinstance(step, torch.Tensor):
+                here = steps.setdefault(id(step), step.detach().cpu())
+                saved["state"][key] = {**state, "step": here.clone()}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class, of its torch.optim twin, or of Apex."""
+        state_dict = self.translated(
+            {
+                **state_dict,
+                "state": {key: dict(state) for key, state in state_dict["state"].items()},
+                "param_groups": [dict(group) for group in state_dict["param_groups"]],
+            }
+        )
+        for group in state_dict["param_groups"]:
+            self.check_group(group)
+        super().load_state_dict(state_dict)
+        # torch rounds state to the parameters' dtype.
+        params = self._by_key(state_dict)
+        for key, param in params.items():
+            if param.dtype in LOWER_PRECISION:
+                for name, value in state_dict["state"].get(key, NO_STATE).items():
+                    if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
+                        self.state[param][name] = value.to(param.device, torch.float32, copy=True)
+            if param in self.state:
+                self.storage.store(self.state[param], param)
+        self._load_rests(params, state_dict["state"])
+        self._share_equal_counts()
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """ValueError or RuntimeError for settings that are not accepted."""
+
+    def _load_rests(self, params: dict[Any, torch.Tensor], saved: dict[Any, dict[str, Any]]) -> None:
+        """Rests as they were saved, which torch makes floating-point; what is missing, or has no place here, is told."""
+        missing = 0
+        for key, param in params.items():
+            state = saved.get(key, NO_STATE)
+            if self.rests and param.dtype in LOWER_PRECISION:
+                missing += bool(state) and "rest" not in state
+                if "rest" in state:
+                    self.keep_rest(param, state["rest"])
+        if missing:
+            logger.warning(
+                "%s: the checkpoint has no rests of %d parameters: they begin at 0.", type(self).__name__, missing
+            )
+        self.leave_out_rests([one for one in params.values() if not self.rests or one.dtype not in LOWER_PRECISION])
+
+    def _by_key(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+        """The parameters by the keys that a checkpoint has for them."""
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return dict(zip(saved, (param for group in self.param_groups for param in group["params"])))
+
+    def _share_equal_counts(self) -> None:
+        shared: dict[Any, list[torch.Tensor]] = {}
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                step = self.state.get(param, NO_STATE).get("step")
+                if step is not None:
+                    shared.setdefault((index, param.device, float(step)), []).append(param)
+        for (_, device, number), params in shared.items():
+            self._share_count(torch.full((), number, dtype=torch.float32, device=device), params)
+
+    def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint of either layout in ours; ``state_dict`` is a copy, two levels deep."""
+        for group in state_dict["param_groups"]:
+            step = group.pop("step", None)
+            for key in group["params"]:
+                if step is not None and key in state_dict["state"]:
+                    state_dict["state"][key].setdefault("step", torch.tensor(float(step)))
+        return self.with_our_groups(state_dict)
+
+    def with_our_groups(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Settings that the other layout does not know keep their values."""
+        for theirs, ours in zip(state_dict["param_groups"], self.param_groups):
+            for name in self.defaults:
+                if name in ours:
+                    theirs.setdefault(name, ours[name])
+        return state_dict
