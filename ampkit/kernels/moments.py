@@ -53,29 +53,17 @@ class Rounding:
     step: Tensor | float
     round_params: bool
 
-    def load(self, stored: Tensor, param: Tensor, is_signed: bool) -> Tensor:
-        """A moment of ``param``, unpacked if it is in 8 bits. A first moment ``is_signed``, a second one is not."""
-        return unpack(stored, param.shape, is_signed) if stored.dtype is torch.uint8 else stored
-
-    def store(self, i: int, stored: Tensor, value: Tensor, is_signed: bool) -> Tensor:
-        """What to write into ``stored`` for the float32 moment ``value`` of parameter ``i``: itself, rounded or packed."""
+    def of(self, i: int, stored: Tensor, value: Tensor, stream: int, is_signed: bool = False) -> Tensor:
+        """What to write into ``stored``, parameter ``i`` or a moment of it, for a float32 value: itself, rounded or packed."""
+        if stored.dtype not in (torch.uint8, torch.bfloat16):
+            return value
+        drawn = None
+        if self.positions is not None:
+            where = dict(position=self.positions[i], step=self.step, stream=stream, device=value.device)
+            drawn = draw(value.numel(), seed=self.seed, **where)
         if stored.dtype is torch.uint8:
-            return pack(value, is_signed, self._drawn(i, value, MOMENTS))
-        return self._rounded(i, stored, value, MOMENTS)
-
-    def store_param(self, i: int, param: Tensor, value: Tensor) -> Tensor:
-        """What to write into parameter ``i``."""
-        return self._rounded(i, param, value, PARAM) if self.round_params else value
-
-    def _rounded(self, i: int, stored: Tensor, value: Tensor, stream: int) -> Tensor:
-        drawn = self._drawn(i, value, stream) if stored.dtype is torch.bfloat16 else None
+            return pack(value, is_signed, drawn)
         return value if drawn is None else to_bfloat16(value, drawn)
-
-    def _drawn(self, i: int, value: Tensor, stream: int) -> Tensor | None:
-        if self.positions is None:
-            return None
-        where = dict(position=self.positions[i], step=self.step, stream=stream, device=value.device)
-        return draw(value.numel(), seed=self.seed, **where)
 
 
 def packed_size(numel: int) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ampkit.kernels.checks import check_lists, compute_dtype
-from ampkit.kernels.moments import Rounding
+from ampkit.kernels.moments import MOMENTS, PARAM, Rounding, unpack
 from ampkit.kernels.routing import Number, Tensors, number, on, serve
 from ampkit.kernels.split import join, split
 
@@ -83,14 +83,14 @@ def formula(rule: Callable[..., None]) -> Callable[..., None]:
         values = [join(p, lower[i]) if is_rest[i] else p.to(wide[i], copy=copies) for i, p in enumerate(params)]
         columns = [
             [
-                s.rounding.load(t, p, not k).to(dtype, copy=copies)
+                (unpack(t, p.shape, not k) if t.dtype is torch.uint8 else t).to(dtype, copy=copies)
                 for t, p, dtype in zip(column, params, wide, strict=True)
             ]
             for k, column in enumerate(states.values())
         ]
         rule(s, d, values, *columns)
         results = [
-            (t, s.rounding.store(i, t, value, is_signed=not k))
+            (t, s.rounding.of(i, t, value, MOMENTS, is_signed=not k))
             for k, (column, moved) in enumerate(zip(states.values(), columns))
             for i, (t, value) in enumerate(zip(column, moved))
         ]
@@ -98,10 +98,8 @@ def formula(rule: Callable[..., None]) -> Callable[..., None]:
             if is_rest[i]:
                 results += zip((params[i], lower[i]), split(value, params[i].dtype))
             else:
-                results += [
-                    (params[i], s.rounding.store_param(i, params[i], value)),
-                    *([(lower[i], value)] if lower else ()),
-                ]
+                rounded = s.rounding.of(i, params[i], value, PARAM) if s.rounding.round_params else value
+                results += [(params[i], rounded), *([(lower[i], value)] if lower else ())]
         _write(s.found_inf, [pair for pair in results if pair[0] is not pair[1]])
 
     return reference

@@ -81,9 +81,8 @@ class Batch:
         """Some of it."""
         if len(indices) == len(self.params):
             return self
-        names = ("params", "grads", "lower", "states")
-        lists = {name: values for name in names if (values := getattr(self, name))}
-        parts: dict[str, Any] = {name: [values[i] for i in indices] for name, values in lists.items()}
+        lists: dict[str, Any] = {name: getattr(self, name) for name in ("params", "grads", "lower", "states")}
+        parts: dict[str, Any] = {name: [one[i] for i in indices] for name, one in lists.items() if one}
         return replace(self, **parts)
 
     def one_more(self) -> Scale:

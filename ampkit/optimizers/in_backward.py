@@ -31,6 +31,7 @@ class BackwardHooks:
         self._stepped: set[int] = set()
         self._widened: dict[int, Tensor] = {}  # parameters, by their id
         self._found_inf: Tensor | None = None
+        self._has_told = False  # of gradients that add up
         self._last: weakref.ref[Tensor] | None = None  # the gradient that the watched parameter had
 
     def follow(self, optimizer: Any, none: bool = False) -> None:
@@ -106,11 +107,10 @@ class BackwardHooks:
             param.grad_dtype = None
 
     def _watch(self, optimizer: Any, param: Tensor) -> None:
-        if param.grad is None or param.grad.dtype not in LOWER_PRECISION:
+        if self._has_told or param.grad is None or param.grad.dtype not in LOWER_PRECISION:
             return
         if self._last is not None and self._last() is param.grad:
-            self._handles.pop(id(param)).remove()
-            self._handles[id(param)] = _Nothing()
+            self._has_told = True
             logger.warning(
                 "%s: a second backward pass adds to gradients in %s, which loses digits. Run the backward passes of one step "
                 "inside of 'with optimizer.accumulating():', which adds them up in float32.",
@@ -119,13 +119,6 @@ class BackwardHooks:
             )
         else:
             self._last = weakref.ref(param.grad)
-
-
-class _Nothing:
-    """The handle of a hook that has told what it had to."""
-
-    def remove(self) -> None:
-        return None
 
 
 def _refuse_sums(optimizer: Any) -> None:
