@@ -25,13 +25,7 @@ from .patching import run_all
 from .plan import SETTINGS, Plan, resolve, unknown_setting
 from .policy import Policy
 from .registry import current_session, live_sessions, session_of, wrapper_of
-from .session import (
-    Session,
-    collect_orphans,
-    not_initialized,
-    refuse_second_lower_precision,
-    sessions_sharing_with,
-)
+from .session import Session, collect_orphans, refuse_second_lower_precision, sessions_sharing_with
 from .sharding import is_sharded, norm_over_processes
 
 
@@ -103,48 +97,45 @@ def initialize(
 
     Source of the levels O0 to O3: NVIDIA's apex.amp; of O4 and O5: AMD's fork of it.
     """
-    given = locals()
-    settings = {name: given[name] for name in SETTINGS}
+    settings = {name: value for name, value in locals().items() if name in SETTINGS}
     opt_level = opt_level.upper() if isinstance(opt_level, str) else opt_level
     switch_off_left_on()
     for name in unknown:
         raise unknown_setting(name, opt_level, [name for name in signature(initialize).parameters if name != "unknown"])
-    if isinstance(enabled, str):
-        raise ConfigurationError(
-            f"enabled={enabled!r} is not accepted: expected True or False. The third argument of initialize() is enabled; name "
-            f"the level: opt_level={enabled!r}."
-        )
-    if not enabled:
-        things = [
-            [validation.uncompiled(item) for item in validation.flatten(value) if validation.can_be_tracked(item)]
-            for value in (models, optimizers)
-        ]
-        for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):
-            session.close()
-        for session in [one for one in live_sessions if one.owns_nothing]:
-            session.close()
-        Session(Plan(enabled=False)).prepare(*things)
-        return models if optimizers is None else (models, optimizers)
+    if enabled:
+        _initialize(models, optimizers, opt_level, settings, process_group)
+    else:
+        _track(models, optimizers)
+    return models if optimizers is None else (models, optimizers)
 
+
+def _track(models: Any, optimizers: Any) -> None:
+    """Have a session that does nothing own these, for `scale_loss` to know; with ``enabled=False`` they may be anything."""
+    things = [
+        [validation.uncompiled(item) for item in validation.flatten(value) if validation.can_be_tracked(item)]
+        for value in (models, optimizers)
+    ]
+    for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):
+        session.close()
+    for session in [live for live in live_sessions if live.owns_nothing]:
+        session.close()
+    Session(Plan(enabled=False)).prepare(*things)
+
+
+def _initialize(models: Any, optimizers: Any, opt_level: str, settings: dict[str, Any], process_group: Any) -> None:
     model_list, optimizer_list = validation.models(models), validation.optimizers(optimizers)
     earlier = _unique((*map(session_of, (*model_list, *optimizer_list)), *sessions_sharing_with(model_list)))
     cast_before = [model for session in earlier if session.plan.casts_weights for model in session.models]
     recast = {tensor for model in cast_before for tensor in (*model.parameters(), *model.buffers())}
-    if opt_level == "O3" and cast_model_type is None:
+    if opt_level == "O3" and settings["cast_model_type"] is None:
         settings["cast_model_type"] = _lower_precision_of(model_list, earlier, recast)
     plan = resolve(opt_level, device_type_of(model_list), settings)
-    validation.closures(optimizer_list, plan)
-    validation.scripted(model_list, plan)
-    validation.weights(model_list, recast, optimizer_list, plan, lower_precision_weights)
-    validation.kept_modules(model_list, plan)
-    validation.fused_sgd(model_list, optimizer_list, plan)
-    validation.sharded(model_list, optimizer_list, plan)
-    validation.process_group(process_group)
-    validation.sharded_by_optimizer(optimizer_list, plan)
-    validation.strangers(model_list, optimizer_list, plan)
+    validation.check(model_list, optimizer_list, plan, recast, process_group)
     collect_orphans(closing=earlier)
     refuse_second_lower_precision(plan, closing=earlier)
-    early_state = _state_over_cast_weights(optimizer_list)
+    # A cell that is run again builds its optimizer over the weights that an earlier session has cast.
+    states = [pair for optimizer in optimizer_list for pair in states_to_cast(optimizer)]
+    early_states = [(param, state) for param, state in states if param.dtype in LOWER_PRECISION]
     incoming = Incoming()
     for session in earlier:
         left = session.models_outside(model_list)
@@ -156,12 +147,10 @@ def initialize(
                 "initialized any more. Pass models that share modules, and their optimizers, in one call.",
                 ", ".join(type(model).__name__ for model in left),
             )
-    for param, state in early_state:
+    for param, state in early_states:
         if param.dtype is torch.float32:
             state.update(cast_state(state, torch.float32))
-    session = Session(plan, incoming, widens=lower_precision_weights == "float32", process_group=process_group)
-    session.prepare(model_list, optimizer_list)
-    return models if optimizers is None else (models, optimizers)
+    Session(plan, incoming, process_group).prepare(model_list, optimizer_list)
 
 
 def scale_loss(
@@ -374,7 +363,7 @@ def _refuse_uninitialized(optimizers: Sequence[Any], wrappers: Sequence[Any]) ->
         return
     for optimizer, owner, wrapper in zip(optimizers, owners, wrappers):
         if wrapper is None and (owner is None or owner.plan.enabled):
-            raise not_initialized(optimizer)
+            raise validation.not_initialized(optimizer)
     if not owners:
         raise NotInitializedError("scale_loss was given no optimizer. Pass the optimizer, or a list of optimizers.")
     if any(one.plan.enabled for one in owners):
@@ -382,15 +371,6 @@ def _refuse_uninitialized(optimizers: Sequence[Any], wrappers: Sequence[Any]) ->
             "scale_loss was given optimizers of which some went through initialize(enabled=False), and would step with scaled "
             "gradients. Use the same enabled= in every initialize call whose optimizers share a loss."
         )
-
-
-def _state_over_cast_weights(optimizers: Sequence[Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """The state that optimizers have made in lower precision before `initialize` sees them, by its parameter.
-
-    A notebook's cell that is run again builds its optimizer over the weights that an earlier session has cast.
-    """
-    states = (pair for optimizer in optimizers for pair in states_to_cast(optimizer))
-    return [(param, state) for param, state in states if param.dtype in LOWER_PRECISION]
 
 
 def _lower_precision_of(

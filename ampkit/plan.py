@@ -55,6 +55,11 @@ class Plan:
         return self.cast_model_type in LOWER_PRECISION
 
     @functools.cached_property
+    def stores_weights(self) -> bool:
+        """Whether weights may be held in lower precision: by this plan, or as they came, beside float32 values."""
+        return self.casts_weights or self.master_weights
+
+    @functools.cached_property
     def casts_calls(self) -> bool:
         """Whether calls of torch are cast by the tables."""
         return self.patch_torch_functions_type is not None or self.casts_weights
@@ -311,7 +316,9 @@ _BOUND = _Setting(
 
 #: Every setting but the level itself.
 SETTINGS = {
-    "enabled": _BOOL,
+    "enabled": _BOOL._replace(
+        advice="The third argument of initialize() is enabled; name the level, as in opt_level='O2'."
+    ),
     "cast_model_type": _Setting(lambda value: None if value is False else value),
     "patch_torch_functions": _BOOL,
     "patch_torch_functions_type": _Setting(lambda value: value),

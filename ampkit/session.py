@@ -23,11 +23,10 @@ from .casting.engine import Casting, active_casting
 from .casting.library import dispatch
 from .casting.narrow_gradients import getter, take_narrow_gradients
 from .casting.state import out_of_modes
-from .casting.tensors import params_of
 from .compiling import forget_traces
 from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
-from .errors import ConfigurationError, NotInitializedError
+from .errors import ConfigurationError
 from .events import listeners, tell
 from .iteration.advice import calls_of_torch, torchs_clipping
 from .iteration.block import Block, LossScaling
@@ -41,14 +40,13 @@ from .iteration.ways import one_pass_steps
 from .kernels.backend import implementation
 from .libraries import BUILD, SWITCHED_OFF
 from .logs import logger, stdout_lines
-from .models import copies, sharded
-from .models.collectives import collectives, note_weights
+from .models import copies
 from .models.float32_values import Float32Value, Loans
 from .models.forward import Watcher
-from .models.incoming import Incoming
-from .models.made_by_torch import averages, exports
+from .models.incoming import Incoming, held_by, widen_models
 from .models.preparing import Originals, prepare_models
 from .models.records import Dtypes, lower_entries, note_new_modules, record_of, refuse_changed_dtype, sync_weights
+from .models.torch_integration import around_stored_weights, exports, note_weights
 from .patching import Undo
 from .plan import OPT_LEVELS, Plan, defaults_of
 from .registry import live_sessions, watchers, wrapper_of, wrappers
@@ -68,19 +66,16 @@ class Session:
     """One ``initialize`` call, alive until `close` or until its models and optimizers are gone.
 
     ``plan`` holds its settings and ``scalers`` one loss scaler per loss. ``incoming`` are the dtypes that earlier sessions have
-    noted of the same models; ``widens=False`` leaves weights that come in lower precision in it. The processes of
-    ``process_group`` step together or not at all. Usually made by ``ampkit.initialize``.
+    noted of the same models. The processes of ``process_group`` step together or not at all. Usually made by ``ampkit.initialize``.
     """
 
-    def __init__(
-        self, plan: Plan, incoming: Incoming | None = None, *, widens: bool = True, process_group: Any = None
-    ) -> None:
+    def __init__(self, plan: Plan, incoming: Incoming | None = None, process_group: Any = None) -> None:
         self.plan = plan
         self.process_group = process_group
         self._sharded_at_first: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._knows_sharding = False
         self.incoming = incoming or Incoming()
-        self._widens = widens
+        self._widens = plan.lower_precision_weights == "float32"
         self.scaling = LossScaling(plan)
         self.statistics = RunningStatistics()
         self.casting: Casting | None = None
@@ -152,52 +147,58 @@ class Session:
                 refs.extend(
                     weakref.ref(thing, functools.partial(_close_if_orphaned, weakref.ref(self))) for thing in owned
                 )
-            if not self.plan.enabled:
-                return
-            self._undo.callback(self._forget_traces)
-            if self.plan.verbosity >= 1:
-                stdout_lines.attach()
-                self._undo.callback(stdout_lines.detach)
-                self._log_banner()
-            if active_casting() is None:
-                validation.warn_of_useless_loss_scale(self.plan)
-            self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
-            self._undo.callback(lambda: self.incoming.give_back(self.optimizers))
-            if self._widens:
-                self._widen(models, optimizers)
-            originals: Originals = {}
-            trained = None
-            if self.plan.stores_what_is_trained and optimizers:
-                trained = {param for param in held_by(optimizers) if param.requires_grad}
-            values = prepare_models(models, self.plan, Loans(), trained, originals, self._undo)
-            self._watch(models)
-            narrow = (torchs_clipping,) if self.plan.has_narrow_gradients else ()
-            for shared in (getter, *narrow) if self.plan.casts_calls else ():
-                shared.acquire()
-                self._undo.callback(shared.release)
-            self._prepare_optimizers(optimizers, values)
-            if self.plan.casts_calls:
-                self._start_casting(values)
-            has_lower_weights = self.plan.casts_weights or self.plan.master_weights
-            for shared in (
-                exports,
-                calls_of_torch,
-                *((averages, collectives) if has_lower_weights else ()),
-                *((one_pass_steps,) if has_lower_weights or self.plan.steps_in_one_pass else ()),
-                *(() if all(scaler.is_one for scaler in self.scalers) else (retained_results,)),
-            ):
-                shared.acquire()
-                self._undo.callback(shared.release)
-            self._forget_traces()
-            for model in models if has_lower_weights else ():
-                note_weights(model)
-            casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
-            for own, cast in casts:  # all memory is there
-                own.update(cast)
-            originals.clear()  # last of all: what failed before could still be undone exactly
+            if self.plan.enabled:
+                self._prepare(models, optimizers)
         except BaseException:
             self.close()
             raise
+
+    def _prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+        plan, undo = self.plan, self._undo
+        undo.callback(self._forget_traces)
+        if plan.verbosity >= 1:
+            stdout_lines.attach()
+            undo.callback(stdout_lines.detach)
+            self._log_banner()
+        if active_casting() is None:
+            validation.warn_of_useless_loss_scale(plan)
+        self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
+        undo.callback(lambda: self.incoming.give_back(self.optimizers))
+        if self._widens:
+            widen_models(self.incoming, models, optimizers, plan)
+        originals: Originals = {}
+        trained = None
+        if plan.stores_what_is_trained and optimizers:
+            trained = {param for param in held_by(optimizers) if param.requires_grad}
+        values = prepare_models(models, plan, Loans(), trained, originals, undo)
+        self._watch(models)
+        self._patch_torch()
+        self._prepare_optimizers(optimizers, values)
+        if plan.casts_calls:
+            self._start_casting(values)
+        self._forget_traces()
+        for model in models if plan.stores_weights else ():
+            note_weights(model)
+        casts = [pair for optimizer in optimizers for pair in wrapper_of(optimizer).state_cast()]
+        for state, cast in casts:  # all memory is there
+            state.update(cast)
+        originals.clear()  # last of all: what failed before could still be undone exactly
+
+    def _patch_torch(self) -> None:
+        """Patch what several sessions share, beside the functions that `Casting` patches."""
+        plan = self.plan
+        for patches, wanted in (
+            (getter, plan.casts_calls),
+            (torchs_clipping, plan.has_narrow_gradients),
+            (exports, True),
+            (calls_of_torch, True),
+            (around_stored_weights, plan.stores_weights),
+            (one_pass_steps, plan.stores_weights or plan.steps_in_one_pass),
+            (retained_results, not all(scaler.is_one for scaler in self.scalers)),
+        ):
+            if wanted:
+                patches.acquire()
+                self._undo.callback(patches.release)
 
     @_one_at_a_time
     def close(self) -> None:
@@ -222,42 +223,6 @@ class Session:
         """Compiled code that holds a forward of these models must hold it as it is now."""
         if self.models:
             forget_traces()
-
-    def _widen(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
-        """Make models that come in lower precision float32, and say so."""
-        plan, lines = self.plan, []
-        trains_in = "float32" if plan.master_weights else plan.cast_model_type
-        deed = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
-        for model in models:
-            if fsdp_modules(model) and (dtype := sharded.widen_sharded(model, optimizers)) is not None:
-                found = f"The sharded {type(model).__name__} came in {dtype}"
-                lines.append(f"{found}: its sharded parameters are float32 now, and stay so after close().")
-        held = held_by(optimizers)
-
-        def stays(param: torch.Tensor) -> bool:
-            """Whether calls cast it and no optimizer holds it; without an optimizer in the call, whether it is frozen."""
-            if optimizers:
-                return plan.casts_calls and not plan.lowers_all and param not in held
-            return plan.casts_calls and not plan.casts_weights and not param.requires_grad
-
-        rounded = {
-            param
-            for optimizer in optimizers
-            for param, state in optimizer.state.items()
-            if isinstance(param, torch.Tensor) and param.dtype in LOWER_PRECISION and state and "rest" not in state
-        }
-        for model, dtype, count in self.incoming.widen(models, optimizers, stays):
-            found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
-            lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
-            if not rounded.isdisjoint(model.parameters()):
-                logger.warning(
-                    "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
-                    "rounded: call load_state_dict() of model and optimizer after initialize(), and the run goes on bit for bit.",
-                    type(model).__name__,
-                    dtype,
-                )
-        for line in lines if plan.verbosity >= 1 else ():
-            logger.info(line)
 
     def train(self, params: Sequence[torch.Tensor]) -> None:
         """An optimizer has got these: what came in lower precision trains in float32 from now on, and gradients may be narrow."""
@@ -474,11 +439,6 @@ def _tell_of_missing_libraries() -> None:
         )
 
 
-def held_by(optimizers: Sequence[Any]) -> set[torch.Tensor]:
-    """The parameters of these optimizers."""
-    return {param for optimizer in optimizers for param in params_of(optimizer)}
-
-
 def sessions_sharing_with(models: Sequence[nn.Module]) -> list[Session]:
     """The live sessions that have initialized a module or a parameter of ``models`` as part of another model."""
     parts = {part for model in models for part in (*model.modules(), *model.parameters())}
@@ -496,20 +456,6 @@ def collect_orphans(closing: Sequence[Session]) -> None:
     """
     if any(session not in closing for session in live_sessions):
         gc.collect()
-
-
-def not_initialized(optimizer: Any) -> NotInitializedError:
-    """The error for an optimizer that no live session owns."""
-    if not hasattr(optimizer, "param_groups"):
-        found = f"scale_loss was given a {type(optimizer).__name__} where it expects the optimizer. The loss comes first: with "
-        advice = "ampkit.scale_loss(loss, optimizer) as scaled_loss."
-    elif not live_sessions:
-        found = "scale_loss was used before initialize, or after close. Call "
-        advice = "model, optimizer = ampkit.initialize(model, optimizer, opt_level=...) first."
-    else:
-        found = f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "
-        advice = "that scale_loss will see: ampkit.initialize(model, [optimizer, ...])."
-    return NotInitializedError(found + advice)
 
 
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:

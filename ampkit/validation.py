@@ -16,10 +16,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .casting.tensors import params_of
 from .devices import device_type_of
 from .dtypes import CASTABLE, LOWER_PRECISION
-from .errors import ConfigurationError
+from .errors import ConfigurationError, NotInitializedError
 from .logs import logger
 from .models.keep_fp32 import Kept
 from .plan import Plan
+from .registry import live_sessions
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
@@ -133,32 +134,89 @@ def optimizer(thing: Any, function: str) -> Any:
     return inner
 
 
-def closures(optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse optimizers that evaluate their closure several times in a step, during which a dynamic loss scale may move."""
-    for optimizer in optimizer_list:
-        if isinstance(optimizer, torch.optim.LBFGS) and plan.has_dynamic_loss_scale:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} evaluates its closure several times in a step, and a dynamic loss scale may move in "
-                "between. Use a static scale (loss_scale=128.0), or bfloat16 without one (opt_level='O4' or 'O5')."
-            )
+def not_initialized(optimizer: Any) -> NotInitializedError:
+    """The error for an optimizer that no live session owns."""
+    if not hasattr(optimizer, "param_groups"):
+        found = f"scale_loss was given a {type(optimizer).__name__} where it expects the optimizer. The loss comes first: with "
+        advice = "ampkit.scale_loss(loss, optimizer) as scaled_loss."
+    elif not live_sessions:
+        found = "scale_loss was used before initialize, or after close. Call "
+        advice = "model, optimizer = ampkit.initialize(model, optimizer, opt_level=...) first."
+    else:
+        found = f"This {type(optimizer).__name__} was not passed to initialize(), or its session was closed. Pass every optimizer "
+        advice = "that scale_loss will see: ampkit.initialize(model, [optimizer, ...])."
+    return NotInitializedError(found + advice)
 
 
-def weights(
+def check(
     model_list: list[nn.Module],
-    recast: set[torch.Tensor],
     optimizer_list: list[Any],
     plan: Plan,
-    lower_precision_weights: str,
+    recast: set[torch.Tensor],
+    process_group: Any,
+) -> None:
+    """Refuse models and optimizers that do not go with the plan. ``recast`` are tensors that a live session will give back."""
+    if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"initialize() expects process_group= as a torch.distributed.ProcessGroup, found {_describe(process_group)}. Pass "
+            "torch.distributed.group.WORLD for all processes, or what torch.distributed.new_group() returned."
+        )
+    for optimizer in optimizer_list:
+        _refuse_unfit_optimizer(optimizer, plan, device_type_of(model_list))
+    _refuse_scripted(model_list, plan)
+    _refuse_weights(model_list, recast, optimizer_list, plan)
+    _refuse_kept_modules(model_list, plan)
+    _refuse_sharded(model_list, optimizer_list, plan)
+    _warn_of_strangers(model_list, optimizer_list, plan)
+
+
+def _refuse_unfit_optimizer(optimizer: Any, plan: Plan, device_type: str) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS) and plan.has_dynamic_loss_scale:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} evaluates its closure several times in a step, and a dynamic loss scale may move in "
+            "between. Use a static scale (loss_scale=128.0), or bfloat16 without one (opt_level='O4' or 'O5')."
+        )
+    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+    if plan.master_weights and isinstance(optimizer, zero):
+        raise ConfigurationError(
+            "ZeroRedundancyOptimizer sends weights to the other processes after its step, and what they lack of float32 at "
+            f"{plan.opt_level} would be lost. Use O1, O4 or O5, whose weights are float32; or shard parameters and "
+            "optimizer state with FSDP2: ampkit.parallel.fully_shard(module, opt_level=...)."
+        )
+    if getattr(optimizer, "needs_whole_tensors", False) and any(map(is_sharded, params_of(optimizer))):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
+            "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD."
+        )
+    fused = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
+    steps_in_lower = plan.casts_weights and not plan.master_weights and device_type == "cpu"
+    if fused and steps_in_lower and not _fused_sgd_is_right(plan.cast_model_type):
+        raise ConfigurationError(
+            f"SGD(fused=True) of torch {torch.__version__} leaves most {plan.cast_model_type} weights on the CPU as they are. "
+            "Use fused=False, ampkit.optimizers.FusedSGD, or O2 or O5, whose weights step in float32."
+        )
+
+
+@functools.cache
+def _fused_sgd_is_right(dtype: torch.dtype | None) -> bool:
+    """Whether one step of a rate of 1 with gradients of 1 takes 1 from each weight; torch 2.11 leaves most as they are."""
+    param = nn.Parameter(torch.zeros(33, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    torch.optim.SGD([param], lr=1.0, fused=True).step()
+    return bool((param == -1).all())
+
+
+def _refuse_weights(
+    model_list: list[nn.Module], recast: set[torch.Tensor], optimizer_list: list[Any], plan: Plan
 ) -> None:
     """Refuse trained weights, and stored ones, of which no float32 can be made: two lower precisions, integers, quantised ones.
 
-    ``recast`` are those that a live session has cast and will give back. float64 parts are left alone at every level, but a
-    model that has nothing else has nothing to cast.
+    float64 parts are left alone at every level, but a model that has nothing else has nothing to cast.
     """
     trained = {param for optimizer in optimizer_list for param in params_of(optimizer)}
     for model in model_list:
         if not recast.issuperset((*model.parameters(), *model.buffers())):
-            _refuse_unfit_weights(model, recast, trained, plan, lower_precision_weights)
+            _refuse_quantised(model, trained, plan, _refuse_unfit_tensors(model, recast, plan))
             if {param.dtype for param in model.parameters()} == {torch.float64} and plan.opt_level != "O0":
                 raise ConfigurationError(
                     f"All parameters of the model are float64, which {plan.opt_level} leaves alone: nothing would be cast. "
@@ -174,7 +232,7 @@ def weights(
                 )
 
 
-def strangers(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+def _warn_of_strangers(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
     """Refuse optimizers that, taken together, update a copy of the models, and warn of those that update none of their parameters.
 
     Scripts of Apex's are warned of both. A tensor that is no Parameter, such as a picture, may be trained through a model.
@@ -195,29 +253,7 @@ def strangers(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan
     logger.warning(found)
 
 
-def fused_sgd(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse torch's fused SGD over weights in lower precision on the CPU: it leaves most of them as they are (torch 2.11)."""
-    if not plan.casts_weights or plan.master_weights or device_type_of(model_list) != "cpu":
-        return
-    for optimizer in optimizer_list:
-        fused = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
-        if fused and not _fused_sgd_is_right(plan.cast_model_type):
-            raise ConfigurationError(
-                f"SGD(fused=True) of torch {torch.__version__} leaves most {plan.cast_model_type} weights on the CPU as they are. "
-                "Use fused=False, ampkit.optimizers.FusedSGD, or O2 or O5, whose weights step in float32."
-            )
-
-
-@functools.cache
-def _fused_sgd_is_right(dtype: torch.dtype | None) -> bool:
-    """Whether one step of a rate of 1 with gradients of 1 takes 1 from each weight."""
-    param = nn.Parameter(torch.zeros(33, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    torch.optim.SGD([param], lr=1.0, fused=True).step()
-    return bool((param == -1).all())
-
-
-def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
+def _refuse_sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) -> None:
     """Refuse what FSDP2 does not gather as the level computes, and optimizers that cannot go with it."""
     known = {param for model in model_list for param in model.parameters()}
     for model in model_list:
@@ -246,13 +282,6 @@ def sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan: Plan) 
                     "fully_shard put others in their places. The order is: fully_shard, then the optimizer over the sharded "
                     "parameters, then initialize(model, optimizer, ...)."
                 )
-    for optimizer in optimizer_list:
-        in_parts = any(map(is_sharded, params_of(optimizer)))
-        if in_parts and getattr(optimizer, "needs_whole_tensors", False):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} needs the norm of each whole parameter, and these are sharded over processes. Use an "
-                "optimizer that goes element by element: torch.optim.AdamW, ampkit.optimizers.FusedAdam, FusedSGD."
-            )
 
 
 def _refuse_tensor_parallel(model: nn.Module, plan: Plan) -> None:
@@ -308,27 +337,6 @@ def warn_of_useless_loss_scale(plan: Plan) -> None:
         )
 
 
-def process_group(group: Any) -> None:
-    """Refuse what is no process group."""
-    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"initialize() expects process_group= as a torch.distributed.ProcessGroup, found {_describe(group)}. Pass "
-            "torch.distributed.group.WORLD for all processes, or what torch.distributed.new_group() returned."
-        )
-
-
-def sharded_by_optimizer(optimizer_list: list[Any], plan: Plan) -> None:
-    """Refuse ZeroRedundancyOptimizer over weights with rests: it sends the weights alone from process to process."""
-    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
-    for optimizer in optimizer_list:
-        if plan.master_weights and isinstance(optimizer, zero):
-            raise ConfigurationError(
-                "ZeroRedundancyOptimizer sends weights to the other processes after its step, and what they lack of float32 at "
-                f"{plan.opt_level} would be lost. Use O1, O4 or O5, whose weights are float32; or shard parameters and "
-                "optimizer state with FSDP2: ampkit.parallel.fully_shard(module, opt_level=...)."
-            )
-
-
 def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_kept: bool, plan: Plan) -> str:
     """What to write in the place of the ``fully_shard`` that was called."""
     found = f"FSDP2 gathers {name!r} in {dtype or 'its own dtype'}, and {plan.opt_level} computes with it in {wanted}"
@@ -341,7 +349,7 @@ def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_k
     )
 
 
-def scripted(model_list: list[nn.Module], plan: Plan) -> None:
+def _refuse_scripted(model_list: list[nn.Module], plan: Plan) -> None:
     """Refuse models that are TorchScript where something would have to be put around their forward."""
     only_calls = plan.patch_torch_functions and plan.scope == "process" and not plan.cast_model_outputs
     if not only_calls and any(isinstance(model, torch.jit.ScriptModule) for model in model_list):
@@ -351,7 +359,7 @@ def scripted(model_list: list[nn.Module], plan: Plan) -> None:
         )
 
 
-def kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
+def _refuse_kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
     """Refuse items of ``keep_fp32=`` that name nothing in any of the models, or what has no forward in Python."""
     kept = [Kept(model, False, plan.keep_fp32) for model in model_list]
     unmatched = [item for item in kept[0].unmatched if all(item in one.unmatched for one in kept)] if kept else []
@@ -381,40 +389,38 @@ def _near(item: Any, model_list: list[nn.Module]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _refuse_unfit_weights(
-    model: nn.Module,
-    recast: set[torch.Tensor],
-    trained: set[torch.Tensor],
-    plan: Plan,
-    lower_precision_weights: str,
-) -> None:
-    first: tuple[str, torch.dtype] | None = None  # the first tensor in lower precision
-    every = [("Parameter", *one) for one in model.named_parameters()] + [
-        ("Buffer", *one) for one in model.named_buffers()
-    ]
-    for kind, name, tensor in every:
+def _refuse_unfit_tensors(model: nn.Module, recast: set[torch.Tensor], plan: Plan) -> str:
+    """Refuse tensors without values and second lower precisions; returns what came in lower precision first, or ""."""
+    found, precision = "", None
+    named = [(f"Parameter {name!r}", param) for name, param in model.named_parameters()]
+    for name, tensor in (*named, *((f"Buffer {name!r}", buffer) for name, buffer in model.named_buffers())):
         if tensor.is_meta and plan.casts_weights:
             raise ConfigurationError(
-                f"{kind} {name!r} is on the meta device and holds no values, and {plan.opt_level} makes masters of them. Give the "
+                f"{name} is on the meta device and holds no values, and {plan.opt_level} makes masters of them. Give the "
                 "model its weights first: model.to_empty(device=...), then load_state_dict()."
             )
         if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
             raise ConfigurationError(
-                f"{kind} {name!r} is not initialized yet (a lazy module). Run one forward pass before initialize()."
+                f"{name} is not initialized yet (a lazy module). Run one forward pass before initialize()."
             )
         if tensor.dtype not in LOWER_PRECISION or tensor in recast:
             continue
-        if lower_precision_weights == "refuse":
+        if plan.lower_precision_weights == "refuse":
             raise ConfigurationError(
-                f"{kind} {name!r} is {tensor.dtype}; initialize() expects float32 and makes the lower-precision copies "
+                f"{name} is {tensor.dtype}; initialize() expects float32 and makes the lower-precision copies "
                 "itself. Remove the .half() or .bfloat16() call (or the dtype= argument) before it."
             )
-        first = first or (f"{kind} {name!r}", tensor.dtype)
-        if tensor.dtype is not first[1] and lower_precision_weights == "float32" and plan.casts_weights:
+        precision = precision or tensor.dtype
+        found = found or f"{name} is {precision}"
+        if tensor.dtype is not precision and plan.lower_precision_weights == "float32" and plan.casts_weights:
             raise ConfigurationError(
-                f"{first[0]} is {first[1]} and {kind} {name!r} is {tensor.dtype}: initialize() takes models in one lower "
+                f"{found} and {name} is {tensor.dtype}: initialize() takes models in one lower "
                 "precision, float32 parts beside it. Call model.float() first, which loses nothing, or load it with one dtype."
             )
+    return found
+
+
+def _refuse_quantised(model: nn.Module, trained: set[torch.Tensor], plan: Plan, in_lower_precision: str) -> None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith(_QUANTISED) and type(module).__name__ != "FloatFunctional":
             raise _unfit(f"Module {name!r} is a {type(module).__module__}.{type(module).__name__}")
@@ -423,8 +429,8 @@ def _refuse_unfit_weights(
         is_narrow = param.is_quantized or (param.dtype.itemsize == 1 and param.dtype is not torch.bool)
         if is_narrow and (lowers_all or param in trained):
             raise _unfit(f"Parameter {name!r} is {param.dtype}")
-        if plan.casts_weights and first is not None and not (param.is_floating_point() or param.is_complex()):
-            raise _unfit(f"Parameter {name!r} is {param.dtype}, in a model whose {first[0]} is {first[1]}")
+        if plan.casts_weights and in_lower_precision and not (param.is_floating_point() or param.is_complex()):
+            raise _unfit(f"Parameter {name!r} is {param.dtype}, in a model whose {in_lower_precision}")
 
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")

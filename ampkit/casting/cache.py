@@ -1,10 +1,8 @@
 """The cast cache: a weight is cast once in a call of an initialized model, and a stale cast is never used.
 
-The engine owns one store per target dtype; the wrappers ask it for casts of weights. How long a cast lives `store.py` says:
-to the end of the call, of `keep_casts`, or, between micro-batches of ``delay_unscale=True``, to the optimizer step. Until then
-it holds as long as the version counter and the storage of its weight are what they were. Writes that torch does not count move
-neither. So the engine forgets the casts of a storage when a script asks for ``.data``, ``numpy()`` or ``__dlpack__()``, and all
-casts when a torch optimizer has stepped. Within one call, a write through an alias that the script has kept from before is unseen.
+The engine owns one store per target dtype (store.py, which says how long a cast lives); the wrappers ask it for casts of weights.
+A cast holds as long as the version counter and the storage of its weight are what they were. Writes that torch does not count move
+neither, so torch_integration.py has casts forgotten where a script asks for an alias or steps an optimizer.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from ..policy.cast_rules import CastKind, CastRule, is_loaded, namesakes
 from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
 from .library import dispatch
-from .pickling import patch_picklers
 from .state import CastingState, Saved, is_plain_place, mark_regions, number_of_regions, restore, save, switch
 from .store import CastStore
 from .torch_integration import patch_torch
@@ -119,7 +118,6 @@ class Casting:
             for rule in rules:
                 self._patch(rule)
             patch_torch(self._patches, self)
-            patch_picklers(self._patches, self.wrapper_of)
             self._installed = True
             self._describe()
             self.switch_on_here()

@@ -1,8 +1,7 @@
 """Functions that compute in float32 from a lower-precision tensor without keeping a float32 copy of it.
 
-A function that the tables have in float32 gets its input cast, and autograd then saves the cast: twice the bytes of the
-input, which may well be saved already. The functions here save the input as it is and go through float32 again in the
-backward pass. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
+Where the tables cast an input to float32, autograd saves the cast. The functions here save the input as it is, and go through
+float32 again in the backward pass. `wrappers.wrap` puts `without_copies` around its wrapper for the names in question.
 
 Note [when the copy is made after all]
     Where autograd records nothing, the copy is gone as soon as the function returns. Compilers fuse it, and have no use

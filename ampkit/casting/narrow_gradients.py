@@ -1,15 +1,9 @@
-"""Gradients of large weights that stay in lower precision until a script reads them.
+"""Gradients of large weights that stay in lower precision until a script reads them: see "Narrow gradients" in NOTES.md.
 
-A product of matrices in bfloat16 makes a bfloat16 gradient. torch.autocast makes it float32 on its way to the weight: four bytes
-per parameter for a number that has two. At O5 the node of a weight's cast (csrc/casting/narrow_gradients.h) hands the gradient on
-as it is, where torch's own accumulation alone would take it: hooks on the weight or its accumulation (DDP's too), ``create_graph``,
-``inputs=`` and `torch.autograd.grad` get float32. Whatever is added to a narrow gradient finds it widened first, so that sums are
-float32. `getter` has ``p.grad`` be float32 for whoever reads it: it widens it in place, once. Steps of initialized optimizers,
-clipping by norm and ``zero_grad`` look past that: `stored_gradient`, `past_the_getter`.
-
-A weight is marked for it by a hook in C++, which widens what is there before torch adds to it, and by ``grad_dtype = None``, with
-which torch lets its gradient have any dtype. Without the library in C++ nothing is marked, and gradients are float32: Python
-cannot see the hooks that DDP puts on an accumulation.
+A weight is marked for it by a hook in C++, and by ``grad_dtype = None``, with which torch lets its gradient have any dtype.
+`getter` has ``p.grad`` widened in place, once, for whoever reads it. Steps of initialized optimizers, clipping by norm and
+``zero_grad`` look past that: `stored_gradient`, `past_the_getter`. Without the library in C++ nothing is marked, and gradients are
+float32: Python cannot see the hooks that DDP puts on an accumulation.
 
 `getter` also takes writes to ``p.grad``, at every level that casts: a gradient of another floating dtype is taken, and
 ``p.grad = None`` inside of a block is heard of (`note_set_aside`, `is_set_aside`).

@@ -1,25 +1,20 @@
-"""Whether calls of torch are cast, in the thread that asks: torch.autocast's own state is the switch.
+"""Whether calls of torch are cast, in the thread that asks: torch.autocast's own state is the switch (NOTES.md).
 
-Casting on means that torch.autocast is really on in this thread. So regions of a script's own (``with torch.autocast(...,
-enabled=False):``), custom_fwd, checkpoint, DataParallel and dynamo's guards switch our casts with torch's, and what no patch
-reaches (TorchScript, ``torch.ops``, C++ code) is cast by torch. `CastingState` is what every wrapper asks; the engine owns it.
+`CastingState` is what every wrapper asks; the engine owns it.
 
 Note [the backward pass]
-    autograd's formulas must compute in the precision of their forward, so torch.autocast is off while the engine runs, and
-    hooks are not cast. A function in Python computes backward in the state of its forward; checkpoint, custom_bwd and regions
-    that a hook enters set their own.
+    torch.autocast is off while autograd's engine runs, and hooks are not cast. A function in Python computes backward in the
+    state of its forward; checkpoint, custom_bwd and regions that a hook enters set their own.
 
 Note [narrow results]
-    Where calls are cast inside of the models alone (O2, O3, O5), softmax, norms and powers compute in float32 and hand on, and
-    save, the precision of their input; at O1 they hand on float32. Which of the two holds is one bit of the thread. checkpoint,
-    dynamo and DataParallel carry it like the rest of torch.autocast's state, as whether autocast has a cache.
+    Softmax, norms and powers hand on, and save, the precision of their input at O2, O3 and O5, and float32 at O1. One bit of the
+    thread says which: whether torch.autocast has a cache.
 
 Note [plain places]
     torch brings a thread's state back where a place ends: inference mode, a region, a backward pass, whatever a call of the
-    dispatcher comes to in Python. What is set in there is lost, and what a session has switched off is on again. So a thread is set
-    for good only at a plain place: none of these is around, and dispatching leaves out no more than in a new thread. An engine that
-    closes elsewhere switches off at once, and its wrappers stay in place and switch off again what torch brings back, until the
-    first of them is called at a plain place.
+    dispatcher comes to in Python. So a thread is set for good only at a plain place: none of these is around, and dispatching
+    leaves out no more than in a new thread. An engine that closes elsewhere switches off at once, and its wrappers stay in
+    place and switch off again what torch brings back, until the first of them is called at a plain place.
 
 Note [where casts are off]
     A lower-precision tensor may come out of a model whose weights are stored so: ``F.linear(x, model.weight)``. Outside of every

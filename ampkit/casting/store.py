@@ -1,15 +1,8 @@
-"""Where casts of weights are kept, and for how long.
+"""Where casts of weights are kept, and for how long: see "A cast ends with its call" in NOTES.md.
 
-A cast lives to the end of the outermost call of an initialized model in its thread. Two things make it live on:
-`keep_casts`, for the weights that it is given, and blocks with ``delay_unscale=True``, for what initialized optimizers hold,
-to the optimizer step. Elsewhere nothing is kept: torch does not count every write (fused optimizers, NumPy, a kept ``.data``),
-and only within a call may a script be trusted not to write so. `CastStore.lifetime_of` asks this rule, and nothing else does.
-
-Uses in one call share the node of the cast, 64 of them; in other calls they share its memory alone, so that gradients add
-up in float32. `CastCaches` decides who looks. This class is the specification of ampkit._casting.CastStore, its twin
-in C++, in which the wrappers in C++ find their casts. Two things that change no result, only the twin does: it casts weights
-ahead (`CastStore.end`), and it remembers the last four casts of activations, weakly on both sides, so that query, key and
-value share one.
+`CastStore.lifetime_of` asks that rule, and nothing else does; `CastCaches` decides who looks. This class is the specification of
+ampkit._casting.CastStore, its twin in C++, in which the wrappers in C++ find their casts. Two things that change no result, only
+the twin does: it casts weights ahead (`CastStore.end`), and it remembers the last four casts of activations.
 """
 
 from __future__ import annotations

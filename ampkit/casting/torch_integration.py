@@ -7,10 +7,14 @@ of functions. Each is patched, from the engine's `install` to its `close`.
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
+import pickle
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,6 +40,7 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
     _patch_writes(patches, state)
     _patch_autograd(patches, state)
     _patch_checkpoints(patches)
+    _patch_picklers(patches, engine)
     # Transforms run uncast in the main process too: a batch must not depend on the number of workers.
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         patches.set(fetcher, "fetch", _inside(engine.disabled, fetcher.fetch))
@@ -55,6 +60,43 @@ def patch_torch(patches: PatchSet, engine: Any) -> None:
         patches.set(torch.jit._trace, name, _inside(state.caches.bypassed, getattr(torch.jit._trace, name)))
     compiler = torch._TorchCompileInductorWrapper
     patches.set(compiler, "__call__", _compiled_apart(compiler.__call__, engine))
+
+
+def _patch_picklers(patches: PatchSet, engine: Any) -> None:
+    """Have picklers write torch's own functions by the name of what stands in their places.
+
+    Pickle writes a Python function as the name of its place, and refuses when something else stands there. A function that was
+    bound before (by a model, a dataset that goes to a spawned worker) is written as ``copy.copy(torch.nn.functional.softmax)``,
+    which loads anywhere, and leaves functions as they are. The pickler in C writes functions by name, but in a subclass with
+    ``reducer_override``. So ``pickle.Pickler`` becomes one while torch is patched, and the subclasses that exist get the method.
+    """
+
+    def reducer_override(self: pickle.Pickler, thing: Any) -> Any:
+        if type(thing) is not FunctionType:
+            return NotImplemented
+        wrapper = engine.wrapper_of(thing)
+        return NotImplemented if wrapper is None or wrapper is thing else (copy.copy, (wrapper,))
+
+    plain = pickle.Pickler
+    for cls in (*plain.__subclasses__(), pickle._Pickler):
+        if "reducer_override" not in vars(cls):
+            patches.set(cls, "reducer_override", reducer_override)
+    namespace = {"reducer_override": reducer_override, "__module__": "pickle", "__doc__": plain.__doc__}
+    pickler = type("Pickler", (plain,), namespace)
+    patches.set(pickle, "Pickler", pickler)
+
+    @functools.wraps(pickle.dump)
+    def dump(obj: Any, file: Any, protocol: int | None = None, **settings: Any) -> None:
+        pickler(file, protocol, **settings).dump(obj)
+
+    @functools.wraps(pickle.dumps)
+    def dumps(obj: Any, protocol: int | None = None, **settings: Any) -> bytes:
+        file = io.BytesIO()
+        pickler(file, protocol, **settings).dump(obj)
+        return file.getvalue()
+
+    patches.set(pickle, "dump", dump)
+    patches.set(pickle, "dumps", dumps)
 
 
 def _patch_autograd(patches: PatchSet, state: CastingState) -> None:

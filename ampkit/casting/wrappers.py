@@ -7,7 +7,7 @@ Note [the tables win]
     torch.autocast is on beneath the wrappers, with lists of its own, and sees what a function calls in its turn. So torch's
     functions are called with it off (`past_autocast`), but for those that were given lower precision and are not on
     its lists of what is float32: nothing in them is left to cast, and what they call has rows of its own. (Recurrent layers
-    have to be called with it off: recurrent.py.)
+    have to be called with it off: `_in_one_chunk`.)
 
 Note [what is never cast]
     An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
@@ -36,7 +36,6 @@ from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
 from .cache import is_weight
 from .fp32_functions import with_gradients_of_tables, without_copies
-from .recurrent import RECURRENT, in_one_chunk
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, map_tensors, tensors_in, to_float32
 
@@ -69,8 +68,8 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
     beneath = original if owner is not Tensor or isinstance(original, FunctionType) else _known_to_tables(original)
     as_it_is = past_autocast(beneath, state) if is_torch else beneath
     plain = _FACTORIES[kind](kind, beneath, as_it_is, state, name)
-    if is_torch and kind is CastKind.LOWER_PRECISION_FP and name in RECURRENT:
-        plain = in_one_chunk(plain, original, state)
+    if is_torch and kind is CastKind.LOWER_PRECISION_FP and name in _RECURRENT:
+        plain = _in_one_chunk(plain, original, state)
     wrapper = _naming_out(plain, original)
     # C++ knows out= by its keyword only, and does not write the log of casts.
     in_cpp = cpp is not None and is_torch and wrapper is plain and state.verbosity < 2 and name not in _TO_NUMPY
@@ -219,8 +218,9 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
     """LOWER_PRECISION_FP, BFLOAT16, FP32: every floating argument to one dtype."""
     target = _target(kind, state)
     cast = caster(kind, state, name)
-    agrees = name not in RECURRENT and name not in _WIDENED_BY_AUTOCAST
+    agrees = name not in _RECURRENT and name not in _WIDENED_BY_AUTOCAST
     call = original if kind is CastKind.LOWER_PRECISION_FP and agrees else as_it_is
+    any_call = _of_any_arguments(kind, call, as_it_is, state, name)
     follows_regions, is_on, other_precision = kind is CastKind.LOWER_PRECISION_FP, state.is_on, state.other_precision
     to_be_cast = LOWER_PRECISION if kind is CastKind.FP32 else CASTABLE - {target}
     untouchable = frozenset() if kind is CastKind.FP32 else _EXACT
@@ -233,10 +233,9 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
             return original(*args, **kwargs)
         if follows_regions and (dtype := other_precision()) is not None:
             return any_call(args, kwargs, caster(kind, state, name, dtype=dtype))
-        if kwargs:
-            for value in kwargs.values():
-                if type(value) not in _NO_TENSORS and not _is_sizes(value):
-                    return any_call(args, kwargs)
+        for value in kwargs.values():
+            if type(value) not in _NO_TENSORS and not _is_sizes(value):
+                return any_call(args, kwargs, cast)
         converted = []
         for value in args:
             exact_type = type(value)
@@ -248,24 +247,33 @@ def _one_dtype(kind: CastKind, original: Callable, as_it_is: Callable, state: Ca
                     elif dtype in untouchable:
                         return as_it_is(*args, **kwargs)
             elif exact_type not in _NO_TENSORS and not _is_sizes(value):
-                return any_call(args, kwargs)
+                return any_call(args, kwargs, cast)
             converted.append(value)
         return call(*converted, **kwargs) if kwargs else call(*converted)
 
-    def any_call(args: tuple, kwargs: dict[str, Any], cast: Convert = cast) -> Any:
-        """The same for containers, subclasses and tensors given by keyword; see Note [what is never cast]."""
+    return wrapper
+
+
+def _of_any_arguments(kind: CastKind, call: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
+    """`_one_dtype` for containers, subclasses and tensors given by keyword; see Note [what is never cast]."""
+    untouchable = frozenset() if kind is CastKind.FP32 else _EXACT
+
+    def any_call(args: tuple, kwargs: dict[str, Any], cast: Convert) -> Any:
         if _has_dtype(args, kwargs) or any(x.dtype in untouchable for x in tensors_in(args, kwargs)):
             return as_it_is(*args, **kwargs)
-        out = kwargs.pop("out", None)
-        if out is None:
+        if (out := kwargs.get("out")) is None:
             return call(*map_tensors(args, cast), **map_tensors(kwargs, cast))
-        goal = _dtype_of(out)
-        if kind is CastKind.FP32 and goal is not torch.float32:
-            return as_it_is(*args, **kwargs, out=out)
-        fit = _fitting(goal, state, name)
-        return as_it_is(*map_tensors(args, fit), **map_tensors(kwargs, fit), out=out)
+        if kind is CastKind.FP32 and _dtype_of(out) is not torch.float32:
+            return as_it_is(*args, **kwargs)
+        return _into(out, as_it_is, args, kwargs, state, name)
 
-    return wrapper
+    return any_call
+
+
+def _into(out: Any, function: Callable, args: tuple, kwargs: dict, state: CastingState, name: str) -> Any:
+    """A call with ``out=``, whose arguments get the dtype of what they are written to."""
+    fit = _fitting(_dtype_of(out), state, name)
+    return function(*map_tensors(args, fit), **map_tensors({**kwargs, "out": None}, fit) | {"out": out})
 
 
 def _promote(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
@@ -276,10 +284,8 @@ def _promote(kind: CastKind, original: Callable, as_it_is: Callable, state: Cast
             return original(*args, **kwargs)
         if _has_dtype(args, kwargs):
             return as_it_is(*args, **kwargs)
-        if kwargs.get("out") is not None:
-            out = kwargs.pop("out")
-            fit = _fitting(_dtype_of(out), state, name)
-            return as_it_is(*map_tensors(args, fit), **map_tensors(kwargs, fit), out=out)
+        if (out := kwargs.get("out")) is not None:
+            return _into(out, as_it_is, args, kwargs, state, name)
         widen = promoter(state, name, args, kwargs)
         if widen is None:
             return as_it_is(*args, **kwargs)
@@ -338,9 +344,8 @@ def _fp32_weights(kind: CastKind, original: Callable, as_it_is: Callable, state:
         if not state.stores or not state.is_on():
             return original(*args, **kwargs)
         statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
-        if any(
-            isinstance(x, Tensor) and x.dtype in LOWER_PRECISION for x in statistics
-        ):  # a copy would get what is written
+        # A copy would get what is written to them.
+        if any(isinstance(x, Tensor) and x.dtype in LOWER_PRECISION for x in statistics):
             return original(*args, **kwargs)
         x = {"input": kwargs.pop("input")} if "input" in kwargs else {}
         return original(*args[:1], *map_tensors(args[1:], to_float32), **x, **map_tensors(kwargs, to_float32))
@@ -380,6 +385,25 @@ def _ban(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingS
         return as_it_is(*args, **kwargs)
 
     return wrapper
+
+
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+
+
+def _in_one_chunk(wrapper: Callable, original: Callable, state: CastingState) -> Callable:
+    """``wrapper`` of a recurrent layer, but for calls of cuDNN in float16, whose weights torch.autocast casts into one chunk.
+
+    Casts that are made one by one lie apart: in every call torch copies them together, and warns. torch.autocast makes one chunk,
+    but in float16 whatever its precision is (``_cudnn_rnn_cast_reflatten`` in torch's AutocastRNN.cpp).
+    """
+
+    def recurrent(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and torch.backends.cudnn.is_acceptable(args[0]) and state.is_on():
+            if (state.other_precision() or state.lower_precision) is torch.float16:
+                return original(*args, **kwargs)
+        return wrapper(*args, **kwargs)
+
+    return recurrent
 
 
 def _leave(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:

@@ -19,7 +19,8 @@ from ..iteration.found_inf import FoundInf
 from ..iteration.loss_scale import LossScaler, validate_scaler_state
 from ..iteration.optimizer_wrapper import OptimizerWrapper
 from ..registry import current_session, session_of, wrapper_of
-from ..session import Session, not_initialized
+from ..session import Session
+from ..validation import not_initialized
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 

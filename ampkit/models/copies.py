@@ -1,9 +1,8 @@
-"""What is copied and pickled in the place of an initialized module: plain float32, of its own class, with nothing of ours.
+"""Copies and pickles of initialized modules and optimizers: plain float32, of their own class, with nothing of ours.
 
-``copy`` and ``pickle`` ask an object itself for ``__deepcopy__`` and ``__reduce_ex__``. Every module on which something of
-ours hangs has them in its ``__dict__``, and hands out a stand-in: its own class and attributes, without our hooks and keys, with
-float32 values in the places of lower-precision weights. An optimizer over such weights hands out the same values, so that one memo
-joins the copies of both. ``copy.copy`` and DataParallel's replicas share weights with their original and stay as it is.
+Every module on which something of ours hangs has ``__deepcopy__`` and ``__reduce_ex__`` in its ``__dict__``, which hand out a
+stand-in: see NOTES.md. An optimizer hands out the same float32 values, so that one memo joins the copies of both. ``copy.copy`` and
+DataParallel's replicas share weights with their original and stay as it is.
 """
 
 from __future__ import annotations

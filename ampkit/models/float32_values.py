@@ -1,10 +1,4 @@
-"""The float32 values behind lower-precision tensors, and what of them is lent out.
-
-A `Float32Value` is the tensor that the model computes with and a rest beside it (`ampkit.kernels.split`). Nothing watches
-writes to the tensor: whatever a script puts there, the value is within half a unit of its last place, and what is put back is
-back to the last bit. ``state_dict()`` has copies that nothing tracks. Parameters of ``master_params`` are loans: `Loans` takes
-over what was written to them.
-"""
+"""The float32 values behind lower-precision tensors, and the parameters that are lent out in their places: see NOTES.md."""
 
 from __future__ import annotations
 
@@ -162,10 +156,9 @@ def _joined(lower: Tensor, rest: Tensor | None) -> Tensor:
 
 @dataclass(eq=False)
 class Float32Value:
-    """The float32 value of one lower-precision tensor, which every method is given.
+    """The float32 value of one lower-precision tensor, which every method is given. ``loans`` are its session's.
 
-    Without a ``rest`` (int16, in the tensor's shape) the tensor is all there is, as at O3. ``loans`` are its
-    session's.
+    Without a ``rest`` (int16, in the tensor's shape) the tensor is all there is, as at O3.
     """
 
     loans: Loans

@@ -1,8 +1,7 @@
 """The forward of an initialized model: has calls cast inside, casts outputs, and tells its session that it runs.
 
-Methods of the model's class have ours around them, as long as models of the class are initialized, so that ``model(x)`` and
-``model.forward(x)`` do the same, and DataParallel's replicas behave alike. ``type(model)`` stays what the script has made. What a
-model does, the instance says: it holds a `ForwardCasts` (dtypes only); its session, where it has one, is asked through `watchers`.
+Methods of the model's class have ours around them, as long as models of the class are initialized: see NOTES.md. The instance says
+how it casts, with its `ForwardCasts`; its session is asked through `watchers`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Watcher(NamedTuple):
 Around = Callable[[Any, Callable[..., Any], tuple, dict], Any]
 """Called with the instance, the class's own method, and the arguments of a call."""
 
-# Bound once: asked in every forward.
 _compiling = torch.compiler.is_compiling
 
 
@@ -93,8 +91,7 @@ def _apply(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _zero_grad(model: nn.Module, own: Callable, args: tuple, kwargs: dict) -> None:
-    watcher = watchers.get(model)
-    if watcher is None:
+    if (watcher := watchers.get(model)) is None:
         return own(model, *args, **kwargs)
     with past_the_getter():
         own(model, *args, **kwargs)
@@ -197,8 +194,7 @@ def _part(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> An
     """A part of a model that is called alone computes as inside of the model."""
     if _running.casts is not None or _compiling() or (narrow_in := _parts.get(module)) is None:
         return forward(module, *args, **kwargs)
-    casting = active_casting()
-    if casting is None:
+    if (casting := active_casting()) is None:
         return forward(module, *args, **kwargs)
     try:
         _running.casts = _IN_A_PART
@@ -277,11 +273,9 @@ def _cast_outputs(outputs: Any, dtype: torch.dtype, traced: bool) -> Any:
 
 def _before_forward(model: nn.Module) -> None:
     """Have the model's session do what precedes a forward, which is no part of what torch.jit.trace records."""
-    watcher = watchers.get(model)
-    if watcher is None:
+    if (watcher := watchers.get(model)) is None:
         return
-    recording = torch._C._get_tracing_state()
-    if recording is None:
+    if (recording := torch._C._get_tracing_state()) is None:
         return watcher.before_forward(model)
     torch._C._set_tracing_state(None)
     try:
@@ -326,7 +320,7 @@ def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
 def _note_trace(model: nn.Module) -> None:
     """What precedes a forward stays outside of a graph: see `compiled_models`.
 
-    torch.export without dynamo runs the forward with fake weights in their places: see `made_by_torch`.
+    torch.export without dynamo runs the forward with fake weights in their places: see torch_integration.py.
     """
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
@@ -335,13 +329,9 @@ def _note_trace(model: nn.Module) -> None:
 
 
 def _on_trace(context: Any) -> None:
-    variable = context.get_local("model")._ComptimeVar__variable.realize()
-    watcher = watchers.get(variable.value)
-    if watcher is not None:
-        compiled_models.note(variable.value, watcher.before_compiled_forward)
-
-
-# Methods around those of a class. A method of ours calls the class's own for every instance that is not initialized.
+    model = context.get_local("model")._ComptimeVar__variable.realize().value
+    if (watcher := watchers.get(model)) is not None:
+        compiled_models.note(model, watcher.before_compiled_forward)
 
 
 _patched: dict[tuple[type, str], SharedPatches] = {}

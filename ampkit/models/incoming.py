@@ -1,8 +1,7 @@
 """Models that come in float16 or bfloat16, as checkpoints are loaded today: what is trained is float32 while a session lives.
 
-`Incoming.widen` comes before everything else that a session does to its models, so that all of it sees a float32 model:
-casts, kept norms, copies, ``state_dict()``. `Incoming.give_back` is its undo, and comes last of all. A session that takes
-over the models of an earlier one takes over its record too, without rounding in between.
+`widen_models` comes before everything else that a session does to its models; `Incoming.give_back` is its undo, and comes last of
+all. A session that takes over the models of an earlier one takes over its record too, without rounding in between.
 """
 
 from __future__ import annotations
@@ -18,6 +17,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import kernels
 from ..casting.tensors import cast_state, params_of, states_to_cast, tensors_in
 from ..dtypes import LOWER_PRECISION
+from ..logs import logger
+from ..sharding import fsdp_modules
+from . import sharded
+
+Plan = Any  # plan.py's, which stands above this room
 
 
 class Incoming:
@@ -131,6 +135,48 @@ class Incoming:
         for module in self._buffers:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
+
+
+def held_by(optimizers: Sequence[Any]) -> set[torch.Tensor]:
+    """The parameters of these optimizers."""
+    return {param for optimizer in optimizers for param in params_of(optimizer)}
+
+
+def widen_models(incoming: Incoming, models: Sequence[nn.Module], optimizers: Sequence[Any], plan: Plan) -> None:
+    """Make models that come in lower precision float32, and say so."""
+    lines: list[str] = []
+    trains_in = "float32" if plan.master_weights else plan.cast_model_type
+    deed = f"they train in {trains_in}" if plan.casts_weights else "they are float32"
+    for model in models:
+        if fsdp_modules(model) and (dtype := sharded.widen_sharded(model, optimizers)) is not None:
+            found = f"The sharded {type(model).__name__} came in {dtype}"
+            lines.append(f"{found}: its sharded parameters are float32 now, and stay so after close().")
+    held = held_by(optimizers)
+
+    def stays(param: torch.Tensor) -> bool:
+        """Whether calls cast it and no optimizer holds it; without an optimizer in the call, whether it is frozen."""
+        if optimizers:
+            return plan.casts_calls and not plan.lowers_all and param not in held
+        return plan.casts_calls and not plan.casts_weights and not param.requires_grad
+
+    rounded = {
+        param
+        for optimizer in optimizers
+        for param, state in optimizer.state.items()
+        if isinstance(param, torch.Tensor) and param.dtype in LOWER_PRECISION and state and "rest" not in state
+    }
+    for model, dtype, count in incoming.widen(models, optimizers, stays):
+        found = f"{count} tensors of the {type(model).__name__} came in {dtype}"
+        lines.append(f"{found}: {deed}, until close() gives {dtype} back.")
+        if not rounded.isdisjoint(model.parameters()):
+            logger.warning(
+                "The %s came in %s, and its optimizer has state already. If it is a checkpoint's, what was float32 there was "
+                "rounded: call load_state_dict() of model and optimizer after initialize(), and the run goes on bit for bit.",
+                type(model).__name__,
+                dtype,
+            )
+    for line in lines if plan.verbosity >= 1 else ():
+        logger.info(line)
 
 
 def _change_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:

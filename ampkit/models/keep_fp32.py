@@ -1,8 +1,6 @@
 """Which parameters stay float32 where weights are stored in lower precision, and which modules compute in float32.
 
-Stored in lower precision are matrices: parameters with at least two dimensions larger than 1, and the biases of torch's layers
-beside them. Everything else stays float32: norms, gates, scales, and all buffers. What ``keep_fp32=`` names stays float32 and
-computes in it, at every level: it gets a forward of its own (`KEPT` in forward.py), in which calls are not cast.
+NOTES.md says which. What ``keep_fp32=`` names gets a forward of its own (`KEPT` in forward.py), in which calls are not cast.
 """
 
 from __future__ import annotations

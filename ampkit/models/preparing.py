@@ -1,7 +1,6 @@
-"""What is done to the models of a session, in order: weights are cast, what is kept and the models get their forwards.
+"""Prepare the models of a session, in order: weights are cast, what is kept and the models get their forwards.
 
-Each step has its undo. Weights are cast in place: a parameter stays the same object, and what it lacks of its float32 value
-lies beside it (`Float32Value`). Which of the rooms beside this one are asked, a plan says here.
+Each step has its undo. Weights are cast in place: a parameter stays the same object.
 """
 
 from __future__ import annotations
@@ -45,34 +44,30 @@ def prepare_models(
     """
     values: dict[torch.Tensor, Float32Value] = {}
     keeps = plan.casts_weights or (plan.casts_calls and plan.keep_fp32)
-    kept = (
-        [Kept(m, bool(plan.keep_batchnorm_fp32), plan.keep_fp32, plan.lowers_all, trained) for m in models]
-        if keeps
-        else []
-    )
+    keeps_norms = bool(plan.keep_batchnorm_fp32)
+    kept = [Kept(model, keeps_norms, plan.keep_fp32, plan.lowers_all, trained) for model in models if keeps]
 
     def restore(model: nn.Module) -> None:
         restore_weights(model, originals)
 
-    def cast(model: nn.Module, precision: torch.dtype, why_kept: WhyKept) -> None:
-        _cast_weights(model, CastModel(precision, loans), why_kept, bool(plan.master_weights), values, originals)
-
     for model in models:
         undo.if_alive(forward.uninstall, model)
-        if plan.casts_weights:
+        if plan.stores_weights:
             undo.if_alive(restore, model)
-    if plan.casts_weights:
-        for model, choice in zip(models, kept):
-            if not fsdp_modules(model):  # FSDP2 casts what it gathers
-                cast(model, plan.cast_model_type, choice.why_kept)
-    elif plan.master_weights:
-        for model in models:
-            if (lower := next((p for p in model.parameters() if p.dtype in LOWER_PRECISION), None)) is not None:
-                undo.if_alive(restore, model)
-                cast(model, lower.dtype, lambda module, param: "as it is")
+    for index, model in enumerate(models if plan.stores_weights else ()):
+        precision, why_kept = plan.cast_model_type, kept[index].why_kept if plan.casts_weights else _as_it_is
+        if not plan.casts_weights:
+            precision = next((p.dtype for p in model.parameters() if p.dtype in LOWER_PRECISION), None)
+        if precision is not None and not fsdp_modules(model):  # FSDP2 casts what it gathers
+            _cast_weights(model, CastModel(precision, loans), why_kept, bool(plan.master_weights), values, originals)
     _log_kept(kept, plan)
     _shell_forwards(models, kept, plan, undo)
     return values
+
+
+def _as_it_is(module: nn.Module, param: nn.Parameter) -> str:
+    """Why float32 parameters stay so where the level casts none: beside others that came in lower precision."""
+    return "as it is"
 
 
 def _cast_weights(
@@ -86,8 +81,7 @@ def _cast_weights(
     """Cast every parameter that is not kept, in place. Tied weights share one value, also between models."""
     too_large: list[str] = []
     for prefix, module in model.named_modules():
-        # Scripted modules have no weights here: see validation.py.
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):  # has no weights here: see validation.py
             continue
         if (part := record_of(module)) is not None:
             if part is not whole and part not in whole.parts:
@@ -115,14 +109,18 @@ def _cast_weights(
     # Not a bias that is in a layer too.
     whole.kept = [param for param in whole.kept if id(param) not in whole.parameters]
     if too_large:
-        logger.warning(
-            "%s holds values above %g, the largest that %s has (%d tensors do): they are that now. Use bfloat16 (O5), or "
-            "keep_fp32= for the module.",
-            printable(too_large[0]),
-            torch.finfo(whole.lower_precision).max,
-            whole.lower_precision,
-            len(too_large),
-        )
+        _warn_of_large(too_large, whole.lower_precision)
+
+
+def _warn_of_large(names: list[str], precision: torch.dtype) -> None:
+    logger.warning(
+        "%s holds values above %g, the largest that %s has (%d tensors do): they are that now. Use bfloat16 (O5), or "
+        "keep_fp32= for the module.",
+        printable(names[0]),
+        torch.finfo(precision).max,
+        precision,
+        len(names),
+    )
 
 
 def _cast(tensor: torch.Tensor, whole: CastModel, has_master: bool) -> Float32Value:

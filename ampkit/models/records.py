@@ -1,9 +1,7 @@
 """The record of a cast model, by which any of its modules finds, saves and loads the float32 values of its weights.
 
-Every submodule of a cast model has the model's `CastModel` in its ``__dict__``. Because it lies there, ``state_dict``,
-``load_state_dict``, deepcopy and pickle of any part of the model find it without knowing of a session. Parameters are found by
-themselves and not by name, since pruning and parametrizations move them. The iterators over modules take a fraction of the time
-of torch's. Before a forward what was written to loans and weights is taken over, and changed dtypes are refused.
+Every submodule has the model's `CastModel` in its ``__dict__``, so that no session has to be known. Parameters are found by
+themselves and not by name. Before a forward what was written to loans and weights is taken over, and changed dtypes are refused.
 """
 
 from __future__ import annotations

@@ -1,21 +1,27 @@
-"""What torch.distributed writes into a cast model: the ranks are to be equal bit for bit after it, rests too.
+"""The places where torch itself reads or writes weights of an initialized model: export, averages, torch.distributed.
 
-A collective that writes to a weight (``dist.broadcast(p.data, 0)``) clears its rest, on the rank that a broadcast comes from too.
-DistributedDataParallel gives every process the weights of one when it is made, and at the end of ``join()``: rests go with them.
+A program of torch.export shares its parameters with the model. `close` turns those of a cast model into float32 in place, which
+a program in lower precision could not run with: it gets its own. An ``AveragedModel`` is float32, and so is what it is made of.
+Ranks are to be equal bit for bit, rests too. So a collective that writes to a weight (``dist.broadcast(p.data, 0)``) clears its
+rest, on the rank that a broadcast comes from too. Where DistributedDataParallel gives every process the weights of one, when it is
+made and at the end of ``join()``, rests go with them.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.parallel.distributed as ddp
 from torch import nn
+from torch.optim import swa_utils
 
-from ..patching import PatchSet, SharedPatches
+from ..patching import PatchSet, SharedPatches, shared_patch
+from ..registry import watchers
 from .float32_values import Float32Value
 from .records import lower_entries
 
@@ -41,6 +47,8 @@ def note_weights(model: nn.Module) -> None:
 
 
 def _patch(patches: PatchSet) -> None:
+    average = swa_utils.AveragedModel
+    patches.set(average, "update_parameters", _averaging(average.update_parameters))
     if not torch.distributed.is_available():
         return
     group = torch.distributed.ProcessGroup
@@ -51,7 +59,8 @@ def _patch(patches: PatchSet) -> None:
         patches.set(ddp, "_sync_module_states", _with_rests(ddp._sync_module_states))
 
 
-collectives = SharedPatches(_patch)
+#: What sessions with stored weights want patched.
+around_stored_weights = SharedPatches(_patch)
 
 
 def _clearing_rests(original: Callable) -> Callable:
@@ -105,3 +114,40 @@ def _with_rests(original: Callable) -> Callable:
             entry.rest.copy_(rest.view(torch.int16).view(entry.rest.shape))
 
     return sync_module_states
+
+
+def _averaging(original: Any) -> Any:
+    @functools.wraps(original)
+    def update_parameters(self: Any, model: nn.Module) -> None:
+        entries = dict(lower_entries(model))
+
+        def parameters() -> Iterator[torch.Tensor]:
+            return (entries[param].current(param) if param in entries else param for param in model.parameters())
+
+        # As much of a model as an average asks for.
+        original(self, SimpleNamespace(parameters=parameters, buffers=model.buffers))
+
+    return update_parameters
+
+
+def _exporting(original: Any) -> Any:
+    @functools.wraps(original)
+    def export(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        initialized = [model for model in mod.modules() if model in watchers] if isinstance(mod, nn.Module) else []
+        for model in initialized:
+            watchers[model].before_forward(model)
+        program = original(mod, *args, **kwargs)
+        if any(True for model in initialized for _ in lower_entries(model)):
+            copies = {tensor: _copy(tensor) for tensor in program.state_dict.values()}
+            program.state_dict.update({name: copies[tensor] for name, tensor in program.state_dict.items()})
+        return program
+
+    return export
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+exports = shared_patch(lambda: torch.export, "export", _exporting)
