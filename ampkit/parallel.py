@@ -8,6 +8,7 @@ Scripts call it on the model before the optimizer is built and before ``initiali
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -49,9 +50,6 @@ def fully_shard(
     Raises `ConfigurationError` for an ``mp_policy``, for settings that `initialize` would refuse, and where ``keep_fp32`` names
     single parameters.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.fsdp import fully_shard as shard
-
     if "mp_policy" in options:
         raise ConfigurationError(
             "fully_shard: mp_policy= is chosen by opt_level, cast_model_type and reduce_dtype. Leave it out, or call "
@@ -65,8 +63,15 @@ def fully_shard(
         cast_model_type=cast_model_type, keep_batchnorm_fp32=keep_batchnorm_fp32, keep_fp32=keep_fp32 or None
     )
     resolved = plan.resolve(opt_level, device_type, settings)
+    return _sharded(module, resolved, reduce_dtype, dict(options, mesh=mesh))
+
+
+def _sharded(module: nn.Module, resolved: plan.Plan, reduce_dtype: torch.dtype, options: dict[str, Any]) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as shard
+
     if not resolved.has_narrow_results:
-        return cast(nn.Module, shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options))
+        return cast(nn.Module, shard(module, mp_policy=MixedPrecisionPolicy(), **options))
     kept = Kept(module, resolved.keep_batchnorm_fp32 is not False, resolved.keep_fp32)
     in_kept = {param for one in kept.modules for param in one.parameters()}
     alone = [name for name, param in module.named_parameters() if param in kept.parameters - in_kept]
@@ -75,20 +80,17 @@ def fully_shard(
             f"fully_shard: keep_fp32 names single parameters ({', '.join(alone)}), and FSDP2 gathers whole modules. Name the "
             "modules that they belong to."
         )
-    in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     inside = {inner for one in kept.modules for inner in one.modules() if inner is not one}
     by_fsdp = {id(one.param) for one in gathered(module)}  # tensor parallelism shards too
     for one in kept.modules:
         has_own = any(id(param) not in by_fsdp for param in one.parameters())
         if has_own and one not in inside and one is not module and not is_fsdp(one):
-            shard(one, mesh=mesh, mp_policy=in_float32, **options)
+            shard(one, mp_policy=policy, **options)
             by_fsdp.update(id(param) for param in one.parameters())
-    lower = MixedPrecisionPolicy(
-        param_dtype=resolved.lower_precision, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-    )
-    return cast(
-        nn.Module, shard(module, mesh=mesh, mp_policy=in_float32 if module in kept.modules else lower, **options)
-    )
+    if module not in kept.modules:
+        policy = replace(policy, param_dtype=resolved.lower_precision, reduce_dtype=reduce_dtype)
+    return cast(nn.Module, shard(module, mp_policy=policy, **options))
 
 
 def convert_syncbn_model(

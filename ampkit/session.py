@@ -379,8 +379,7 @@ class Session:
                 note_weights(model)
         if self.casting is not None:
             self._cast_where_it_is(model, left_as)
-            if self.casting.is_behind:
-                self.casting.catch_up()
+            self.casting.catch_up()
         self.statistics.before_forward(model)
         self.scaling.note_forward()
 

@@ -20,7 +20,6 @@ from torch.nn import Parameter
 
 from .store import CastStore
 
-# Bound once: each is asked on every call with a weight.
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiler = torch.compiler
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -61,11 +60,7 @@ class CastCaches:
             # would miss the cast.
             if _dynamo_compiling() or _compiler._is_compiling_flag:
                 return convert(weight)
-            if (
-                store.bypassed
-                or _dispatch_modes() > self.watchers
-                or (store.capturing is not None and store.capturing())
-            ):
+            if store.bypassed or _dispatch_modes() > self.watchers or (store.capturing and store.capturing()):
                 return convert(weight)
             return store.cast(weight, convert)
 
@@ -147,8 +142,7 @@ class CastCaches:
         self._lock = threading.RLock()
 
     def _stores(self) -> list[CastStore]:
-        """Those of now: another thread may need one more meanwhile."""
-        return list(self._by_dtype.values())
+        return list(self._by_dtype.values())  # a copy: another thread may need one more meanwhile
 
 
 _numbers = itertools.count(1)
@@ -195,7 +189,6 @@ class Call:
 def is_weight(tensor: Tensor) -> bool:
     """Whether casts of ``tensor`` are worth keeping: exactly a parameter.
 
-    Other leaves that require gradients are inputs, which scripts edit through ``.data`` (adversarial examples, style
-    transfer). Subclasses (fake and distributed tensors among them) carry more than a storage and a version.
+    Other leaves are inputs, which scripts edit through ``.data``. Subclasses carry more than a storage and a version.
     """
     return type(tensor) is Parameter

@@ -1,8 +1,7 @@
-"""Functions of the user's own: decorators, and registrations by name.
+"""Functions of the user's own: decorators, and registrations by name, which may be used before there is a session.
 
-Both may be used at import time, before there is a session, and do nothing while no session at O1 is active; but
-`float_function` casts at O2, O3 and O5 too. A decorated function casts every tensor it is given; a registered one is patched
-like a row of the tables, so that ``dtype=``, ``out=`` and the like keep their meaning.
+A decorated function casts every tensor it is given; a registered one is patched like a row of the tables, so that ``dtype=``,
+``out=`` and the like keep their meaning.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Casting:
         self.state = CastingState(lower_precision, verbosity, self.caches, control)
         #: The wrappers in C++, where that library is loaded.
         self.cpp = None if library is None else CppWrappers(library, control)
-        self._device_types = frozenset(device_types)
+        self.device_types = frozenset(device_types)
         self._installed = False
         self._paused = False
         self._storing = 0  # sessions whose calls are cast inside of their models, with narrow results
@@ -86,20 +86,15 @@ class Casting:
         self._wrappers: dict[int, Any] = {}  # what stands in their places by the id of originals
         self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._tag = ""
-        # Packages that have rows, and are not loaded yet.
-        self._awaited: tuple[str, ...] = ()
-        # What threads were before they were switched on for good, by their ident.
-        self._switched_on: dict[int, Saved] = {}
-        # Threads that were in a region when the device types changed.
-        self._out_of_date: set[int] = set()
+        self._awaited: tuple[str, ...] = ()  # packages that have rows, and are not loaded yet
+        self._switched_on: dict[
+            int, Saved
+        ] = {}  # states of threads before they were switched on for good, by their ident
+        self._out_of_date: set[int] = set()  # threads that were in a region when the device types changed
 
     @property
     def lower_precision(self) -> torch.dtype:
         return self.state.lower_precision
-
-    @property
-    def device_types(self) -> frozenset[str]:
-        return self._device_types
 
     # -- from install to close
 
@@ -169,16 +164,13 @@ class Casting:
         self._describe()
         forget_traces()
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether a package that has rows was loaded since `install`: `catch_up` puts them in place."""
-        for package in self._awaited:
-            if is_loaded(package):
-                return True
-        return False
-
     def catch_up(self) -> None:
         """Put the rows of packages that were loaded since `install` in place."""
+        for package in self._awaited:
+            if is_loaded(package):
+                break
+        else:
+            return
         self._await_packages()
         for rule in self.policy.rules(_registered.values())[0]:
             if (id(rule.owner), rule.name) not in self._kinds:
@@ -193,8 +185,8 @@ class Casting:
     def cast_on(self, device_types: Iterable[str]) -> None:
         """Cast tensors on these device types and no others."""
         device_types = frozenset(device_types)
-        if device_types != self._device_types:
-            self._device_types = device_types
+        if device_types != self.device_types:
+            self.device_types = device_types
             self._describe()
             if threading.get_ident() in self._switched_on:
                 self._out_of_date.add(threading.get_ident())
@@ -236,21 +228,17 @@ class Casting:
         if self._out_of_date and not _compiling():
             self._bring_up_to_date()
         state = self.state
-        if not state.installed:
-            return nullcontext()
-        if state.is_on():  # for calls of every model, or for those of the one around this
-            fits = narrow_in is None or (
-                state.is_narrow() and (state.other_precision() or self.lower_precision) is narrow_in
-            )
-            return nullcontext() if fits else state.region(True, narrow_in, narrow=True)
-        if number_of_regions() > 0:
+        if state.installed and state.is_on():  # for calls of every model, or for those of the one around this
+            fits = state.is_narrow() and (state.other_precision() or self.lower_precision) is narrow_in
+            return nullcontext() if narrow_in is None or fits else state.region(True, narrow_in, narrow=True)
+        if not state.installed or number_of_regions() > 0:
             return nullcontext()
         return state.region(True, narrow_in, narrow=narrow_in is not None)
 
     def keep_stored_weights_of(self, earlier: Casting) -> None:
         """Before `install`: go on with the stored weights of an engine that was closed."""
         self.state.stored, self._storing = earlier.state.stored, earlier._storing
-        self._device_types = earlier._device_types
+        self.device_types = earlier.device_types
 
     def end_scope_of_process(self) -> None:
         """Cast in the forward of models only, from now on: the last session that had every call cast is gone."""
@@ -307,13 +295,13 @@ class Casting:
         mark_regions(self.state.device_types)
 
     def _tell_state(self) -> None:
-        self.state.set(self._installed and not self._paused, self._device_types, self._storing > 0)
+        self.state.set(self._installed and not self._paused, self.device_types, self._storing > 0)
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
         rules = sorted(f"{getattr(owner, '__name__', '')}.{name}={kind}" for owner, name, kind in self._kinds.values())
         digest = hashlib.sha256("".join(rules).encode()).hexdigest()[:16]
-        self._tag = f"{self.lower_precision} {sorted(self._device_types)} {digest}"
+        self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
         self._tell_state()
 
     def _stay_off(self) -> None:
@@ -351,8 +339,7 @@ class Casting:
             return
         if key not in self._originals:
             self._originals[key] = _stored(rule.owner, rule.name)
-        stored = self._originals[key]
-        self._patches.set(rule.owner, rule.name, self._wrapped(stored, rule))
+        self._patches.set(rule.owner, rule.name, self._wrapped(self._originals[key], rule))
 
     def _wrapped(self, stored: Any, rule: CastRule) -> Any:
         if isinstance(stored, (staticmethod, classmethod)):
@@ -363,10 +350,8 @@ class Casting:
 
     def _restore(self) -> None:
         self._patches.restore()
-        self._originals.clear()
-        self._kinds.clear()
-        self._wrapped_by.clear()
-        self._wrappers.clear()
+        for known in (self._originals, self._kinds, self._wrapped_by, self._wrappers):
+            known.clear()
         if self.cpp is not None:
             self.cpp.close()
         self.caches.drop()

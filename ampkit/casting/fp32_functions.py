@@ -11,7 +11,7 @@ Note [when the copy is made after all]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,12 +76,8 @@ def _saving_the_input(
 
 
 def _is_cast(x: Any, state: CastingState) -> bool:
-    return (
-        type(x) in (Tensor, Parameter)
-        and x.dtype in LOWER_PRECISION
-        and state.is_on()
-        and state.casts_on(x.device.type)
-    )
+    is_plain = type(x) in (Tensor, Parameter) and x.dtype in LOWER_PRECISION
+    return is_plain and state.is_on() and state.casts_on(x.device.type)
 
 
 def _records_plainly(x: Tensor) -> bool:
@@ -101,13 +97,8 @@ def _with_dtype(wrapper: Callable, original: Callable, state: CastingState, log:
 
     def pass_dtype(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
-        if (
-            not _is_cast(x, state)
-            or x.is_cpu
-            or kwargs.get("dtype") is not None
-            or kwargs.get("out") is not None
-            or any(type(value) is torch.dtype for value in args)
-        ):
+        names_one = kwargs.get("dtype") is not None or any(type(value) is torch.dtype for value in args)
+        if not _is_cast(x, state) or x.is_cpu or names_one or kwargs.get("out") is not None:
             return wrapper(*args, **kwargs)
         if log is not None:
             log(x)
@@ -164,22 +155,17 @@ def _recomputed_gradients(
 class _Computation(NamedTuple):
     """One function of torch, and how it is done here.
 
-    ``arguments`` takes what the function takes and gives it in order, or None where it is left to torch. ``forward`` gives the
-    result and what ``backward`` needs beside the arguments; where that is nothing, the forward pass is done again instead.
+    ``arguments`` gives the function's arguments in order, or None where it is left to torch. ``forward`` gives the result and what
+    ``backward`` needs beside the arguments; where that is nothing, the forward pass is done again instead.
     """
 
     arguments: Callable[..., tuple | None]
-    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    forward: Callable[..., tuple[Tensor, Sequence[Tensor]]]
     backward: Callable[..., tuple[Tensor | None, ...]]
 
 
 def _are_float32(*weights: Tensor | None) -> bool:
-    return all(
-        weight is None or (type(weight) in (Tensor, Parameter) and weight.dtype is torch.float32) for weight in weights
-    )
-
-
-# -- layer_norm
+    return all(x is None or (type(x) in (Tensor, Parameter) and x.dtype is torch.float32) for x in weights)
 
 
 def _arguments_of_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
@@ -187,8 +173,8 @@ def _arguments_of_layer_norm(input, normalized_shape, weight=None, bias=None, ep
 
 
 def _layer_norm(original, x, shape, weight, bias, eps):
-    result, mean, rstd = _native_layer_norm(x.float(), shape, weight, bias, eps)
-    return result, (mean, rstd)
+    result, *statistics = _native_layer_norm(x.float(), shape, weight, bias, eps)
+    return result, statistics
 
 
 def _gradients_of_layer_norm(grad, needed, statistics, x, shape, weight, bias, eps):
@@ -197,18 +183,9 @@ def _gradients_of_layer_norm(grad, needed, statistics, x, shape, weight, bias, e
     return None if dx is None else dx.to(x.dtype), None, dweight, dbias, None
 
 
-# -- group_norm
-
-
 def _arguments_of_group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
-    fits = (
-        _are_float32(weight, bias)
-        and input.dim() >= 2
-        and type(num_groups) is int
-        and num_groups > 0
-        and input.shape[1] % num_groups == 0
-        and all(one is None or one.shape == input.shape[1:2] for one in (weight, bias))
-    )
+    fits = _are_float32(weight, bias) and all(x is None or x.shape == input.shape[1:2] for x in (weight, bias))
+    fits = fits and input.dim() >= 2 and type(num_groups) is int and num_groups > 0 and input.shape[1] % num_groups == 0
     return (input, num_groups, weight, bias, eps) if fits else None
 
 
@@ -223,10 +200,9 @@ def _group_norm_sizes(x, groups):
 
 
 def _group_norm(original, x, groups, weight, bias, eps):
-    result, mean, rstd = _native_group_norm(
-        _in_memory_format_of(x, x.float()), weight, bias, *_group_norm_sizes(x, groups), eps
-    )
-    return result, (mean, rstd)
+    x32 = _in_memory_format_of(x, x.float())
+    result, *statistics = _native_group_norm(x32, weight, bias, *_group_norm_sizes(x, groups), eps)
+    return result, statistics
 
 
 def _gradients_of_group_norm(grad, needed, statistics, x, groups, weight, bias, eps):
@@ -234,9 +210,6 @@ def _gradients_of_group_norm(grad, needed, statistics, x, groups, weight, bias, 
     grad, x32 = _in_memory_format_of(x, grad), _in_memory_format_of(x, x.float())
     dx, dweight, dbias = _group_norm_backward(grad, x32, *statistics, weight, *_group_norm_sizes(x, groups), mask)
     return None if dx is None else dx.to(x.dtype), None, dweight, dbias, None
-
-
-# -- rms_norm
 
 
 def _arguments_of_rms_norm(input, normalized_shape, weight=None, eps=None):
@@ -271,23 +244,13 @@ def _last(shape):
     return tuple(range(-len(shape), 0))
 
 
-# -- cross_entropy
-
-
 def _arguments_of_cross_entropy(
     input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
 ):
-    fits = (
-        type(target) is Tensor
-        and target.dtype is torch.long
-        and input.dim() >= 2
-        and target.shape == input.shape[:1] + input.shape[2:]
-        and weight is None
-        and size_average is None
-        and reduce is None
-        and reduction in ("none", "mean", "sum")
-        and label_smoothing == 0
-    )
+    has_classes = type(target) is Tensor and target.dtype is torch.long
+    has_classes = has_classes and input.dim() >= 2 and target.shape == input.shape[:1] + input.shape[2:]
+    is_plain = weight is size_average is reduce is None and label_smoothing == 0
+    fits = has_classes and is_plain and reduction in ("none", "mean", "sum")
     # In the order of torch's own: a second derivative is that of the original, called with these.
     return (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) if fits else None
 
@@ -326,9 +289,6 @@ def _gradients_of_cross_entropy(grad, needed, statistics, x, target, _, __, igno
     return dx, *(None,) * 7
 
 
-# -- embedding
-
-
 def with_gradients_of_tables(wrapper: Callable, original: Callable) -> Callable:
     """Embeddings whose tables may have narrow gradients get those by rows (`RowsOfTable`).
 
@@ -346,10 +306,6 @@ def with_gradients_of_tables(wrapper: Callable, original: Callable) -> Callable:
     return call
 
 
-def _arguments_of_embedding(weight, indices, padding_idx, scale_grad_by_freq):
-    return weight, indices, padding_idx, scale_grad_by_freq
-
-
 def _embedding(original, weight, indices, padding_idx, scale_grad_by_freq):
     return original(weight.detach(), indices, padding_idx, scale_grad_by_freq).float(), (indices,)
 
@@ -360,7 +316,7 @@ def _gradients_of_embedding(grad, needed, statistics, weight, indices, padding_i
 
 
 _COMPUTATIONS = {
-    "embedding": _Computation(_arguments_of_embedding, _embedding, _gradients_of_embedding),
+    "embedding": _Computation(lambda *arguments: arguments, _embedding, _gradients_of_embedding),
     "layer_norm": _Computation(_arguments_of_layer_norm, _layer_norm, _gradients_of_layer_norm),
     "group_norm": _Computation(_arguments_of_group_norm, _group_norm, _gradients_of_group_norm),
     "rms_norm": _Computation(_arguments_of_rms_norm, _rms_norm, _gradients_of_rms_norm),

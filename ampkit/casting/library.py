@@ -37,9 +37,5 @@ def _import() -> Any:
     return library
 
 
-def _choose() -> Dispatch:
-    library, why = load_library("ampkit._casting", _import)
-    return Dispatch(library, why if library is None else f"built with torch {library.torch_version}")
-
-
-_dispatch = _choose()
+_library, _why = load_library("ampkit._casting", _import)
+_dispatch = Dispatch(_library, _why if _library is None else f"built with torch {_library.torch_version}")

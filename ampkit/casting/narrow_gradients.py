@@ -56,11 +56,7 @@ def follow_dtype(param: Tensor) -> None:
         param.grad_dtype = None  # the nearest that Python can say
 
 
-def _read(param: Tensor) -> Tensor | None:
-    return param.grad
-
-
-stored_gradient = _read if _library is None else _library.stored_gradient
+stored_gradient = (lambda param: param.grad) if _library is None else _library.stored_gradient
 """A function of a parameter: its gradient as it is stored."""
 
 

@@ -40,7 +40,6 @@ from ..dtypes import LOWER_PRECISION
 if TYPE_CHECKING:
     from .cache import CastCaches
 
-# Bound once: asked on every call.
 _is_enabled = torch.is_autocast_enabled
 _dtype_of = torch.get_autocast_dtype
 _compiling = torch.compiler.is_compiling
@@ -118,9 +117,8 @@ class CastingState:
         for device_type in self.device_types:
             dtype = _dtype_of(device_type)
             if dtype is not self.lower_precision and _is_enabled(device_type):
-                chosen = dtype is not self._torchs_choice[device_type] or self.is_narrow()
-                asked_for = dtype in LOWER_PRECISION and chosen
-                return dtype if asked_for else None
+                is_chosen = dtype is not self._torchs_choice[device_type] or self.is_narrow()
+                return dtype if dtype in LOWER_PRECISION and is_chosen else None
         return None
 
     def is_narrow(self) -> bool:
@@ -140,10 +138,8 @@ class CastingState:
 
     def switch_back_on(self, device_types: Sequence[str]) -> None:
         """Undo a mere switching off, likewise."""
-        before = self.before.get(threading.get_ident()) if self.closed else None
-        if before is not None:
-            self.restore(before)
-            return
+        if self.closed and (before := self.before.get(threading.get_ident())) is not None:
+            return self.restore(before)
         for one in device_types:
             torch.set_autocast_enabled(one, True)
 
@@ -226,12 +222,12 @@ number_of_regions._dynamo_marked_constant = True
 
 def is_plain_place() -> bool:
     """Whether this thread is where nothing brings its state back: see Note [plain places]."""
-    if number_of_regions() > 0 or _graph_task() != -1 or torch.is_inference_mode_enabled() or _left.depth > 0:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if number_of_regions() > 0 or in_backward or torch.is_inference_mode_enabled() or _left.depth > 0:
         return False
     return _excluded() | _excluded_at_rest() == _excluded_at_rest()
 
 
-_graph_task = torch._C._current_graph_task_id
 #: What dispatching leaves out in this thread: torch.autocast where that is off, and more inside of a dispatcher's own call.
 _excluded = torch._C._dispatch_tls_local_exclude_set
 

@@ -19,7 +19,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..labels import labelled
 
-# Bound once: each is asked on every call with a weight.
 _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
 

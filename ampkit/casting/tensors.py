@@ -1,9 +1,4 @@
-"""Finding and casting the tensors in whatever a model is called with.
-
-`map_tensors` walks through containers of any depth and keeps their types; `cast_floating` is the cast that O1's slow
-path and the input and output casts of O2 and O3 are made of. `params_of` and `states_to_cast` find an optimizer's
-tensors. Nothing here knows of sessions.
-"""
+"""Finding and casting the tensors in a model's arguments (`map_tensors`) and in an optimizer (`params_of`, `states_to_cast`)."""
 
 from __future__ import annotations
 
@@ -27,7 +22,6 @@ CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.bfloat16: Tensor.bfloat16,
 }
 
-# Bound once: asked for every container.
 _traced = torch.compiler.is_dynamo_compiling
 
 _LEAVES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.nn.Module, type)

@@ -1,13 +1,12 @@
-"""What stands in torch's place where calls are cast: one factory of wrappers per `CastKind`.
+"""Wrappers that stand in torch's place where calls are cast: one factory for each `CastKind`.
 
 Each wrapper asks on every call whether casting is on, and calls torch's function where not, so that a wrapper that a script has
 kept casts nothing after the engine closes. The engine calls `wrap`; nothing here patches anything.
 
 Note [the tables win]
-    torch.autocast is on beneath the wrappers, with lists of its own, and sees what a function calls in its turn. So torch's
-    functions are called with it off (`past_autocast`), but for those that were given lower precision and are not on
-    its lists of what is float32: nothing in them is left to cast, and what they call has rows of its own. (Recurrent layers
-    have to be called with it off: `_in_one_chunk`.)
+    torch.autocast is on beneath the wrappers, and sees what a function calls in its turn. So torch's functions are called with
+    it off (`past_autocast`), but for those that were given lower precision and are not on its lists of what is float32:
+    nothing in them is left to cast, and what they call has rows of its own.
 
 Note [what is never cast]
     An explicit ``dtype=`` is the caller's choice, and such a call goes through as it is. ``out=`` and in-place
@@ -147,16 +146,6 @@ def _where_casts_are_off(wrapper: Callable, original: Callable, state: CastingSt
     return call
 
 
-def keep_overloads(wrapper: Callable, original: Callable) -> None:
-    """Give the wrapper of an operator (``torch.ops.torchvision.nms``) its overloads: compilers and libraries ask for them."""
-    if isinstance(original, OpOverloadPacket):
-        wrapper.overloads = original.overloads
-        overloads = {name: getattr(original, name) for name in original.overloads()}
-        wrapper.op_overloads = lambda: list(overloads.values())  # torch 2.15 asks every operator for it
-        for name, overload in overloads.items():
-            setattr(wrapper, name, overload)
-
-
 def autocast_would_cast(rule: CastRule) -> bool:
     """Whether torch.autocast, on any device, casts the arguments of a function that the tables leave alone."""
     return rule.name in _CAST_BY_AUTOCAST
@@ -172,7 +161,13 @@ _CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name
 
 def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> None:
     functools.update_wrapper(wrapper, original)
-    keep_overloads(wrapper, original)
+    if isinstance(
+        original, OpOverloadPacket
+    ):  # ``torch.ops.torchvision.nms``: compilers and libraries ask for its overloads
+        wrapper.overloads = original.overloads
+        overloads = {name: getattr(original, name) for name in original.overloads()}
+        wrapper.op_overloads = lambda: list(overloads.values())  # torch 2.15 asks every operator for it
+        wrapper.__dict__.update(overloads)
     # Built-in functions name modules and classes that pickle would find the original under.
     if isinstance(owner, ModuleType):
         wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
@@ -181,10 +176,7 @@ def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> 
 
 
 def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | None = None) -> Convert:
-    """The cast of a single tensor that a rule of this kind asks for (not for kinds that look at all arguments).
-
-    ``dtype`` is another lower precision than the session's.
-    """
+    """The cast of a single tensor that a rule of this kind asks for; ``dtype`` is another lower precision than the session's."""
     target = dtype or _target(kind, state)
     convert = _converter(target, state, name)
     if kind is CastKind.FP32:
@@ -353,35 +345,27 @@ def _fp32_weights(kind: CastKind, original: Callable, as_it_is: Callable, state:
     return wrapper
 
 
-def _reject(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """REJECT: in-place functions whose result need not fit into float16."""
+def _refuse(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
+    """BANNED: functions that lose their meaning in lower precision. REJECT: in-place ones whose result may not fit into float16."""
+    in_place = kind is CastKind.REJECT
+    refused = (torch.float16,) if in_place else LOWER_PRECISION
+    advice = (
+        "its result may not fit into float16, and in place it cannot become float32. "
+        f"Call {name.rstrip('_')}(), which returns float32, or put the call into 'with ampkit.disable_casts():'."
+    )
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if state.is_on():
-            first = args[0] if args else kwargs.get("input")
-            if isinstance(first, Tensor) and first.dtype is torch.float16 and state.casts_on(first.device.type):
-                raise RefusedOperation(
-                    f"{name}() was called on a float16 tensor while casts are on: its result may not fit into float16, "
-                    f"and in place it cannot become float32. Call {name.rstrip('_')}(), which returns float32, or put "
-                    f"the call into 'with ampkit.disable_casts():'."
-                )
-        return as_it_is(*args, **kwargs)
-
-    return wrapper
-
-
-def _ban(kind: CastKind, original: Callable, as_it_is: Callable, state: CastingState, name: str) -> Callable:
-    """BANNED: functions that lose their meaning in lower precision, or that the user's policy refuses."""
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if name in _ADVICE and state.is_on() and state.is_narrow():  # lower precision is what such a model has
+        if not state.is_on():
+            return as_it_is(*args, **kwargs)
+        if name in _ADVICE and state.is_narrow():  # lower precision is what such a model has
             return as_it_is(*map_tensors(args, to_float32), **map_tensors(kwargs, to_float32))
-        if state.is_on():
-            for x in tensors_in(args, kwargs):
-                if x.dtype in LOWER_PRECISION and state.casts_on(x.device.type):
-                    raise RefusedOperation(
-                        f"{name}() was called with a {x.dtype} tensor while casts are on: {_ADVICE.get(name, _ANY_ADVICE)}"
-                    )
+        looked_at = (args[0] if args else kwargs.get("input"),) if in_place else (args, kwargs)
+        for x in tensors_in(*looked_at):
+            if x.dtype in refused and state.casts_on(x.device.type):
+                raise RefusedOperation(
+                    f"{name}() was called with a {x.dtype} tensor while casts are on: "
+                    f"{advice if in_place else _ADVICE.get(name, _ANY_ADVICE)}"
+                )
         return as_it_is(*args, **kwargs)
 
     return wrapper
@@ -424,8 +408,8 @@ _FACTORIES = {
     CastKind.CONTRACTION: _contract,
     CastKind.MATCH_FIRST: _match_first,
     CastKind.FP32_WEIGHTS: _fp32_weights,
-    CastKind.REJECT: _reject,
-    CastKind.BANNED: _ban,
+    CastKind.REJECT: _refuse,
+    CastKind.BANNED: _refuse,
     CastKind.NATIVE: _leave,
 }
 

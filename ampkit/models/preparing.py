@@ -55,7 +55,7 @@ def prepare_models(
         if plan.stores_weights:
             undo.if_alive(restore, model)
     for index, model in enumerate(models if plan.stores_weights else ()):
-        precision, why_kept = plan.cast_model_type, kept[index].why_kept if plan.casts_weights else _as_it_is
+        precision, why_kept = plan.cast_model_type, kept[index].why_kept if plan.casts_weights else _as_they_are
         if not plan.casts_weights:
             precision = next((p.dtype for p in model.parameters() if p.dtype in LOWER_PRECISION), None)
         if precision is not None and not fsdp_modules(model):  # FSDP2 casts what it gathers
@@ -65,8 +65,8 @@ def prepare_models(
     return values
 
 
-def _as_it_is(module: nn.Module, param: nn.Parameter) -> str:
-    """Why float32 parameters stay so where the level casts none: beside others that came in lower precision."""
+def _as_they_are(module: nn.Module, param: nn.Parameter) -> str:
+    """Keep float32 weights, beside others that came in lower precision, where the level casts none."""
     return "as it is"
 
 
