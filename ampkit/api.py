@@ -112,7 +112,7 @@ def initialize(
 def _track(models: Any, optimizers: Any) -> None:
     """Have a session that does nothing own these, for `scale_loss` to know; with ``enabled=False`` they may be anything."""
     things = [
-        [validation.uncompiled(item) for item in validation.flatten(value) if validation.can_be_tracked(item)]
+        [validation.uncompiled(item) for item in validation.flatten(value) if hasattr(item, "__weakref__")]
         for value in (models, optimizers)
     ]
     for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):

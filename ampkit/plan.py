@@ -118,11 +118,9 @@ class Plan:
 
     def changes_of(self, defaults: Plan) -> str:
         """The settings that differ from ``defaults``, as one would write them to `initialize`."""
-        return ", ".join(
-            f"{one.name}={_as_written(getattr(self, one.name))}"
-            for one in fields(self)
-            if getattr(self, one.name) != getattr(defaults, one.name)
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = {name: value for name, value in values.items() if value != getattr(defaults, name)}
+        return ", ".join(f"{name}={_as_written(value)}" for name, value in changed.items())
 
 
 def _short(dtype: torch.dtype | None) -> str:

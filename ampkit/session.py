@@ -2,8 +2,7 @@
 
 `Session.prepare` casts the models, gives the optimizers methods, and patches torch, in that order; `Session.close`
 takes it all back in reverse. The session holds its models and optimizers weakly: when the last of them is gone, it
-closes itself. `LossScaling` holds the part of it that runs in every iteration. Below stand the live sessions of the process, and
-which of them owns a model or an optimizer.
+closes itself. `LossScaling` holds the part of it that runs in every iteration.
 """
 
 from __future__ import annotations
@@ -123,13 +122,8 @@ class Session:
 
     def models_outside(self, models: Sequence[nn.Module]) -> list[nn.Module]:
         """Its models that are no part of ``models`` and yet share modules or parameters with them."""
-        modules = {module for model in models for module in model.modules()}
-        parts = modules | {param for model in models for param in model.parameters()}
-        return [
-            model
-            for model in self.models
-            if model not in modules and not parts.isdisjoint((*model.modules(), *model.parameters()))
-        ]
+        parts = _parts(models)
+        return [model for model in self.models if model not in parts and not parts.isdisjoint(_parts([model]))]
 
     @property
     def owns_nothing(self) -> bool:
@@ -253,11 +247,11 @@ class Session:
         for optimizer in optimizers:
             self._undo.if_alive(_detach_optimizer, optimizer)
             OptimizerWrapper(optimizer, self, slots)
-            for one in (optimizer, *inner_optimizers(optimizer)) if values else ():
-                self._undo.if_alive(lambda one: one.__dict__.pop("__getstate__", None), one)
-                copies.hand_out_plain_state(one, values)
+            for inner in (optimizer, *inner_optimizers(optimizer)) if values else ():
+                self._undo.if_alive(lambda inner: inner.__dict__.pop("__getstate__", None), inner)
+                copies.hand_out_plain_state(inner, values)
         wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
-        unchecked = [one.optimizer() for one in wrappers if not (one.checks_step() or one.has_scale)]
+        unchecked = [wrapper.optimizer() for wrapper in wrappers if not (wrapper.checks_step() or wrapper.has_scale)]
         if unchecked and self.plan.opt_level in ("O4", "O5") and self.plan.check_gradients is None:
             logger.info(
                 "Nothing checks the gradients of %s for inf and NaN at loss scale 1: check_gradients=True does, and reads a number "
@@ -305,10 +299,9 @@ class Session:
 
     @staticmethod
     def _restart_device_types() -> None:
-        """The engine casts where the models of its sessions live, and of those only."""
+        """Have the engine cast where the models of its sessions live, and there only."""
         casting = active_casting()
-        models = [model for session in live_sessions if session.casting is casting for model in session.models]
-        casting.cast_on(device_types(models))
+        casting.cast_on(device_types([model for session in _sessions_of(casting) for model in session.models]))
 
     # The iteration
 
@@ -390,7 +383,7 @@ class Session:
             wrapper.gradients.set_aside()
 
     def _cast_where_it_is(self, model: nn.Module, left_as: Dtypes | None) -> None:
-        """The model may have moved since: ask one of its parameters, as next(model.parameters()) would, in less time."""
+        """Follow a model that has moved: ask one of its parameters, as next(model.parameters()) would, in less time."""
         record = None if left_as else record_of(model)
         cast = record.every_cast if record is not None else None
         first = left_as[0][0]() if left_as else cast[0][0] if cast else next(model.parameters(), None)
@@ -411,7 +404,6 @@ class Session:
                 wrapper.findings.forget()
 
     def _log_banner(self) -> None:
-        """First what the level is, then what it comes to here, then what the caller has changed."""
         plan, defaults = self.plan, defaults_of(self.plan.opt_level, device_type_of(self.models))
         logger.info("Selected optimization level %s", OPT_LEVELS[plan.opt_level].brief)
         logger.info("In use: %s", plan.in_words())
@@ -440,28 +432,22 @@ def _tell_of_missing_libraries() -> None:
 
 def sessions_sharing_with(models: Sequence[nn.Module]) -> list[Session]:
     """The live sessions that have initialized a module or a parameter of ``models`` as part of another model."""
-    parts = {part for model in models for part in (*model.modules(), *model.parameters())}
-    return [
-        session
-        for session in live_sessions
-        if any(part in parts for model in session.models for part in (*model.modules(), *model.parameters()))
-    ]
+    parts = _parts(models)
+    return [session for session in live_sessions if any(part in parts for part in _parts(session.models))]
+
+
+def _parts(models: Sequence[nn.Module]) -> set[Any]:
+    return {part for model in models for part in (*model.modules(), *model.parameters())}
 
 
 def collect_orphans(closing: Sequence[Session]) -> None:
-    """Let sessions of models and optimizers that only reference cycles keep alive close before a new one starts.
-
-    Sessions in ``closing`` are about to be closed and no reason to collect.
-    """
+    """Have sessions of what only reference cycles keep alive close; those in ``closing`` are no reason to collect."""
     if any(session not in closing for session in live_sessions):
         gc.collect()
 
 
 def refuse_second_lower_precision(plan: Plan, closing: Sequence[Session] = ()) -> None:
-    """The patches are process-wide: sessions share the same tables, and at O1 the same precision.
-
-    Sessions in ``closing`` will be gone by then.
-    """
+    """Refuse other tables, and at O1 another precision, than those of live sessions that are not in ``closing``."""
     casting = active_casting()
     others = [session for session in _sessions_of(casting) if session not in closing]
     if not others or not plan.casts_calls:
@@ -491,6 +477,5 @@ def _close_if_orphaned(session: weakref.ref[Session], _: weakref.ref) -> None:
 
 
 def _detach_optimizer(optimizer: Any) -> None:
-    wrapper = wrapper_of(optimizer)
-    if wrapper is not None:
+    if (wrapper := wrapper_of(optimizer)) is not None:
         wrapper.detach()

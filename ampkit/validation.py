@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
-import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -33,17 +32,8 @@ def flatten(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def can_be_tracked(thing: Any) -> bool:
-    """Whether a session can hold ``thing`` weakly; with ``enabled=False`` anything may be passed."""
-    try:
-        weakref.ref(thing)
-    except TypeError:
-        return False
-    return True
-
-
 def uncompiled(model: Any) -> Any:
-    """The model inside what ``torch.compile`` returned; anything else as it is."""
+    """The model inside of what ``torch.compile`` returned; anything else as it is."""
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     while isinstance(model, compiled):
         model = model._orig_mod

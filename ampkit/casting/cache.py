@@ -26,7 +26,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class CastCaches:
-    """The stores of one engine, one for each dtype, made by ``make_store`` when first asked for; who looks into them, and when."""
+    """The stores of one engine, one for each dtype, made by ``make_store`` when first asked for."""
 
     #: How many dispatch modes only watch: a cast that they do not see being made is nothing that they miss.
     watchers = 0
@@ -99,17 +99,17 @@ class CastCaches:
         self._tell_stores()
 
     def keep_to_step(self, weights: tuple[Tensor, ...]) -> None:
-        """A micro-batch with ``delay_unscale=True``: casts of these weights live to the next `drop`."""
+        """Have casts of these weights live to the next `drop`, after a micro-batch with ``delay_unscale=True``."""
         for store in self._stores():
             store.keep_to_step(weights)
 
     def drop_ended(self) -> None:
-        """A backward pass begins: autograd frees each cast when it is done with it."""
+        """Leave the casts of calls that have ended to autograd, which frees each after its use: a backward pass begins."""
         for store in self._stores():
             store.drop_ended()
 
     def drop(self) -> None:
-        """Forget all casts of weights: a backward pass begins, or a step has written to weights."""
+        """Forget all casts of weights: a step has written to them."""
         for store in self._stores():
             store.drop()
 

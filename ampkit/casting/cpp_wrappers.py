@@ -49,8 +49,10 @@ class CppWrappers:
 
         Casts of weights are looked up in ``store``, and left to ``cast_weight`` where it has none.
         """
-        place = _place_of(self._library, owner, name, original)
-        if place is None:
+        known = id(owner), name, type(original)
+        if known not in _places:
+            _places[known] = _make_place(self._library, owner, name, original)
+        if (place := _places[known]) is None:
             return wrapper
         place.call.bind(kind.name, original, self._control, wrapper, target, store, cast_weight)
         _traced[place.key] = wrapper
@@ -98,20 +100,15 @@ _traced: dict[str, Callable] = {}
 _places: dict[tuple[int, str, type], _Place | None] = {}
 
 
-def _place_of(library: ModuleType, owner: Any, name: str, original: Callable) -> _Place | None:
-    key = id(owner), name, type(original)
-    if key not in _places:
-        _places[key] = _make_place(library, owner, name, original)
-    return _places[key]
-
-
 def _make_place(library: ModuleType, owner: Any, name: str, original: Callable) -> _Place | None:
     is_method = owner is Tensor and isinstance(original, (MethodDescriptorType, WrapperDescriptorType))
     is_function = isinstance(owner, ModuleType) and isinstance(original, BuiltinFunctionType)
     if not (is_method or is_function or isinstance(original, FunctionType)):
         return None
     module = owner.__name__ if isinstance(owner, ModuleType) else "torch"
-    call = library.Call(name, module, _doc_of(original, name), original)
+    signature, words = getattr(original, "__text_signature__", None), original.__doc__
+    words = words if signature is None else f"{name}{signature}\n--\n\n{words or ''}"
+    call = library.Call(name, module, words, original)
     function = call.method(Tensor) if is_method else call.function()
     if function is None:
         return None
@@ -123,11 +120,6 @@ def _make_place(library: ModuleType, owner: Any, name: str, original: Callable) 
 
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
     return _Place(call, function, key)
-
-
-def _doc_of(original: Callable, name: str) -> str | None:
-    signature = getattr(original, "__text_signature__", None)
-    return original.__doc__ if signature is None else f"{name}{signature}\n--\n\n{original.__doc__ or ''}"
 
 
 def _written_in_python(function: Callable, wrapper: Callable) -> Callable:

@@ -1,7 +1,7 @@
 """The engine of every level that casts: puts the wrappers in torch's place, switches casting on and off, and takes everything back.
 
-There is one engine at a time, owned by the sessions that cast. Whether a thread's calls are cast is torch.autocast's own state,
-which `state.py` reads; here it is set: by `install` for its thread, and by the forward of an initialized model for others.
+There is one engine at a time, owned by the sessions that cast. Whether a thread's calls are cast `state.py` reads; here it is
+set: by `install` for its thread, and by the forward of an initialized model for others.
 """
 
 from __future__ import annotations
@@ -95,8 +95,6 @@ class Casting:
     @property
     def lower_precision(self) -> torch.dtype:
         return self.state.lower_precision
-
-    # -- from install to close
 
     def install(self) -> None:
         """Patch torch. When anything fails midway, torch is as it was before."""
@@ -200,8 +198,6 @@ class Casting:
             self._switch_off_here()
             self.switch_on_here()
 
-    # -- on and off
-
     def is_on(self) -> bool:
         """Whether a call made now, in this thread, would be cast."""
         return self.state.is_on()
@@ -241,7 +237,7 @@ class Casting:
         self.device_types = earlier.device_types
 
     def end_scope_of_process(self) -> None:
-        """Cast in the forward of models only, from now on: the last session that had every call cast is gone."""
+        """Cast in the forward of models only, from now on."""
         self.scope = "forward"
         self._switch_off_here()
 
@@ -313,8 +309,6 @@ class Casting:
             torch.set_autocast_enabled(one, False)
         self.tag_compiled_code()
 
-    # -- what else `torch_integration` asks for
-
     def tag_compiled_code(self) -> None:
         """Have code that is compiled now, in this thread, kept on disk apart from code with other casts."""
         tag_compiled_code(f"{self._tag} {self.state.other_precision() or ''}" if self.is_on() else "")
@@ -326,8 +320,6 @@ class Casting:
     def wrapper_of(self, original: Any) -> Any | None:
         """What stands in the place of a function of torch's, or None."""
         return self._wrappers.get(id(original))
-
-    # -- patches
 
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
@@ -424,9 +416,9 @@ def _stored(owner: Any, name: str) -> Any:
 
 def _after_fork_in_child() -> None:
     global _active
-    if _active is not None:
-        _active._stay_off()
-        _active = None
+    forked, _active = _active, None
+    if forked is not None:
+        forked._stay_off()
 
 
 if hasattr(os, "register_at_fork"):

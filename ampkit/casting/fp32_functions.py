@@ -222,7 +222,7 @@ def _rms_norm(original, x, shape, weight, eps):
     if not x.is_cpu:  # one kernel does it all there
         return original(x.float(), shape, weight, eps), ()
     x, eps = x.float(), torch.finfo(torch.float32).eps if eps is None else eps
-    rstd = x.square().mean(_last(shape), keepdim=True).add_(eps).rsqrt_()
+    rstd = x.square().mean(tuple(range(-len(shape), 0)), keepdim=True).add_(eps).rsqrt_()
     result = x.mul_(rstd)
     return result if weight is None else result.mul_(weight), (rstd,)
 
@@ -236,12 +236,13 @@ def _gradients_of_rms_norm(grad, needed, statistics, x, shape, weight, eps):
     if needed[0]:
         if weight is not None:
             grad, product = grad * weight, product.mul_(weight)
-        dx = normalized.mul_(product.mean(_last(shape), keepdim=True).neg_()).add_(grad).mul_(rstd).to(x.dtype)
+        dx = (
+            normalized.mul_(product.mean(tuple(range(-len(shape), 0)), keepdim=True).neg_())
+            .add_(grad)
+            .mul_(rstd)
+            .to(x.dtype)
+        )
     return dx, None, dweight, None
-
-
-def _last(shape):
-    return tuple(range(-len(shape), 0))
 
 
 def _arguments_of_cross_entropy(
@@ -255,12 +256,11 @@ def _arguments_of_cross_entropy(
     return (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) if fits else None
 
 
-def _parts(x, *others):
-    """All of it on a GPU; on the CPU a few samples at a time, whose float32 values stay in the caches."""
-    samples = len(x)
-    if x.is_cpu:
-        samples = max(1, samples * _IN_CACHES * torch.get_num_threads() // x.numel())
-    return zip(*(one.split(samples) for one in (x, *others)), strict=True)
+def _parts(*tensors):
+    """All of them on a GPU; on the CPU a few samples at a time, whose float32 values stay in the caches."""
+    x = tensors[0]
+    samples = max(1, len(x) * _IN_CACHES * torch.get_num_threads() // x.numel()) if x.is_cpu else len(x)
+    return zip(*(tensor.split(samples) for tensor in tensors), strict=True)
 
 
 def _cross_entropy(original, x, target, _, __, ignore_index, ___, reduction, ____):

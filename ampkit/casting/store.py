@@ -61,9 +61,8 @@ class _WeightCast:
 class CastStore:
     """Casts of tensors to one dtype.
 
-    Casts made with and without grad mode, and in inference mode, are kept apart: one that autograd did not record is
-    useless for training, and one that it did would keep a graph alive through an evaluation. A cast is found only on the
-    stream that it was made on: another one could read it before it is written.
+    Casts made with grad mode, without it, and in inference mode are kept apart: one that autograd did not record is
+    useless for training, and one that it did would keep a graph alive through an evaluation.
     """
 
     def __init__(self) -> None:
@@ -80,8 +79,6 @@ class CastStore:
         self._to_step: set[Tensor] = set()
         self._generation = 0
 
-    # What runs in this thread, for all stores.
-
     @staticmethod
     def set_call(number: int) -> int:
         """The outermost call of an initialized model, 0 for none. Returns what it was before."""
@@ -95,14 +92,12 @@ class CastStore:
         return before
 
     def lifetime_of(self, weight: Tensor) -> int:
-        """How long a cast of ``weight`` that is made now, in this thread, is kept."""
+        """The lifetime of a cast of ``weight`` that is made now, in this thread."""
         if any(kept is weight for kept in _this_thread.kept_weights):
             return _this_thread.kept
         if _grad_enabled() and (self.keeps_all or (_this_thread.call and weight in self._to_step)):
             return _TO_STEP
         return _this_thread.call
-
-    # Finding and keeping.
 
     def cast(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """The cast of ``weight`` that this thread may use, if neither side was written to since; else what ``convert`` makes of it.
@@ -132,7 +127,7 @@ class CastStore:
 
     @labelled("cast weights")
     def _cast_anew(self, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """It is kept unless another thread has written to the weight, or dropped casts, while it was being made."""
+        """Cast, and keep it unless another thread has written to the weight, or dropped casts, meanwhile."""
         is_plain = _is_plain(weight)
         # The storage stays alive until the stamp is compared, so that no other comes to lie at its address.
         made_of, storage = (self._stamp(weight), weight.untyped_storage()) if is_plain else (None, None)
@@ -163,8 +158,6 @@ class CastStore:
     def _stamp(self, weight: Tensor) -> Stamp:
         return self._generation, weight._version, weight.data_ptr(), weight.requires_grad
 
-    # Letting go.
-
     def forget(self, tensor: Tensor) -> None:
         """Forget the casts of all weights in the memory of ``tensor``. The twin in C++ forgets those of all activations too."""
         self._generation += 1
@@ -178,7 +171,7 @@ class CastStore:
         self._take_out(lambda entry: True)
 
     def end(self, lifetime: int) -> None:
-        """No call uses the casts any more that were kept with this number: those that autograd recorded wait for `drop_ended`.
+        """End the call of this number: its casts that autograd recorded wait for `drop_ended`, others go.
 
         The twin in C++ also remembers which weights the call used. At the first miss of the next call that begins with the same
         weight, with grad mode on, it casts them all with that one. They must be parameters of the same dtype and device that
@@ -216,7 +209,7 @@ class CastStore:
 
 
 class _Use(torch.autograd.Function):
-    """The memory of a cast, for one more call: its gradient is converted, and added up, by itself."""
+    """The memory of a cast, for one more call, whose gradient is converted and added up by itself."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, memory: Tensor) -> Tensor:
@@ -239,11 +232,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def _means_the_same(cast: Tensor) -> bool:
-    """Whether the cast means the same to a later caller.
-
-    It does not when it belongs to a transform of torch.func or to a fake mode that is active now, or when it was made in
-    inference mode with grad mode on.
-    """
+    """Whether the cast means the same to a later caller: not under a transform of torch.func, a fake mode, inference mode."""
     of_inference = _grad_enabled() and cast.is_inference()
     return type(cast) is Tensor and not is_functorch_wrapped_tensor(cast) and not of_inference
 

@@ -1,8 +1,7 @@
-"""The places of torch around the functions that O1 patches: they look through wrappers, or past what casting relies on.
+"""The places of torch around the functions that the tables name, patched from the engine's `install` to its `close`.
 
-Tensors are written through ``.data``, data loaders run transforms, autograd runs formulas and functions, checkpoints run
-functions again, torch.jit compiles sources and records traces, inductor collects kernels, subclasses of Tensor have tables
-of functions. Each is patched, from the engine's `install` to its `close`.
+They look through wrappers (torch.jit, pickle, tables in a ``__torch_function__``, inductor), or past what casting relies on
+(``.data``, data loaders, autograd, checkpoints).
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ _UNDER_VMAP = (
 
 
 def _patch_checkpoints(patches: PatchSet) -> None:
-    """What runs again is inside regions of torch's that bring back the state of its forward; the script entered none of them."""
+    """Do not count the regions with which a checkpoint brings the state of its forward back: the script entered none of them."""
     generator = "_checkpoint_without_reentrant_generator"
     if hasattr(checkpoint, f"{generator}_impl"):  # torch 2.15
         generator += "_impl"
@@ -184,10 +183,7 @@ _aliases = 0
 
 
 def aliases_taken() -> int | None:
-    """How many aliases of tensors that are no parameters scripts have taken (``.data``, NumPy); None where nobody counts.
-
-    torch counts no write through these.
-    """
+    """The number of aliases of tensors that are no parameters (``.data``, NumPy) that scripts have taken; None if not counted."""
     return _aliases if type(torch.Tensor.data) is _Data else None
 
 

@@ -47,14 +47,12 @@ def remove_hooks(module: nn.Module) -> None:
     """Take every hook that this package has put on the module away."""
     for key, hooks in vars(module).items():
         if key.endswith("_hooks") and isinstance(hooks, dict):
-            for number in [number for number, hook in hooks.items() if _is_ours(hook)]:
+            homes = {
+                n: getattr(getattr(hook, "hook", hook), "__module__", "") for n, hook in hooks.items()
+            }  # torch wraps some
+            for number in [number for number, home in homes.items() if home.startswith(f"{__package__}.")]:
                 del hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
-
-
-def _is_ours(hook: Any) -> bool:
-    # torch wraps hooks of load_state_dict.
-    return getattr(getattr(hook, "hook", hook), "__module__", "").startswith(f"{__package__}.")
 
 
 def stand_in(module: nn.Module) -> nn.Module:
@@ -137,16 +135,12 @@ def _plain_state(ref: weakref.ref, values: Mapping[torch.Tensor, Any]) -> Any:
     return {**own, "state": state, "param_groups": groups}
 
 
-def _keep_for_child(plain: nn.Module) -> None:
-    """A process that is being spawned gets shared memory: what lies in it has to live until the child has opened it."""
-    if (popen := multiprocessing.context.get_spawning_popen()) is not None:
-        vars(popen).setdefault("_ampkit_shared", []).append(plain._parameters)
-
-
 def _reduce(ref: weakref.ref[nn.Module], protocol: int) -> Any:
     module = ref()
     plain = stand_in(module)
-    _keep_for_child(plain)
+    # A process that is being spawned gets shared memory, which has to live until the child has opened it.
+    if (popen := multiprocessing.context.get_spawning_popen()) is not None:
+        vars(popen).setdefault("_ampkit_shared", []).append(plain._parameters)
     function, arguments, *rest = plain.__reduce_ex__(protocol)
     if function is copyreg.__newobj__ and arguments[0] is not type(module):
         # pickle checks that __newobj__ gives an instance of the class it sees.

@@ -36,7 +36,7 @@ CASTS_KEY = "_ampkit_casts"
 
 
 class Watcher(NamedTuple):
-    """What a session wants done around the methods of an initialized model, which each of these is given."""
+    """A session's part around the methods of an initialized model, which each of these is given."""
 
     before_forward: Callable[[nn.Module], None]
     before_compiled_forward: Callable[[nn.Module], None]
@@ -52,11 +52,10 @@ _compiling = torch.compiler.is_compiling
 
 @dataclass(frozen=True)
 class ForwardCasts:
-    """What a forward does to dtypes; None leaves them alone.
+    """The dtypes of a forward; None leaves them alone.
 
-    ``casts_calls`` says that torch's functions cast inside, and ``narrow_in`` in which lower precision, where softmax, norms and
-    powers hand on that of their input. Outputs of a forward inside of another in the same precision go on to its next layer as
-    they are.
+    ``casts_calls`` says that torch's functions cast inside, and ``narrow_in`` in which lower precision, where results are narrow.
+    Outputs of a forward inside of another in the same precision go on to its next layer as they are.
     """
 
     inputs: torch.dtype | None = None
@@ -71,7 +70,7 @@ KEPT = ForwardCasts(inputs=torch.float32, is_kept=True)
 
 
 class _Running(threading.local):
-    """What the innermost running forward of this thread does."""
+    """The casts of the innermost running forward of this thread."""
 
     def __init__(self) -> None:  # dynamo guards on the attribute being there
         self.casts: ForwardCasts | None = None
@@ -308,7 +307,7 @@ _TOO_LARGE = (
 
 
 def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
-    """Casts of calls are on in the forward of a model that has them, and off in those of others."""
+    """Casts of calls on in the forward of a model that has them, and off in those of others."""
     casting = active_casting()
     if casting is None:
         return nullcontext()
@@ -318,10 +317,7 @@ def _casts_of_calls(casts: ForwardCasts) -> AbstractContextManager[None]:
 
 
 def _note_trace(model: nn.Module) -> None:
-    """What precedes a forward stays outside of a graph: see `compiled_models`.
-
-    torch.export without dynamo runs the forward with fake weights in their places: see torch_integration.py.
-    """
+    """Leave what precedes a forward to `compiled_models`, and where torch.export runs without dynamo to torch_integration.py."""
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 

@@ -168,12 +168,12 @@ def restore_weights(model: nn.Module, originals: Originals) -> None:
             module.flatten_parameters()
 
     loans = () if record is None else ((record.loans.end, None, False),)
-    run_all([*loans, *((restore, *pair) for pair in entries.items()), *((forget, one) for one in model.modules())])
+    run_all([*loans, *((restore, *pair) for pair in entries.items()), *((forget, part) for part in model.modules())])
 
 
 def _log_kept(kept: Sequence[Kept], plan: Plan) -> None:
-    names = [name for choice in kept for name in (choice.modules if plan.casts_weights else choice.named).values()]
-    names = list(map(printable, names))
+    found = [choice.modules if plan.casts_weights else choice.named for choice in kept]
+    names = [printable(name) for modules in found for name in modules.values()]
     if names and plan.verbosity >= 1:
         first = ", ".join([name or "the model" for name in names[:3]] + ["..."] * (len(names) > 3))
         logger.info("Kept in float32: %d module%s (%s)", len(names), "s" * (len(names) > 1), first)

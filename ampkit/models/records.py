@@ -24,10 +24,10 @@ Dtypes = list[tuple[weakref.ref[nn.Parameter], torch.dtype]]
 
 @dataclass
 class CastModel:
-    """What was done to the weights of a model; its modules share it.
+    """The casts of a model's weights; its modules share it.
 
-    ``parameters`` (by id) have float32 values, ``kept`` are float32 themselves. ``parts`` are those of models of the same session
-    inside of this one. ``loans`` are the session's.
+    ``parameters`` (by id) have float32 values, ``kept`` are float32 themselves. ``parts`` are the records of models of the same
+    session inside of this one. ``loans`` are the session's.
     """
 
     lower_precision: torch.dtype
@@ -57,7 +57,7 @@ class CastModel:
 
 
 def record_of(module: nn.Module) -> CastModel | None:
-    """What was done to the model that the module is part of, if its weights were cast."""
+    """The record of the model that the module is part of, if its weights were cast."""
     return module.__dict__.get(RECORD_KEY)
 
 
@@ -78,9 +78,6 @@ def walk(model: nn.Module) -> Iterator[nn.Module]:
             if child is not None and child not in seen:
                 seen.add(child)
                 pending.append(child)
-
-
-# state_dict() and load_state_dict() of any part of a cast model, in float32
 
 
 def go_by_record(module: nn.Module, record: CastModel) -> None:
@@ -119,9 +116,6 @@ def _take_float32_values(module: nn.Module, state_dict: dict, prefix: str, metad
             entry.put(tensor, loaded)
             # A state_dict() of the caller's is not touched: load_state_dict hands on a copy.
             state_dict[prefix + name] = tensor.detach()
-
-
-# What a forward begins with
 
 
 def sync_weights(model: nn.Module) -> bool:

@@ -22,8 +22,6 @@ from ..sharding import gathered, is_sharded, unsharded_params
 def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
     """Make sharded parameters that came in lower precision float32, with the state that optimizers have for them.
 
-    State that was asked for in lower precision (``state_dtype``) stays so.
-
     Returns the dtype that they came in, None where there were none. For good: FSDP2 has its own record of their storage, which
     follows a change of dtype only through ``_apply`` and before its first forward.
     """
