@@ -124,5 +124,5 @@ _sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    """What there is to use. The rooms of the package are attributes too, since Python makes them so."""
+    """The names to use. The rooms of the package are attributes too, since Python makes them so."""
     return [*__all__, "__version__", "__doc__", "__file__", "__name__", "__path__"]

@@ -1,4 +1,4 @@
-"""What has to happen beside compiled code, and what code that dynamo traces needs.
+"""Work that has to be done beside compiled code, and that code which dynamo traces needs.
 
 A graph of torch.compile holds what Python did while it was traced. What an initialized model does before each forward
 (take over what was written to loans, refuse changed dtypes) cannot be in it: `compiled_models` has it done on the way into
@@ -83,7 +83,7 @@ class CompiledModels:
         self._stop_watching()
 
     def before_call(self) -> None:
-        """What precedes a forward, for every model whose forward is in compiled code."""
+        """Do what precedes a forward, for every model whose forward is in compiled code."""
         for ref, before_forward in tuple(self._before_forward):
             if (model := ref()) is not None:
                 before_forward(model)

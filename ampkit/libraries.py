@@ -37,7 +37,7 @@ def cuda_is_emulated() -> bool:
 
 
 def load_library(name: str, load: Callable[[], Library]) -> tuple[Library | None, str]:
-    """What ``load()`` gives, or None where it is not wanted or raises; and why, in words."""
+    """The result of ``load()``, or None where it is not wanted or raises; and why, in words."""
     wish = os.environ.get("AMPKIT_EXTENSION", "auto")
     if wish not in ("auto", "off", "require", "emulated"):
         raise ExtensionError(f"AMPKIT_EXTENSION is {wish!r}; expected 'auto', 'off' or 'require'")

@@ -26,7 +26,7 @@ LOWER_PRECISION_VARIABLE = "AMPKIT_LOWER_PRECISION"
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What a session will do."""
+    """The settings of a session, with every default filled in."""
 
     enabled: bool = True
     opt_level: str = "O1"
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def lower_precision(self) -> torch.dtype | None:
-        """What calls are cast to, or None."""
+        """The dtype that calls are cast to, or None."""
         return self.patch_torch_functions_type or self.cast_model_type
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class Plan:
         return f"Plan(opt_level={self.opt_level!r}{', ' if changes else ''}{changes})"
 
     def in_words(self) -> str:
-        """What is computed and kept in which precision, in a line."""
+        """The precisions of calls and weights, in a line."""
         patched, words = self.patch_torch_functions, []
         if self.patch_torch_functions_type is not None:
             where = "" if patched and self.scope == "process" else ", inside the models' forward"
@@ -390,7 +390,7 @@ _AT_LEVELS = {
 
 
 def _checked(name: str, value: Any, level: str) -> Any:
-    """What stands in the plan for a value of the caller's."""
+    """The value in the plan for one of the caller's."""
     setting = SETTINGS[name]
     taken, expected, advice = setting.take(value), setting.expected, setting.advice
     for row in _AT_LEVELS.get(name, ()):

@@ -121,7 +121,7 @@ class Session:
         return False
 
     def models_outside(self, models: Sequence[nn.Module]) -> list[nn.Module]:
-        """Its models that are no part of ``models`` and yet share modules or parameters with them."""
+        """The models of this session that are no part of ``models`` and yet share modules or parameters with them."""
         parts = _parts(models)
         return [model for model in self.models if model not in parts and not parts.isdisjoint(_parts([model]))]
 

@@ -1,4 +1,4 @@
-"""What ``initialize`` accepts: the checks on models and optimizers, before anything is touched."""
+"""Checks on the models and optimizers of ``initialize``, before anything is touched."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def optimizers(value: Any) -> list[Any]:
 
 
 def _instead_of(thing: Any) -> str:
-    """What to write in the place of what is neither a model nor an optimizer."""
+    """Advice on what is neither a model nor an optimizer."""
     if isinstance(thing, type):
         return f" That is a class: make an object of it first, {thing.__name__}(...)."
     if isinstance(thing, dict):
@@ -328,7 +328,7 @@ def warn_of_useless_loss_scale(plan: Plan) -> None:
 
 
 def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_kept: bool, plan: Plan) -> str:
-    """What to write in the place of the ``fully_shard`` that was called."""
+    """Advice on the ``fully_shard`` that was called."""
     found = f"FSDP2 gathers {name!r} in {dtype or 'its own dtype'}, and {plan.opt_level} computes with it in {wanted}"
     if not plan.casts_weights:
         return f"{found} and casts call by call. Shard with no mp_policy: fully_shard(module); or choose O2 or O5."
@@ -369,7 +369,7 @@ def _refuse_kept_modules(model_list: list[nn.Module], plan: Plan) -> None:
 
 
 def _near(item: Any, model_list: list[nn.Module]) -> str:
-    """What was probably meant by an item that matches nothing."""
+    """Advice on an item that matches nothing."""
     modules = {name: module for model in model_list for name, module in model.named_modules() if name}
     if not isinstance(item, str):
         return " That one belongs to another model." if isinstance(item, nn.Module) else ""

@@ -45,7 +45,7 @@ class CppWrappers:
         store: Any = None,
         cast_weight: Callable[[Tensor], Tensor] | None = None,
     ) -> Callable:
-        """What is to stand at ``owner.name``: ``wrapper`` itself, where C++ has no shape for it.
+        """The function to stand at ``owner.name``: ``wrapper`` itself, where C++ has no shape for it.
 
         Casts of weights are looked up in ``store``, and left to ``cast_weight`` where it has none.
         """
@@ -61,7 +61,7 @@ class CppWrappers:
         return _written_in_python(place.function, wrapper) if in_python else place.function
 
     def close(self) -> None:
-        """These wrappers call torch's functions from now on, wherever a script has kept one."""
+        """Have these wrappers call torch's functions from now on, wherever a script has kept one."""
         while self._bound:
             place, original = self._bound.pop()
             place.call.unbind()

@@ -28,7 +28,7 @@ def casts_of_calls_disabled() -> AbstractContextManager[Any]:
 
 
 class CastsOfCallsDisabled(ContextDecorator):
-    """The same as an object that may be entered again, also inside of itself. torch.compile cannot trace it."""
+    """`casts_of_calls_disabled`, to be entered again, also inside of itself. torch.compile cannot trace it."""
 
     def __init__(self) -> None:
         self._entered: list[AbstractContextManager[None]] = []

@@ -318,7 +318,7 @@ class Casting:
         return self._wrapped_by.get(id(function), function)
 
     def wrapper_of(self, original: Any) -> Any | None:
-        """What stands in the place of a function of torch's, or None."""
+        """The wrapper in the place of a function of torch's, or None."""
         return self._wrappers.get(id(original))
 
     def _patch(self, rule: CastRule) -> None:
@@ -407,7 +407,7 @@ def _switch_main_thread_off() -> None:
 
 
 def _stored(owner: Any, name: str) -> Any:
-    """What stands at ``owner.name``, as stored: a class keeps its static and class methods as such."""
+    """The attribute of ``owner``, as stored: a class keeps its static and class methods as such."""
     if isinstance(owner, dict):
         return owner[name]
     stored = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else None

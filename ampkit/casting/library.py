@@ -15,7 +15,7 @@ from ..libraries import load_library
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What O1's wrappers are made of in this process, and why."""
+    """The wrappers of this process, in C++ or Python, and why."""
 
     library: Any | None  #: the module ampkit._casting
     why: str  #: in words, with the import error if there was one
@@ -26,7 +26,7 @@ class Dispatch:
 
 
 def dispatch() -> Dispatch:
-    """What was chosen when ampkit was imported."""
+    """The choice made when ampkit was imported."""
     return _dispatch
 
 

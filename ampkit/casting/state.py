@@ -46,7 +46,7 @@ _compiling = torch.compiler.is_compiling
 
 
 class CastingState:
-    """What the wrappers of one engine ask on every call.
+    """Answers to the wrappers of one engine, on every call.
 
     ``lower_precision`` is the session's. ``control`` is told the same for the wrappers in C++, where there are any.
     """
@@ -211,7 +211,7 @@ def _traced_regions(device_types: Sequence[str], enabled: bool, dtype: torch.dty
 
 
 def number_of_regions() -> int:
-    """How many regions of torch.autocast this thread is in; in a trace, a constant."""
+    """The number of regions of torch.autocast that this thread is in; in a trace, a constant."""
     # One expression, which nothing interrupts: the first number is never 0.
     return torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
 
@@ -267,7 +267,7 @@ Saved = tuple[list[tuple[str, bool, torch.dtype]], bool]
 
 
 def save(device_types: Sequence[str]) -> Saved:
-    """What this thread's state is, for `restore`."""
+    """Read this thread's state, for `restore`."""
     return [(one, _is_enabled(one), _dtype_of(one)) for one in device_types], torch.is_autocast_cache_enabled()
 
 
@@ -310,7 +310,7 @@ def past_autocast(function: Callable, state: CastingState) -> Callable:
 
 @functools.cache
 def default_precision(device_type: str) -> torch.dtype:
-    """What torch.autocast casts to on this device type by default: the value that every new thread starts with."""
+    """The dtype that torch.autocast casts to on this device type by default, with which every new thread starts."""
     return _in_a_new_thread(lambda: _dtype_of(device_type))
 
 

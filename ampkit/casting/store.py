@@ -1,4 +1,4 @@
-"""Where casts of weights are kept, and for how long: see "A cast ends with its call" in NOTES.md.
+"""Stores of casts of weights, and how long each is kept: see "A cast ends with its call" in NOTES.md.
 
 `CastStore.lifetime_of` asks that rule, and nothing else does; `CastCaches` decides who looks. This class is the specification of
 ampkit._casting.CastStore, its twin in C++, in which the wrappers in C++ find their casts. Two things that change no result, only
@@ -238,5 +238,5 @@ def _means_the_same(cast: Tensor) -> bool:
 
 
 def _stream_of(tensor: Tensor) -> int:
-    """Where kernels on the tensor are queued now."""
+    """The stream that kernels on the tensor are queued on now."""
     return 0 if tensor.is_cpu or tensor.is_meta else torch.accelerator.current_stream(tensor.device).stream_id

@@ -63,7 +63,7 @@ def cast_state(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def params_of(optimizer: Any) -> list[Tensor]:
-    """What an optimizer's groups hold, in their order."""
+    """The parameters of an optimizer's groups, in their order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -88,7 +88,7 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
 
 
 def _rebuilder(value: Any) -> Callable[[Any, Callable], Any] | None:
-    """How to map over the items of ``value``, or None when it is no container."""
+    """The function that maps over the items of ``value``, or None when it is no container."""
     if isinstance(value, tuple):
         return _map_tuple
     if isinstance(value, (list, deque)):

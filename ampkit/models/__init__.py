@@ -1,1 +1,1 @@
-"""What a session does to a model: cast its weights, keep norms float32, cast the inputs and outputs of its forward."""
+"""A session's models: weights in lower precision with float32 values, and the shell around a forward."""

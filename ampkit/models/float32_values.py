@@ -24,7 +24,7 @@ class Loan(NamedTuple):
 
 
 class Loans:
-    """What one session has lent out: until the next forward or step, when what was written to it is taken over.
+    """The loans of one session, until the next forward or step, when what was written to them is taken over.
 
     What differs from what was lent was written, by whatever way. Parameters that a script still holds after that are lent
     again, with the values that are there by then.
@@ -125,7 +125,7 @@ def _take_back(ended: dict[Float32Value, Loan], refuses: bool) -> None:
 
 
 def _written(entry: Float32Value, loan: Loan) -> Tensor:
-    """Which elements of what was lent differ from it now."""
+    """Mark the elements of what was lent that differ from it now."""
     before, now = loan.before, loan.lent.detach()
     if now.shape != before.shape or now.dtype is not torch.float32:
         raise ConfigurationError(
@@ -136,7 +136,7 @@ def _written(entry: Float32Value, loan: Loan) -> Tensor:
 
 
 def _written_apart(loan: Loan, written: Tensor) -> Tensor:
-    """Which of the elements that were ``written`` to in what was lent were written to in the weight too, with another value."""
+    """Mark those of the elements ``written`` to in what was lent that have another new value in the weight."""
     now, before = loan.lower.detach(), loan.before
     if now.shape != before.shape or now.dtype is not before.dtype:
         return torch.zeros_like(written)  # another weight is there by now, and stays as it is
@@ -212,7 +212,7 @@ class Float32Value:
         self.loans.lend_again(self)
 
     def put_elements(self, lower: Tensor, value: Tensor, which: Tensor) -> None:
-        """Those elements of ``value`` become the value's; a ``lower`` that has another shape by now stays as it is."""
+        """Take over elements of ``value``; a ``lower`` that has another shape by now stays as it is."""
         if lower.shape != which.shape:
             return
         which, value = which.to(lower.device), value.to(lower.device)
@@ -241,7 +241,7 @@ class Float32Value:
         self.loans.lend_again(self)
 
     def in_copies(self, lower: Tensor) -> nn.Parameter:
-        """What is copied and pickled in the place of ``lower``: one for all, as long as it lives."""
+        """The parameter that is copied and pickled in the place of ``lower``: one for all, as long as it lives."""
         value, found = self.current(lower), self._in_copies()
         if found is None:
             found = nn.Parameter(value)

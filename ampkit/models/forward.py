@@ -174,7 +174,7 @@ def _forward(model: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> 
 
 
 def _in_a_call(model: nn.Module, method: Callable, args: tuple, kwargs: dict) -> Any:
-    """What a method calls of the model is one call of it: the cache keeps casts to its end."""
+    """Count a method of the model as one call of it: the cache keeps casts to its end."""
     casting, casts = active_casting(), model.__dict__.get(CASTS_KEY)
     traced = _compiling()
     if casting is None or casts is None or not casts.casts_calls or (traced and casts.narrow_in is None):

@@ -34,7 +34,7 @@ class Incoming:
         self._with_float32_state: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers
 
     def inherit(self, earlier: Incoming, models: Sequence[nn.Module]) -> None:
-        """What an earlier session has noted of ``models``, before it closes: it then leaves these in float32."""
+        """Take over what an earlier session has noted of ``models``, before it closes: it then leaves these in float32."""
         self._with_float32_state |= earlier._with_float32_state
         for model in models:
             for record in ("_dtypes", "_buffers"):

@@ -1,4 +1,4 @@
-"""Which parameters stay float32 where weights are stored in lower precision, and which modules compute in float32.
+"""Parameters that stay float32 where weights are stored in lower precision, and modules that compute in float32.
 
 NOTES.md says which. What ``keep_fp32=`` names gets a forward of its own (`KEPT` in forward.py), in which calls are not cast.
 """

@@ -1,4 +1,4 @@
-"""Which torch function runs in which precision where calls are cast, as data."""
+"""The precision of each torch function where calls are cast, as data."""
 
 from .cast_rules import CastKind as CastKind
 from .cast_rules import CastRule as CastRule

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class CastKind(enum.Enum):
-    """What happens to the floating-point tensors among a function's arguments."""
+    """The treatment of the floating-point tensors among a function's arguments."""
 
     LOWER_PRECISION_FP = "cast to the session's lower precision; casts of weights are cached"
     BFLOAT16 = "cast to bfloat16, whatever the session's lower precision is"

@@ -38,7 +38,7 @@ _IN_PLACE = re.compile(
 
 @dataclass(frozen=True, repr=False)
 class Policy:
-    """Which torch function computes in which precision, at every level but O0.
+    """The precision that each torch function computes in, at every level but O0.
 
     ``base`` names the tables: ``"default"``, ``"apex"`` (Apex's lists), or ``"autocast"``, torch.autocast's list for the
     device type of the models (``"autocast-cpu"`` and ``"autocast-cuda"`` name one outright). A function that a list does
@@ -89,13 +89,13 @@ class Policy:
         raise _refuse("policy", value, BASES)
 
     def for_device(self, device_type: str) -> Policy:
-        """The same, with torch.autocast's list for this device type in the place of ``"autocast"``."""
+        """A policy with torch.autocast's list for this device type in the place of ``"autocast"``."""
         if self.base != AUTOCAST:
             return self
         return replace(self, base="autocast-cpu" if device_type == "cpu" else "autocast-cuda")
 
     def rules(self, registered: Iterable[CastRule] = ()) -> tuple[list[CastRule], list[str]]:
-        """What `expand` makes of the tables, the rules that the user registered, and the changed rows, which win."""
+        """The rules (`expand`) of the tables, those that the user registered, and the changed rows, which win."""
         banned = BANNED_CHANGES[self.banned]
         groups = [
             replace(group, kind=banned) if group.kind is CastKind.BANNED else group for group in tables_for(self.base)
