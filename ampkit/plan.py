@@ -146,24 +146,21 @@ class OptLevel(NamedTuple):
 #: Stands in the table for the lower precision of the device at hand.
 LOWER = object()
 
-_PATCHED = dict(patch_torch_functions=True)
-_WITH_MASTERS = dict(keep_batchnorm_fp32=True, master_weights=True)
 _SCALED = dict(loss_scale=DynamicLossScale())
-
 OPT_LEVELS = {
     "O0": OptLevel("O0: pure float32 training, the baseline", dict(cast_model_type=torch.float32)),
     "O1": OptLevel(
         "O1: casts around torch functions, float32 weights",
-        dict(patch_torch_functions_type=LOWER, **_PATCHED, **_SCALED),
+        dict(patch_torch_functions_type=LOWER, patch_torch_functions=True, **_SCALED),
     ),
     "O2": OptLevel(
         "O2: lower-precision model with float32 norms and master weights",
-        dict(cast_model_type=LOWER, **_WITH_MASTERS, **_SCALED),
+        dict(cast_model_type=LOWER, keep_batchnorm_fp32=True, master_weights=True, **_SCALED),
     ),
     "O3": OptLevel("O3: pure lower-precision training", dict(cast_model_type=LOWER, keep_batchnorm_fp32=False)),
     "O4": OptLevel(
         "O4: casts around torch functions to bfloat16, float32 weights, no loss scale",
-        dict(patch_torch_functions_type=torch.bfloat16, **_PATCHED),
+        dict(patch_torch_functions_type=torch.bfloat16, patch_torch_functions=True),
     ),
     "O5": OptLevel(
         "O5: casts inside of the models to bfloat16, float32 weights, gradients of large weights in bfloat16, no loss scale",

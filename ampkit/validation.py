@@ -248,8 +248,14 @@ def _refuse_sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan
     known = {param for model in model_list for param in model.parameters()}
     for model in model_list:
         refuse_fsdp1(model)
-        if plan.casts_weights:
-            _refuse_tensor_parallel(model, plan)
+        by_fsdp = {id(shard.param) for shard in gathered(model)}
+        for name, param in model.named_parameters() if plan.casts_weights else ():
+            if is_sharded(param) and id(param) not in by_fsdp:  # its rest would have to lie so, too
+                raise ConfigurationError(
+                    f"Parameter {name!r} lies on several processes (a DTensor, as parallelize_module makes it), and "
+                    f"{plan.opt_level} casts whole weights. Use O1 or O4, which cast calls, or shard with "
+                    "ampkit.parallel.fully_shard."
+                )
         if not fsdp_modules(model):
             continue
         kept = Kept(model, bool(plan.keep_batchnorm_fp32), plan.keep_fp32)
@@ -272,17 +278,6 @@ def _refuse_sharded(model_list: list[nn.Module], optimizer_list: list[Any], plan
                     "fully_shard put others in their places. The order is: fully_shard, then the optimizer over the sharded "
                     "parameters, then initialize(model, optimizer, ...)."
                 )
-
-
-def _refuse_tensor_parallel(model: nn.Module, plan: Plan) -> None:
-    """Refuse parameters that lie on several processes and that FSDP2 does not gather: their rests would have to, too."""
-    by_fsdp = {id(one.param) for one in gathered(model)}
-    for name, param in model.named_parameters():
-        if is_sharded(param) and id(param) not in by_fsdp:
-            raise ConfigurationError(
-                f"Parameter {name!r} lies on several processes (a DTensor, as parallelize_module makes it), and {plan.opt_level} "
-                "casts whole weights. Use O1 or O4, which cast calls, or shard with ampkit.parallel.fully_shard."
-            )
 
 
 def sharded_after_initialize(module: nn.Module) -> ConfigurationError:

@@ -46,11 +46,9 @@ def need_no_plain_copies(module: nn.Module) -> None:
 def remove_hooks(module: nn.Module) -> None:
     """Take every hook that this package has put on the module away."""
     for key, hooks in vars(module).items():
-        if key.endswith("_hooks") and isinstance(hooks, dict):
-            homes = {
-                n: getattr(getattr(hook, "hook", hook), "__module__", "") for n, hook in hooks.items()
-            }  # torch wraps some
-            for number in [number for number, home in homes.items() if home.startswith(f"{__package__}.")]:
+        for number, hook in list(hooks.items()) if key.endswith("_hooks") and isinstance(hooks, dict) else ():
+            # torch wraps hooks of load_state_dict.
+            if getattr(getattr(hook, "hook", hook), "__module__", "").startswith(f"{__package__}."):
                 del hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
 
@@ -110,8 +108,8 @@ def hand_out_plain_state(optimizer: Any, values: Mapping[torch.Tensor, Any]) -> 
 
     ``values`` are the `Float32Value` of the weights. Moments become float32 as well: torch's optimizers cannot mix dtypes.
     """
-    its_values = {param: values[param] for param in params_of(optimizer) if param in values}
-    optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer), its_values)
+    held = {param: values[param] for param in params_of(optimizer) if param in values}
+    optimizer.__dict__["__getstate__"] = functools.partial(_plain_state, weakref.ref(optimizer), held)
 
 
 def _plain_state(ref: weakref.ref, values: Mapping[torch.Tensor, Any]) -> Any:

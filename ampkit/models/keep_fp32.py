@@ -51,13 +51,14 @@ class Kept:
         self.modules = {m: name for name, m in model.named_modules() if keep_norms and is_norm(m)}
         self.named: dict[nn.Module, str] = {}
         self.parameters: set[torch.Tensor] = set()
-        self.unmatched: list[Any] = []
         self.model = model
         self.lowers_all = lowers_all
-        for item in keep_fp32:
-            if not self._keep(item):
-                self.unmatched.append(item)
-        self._name_attentions()
+        self.unmatched = [item for item in keep_fp32 if not self._keep(item)]
+        # torch's attention never calls its ``out_proj``: who names that names the attention.
+        attentions = [
+            (module, name) for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+        ]
+        self.named.update((module, name) for module, name in attentions if module.out_proj in self.named)
         self._of_norms = {param for module in self.modules for param in module.parameters()}
         self.modules.update(self.named)
         self.parameters.update(param for module in self.modules for param in module.parameters())
@@ -70,19 +71,16 @@ class Kept:
             return "a norm" if param in self._of_norms else "keep_fp32= names it"
         if self.lowers_all or is_norm(module) or _is_matrix(param):
             return None
-        own = [one for one in module._parameters.values() if one is not None]
-        if isinstance(module, _LAYERS) and any(map(_is_matrix, own)):
-            return None
-        return "a vector"
+        beside = [one for one in module._parameters.values() if one is not None]
+        return None if isinstance(module, _LAYERS) and any(map(_is_matrix, beside)) else "a vector"
 
     def in_float32(self) -> list[nn.Module]:
         """The modules that ``keep_fp32=`` names and all inside them: each may be called by itself, containers never are."""
         found: dict[nn.Module, None] = {}
         for root in self.named:
             computed = {m for one in root.modules() if isinstance(one, ParametrizationList) for m in one.modules()}
-            for module in root.modules():
-                if _has_forward(module) and (module is root or module not in computed):
-                    found[module] = None
+            inside = [module for module in root.modules() if module is root or module not in computed]
+            found.update(dict.fromkeys(filter(_has_forward, inside)))
         return list(found)
 
     def _keep(self, item: Any) -> bool:
@@ -106,12 +104,6 @@ class Kept:
             if modules.keys() >= set(module.children()) and not parameters.isdisjoint(module.parameters(recurse=False)):
                 modules[module] = name
         return modules, parameters
-
-    def _name_attentions(self) -> None:
-        """torch's attention never calls its ``out_proj``: who names that names the attention."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.MultiheadAttention) and module.out_proj in self.named:
-                self.named[module] = name
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -196,9 +196,8 @@ def _shell_forwards(models: Sequence[nn.Module], kept: Sequence[Kept], plan: Pla
             forward.install(module, forward.KEPT, undo)
     for model in models:
         if plan.casts_calls:
-            for module in fsdp_modules(model):
-                undo.callback(sharded.keep_no_casts_of_gathered(module))
-        undo.callback(sharded.sum_partial_gradients(model))
+            sharded.keep_no_casts_of_gathered(model, undo)
+        sharded.sum_partial_gradients(model, undo)
         if plan.has_narrow_results and not plan.casts_weights:
             forward.cast_parts(model, plan.lower_precision, undo)
         own = replace(casts, inputs=torch.float32, casts_calls=False) if model in in_float32 else casts

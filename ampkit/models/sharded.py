@@ -6,7 +6,7 @@ At O2, O3 and O5 the sharded parameters stay float32, and FSDP2 casts them while
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from .. import kernels
 from ..casting.engine import active_casting
 from ..casting.tensors import cast_state, params_of, states_to_cast
 from ..dtypes import LOWER_PRECISION
-from ..sharding import gathered, is_sharded, unsharded_params
+from ..patching import Undo
+from ..sharding import fsdp_modules, gathered, is_sharded, unsharded_params
 
 
 def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | None:
@@ -44,29 +45,26 @@ def widen_sharded(model: nn.Module, optimizers: Sequence[Any]) -> torch.dtype | 
     return next(iter(lower.values()))
 
 
-def keep_no_casts_of_gathered(module: nn.Module) -> Callable[[], Any]:
-    """Forget casts of what FSDP2 has gathered for a module before and after its forward; returns the undo.
+def keep_no_casts_of_gathered(model: nn.Module, undo: Undo) -> None:
+    """Forget casts of what FSDP2 has gathered for a module before and after its forward, until ``undo``.
 
     A gathered weight is the same tensor at the same version after every gathering, whatever was put into it.
     """
-    before = module.register_forward_pre_hook(_forget_casts)
-    after = module.register_forward_hook(_forget_casts, prepend=True)
-    return lambda: [handle.remove() for handle in (before, after)]
+    for module in fsdp_modules(model):
+        undo.callback(module.register_forward_pre_hook(_forget_casts).remove)
+        undo.callback(module.register_forward_hook(_forget_casts, prepend=True).remove)
 
 
-def sum_partial_gradients(model: nn.Module) -> Callable[[], Any]:
-    """Have gradients that tensor parallelism leaves as a part of a sum on each process be summed up; returns the undo.
+def sum_partial_gradients(model: nn.Module, undo: Undo) -> None:
+    """Have gradients that tensor parallelism leaves as a part of a sum on each process be summed up, until ``undo``.
 
     So it is with ``SequenceParallel``: each process sees some of the tokens, and all have the whole weight of a norm. torch's
     optimizers sum up in their step, and judging or unscaling part of a sum tells nothing.
     """
-    by_fsdp = {id(one.param) for one in gathered(model)}  # which sums up by itself
-    handles = [
-        param.register_hook(_summed_up)
-        for param in model.parameters()
-        if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp
-    ]
-    return lambda: [handle.remove() for handle in handles]
+    by_fsdp = {id(shard.param) for shard in gathered(model)}  # which sums up by itself
+    for param in model.parameters():
+        if is_sharded(param) and param.requires_grad and id(param) not in by_fsdp:
+            undo.callback(param.register_hook(_summed_up).remove)
 
 
 def _summed_up(gradient: Any) -> Any:

@@ -10,6 +10,7 @@ made and at the end of ``join()``, rests go with them.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -81,35 +82,28 @@ def _clear_rests(written: Any) -> None:
         place = written.untyped_storage().data_ptr()
         for ref, entry in [one for lying in list(_weights.values()) for one in lying.get(place, ())]:
             weight = ref()
-            if weight is not None and weight.untyped_storage().data_ptr() == place and _overlap(weight, written):
+            if weight is None or weight.untyped_storage().data_ptr() != place:
+                continue
+            begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes  # both lie without gaps
+            if begin < written.data_ptr() + written.nbytes and written.data_ptr() < end:
                 entry.clear_rest()
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage, without gaps, share memory."""
-    begin, end = one.data_ptr(), one.data_ptr() + one.nbytes
-    return begin < other.data_ptr() + other.nbytes and other.data_ptr() < end
-
-
 def _with_rests(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def sync_module_states(
-        module: nn.Module,
-        process_group: Any,
-        broadcast_bucket_size: int,
-        src: int,
-        params_and_buffers_to_ignore: Any,
-        broadcast_buffers: bool = True,
-    ) -> None:
-        original(module, process_group, broadcast_bucket_size, src, params_and_buffers_to_ignore, broadcast_buffers)
-        ignored = {id(param) for name, param in module.named_parameters() if name in params_and_buffers_to_ignore}
-        entries = {
-            entry: None for param, entry in lower_entries(module) if entry.rest is not None and id(param) not in ignored
-        }
+    def sync_module_states(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        call = signature.bind(*args, **kwargs).arguments
+        module, names = call["module"], call["params_and_buffers_to_ignore"]
+        ignored = {id(param) for name, param in module.named_parameters() if name in names}
+        kept = [(param, entry) for param, entry in lower_entries(module) if entry.rest is not None]
+        entries = dict.fromkeys(entry for param, entry in kept if id(param) not in ignored)
         if not entries:
             return
         rests = [entry.rest.flatten().view(torch.uint8) for entry in entries]  # not every backend has int16
-        torch.distributed._broadcast_coalesced(process_group, rests, broadcast_bucket_size, src)
+        torch.distributed._broadcast_coalesced(call["process_group"], rests, call["broadcast_bucket_size"], call["src"])
         for entry, rest in zip(entries, rests):
             entry.rest.copy_(rest.view(torch.int16).view(entry.rest.shape))
 
