@@ -30,8 +30,10 @@ COMMANDS = (
         "ampkit.insight.diagnose_script",
     ),
     Command("tune", "train a model at every level, and say which to take", "ampkit.insight.tuning.tune"),
-    Command("run", "run a script that says 'from apex import amp'", "ampkit.apex.running"),
+    Command("run", "run a script that says 'from apex import amp'", "ampkit.scripts.running"),
 )
+AROUND_SCRIPTS = "ampkit.apex.importing:around"
+"""What commands that run a script set up around it (`ampkit.scripts.running.Run`): they know nothing of the drop-in."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             own.description = f"{command.brief[0].upper()}{command.brief[1:]}."
             own.epilog = f"example, in a checkout of ampkit:\n  {module.EXAMPLE}"
             module.add_arguments(own)
-            own.set_defaults(from_command_line=module.from_command_line)
+            own.set_defaults(from_command_line=module.from_command_line, around=AROUND_SCRIPTS)
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()

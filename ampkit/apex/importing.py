@@ -11,14 +11,17 @@ import importlib
 import importlib.metadata
 import importlib.util
 import linecache
+import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from ..logs import logger
+from ..logs import is_rank_zero, logger
+from ..scripts.running import Run
 
 VERSION = "0.1"
 """The version that Apex's last releases with amp called themselves."""
@@ -118,6 +121,35 @@ def uninstall() -> None:
     _finder.hidden = {}
 
 
+@contextmanager
+def around(run: Run, is_child: bool) -> Iterator[None]:
+    """The drop-in while a script runs; a script that imported amp and never used it is told of at its end."""
+    installs, begun = not is_installed(), os.times()
+    if installs:
+        install(run.replace, only_where_needed=not run.needs_apex)
+    try:
+        yield
+        # An apex that was there has a state of its own, and a child process may have used amp.
+        if installs and is_installed() and not is_child and os.times()[2:4] == begun[2:4]:
+            _tell_of_unused_amp(run)
+    finally:
+        if installs:
+            uninstall()
+
+
+def _tell_of_unused_amp(run: Run) -> None:
+    """A script that decides against amp trains in float32, and should not look as if it had been tried."""
+    amp = sys.modules.get("apex.amp")
+    if amp is None or not is_rank_zero() or amp._amp_state.was_used:
+        return
+    print(
+        "ampkit: this script has imported apex.amp and never called amp.initialize: nothing was cast, it ran in its own precision. "
+        "It may do so only with an option of its own, or on a GPU"
+        + ("." if run.device == "cpu" else ", as which python -m ampkit run --device cpu makes the CPU look."),
+        file=sys.stderr,
+    )
+
+
 def is_installed() -> bool:
     """Whether ``import apex`` finds the drop-in."""
     return _finder in sys.meta_path
@@ -181,14 +213,14 @@ class _ApexLoader:
 
 
 class _AliasLoader:
-    """Loads a module of ours and gives that very object out under Apex's name."""
+    """Loads a module of ours, ``name``, and gives that very object out under Apex's name."""
 
     def __init__(self, ours: str) -> None:
-        self._ours = ours
+        self.name = ours
         self._own_spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        module = importlib.import_module(self._ours)
+        module = importlib.import_module(self.name)
         self._own_spec = module.__spec__
         return module
 
@@ -198,12 +230,12 @@ class _AliasLoader:
         # Submodules are there already. Imported anew, they would be set on the package, over what it has under their names:
         # apex.amp._amp_state is an object.
         for name, loaded in list(sys.modules.items()):
-            if name.startswith(self._ours + "."):
-                sys.modules[alias + name.removeprefix(self._ours)] = loaded
+            if name.startswith(self.name + "."):
+                sys.modules[alias + name.removeprefix(self.name)] = loaded
 
     def get_code(self, name: str) -> Any:
         """For ``python -m`` on one of Apex's names."""
-        return importlib.util.find_spec(self._ours).loader.get_code(self._ours)
+        return importlib.util.find_spec(self.name).loader.get_code(self.name)
 
 
 class _Apex(types.ModuleType):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..apex import running
 from ..casting.tensors import params_of
 from ..dtypes import LOWER_PRECISION
 from ..events import Listener, forwards, listening, steps
@@ -31,6 +30,7 @@ from ..patching import PatchSet, Undo
 from ..plan import OPT_LEVELS
 from ..policy import CastKind, Policy
 from ..registry import current_session
+from ..scripts import running
 from . import files
 from .explain import Explanation, ModuleRow, OptimizerRow, columns, explain, short
 from .record.arithmetic import product_of

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..apex import running
 from ..api import step_was_skipped
 from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
+from ..scripts import running
 from .cures import Cure
 from .diagnose import Diagnosis
 from .evidence import HINTS, OVERFLOW, SCALE

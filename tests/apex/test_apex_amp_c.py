@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
+from ampkit.apex.multi_tensor_apply import multi_tensor_applier
+from ampkit.apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
 from torch import nn
 
 from ampkit.apex import amp_C, apex_C
-from ampkit.apex.multi_tensor_apply import multi_tensor_applier
-from ampkit.apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
 
 pytestmark = pytest.mark.switch
 

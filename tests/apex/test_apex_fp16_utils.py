@@ -5,12 +5,12 @@ import pickle
 
 import pytest
 import torch
+from ampkit.apex.fp16_utils import FP16_Optimizer, fp16_optimizer, fp16util, loss_scaler
 from helpers import assert_all_close, saved_and_loaded
 from torch import nn
 
 import ampkit
 from ampkit.apex import fp16_utils
-from ampkit.apex.fp16_utils import FP16_Optimizer, fp16_optimizer, fp16util, loss_scaler
 
 HALF = torch.float16
 

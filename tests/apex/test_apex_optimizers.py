@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from ampkit.apex.contrib import optimizers as contrib
+from ampkit.apex.multi_tensor_apply import multi_tensor_applier
 from helpers import (
     FUSED_SETTINGS,
     assert_all_close,
@@ -18,8 +20,6 @@ from torch import nn
 import ampkit
 from ampkit import optimizers as core
 from ampkit.apex import amp_C, fp16_utils, optimizers
-from ampkit.apex.contrib import optimizers as contrib
-from ampkit.apex.multi_tensor_apply import multi_tensor_applier
 from ampkit.errors import CheckpointError
 
 pytestmark = pytest.mark.switch

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from ampkit.apex.contrib import optimizers as contrib
 from torch import nn
 
 import ampkit
 from ampkit.apex import optimizers
-from ampkit.apex.contrib import optimizers as contrib
 
 CLASSES = {"apex.optimizers": (optimizers, "fp32_groups_flat"), "apex.contrib.optimizers": (contrib, "fp32_groups")}
 X = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,8 @@ import pytest
 import torch
 from helpers import ROOT, others_slow
 
-from ampkit.apex import running
+from ampkit.__main__ import AROUND_SCRIPTS
+from ampkit.scripts import running
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 
@@ -171,10 +172,10 @@ def test_the_code_of_a_module_or_of_a_package_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for target, path in (("found_single", "found_single.py"), ("found_tool", "found_tool/__main__.py")):
-        names = running.execute(running.Run(target, is_module=True), [])
+        names = running.execute(running.Run(target, is_module=True, around=AROUND_SCRIPTS), [])
         assert names["name"] == path and names["__file__"] == str(tmp_path / path)
     with pytest.raises(ModuleNotFoundError, match="found_nothing"):
-        running.execute(running.Run("found_nothing", is_module=True), [])
+        running.execute(running.Run("found_nothing", is_module=True, around=AROUND_SCRIPTS), [])
 
 
 @pytest.mark.parametrize("allowed, lr", [(False, None), (True, 0.5)])
@@ -266,7 +267,7 @@ def test_everything_is_undone_at_the_end(tmp_path):
     before = {owner: dict(vars(owner)) for owner in owners}
     cuda = torch.cuda.is_available()
     argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
-    names = running.execute(running.Run(str(script), device="cpu"), ["--lr", "1"])
+    names = running.execute(running.Run(str(script), device="cpu", around=AROUND_SCRIPTS), ["--lr", "1"])
     assert names["model"].weight.dtype is torch.float32
     assert (sys.argv, sys.path, dict(os.environ)) == (argv, path, environment)
     assert not ampkit.apex.is_installed() and torch.get_default_dtype() is torch.float32

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import ampkit.apex
-from ampkit.apex import running
+from ampkit.__main__ import AROUND_SCRIPTS
+from ampkit.scripts import running
 
 
 def run(folder, text, *arguments, device="cpu", **settings):
@@ -18,7 +19,7 @@ def run(folder, text, *arguments, device="cpu", **settings):
     ampkit.apex.uninstall()
     script = folder / "script.py"
     script.write_text("import torch\n" + text)
-    return running.execute(running.Run(str(script), device=device, **settings), arguments)
+    return running.execute(running.Run(str(script), device=device, around=AROUND_SCRIPTS, **settings), arguments)
 
 
 DECISIONS = {

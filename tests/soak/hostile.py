@@ -39,7 +39,7 @@ RUNS_CODE = (
     "os.system",
     "os.popen",
 )
-ALLOWED = {("ampkit/apex/running.py", "exec"): "runs the script that the command line names"}
+ALLOWED = {("ampkit/scripts/running.py", "exec"): "runs the script that the command line names"}
 
 
 def calls_that_run_code(path: Path) -> Iterator[tuple[int, str]]:

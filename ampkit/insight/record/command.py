@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...apex import running
 from ...events import listening, steps
 from ...logs import is_rank_zero
+from ...scripts import running
 from .iterations import Iterations
 from .record import Record
 from .recorder import recorded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...optimizers.fp16_optimizer import MastersOfGroups
+from ...masters_of_groups import MastersOfGroups
 
 
 class FP16_Optimizer(MastersOfGroups):

@@ -1,7 +1,7 @@
-"""``ampkit run``: a script or module with the drop-in installed, and everything undone when it ends.
+"""Runs a script or module as ``__main__``, for ``ampkit run`` and the tools that observe; everything is undone when it ends.
 
 What was asked for also stands in an environment variable, so that processes that the script spawns (``mp.spawn``, a
-DataLoader with ``spawn``) find the drop-in when they import the script again: see `ampkit.apex.spawned`.
+DataLoader with ``spawn``) are set up alike when they import the script again: see spawned.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import pickle
+import pkgutil
 import sys
 import types
 import warnings
@@ -26,11 +27,11 @@ import torch
 
 from .. import api
 from ..logs import is_rank_zero
-from . import cpu, importing
+from . import cpu
 
 EXAMPLE = "ampkit run --device cpu tests/apex/scripts/classify.py --opt-level O1"
 VARIABLE = "AMPKIT_RUN"
-SPAWNED = "ampkit.apex.spawned"
+SPAWNED = "ampkit.scripts.spawned"
 LOADS_PICKLES = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """torch's own variable: ``torch.load`` unpickles anything where it was not told ``weights_only``."""
 
@@ -59,6 +60,8 @@ class Run:
     allow_pickle: bool = False
     needs_apex: bool = True
     """Whether the drop-in is there for all; else only for imports that the script cannot do without."""
+    around: str | None = None
+    """What sets up more, as ``module:function``: called with the run, and whether this process was spawned, it gives a context."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, observes: bool = False) -> None:
@@ -99,6 +102,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         arguments.replace,
         arguments.allow_pickle,
         arguments.apex or arguments.replace,
+        arguments.around,
     )
     if not run.is_module and not os.path.exists(run.target):
         print(
@@ -126,7 +130,7 @@ def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
     """Run the script as ``__main__`` and return its names. torch, sys and the environment are left as they were."""
     with ExitStack() as stack:
         stack.enter_context(_interpreter_state())
-        stack.enter_context(installed(run))
+        stack.enter_context(set_up(run))
         path, code = _find(run)
         absolute = run if run.is_module else replace(run, target=os.path.abspath(run.target))
         os.environ[VARIABLE] = json.dumps(asdict(absolute))
@@ -135,33 +139,15 @@ def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         stack.callback(api.close)
-        begun = os.times()
-        names = fill(main.__dict__, path, code, _package_of(run))
-        if os.times()[2:4] == begun[2:4]:  # no child process has run, which may have used amp
-            _tell_of_unused_amp(run)
-        return names
-
-
-def _tell_of_unused_amp(run: Run) -> None:
-    """A script that decides against amp trains in float32, and should not look as if it had been tried."""
-    amp = sys.modules.get("apex.amp")
-    if amp is None or not is_rank_zero() or amp._amp_state.was_used:
-        return
-    print(
-        "ampkit: this script has imported apex.amp and never called amp.initialize: nothing was cast, it ran in its own precision. "
-        "It may do so only with an option of its own, or on a GPU"
-        + ("." if run.device == "cpu" else ", as which python -m ampkit run --device cpu makes the CPU look."),
-        file=sys.stderr,
-    )
+        return fill(main.__dict__, path, code, _package_of(run))
 
 
 @contextmanager
-def installed(run: Run, is_child: bool = False) -> Iterator[None]:
-    """The drop-in, and the CPU in place of CUDA where that is wanted, until the end of the block."""
+def set_up(run: Run, is_child: bool = False) -> Iterator[None]:
+    """What scripts of old expect of torch and of a launcher, and the CPU in place of CUDA where that is wanted."""
     with ExitStack() as stack:
-        if not importing.is_installed():
-            importing.install(run.replace, only_where_needed=not run.needs_apex)
-            stack.callback(importing.uninstall)
+        if run.around is not None:
+            stack.enter_context(pkgutil.resolve_name(run.around)(run, is_child))
         if importlib.util.find_spec("torch._six") is None:
             stack.enter_context(_torch_six())
         stack.enter_context(_local_rank_from_environment())
@@ -219,7 +205,7 @@ def fill(names: dict[str, Any], path: str, code: types.CodeType, package: str | 
 
 
 class _MainSpec(importlib.machinery.ModuleSpec):
-    """The spec of the main module: spawned processes import it by this name, and find the drop-in that way."""
+    """The spec of the main module: spawned processes import it by this name, and are set up that way."""
 
     def __init__(self, path: str, package: str | None) -> None:
         super().__init__(SPAWNED, None, origin=path)
@@ -231,10 +217,10 @@ class _MainSpec(importlib.machinery.ModuleSpec):
 
 
 def resume_in_child(names: dict[str, Any]) -> None:
-    """In a process that the script spawned: the drop-in again, for good, and the script's names."""
+    """In a process that the script spawned: the same set-up, for good, and the script's names."""
     run = Run(**json.loads(os.environ[VARIABLE]))
     atexit.register(_until_exit.close)  # while torch and the import system are still there
-    _until_exit.enter_context(installed(run, is_child=True))
+    _until_exit.enter_context(set_up(run, is_child=True))
     path, code = _find(run)
     fill(names, path, code, _package_of(run))
 
@@ -262,7 +248,7 @@ def _package_of(run: Run) -> str | None:
     if not run.is_module:
         return None
     spec = importlib.util.find_spec(run.target)
-    name = importing.our_name(run.target) or run.target
+    name = getattr(spec.loader, "name", run.target) if spec is not None else run.target
     return name if spec is not None and spec.submodule_search_locations is not None else name.rpartition(".")[0]
 
 
