@@ -10,10 +10,9 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 
 def checked_lists(
-    op: str, tensor_lists: Lists, depth: int | tuple[int, ...], noop_flag: torch.Tensor
+    op: str, tensor_lists: Lists, allowed: tuple[int, ...], noop_flag: torch.Tensor
 ) -> list[list[torch.Tensor]]:
     """The lists, once they are known to fit together. Tensors of one size but different shapes are flattened."""
-    allowed = (depth,) if isinstance(depth, int) else depth
     lists = [list(tensors) for tensors in tensor_lists]
     if len(lists) not in allowed:
         raise RuntimeError(f"{op}: expected {' or '.join(map(str, allowed))} lists of tensors, found {len(lists)}")
@@ -60,17 +59,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
-def found_inf_for(noop_flag: torch.Tensor) -> torch.Tensor:
-    """A finding for the kernels, on the flag's device: nothing yet."""
-    return torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
-
-
 @torch.no_grad()
 def raise_flag(noop_flag: torch.Tensor, found: torch.Tensor) -> None:
     """Set the flag where something was found, without asking the host; never clear it."""
     noop_flag.masked_fill_(found.to(noop_flag.device).reshape(noop_flag.shape) > 0, 1)
-
-
-def is_raised(noop_flag: torch.Tensor) -> bool:
-    """Whether the flag says that nothing is to be done; waits for the device."""
-    return bool(noop_flag.item())

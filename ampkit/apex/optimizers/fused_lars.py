@@ -51,7 +51,5 @@ class FusedLARS(FusedSGD):
         return amp_C.lars_trust(
             gradient_norms(batch),
             tensor_norms(batch.params),
-            trust_coefficient=group["trust_coefficient"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            *(group[name] for name in ("trust_coefficient", "eps", "weight_decay")),
         )
