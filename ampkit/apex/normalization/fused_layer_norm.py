@@ -9,11 +9,11 @@ of different dtypes meet in the wider one, so that half-precision activations an
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ...casting.engine import active_casting
 from ...dtypes import LOWER_PRECISION
@@ -22,72 +22,60 @@ Shape = int | Sequence[int]
 
 
 def fused_layer_norm(
-    input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> torch.Tensor:
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """Layer norm without parameters."""
     input = _in_autocast(input)
     return _layer_norm(input, None, None, normalized_shape, eps, input.dtype)
 
 
 def fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Layer norm in the input's dtype."""
     input = _in_autocast(input)
     return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
 
 
 def mixed_dtype_fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Layer norm in the parameters' dtype."""
     return _layer_norm(_in_autocast(input), weight, bias, normalized_shape, eps, weight.dtype)
 
 
-def fused_rms_norm(
-    input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> torch.Tensor:
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
     """RMS norm without parameters."""
     input = _in_autocast(input)
     return _rms_norm(input, None, normalized_shape, eps, input.dtype)
 
 
 def fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """RMS norm in the input's dtype."""
     input = _in_autocast(input)
     return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """RMS norm in the weight's dtype."""
     return _rms_norm(_in_autocast(input), weight, normalized_shape, eps, weight.dtype)
 
 
-def manual_rms_norm(
-    input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm; in the weight's dtype where that is a lower precision, else in the input's."""
     low = weight is not None and weight.dtype in LOWER_PRECISION
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype if low else input.dtype)
@@ -117,129 +105,101 @@ class FusedRMSNormFunction:
     apply = staticmethod(fused_rms_norm)
 
 
-class FusedLayerNorm(nn.Module):
+class _FusedNorm(nn.Module):
+    #: The functions with and without parameters, and the parameters' names.
+    _affine: Callable[..., Tensor]
+    _plain: Callable[..., Tensor]
+    _names: tuple[str, ...]
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = _as_shape(normalized_shape)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        for name in self._names:
+            values = nn.Parameter(torch.empty(self.normalized_shape)) if elementwise_affine else None
+            self.register_parameter(name, values)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for name in self._names if self.elementwise_affine else ():
+            nn.init.constant_(getattr(self, name), float(name == "weight"))
+
+    def forward(self, input: Tensor) -> Tensor:
+        function = self._affine if self.elementwise_affine else self._plain
+        parameters = [getattr(self, name) for name in self._names] if self.elementwise_affine else []
+        return function(input, *parameters, self.normalized_shape, self.eps, self.memory_efficient)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class FusedLayerNorm(_FusedNorm):
     """Layer norm with the output in the input's dtype."""
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__()
-        self.normalized_shape = _as_shape(normalized_shape)
-        self.eps = eps
-        self.elementwise_affine = elementwise_affine
-        self.memory_efficient = memory_efficient
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(self.normalized_shape))
-            self.bias = nn.Parameter(torch.empty(self.normalized_shape))
-        else:
-            self.register_parameter("weight", None)
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.elementwise_affine:
-            nn.init.ones_(self.weight)
-            nn.init.zeros_(self.bias)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.elementwise_affine:
-            return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
-        )
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+    _affine, _plain, _names = staticmethod(fused_layer_norm_affine), staticmethod(fused_layer_norm), ("weight", "bias")
 
 
-class FusedRMSNorm(nn.Module):
+class FusedRMSNorm(_FusedNorm):
     """RMS norm with the output in the input's dtype; it has a weight and no bias."""
 
+    _affine, _plain, _names = staticmethod(fused_rms_norm_affine), staticmethod(fused_rms_norm), ("weight",)
+
+
+class _WithParameters:
+    """Mixed in before a norm whose output takes the parameters' dtype: it has them always."""
+
     def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
     ) -> None:
-        super().__init__()
-        self.normalized_shape = _as_shape(normalized_shape)
-        self.eps = eps
-        self.elementwise_affine = elementwise_affine
-        self.memory_efficient = memory_efficient
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(self.normalized_shape))
-        else:
-            self.register_parameter("weight", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.elementwise_affine:
-            nn.init.ones_(self.weight)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.elementwise_affine:
-            return fused_rms_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        name = type(self).__name__
+        if not kwargs.pop("elementwise_affine", True):
+            raise RuntimeError(
+                f"{name} does not support elementwise_affine=False: its output takes the parameters' dtype. Use "
+                f"{name.removeprefix('Mixed')}."
+            )
+        if kwargs:
+            raise TypeError(f"{name} got an unexpected keyword argument {next(iter(kwargs))!r}")
+        super().__init__(normalized_shape, eps, True, memory_efficient)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_WithParameters, FusedLayerNorm):
     """Layer norm with the output in the parameters' dtype."""
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
-    ) -> None:
-        _refuse_without_parameters(type(self).__name__, kwargs)
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=True, memory_efficient=memory_efficient)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
-        )
+    _affine = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_WithParameters, FusedRMSNorm):
     """RMS norm with the output in the weight's dtype."""
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
-    ) -> None:
-        _refuse_without_parameters(type(self).__name__, kwargs)
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=True, memory_efficient=memory_efficient)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return mixed_dtype_fused_rms_norm_affine(
-            input, self.weight, self.normalized_shape, self.eps, self.memory_efficient
-        )
+    _affine = staticmethod(mixed_dtype_fused_rms_norm_affine)
 
 
 def _layer_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     normalized_shape: Shape,
     eps: float,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     input, weight, bias = _in_one_dtype(input, weight, bias)
     return F.layer_norm(input, _as_shape(normalized_shape), weight, bias, eps).to(dtype)
 
 
-def _rms_norm(
-    input: torch.Tensor, weight: torch.Tensor | None, normalized_shape: Shape, eps: float, dtype: torch.dtype
-) -> torch.Tensor:
+def _rms_norm(input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps: float, dtype: torch.dtype) -> Tensor:
     input, weight = _in_one_dtype(input, weight)
     return F.rms_norm(input, _as_shape(normalized_shape), weight, eps).to(dtype)
 
 
-def _in_one_dtype(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def _in_one_dtype(*tensors: Tensor | None) -> list[Tensor | None]:
     """Tensors of one dtype as they are (torch accumulates in float32), others in the widest."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if len(dtypes) == 1:
@@ -250,7 +210,7 @@ def _in_one_dtype(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.to(widest) for tensor in tensors]
 
 
-def _in_autocast(input: torch.Tensor) -> torch.Tensor:
+def _in_autocast(input: Tensor) -> Tensor:
     """As a script's own region of torch.autocast has it. O1 switches that on too, and leaves norms to the input's dtype."""
     device_type = input.device.type
     if input.dtype is torch.float64 or not torch.is_autocast_enabled(device_type):
@@ -263,13 +223,3 @@ def _in_autocast(input: torch.Tensor) -> torch.Tensor:
 
 def _as_shape(normalized_shape: Shape) -> torch.Size:
     return torch.Size((normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else normalized_shape)
-
-
-def _refuse_without_parameters(name: str, kwargs: dict[str, object]) -> None:
-    if not kwargs.pop("elementwise_affine", True):
-        raise RuntimeError(
-            f"{name} does not support elementwise_affine=False: its output takes the parameters' dtype. Use "
-            f"{name.removeprefix('Mixed')}."
-        )
-    if kwargs:
-        raise TypeError(f"{name} got an unexpected keyword argument {next(iter(kwargs))!r}")
