@@ -186,8 +186,7 @@ class _Finder:
             return spec
         ours = our_name(name)
         if ours is not None:
-            spec = ModuleSpec(name, _AliasLoader(ours), origin=importlib.util.find_spec(ours).origin)
-            return spec
+            return ModuleSpec(name, _AliasLoader(ours), origin=importlib.util.find_spec(ours).origin)
         apex_name = name.removeprefix("ampkit.")
         # "from apex.contrib import xentropy" asks for ampkit.apex.contrib.xentropy, by the name that the package has.
         asked = name.partition(".")[0] in _ROOTS or (apex_name != name and _instead(apex_name) is not None)
@@ -244,7 +243,7 @@ class _Apex(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in IMPORTED_BY_APEX and our_name(f"apex.{name}") is not None:
             return importlib.import_module(f"apex.{name}")
-        raise AttributeError(f"module 'apex' has no attribute {name!r}. {_advice(f'apex.{name}')}{_what_is_provided()}")
+        raise AttributeError(f"module 'apex' has no attribute {name!r}. {_advice(f'apex.{name}')}")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *IMPORTED_BY_APEX})
@@ -274,7 +273,7 @@ _finder = _Finder()
 
 def _not_provided(name: str) -> ModuleNotFoundError:
     # Without name=, or "from apex import x" would swallow the error and report a poorer one.
-    return ModuleNotFoundError(f"ampkit's drop-in has no {name!r}. {_advice(name)}{_what_is_provided()}")
+    return ModuleNotFoundError(f"ampkit's drop-in has no {name!r}. {_advice(name)}")
 
 
 def _instead(name: str) -> str | None:
@@ -285,12 +284,9 @@ def _instead(name: str) -> str | None:
 
 def _advice(name: str) -> str:
     instead = _instead(name)
-    return "" if instead is None else f"Use in its place: {instead}. "
-
-
-def _what_is_provided() -> str:
     return (
-        f"It provides {', '.join(sorted(filter(our_name, PROVIDED)))} and their submodules; the rest of "
+        ("" if instead is None else f"Use in its place: {instead}. ")
+        + f"It provides {', '.join(sorted(filter(our_name, PROVIDED)))} and their submodules; the rest of "
         "Apex (apex.transformer, most of apex.contrib, apex.mlp, apex.RNN, ...) has to come from NVIDIA's package, "
         "with this drop-in not installed."
     )

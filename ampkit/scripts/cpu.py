@@ -16,7 +16,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,51 +27,35 @@ from ..logs import is_rank_zero
 from ..parallel import SyncBatchNorm
 from ..patching import PatchSet
 from ..plan import LOWER_PRECISION_VARIABLE
+from .variables import variable
 
-_TYPES = (
-    "FloatTensor",
-    "DoubleTensor",
-    "HalfTensor",
-    "BFloat16Tensor",
-    "ByteTensor",
-    "CharTensor",
-    "ShortTensor",
-    "IntTensor",
-    "LongTensor",
-    "BoolTensor",
-)
+_TYPES = [f"{name}Tensor" for name in "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()]
 
 
 @contextmanager
 def in_place_of_cuda(silent: bool = False) -> Iterator[None]:
     """Inside, CUDA is the CPU; one line on standard error says so. bfloat16 is the lower precision unless one is chosen."""
-    chosen = os.environ.get(LOWER_PRECISION_VARIABLE)
-    os.environ[LOWER_PRECISION_VARIABLE] = chosen or "bfloat16"
+    precision = os.environ.get(LOWER_PRECISION_VARIABLE) or "bfloat16"
     if not silent and is_rank_zero():
         print(
             "ampkit: --device cpu: CUDA calls of this script run on the CPU. The lower precision of amp is "
-            f"{os.environ[LOWER_PRECISION_VARIABLE]} there; what the script makes float16 itself, by .half(), stays float16. This "
+            f"{precision} there; what the script makes float16 itself, by .half(), stays float16. This "
             "checks that it works; it says nothing about speed on a GPU.",
             file=sys.stderr,
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importlib.import_module(
-            "torch._dynamo"
-        )  # it makes tables of torch's functions; every optimizer imports it anyway
-    patches = PatchSet()
-    default_dtype = torch.get_default_dtype()
-    try:
-        devices = _DevicesToCPU()
+        # It makes tables of torch's functions; every optimizer imports it anyway.
+        importlib.import_module("torch._dynamo")
+    devices, default_dtype = _DevicesToCPU(), torch.get_default_dtype()
+    with variable(LOWER_PRECISION_VARIABLE, precision), ExitStack() as stack:
+        patches = PatchSet()
+        stack.callback(torch.set_default_dtype, default_dtype)
+        stack.callback(patches.restore)
         for owner, name, value in _replacements(devices):
             patches.set(owner, name, value)
         with devices:
             yield
-    finally:
-        patches.restore()
-        torch.set_default_dtype(default_dtype)
-        if chosen is None:
-            os.environ.pop(LOWER_PRECISION_VARIABLE, None)
 
 
 class _DevicesToCPU(TorchFunctionMode):
@@ -84,9 +68,7 @@ class _DevicesToCPU(TorchFunctionMode):
         kwargs = {key: _named(key, value) for key, value in kwargs.items()}
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _cuda_name(func(*args))
-        first_index = func is torch.Tensor.to
-        args = tuple(_to_cpu(value, index_is_device=first_index and place == 1) for place, value in enumerate(args))
-        return func(*args, **kwargs)
+        return func(*_all_to_cpu(args, 1 if func is torch.Tensor.to else None), **kwargs)
 
 
 def _to_cpu(value: Any, index_is_device: bool = False) -> Any:
@@ -99,6 +81,10 @@ def _to_cpu(value: Any, index_is_device: bool = False) -> Any:
     if index_is_device and type(value) is int:
         return "cpu"
     return value
+
+
+def _all_to_cpu(args: tuple, index_at: int | None) -> Iterator[Any]:
+    return (_to_cpu(value, index_is_device=place == index_at) for place, value in enumerate(args))
 
 
 def _named(key: str, value: Any) -> Any:
@@ -121,12 +107,10 @@ def _replacements(devices: _DevicesToCPU) -> Iterator[tuple[Any, str, Any]]:
     # torch's optimizers ask it for a stream where CUDA says that it is available.
     yield torch.accelerator, "current_accelerator", _constant(None)
     yield torch.accelerator, "is_available", _constant(False)
-    yield torch.Tensor, "cuda", _returns_self
-    yield nn.Module, "cuda", _returns_self
-    yield nn.Module, "to", _module_to(nn.Module.to)
-    yield nn.utils.rnn.PackedSequence, "cuda", _returns_self
-    yield torch.UntypedStorage, "cuda", _returns_self
-    yield torch.storage.TypedStorage, "cuda", _returns_self
+    packed, storages = nn.utils.rnn.PackedSequence, (torch.UntypedStorage, torch.storage.TypedStorage)
+    for owner in (torch.Tensor, nn.Module, packed, *storages):
+        yield owner, "cuda", _returns_self
+    yield nn.Module, "to", _mapped(nn.Module.to, index_at=1)
     yield torch.Tensor, "pin_memory", _returns_self
     yield torch.Tensor, "record_stream", _constant(None)
     yield torch, "load", _load(torch.load)
@@ -135,7 +119,7 @@ def _replacements(devices: _DevicesToCPU) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "Generator", _Generator
     for module in (nn, nn.modules.batchnorm):  # not nn.modules, where DDP finds the class that it refuses on the CPU
         yield module, "SyncBatchNorm", _SyncBatchNorm
-    yield torch.autocast, "__init__", _autocast_init(torch.autocast.__init__)
+    yield torch.autocast, "__init__", _mapped(torch.autocast.__init__)
     yield nn.parallel.DistributedDataParallel, "__init__", _ddp_init(nn.parallel.DistributedDataParallel.__init__)
     yield sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", lambda: None
     yield torch.utils.data.DataLoader, "__init__", _unpinned(torch.utils.data.DataLoader.__init__)
@@ -193,23 +177,14 @@ def _returns_self(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
-def _mapped(function: Callable) -> Callable:
-    """``function`` with CUDA devices and types among its arguments mapped."""
+def _mapped(function: Callable, index_at: int | None = None) -> Callable:
+    """``function`` with CUDA devices and types among its arguments mapped; a number at ``index_at`` is a device's."""
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(_to_cpu, args), **{key: _named(key, value) for key, value in kwargs.items()})
+        return function(*_all_to_cpu(args, index_at), **{key: _named(key, value) for key, value in kwargs.items()})
 
     return mapped
-
-
-def _module_to(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        args = tuple(_to_cpu(value, index_is_device=place == 0) for place, value in enumerate(args))
-        return original(self, *args, **{key: _named(key, value) for key, value in kwargs.items()})
-
-    return to
 
 
 def _load(original: Callable) -> Callable:
@@ -220,14 +195,6 @@ def _load(original: Callable) -> Callable:
         return original(f, map_location, *args, **kwargs)
 
     return load
-
-
-def _autocast_init(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        original(self, _to_cpu(device_type), dtype, *args, **kwargs)
-
-    return init
 
 
 def _ddp_init(original: Callable) -> Callable:
@@ -270,24 +237,27 @@ class _Generator(torch.Generator):
         return super().__new__(cls, _to_cpu(device, index_is_device=True))
 
 
+def _constant(value: Any) -> Callable:
+    def constant(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return constant
+
+
 class _Context:
-    """``torch.cuda.device`` and ``torch.cuda.stream``: entered and left without effect."""
+    """``torch.cuda.device`` and ``torch.cuda.stream``, whatever is named: entered and left without effect."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Whatever device or stream is named."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exception: Any) -> None:
-        """Nothing to leave."""
+    __init__ = __enter__ = __exit__ = _constant(None)
 
 
 class _Event:
     """``torch.cuda.Event`` by the clock: work on the CPU is done when the call returns."""
 
+    wait = synchronize = _constant(None)
+    query = _constant(True)
+
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self._time = time.perf_counter()
+        self.record()
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
@@ -295,58 +265,27 @@ class _Event:
     def elapsed_time(self, end: _Event) -> float:
         return (end._time - self._time) * 1000.0
 
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
 
 class _Stream:
     """``torch.cuda.Stream``: there is one, and it is done."""
 
     cuda_stream = 0
-
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device = torch.device("cpu")
+    device = torch.device("cpu")
+    __init__ = __exit__ = wait_event = wait_stream = synchronize = _constant(None)
+    query = _constant(True)
 
     def __enter__(self) -> _Stream:
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        """Nothing to leave."""
-
-    def query(self) -> bool:
-        return True
 
     def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event()
         event.record()
         return event
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
 
 _PROPERTIES = types.SimpleNamespace(
     name="CPU in place of CUDA", major=8, minor=0, total_memory=16 * 2**30, multi_processor_count=os.cpu_count() or 1
 )
-
-
-def _constant(value: Any) -> Callable:
-    def constant(*args: Any, **kwargs: Any) -> Any:
-        return value
-
-    return constant
 
 
 def _cuda_functions() -> dict[str, Any]:

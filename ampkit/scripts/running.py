@@ -18,7 +18,7 @@ import pkgutil
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,7 +27,9 @@ import torch
 
 from .. import api
 from ..logs import is_rank_zero
-from . import cpu
+from ..patching import PatchSet
+from . import cpu, torch_six
+from .variables import variable
 
 EXAMPLE = "ampkit run --device cpu tests/apex/scripts/classify.py --opt-level O1"
 VARIABLE = "AMPKIT_RUN"
@@ -133,7 +135,7 @@ def execute(run: Run, arguments: Sequence[str]) -> dict[str, Any]:
         stack.enter_context(set_up(run))
         path, code = _find(run)
         absolute = run if run.is_module else replace(run, target=os.path.abspath(run.target))
-        os.environ[VARIABLE] = json.dumps(asdict(absolute))
+        stack.enter_context(variable(VARIABLE, json.dumps(asdict(absolute))))
         sys.argv = [path if run.is_module else run.target, *arguments]
         sys.path[0] = os.getcwd() if run.is_module else os.path.dirname(os.path.abspath(path))
         main = types.ModuleType("__main__")
@@ -148,9 +150,13 @@ def set_up(run: Run, is_child: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         if run.around is not None:
             stack.enter_context(pkgutil.resolve_name(run.around)(run, is_child))
+        patches = PatchSet()
+        stack.callback(patches.restore)
         if importlib.util.find_spec("torch._six") is None:
-            stack.enter_context(_torch_six())
-        stack.enter_context(_local_rank_from_environment())
+            patches.set(sys.modules, "torch._six", torch_six)
+            patches.set(torch, "_six", torch_six)
+        parser = argparse.ArgumentParser
+        patches.set(parser, "parse_known_args", _with_local_rank(parser.parse_known_args))
         if run.allow_pickle:
             stack.enter_context(_pickles_allowed(silent=is_child))
         if run.device == "cpu":
@@ -158,10 +164,8 @@ def set_up(run: Run, is_child: bool = False) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _local_rank_from_environment() -> Iterator[None]:
+def _with_local_rank(original: Callable) -> Callable:
     """Launchers of 2019 passed ``--local_rank``, those of today set ``LOCAL_RANK``: the default of the script's option is that."""
-    original = argparse.ArgumentParser.parse_known_args
 
     @functools.wraps(original)
     def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -170,24 +174,7 @@ def _local_rank_from_environment() -> Iterator[None]:
                 action.default, action.required = os.environ["LOCAL_RANK"], False
         return original(self, *args, **kwargs)
 
-    argparse.ArgumentParser.parse_known_args = parse_known_args
-    try:
-        yield
-    finally:
-        argparse.ArgumentParser.parse_known_args = original
-
-
-@contextmanager
-def _torch_six() -> Iterator[None]:
-    """torch's helper module of old, under its name."""
-    from . import torch_six
-
-    sys.modules["torch._six"] = torch._six = torch_six
-    try:
-        yield
-    finally:
-        sys.modules.pop("torch._six", None)
-        vars(torch).pop("_six", None)
+    return parse_known_args
 
 
 def fill(names: dict[str, Any], path: str, code: types.CodeType, package: str | None) -> dict[str, Any]:
@@ -281,37 +268,24 @@ def _part_of_the_script(traceback: types.TracebackType | None) -> types.Tracebac
 @contextmanager
 def _pickles_allowed(silent: bool = False) -> Iterator[None]:
     """Inside, ``torch.load`` unpickles anything unless it is told ``weights_only``; one line on standard error says so."""
-    before = os.environ.get(LOADS_PICKLES)
     if not silent and is_rank_zero():
         print(
             "ampkit: --allow-pickle: torch.load unpickles any object, and a file may run code of its own when it is loaded. "
             "Load only files that you trust.",
             file=sys.stderr,
         )
-    os.environ[LOADS_PICKLES] = "1"
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=f"Environment variable {LOADS_PICKLES}")
-            yield
-    finally:
-        if before is None:
-            os.environ.pop(LOADS_PICKLES, None)
-        else:
-            os.environ[LOADS_PICKLES] = before
+    with variable(LOADS_PICKLES, "1"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"Environment variable {LOADS_PICKLES}")
+        yield
 
 
 @contextmanager
 def _interpreter_state() -> Iterator[None]:
     """What a script changes by being run."""
     argv, path, main = list(sys.argv), list(sys.path), sys.modules.get("__main__")
-    environment = os.environ.get(VARIABLE)
     try:
         yield
     finally:
         sys.argv[:], sys.path[:] = argv, path
         if main is not None:
             sys.modules["__main__"] = main
-        if environment is None:
-            os.environ.pop(VARIABLE, None)
-        else:
-            os.environ[VARIABLE] = environment

@@ -26,9 +26,8 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.loss_scalers: list[Any] = []
-        self.opt_properties: Any = (
-            None  # frontend.py and handle.py, which import this module, put what holds before initialize
-        )
+        # frontend.py and handle.py, which import this module, put what holds before initialize.
+        self.opt_properties: Any = None
         self.opt_properties_before_initialize: Any = None
         self.handle: Any = None
         # Until their _deactivate(): a script need not keep the handle of amp.init().

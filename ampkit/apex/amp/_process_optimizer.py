@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -128,79 +129,61 @@ class AmpOptimizerState:
             gradients.state = State.READY
 
     def __getattr__(self, name: str) -> Any:
-        views = {} if name.startswith("__") or "_optimizer" not in self.__dict__ else _views(self._has_masters)
+        views = {} if name.startswith("__") or "_optimizer" not in self.__dict__ else self._views()
         if name not in views:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return views[name](self)
+        wanted, what, by_groups = views[name]
+        what = what or self._master()
+        slots = {slot.param: slot for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)}
+        if not by_groups:
+            return [what(slot) for slot in slots.values()]
+        groups = self._optimizer().param_groups
+        return [[what(slots[param]) for param in group["params"] if param in slots] for group in groups]
+
+    def _views(self) -> dict[str, Any]:
+        return _WITH_MASTERS if session_of(self._optimizer()).plan.master_weights else _WITHOUT_MASTERS
 
     @property
     def _gradients(self) -> Any:
         return _wrapper(self._optimizer()).gradients
 
-    @property
-    def _has_masters(self) -> bool:
-        return session_of(self._optimizer()).plan.master_weights
-
-    def _flat(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[Any]:
-        return [what(slot) for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)]
-
     def _master(self) -> Callable[[Slot], torch.Tensor]:
         """What gives the master of a slot: a float32 copy that is kept current while the script holds it."""
-        masters = dict(zip(self._params_of_groups(), _wrapper(self._optimizer()).master_params()))
+        params = (param for group in self._optimizer().param_groups for param in group["params"])
+        masters = dict(zip(params, _wrapper(self._optimizer()).master_params()))
         return lambda slot: masters[slot.param]
-
-    def _params_of_groups(self) -> list[torch.Tensor]:
-        return [param for group in self._optimizer().param_groups for param in group["params"]]
-
-    def _grouped(self, wanted: Callable[[Slot], bool], what: Callable[[Slot], Any]) -> list[list[Any]]:
-        slots = {slot.param: slot for slot in self._gradients.slots if slot.param.requires_grad and wanted(slot)}
-        groups = self._optimizer().param_groups
-        return [[what(slots[param]) for param in group["params"] if param in slots] for group in groups]
-
-
-def _views(has_masters: bool) -> dict[str, Callable[[AmpOptimizerState], list]]:
-    """The lists of a stash by name."""
-    if has_masters:
-        return {
-            "fp16_groups": lambda stash: stash._grouped(_has_master, _param),
-            "fp32_from_fp16_groups": lambda stash: stash._grouped(_has_master, stash._master()),
-            "fp32_from_fp32_groups": lambda stash: stash._grouped(_has_no_master, _param),
-            "all_fp16_params": lambda stash: stash._flat(_has_master, _param),
-            "all_fp32_from_fp16_params": lambda stash: stash._flat(_has_master, stash._master()),
-            "all_fp32_from_fp32_params": lambda stash: stash._flat(_has_no_master, _param),
-            "all_fp16_grad_stash": lambda stash: stash._flat(_has_master, _stash),
-            "all_fp32_from_fp32_grad_stash": lambda stash: stash._flat(_has_no_master, _stash),
-        }
-    return {
-        "all_fp16_params": lambda stash: stash._flat(_is_lower, _param),
-        "all_fp32_params": lambda stash: stash._flat(_is_not_lower, _param),
-        "all_fp16_grad_stash": lambda stash: stash._flat(_is_lower, _stash),
-        "all_fp32_grad_stash": lambda stash: stash._flat(_is_not_lower, _stash),
-    }
 
 
 def _has_master(slot: Slot) -> bool:
     return slot.entry is not None
 
 
-def _has_no_master(slot: Slot) -> bool:
-    return slot.entry is None
-
-
 def _is_lower(slot: Slot) -> bool:
     return slot.param.dtype in LOWER_PRECISION
 
 
-def _is_not_lower(slot: Slot) -> bool:
-    return not _is_lower(slot)
+def _not(wanted: Callable[[Slot], bool]) -> Callable[[Slot], bool]:
+    return lambda slot: not wanted(slot)
 
 
-def _param(slot: Slot) -> torch.Tensor:
-    return slot.param
-
-
-def _stash(slot: Slot) -> torch.Tensor | None:
-    return slot.stash
+_PARAM, _STASH = attrgetter("param"), attrgetter("stash")
+#: The lists of a stash by name: which slots, what of them (None: the masters), and whether by groups. With masters, and without.
+_WITH_MASTERS = {
+    "fp16_groups": (_has_master, _PARAM, True),
+    "fp32_from_fp16_groups": (_has_master, None, True),
+    "fp32_from_fp32_groups": (_not(_has_master), _PARAM, True),
+    "all_fp16_params": (_has_master, _PARAM, False),
+    "all_fp32_from_fp16_params": (_has_master, None, False),
+    "all_fp32_from_fp32_params": (_not(_has_master), _PARAM, False),
+    "all_fp16_grad_stash": (_has_master, _STASH, False),
+    "all_fp32_from_fp32_grad_stash": (_not(_has_master), _STASH, False),
+}
+_WITHOUT_MASTERS = {
+    "all_fp16_params": (_is_lower, _PARAM, False),
+    "all_fp32_params": (_not(_is_lower), _PARAM, False),
+    "all_fp16_grad_stash": (_is_lower, _STASH, False),
+    "all_fp32_grad_stash": (_not(_is_lower), _STASH, False),
+}
 
 
 def _wrapper(optimizer: Any) -> Any:

@@ -98,24 +98,7 @@ class _Level:
         return properties
 
 
-class O0(_Level):
-    name = "O0"
-
-
-class O1(_Level):
-    name = "O1"
-
-
-class O2(_Level):
-    name = "O2"
-
-
-class O3(_Level):
-    name = "O3"
-
-
-class O4(_Level):
-    name = "O4"
+O0, O1, O2, O3, O4 = (type(name, (_Level,), {"name": name}) for name in ("O0", "O1", "O2", "O3", "O4"))
 
 
 class O5(_Level):

@@ -165,46 +165,11 @@ class AmpHandle:
             yield scaled
 
 
-class NoOpHandle:
+class NoOpHandle(AmpHandle):
     """The handle where nothing is cast."""
 
-    _is_active = False
-    _all_wrappers: tuple = ()
-
-    def is_active(self) -> bool:
-        return False
-
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        yield
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        return OptimWrapper(optimizer, self, num_loss)
-
-    @contextmanager
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
-        yield loss
-
-    @property
-    def has_cache(self) -> bool:
-        return False
-
-    @property
-    def cache(self) -> dict:
-        return {}
-
-    @property
-    def verbose(self) -> bool:
-        return False
-
-    def _clear_cache(self) -> None:
-        """There is none."""
-
-    def remove_cache(self, param: torch.Tensor) -> None:
-        """There is none."""
-
-    def _deactivate(self) -> None:
-        """Nothing is active."""
+    def __init__(self) -> None:
+        super().__init__(enable_caching=False)
 
 
 _amp_state.handle = NoOpHandle()

@@ -67,18 +67,6 @@ class OptimWrapper:
         """The next loss is the first one again."""
         self._loss_idx = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._optimizer.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._optimizer.add_param_group(param_group)
-
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":
             raise AttributeError(name)

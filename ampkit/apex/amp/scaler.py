@@ -13,11 +13,7 @@ from typing import Any
 import torch
 
 from ... import kernels
-from ...iteration.loss_scale import (
-    DEFAULT_MAX_LOSS_SCALE,
-    DEFAULT_MIN_LOSS_SCALE,
-    DynamicLossScale,
-)
+from ...iteration.loss_scale import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
 from ...iteration.loss_scale import LossScaler as CoreScaler
 
 
@@ -264,16 +260,8 @@ class LossScaler:
     # Checkpoints that hold the object itself, as those of FP16_Optimizer do
 
     def __getstate__(self) -> dict[str, Any]:
-        names = (
-            "dynamic",
-            "_loss_scale",
-            "_max_loss_scale",
-            "_min_loss_scale",
-            "_scale_seq_len",
-            "_unskipped",
-            "_has_overflow",
-        )
-        return {name: getattr(self, name) for name in names}
+        names = "dynamic _loss_scale _max_loss_scale _min_loss_scale _scale_seq_len _unskipped _has_overflow"
+        return {name: getattr(self, name) for name in names.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(

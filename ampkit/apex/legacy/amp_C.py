@@ -96,23 +96,23 @@ def multi_tensor_sgd(flag, lists, wd, momentum, dampening, lr, nesterov, first_r
 def multi_tensor_lars(
     flag,
     lists,
-    grad_norms,
-    param_norms,
+    norms_g,
+    norms_p,
     lr,
-    trust_coefficient,
+    trust,
     eps,
-    weight_decay,
+    wd,
     momentum,
     dampening,
     nesterov,
-    first_run,
-    wd_after_momentum,
+    first,
+    wd_after,
     scale,
-    is_skipped=False,
+    skipped=False,
 ):
-    """LARS on the lists (g, p, momentum[, copy of p in lower precision]); ``is_skipped`` is plain SGD. Heeds the flag."""
-    trust = None if is_skipped else lars_trust(grad_norms, param_norms, trust_coefficient, eps, weight_decay)
-    _sgd(flag, lists, trust, lr, weight_decay, momentum, dampening, nesterov, first_run, wd_after_momentum, scale)
+    """LARS on the lists (g, p, momentum[, copy of p in lower precision]); ``skipped`` is plain SGD. Heeds the flag."""
+    trust = None if skipped else lars_trust(norms_g, norms_p, trust, eps, wd)
+    _sgd(flag, lists, trust, lr, wd, momentum, dampening, nesterov, first, wd_after, scale)
 
 
 def _sgd(flag, lists, trust, lr, weight_decay, momentum, dampening, nesterov, first_run, wd_after_momentum, scale):
@@ -200,52 +200,24 @@ def multi_tensor_novograd(
 
 @_op(4)
 def multi_tensor_lamb(
-    flag,
-    lists,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    step,
-    bias_correction,
-    weight_decay,
-    grad_averaging,
-    mode,
-    global_grad_norm,
-    max_grad_norm,
-    use_nvlamb=False,
+    flag, lists, lr, beta1, beta2, eps, step, corrects, wd, grad_averaging, mode, norm, max_norm, use_nvlamb=False
 ):
     """LAMB on the lists (g, p, m, v). The gradients are overwritten by the directions taken."""
-    settings = _settings_of_adam(lr, beta1, beta2, eps, step, bias_correction, weight_decay)
-    _lamb(lists, settings, grad_averaging, mode, global_grad_norm, max_grad_norm, use_nvlamb)
+    settings = _settings_of_adam(lr, beta1, beta2, eps, step, corrects, wd)
+    _lamb(lists, settings, grad_averaging, mode, norm, max_norm, use_nvlamb)
 
 
 @_op(4, 5)
 def multi_tensor_lamb_mp(
-    flag,
-    lists,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    step,
-    bias_correction,
-    weight_decay,
-    grad_averaging,
-    mode,
-    global_grad_norm,
-    max_grad_norm,
-    use_nvlamb,
-    found_inf,
-    inv_scale,
+    flag, lists, lr, beta1, beta2, eps, step, corrects, wd, averages, mode, norm, max_norm, nvlamb, found_inf, inv_scale
 ):
     """multi_tensor_lamb on (g, p, m, v[, copy of p in lower precision]), unscaling; does nothing after ``found_inf``.
 
-    ``global_grad_norm`` and ``max_grad_norm`` are compared as they are: both scaled, or both not.
+    ``norm``, of all gradients, and ``max_norm`` are compared as they are: both scaled, or both not.
     """
-    settings = _settings_of_adam(lr, beta1, beta2, eps, step, bias_correction, weight_decay)
+    settings = _settings_of_adam(lr, beta1, beta2, eps, step, corrects, wd)
     settings.update(found_inf=found_inf, inv_scale=inv_scale)
-    _lamb(lists, settings, grad_averaging, mode, global_grad_norm, max_grad_norm, use_nvlamb)
+    _lamb(lists, settings, averages, mode, norm, max_norm, nvlamb)
 
 
 def _lamb(lists, settings, grad_averaging, mode, global_grad_norm, max_grad_norm, use_nvlamb):
@@ -287,32 +259,19 @@ def multi_tensor_lamb_stage2_cuda(
 
 
 def update_scale_hysteresis(
-    current_scale,
-    growth_tracker,
-    hysteresis_tracker,
-    found_inf,
-    growth_factor,
-    backoff_factor,
-    growth_interval,
-    hysteresis,
+    scale, growth_tracker, hysteresis_tracker, found_inf, growth, backoff, interval, hysteresis
 ):
     """Move a loss scale and its two counters, in place; returns the scale.
 
     A scale below float32's smallest normal number counts as zero, before and after, as in Apex.
     """
-    _flush_subnormal(current_scale)
-    words = [one.view(1).view(torch.int32) for one in (current_scale, growth_tracker, hysteresis_tracker)]
+    _flush_subnormal(scale)
+    words = [one.view(1).view(torch.int32) for one in (scale, growth_tracker, hysteresis_tracker)]
     state = torch.cat([*words, words[0].new_zeros(4)])
-    kernels.update_scale(
-        state,
-        found_inf,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-    )
+    rule = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    kernels.update_scale(state, found_inf, hysteresis=hysteresis, **rule)
     torch._foreach_copy_(words, state[:3].split(1))
-    return _flush_subnormal(current_scale)
+    return _flush_subnormal(scale)
 
 
 def _flush_subnormal(scale: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 from .. import kernels
 from ..errors import CheckpointError
 from ..registry import wrapper_of
-from .fp16_utils.fp16_optimizer import PREPARED_ALREADY, AroundOptimizer, clip_groups
+from .around_optimizer import AroundOptimizer
+from .fp16_utils.fp16_optimizer import PREPARED_ALREADY, clear_gradients, clip_groups
 from .fp16_utils.loss_scaler import DynamicLossScaler
 
 _SCALE = ("cur_scale", "cur_iter")
@@ -65,11 +66,7 @@ class MastersOfGroups(AroundOptimizer, DynamicLossScaler):
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
         """Clear the gradients of the model."""
-        for param in (param for group in self.fp16_groups for param in group):
-            if set_grads_to_None:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.detach_().zero_()
+        clear_gradients((param for group in self.fp16_groups for param in group), set_grads_to_None)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         (loss.float() * self.cur_scale).backward(retain_graph=retain_graph)

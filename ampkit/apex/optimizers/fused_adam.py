@@ -81,10 +81,7 @@ class FusedAdam(ForSubclasses, StepsInGroups, OwnMasters, _core.FusedAdam):
     @property
     def param_groups_master(self) -> list[dict[str, Any]]:
         """The float32 copies of lower-precision parameters, group by group."""
-        return [
-            {**group, "params": [self.state.get(p, {}).get("master_param", p) for p in group["params"]]}
-            for group in self.param_groups
-        ]
+        return self.groups_of_masters(lambda param: param)
 
     def step(
         self,

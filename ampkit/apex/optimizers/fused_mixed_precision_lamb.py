@@ -50,10 +50,7 @@ class FusedMixedPrecisionLamb(OwnMasters, LAMB):
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
         """The float32 copies of lower-precision parameters, None for the others, group by group."""
-        return [
-            {**group, "params": [self.state.get(p, {}).get("master_param") for p in group["params"]]}
-            for group in self.param_groups
-        ]
+        return self.groups_of_masters(lambda param: None)
 
     @property
     def device_settings(self) -> dict[str, torch.dtype]:

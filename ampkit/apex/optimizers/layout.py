@@ -46,13 +46,11 @@ class StepsInGroups:
 
 def gradient_norms(batch: Batch, norm_type: int = 2) -> torch.Tensor:
     """The norm of each gradient, as it will be used: of order 2, or 0 for the maximum."""
-    if norm_type == 2 and all(gradient.dtype in CASTABLE for gradient in batch.grads):
-        norms: torch.Tensor = kernels.multi_tensor_unscale_l2norm(batch.grads, None, batch.inv_scale, per_tensor=True)[
-            1
-        ]
-        is_unscaled = True
+    is_unscaled = norm_type == 2 and all(gradient.dtype in CASTABLE for gradient in batch.grads)
+    if is_unscaled:
+        _, norms = kernels.multi_tensor_unscale_l2norm(batch.grads, None, batch.inv_scale, per_tensor=True)
     else:
-        norms, is_unscaled = tensor_norms(batch.grads, norm_type), False
+        norms = tensor_norms(batch.grads, norm_type)
     for factor in (None if is_unscaled else batch.inv_scale, batch.clip):
         if factor is not None:
             norms = norms * on(factor, norms.device)

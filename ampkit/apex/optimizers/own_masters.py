@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,13 @@ class OwnMasters:
     def master_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """The float32 copy of a parameter, where it has one."""
         return self.state[param].get("master_param")
+
+    def groups_of_masters(self, default: Callable[[torch.Tensor], Any]) -> list[dict[str, Any]]:
+        """The parameter groups with copies in place of parameters, and ``default`` of those without one."""
+        return [
+            {**group, "params": [self.state.get(p, {}).get("master_param", default(p)) for p in group["params"]]}
+            for group in self.param_groups
+        ]
 
     def make_master(self, param: torch.Tensor) -> None:
         self.state[param]["master_param"] = param.detach().clone().float()

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ..around_optimizer import AroundOptimizer
 from ..multi_tensor_steps import tensor_norms
 
 
-class LARC:
+class LARC(AroundOptimizer):
     """Scales each gradient so that ``optimizer`` moves its tensor by a share of the tensor's own norm.
 
     The local rate is ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip`` it can only lower the
@@ -23,6 +24,7 @@ class LARC:
     """
 
     needs_whole_tensors = True
+    _inside = "optim"
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
         if not hasattr(optimizer, "param_groups"):
@@ -41,22 +43,6 @@ class LARC:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without what a session put on it, as torch's optimizers copy none of what was put on them."""
         return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}
-
-    @property
-    def state(self) -> Any:
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
 
     @property
     def keeps_float32_state(self) -> bool:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors as flatten
-from torch._utils import _unflatten_dense_tensors as unflatten
+from torch._utils import _flatten_dense_tensors as flatten  # noqa: F401
+from torch._utils import _unflatten_dense_tensors as unflatten  # noqa: F401
 
-from .gradient_sync import GradientSync, SyncSettings, average, broadcast_parameters
+from .gradient_sync import GradientSync, SyncSettings, average, broadcast_parameters, on_flat_lists
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -181,18 +181,16 @@ def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.
 
 
 def apply_flat_dist_call(
-    bucket: Sequence[torch.Tensor], call: Callable, extra_args: Sequence[Any] | None = None
+    bucket: Iterable[torch.Tensor], call: Callable, extra_args: Sequence[Any] | None = None
 ) -> None:
-    """A collective on all tensors of a list as one; sums are turned into means."""
-    flat = flatten([tensor.detach() for tensor in bucket])
-    call(flat, *(extra_args or ()))
-    if call is dist.all_reduce:
-        flat /= dist.get_world_size()
-    for tensor, value in zip(bucket, unflatten(flat, bucket)):
-        tensor.detach().copy_(value)
+    """A collective on all tensors of one type as one; sums are turned into means."""
+
+    def operation(flat: torch.Tensor) -> None:
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat /= dist.get_world_size()
+
+    on_flat_lists(list(bucket), operation)
 
 
-def flat_dist_call(tensors: Iterable[torch.Tensor], call: Callable, extra_args: Sequence[Any] | None = None) -> None:
-    """``apply_flat_dist_call`` for each type of tensor."""
-    for bucket in split_by_type(tensors).values():
-        apply_flat_dist_call(bucket, call, extra_args)
+flat_dist_call = apply_flat_dist_call

@@ -219,19 +219,12 @@ def broadcast_parameters(module: nn.Module, group: Any = None) -> None:
     entries = dict(lower_entries(module))
     params = list(module.parameters())
     values = [entries[p].current(p) if p in entries else p.detach() for p in params]
-    broadcast(values, group)
+    on_flat_lists(values, lambda flat: dist.broadcast(flat, 0, group=group))
     for param, value in zip(params, values):
         if param in entries:
             entries[param].put(param, value)
 
 
-@torch.no_grad()
-def broadcast(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
-    """Write rank ``source``'s tensors into every rank's."""
-    on_flat_lists(tensors, lambda flat: dist.broadcast(flat, source, group=group))
-
-
-@torch.no_grad()
 def average(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
     """Write the mean over the ranks into every rank's tensors."""
     world_size = dist.get_world_size(group)

@@ -6,7 +6,7 @@ and takes over ``backward``. Its checkpoints hold tensors and plain values only,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,33 +17,13 @@ from ...dtypes import LOWER_PRECISION
 from ...errors import CheckpointError, LossScaleError
 from ...registry import wrapper_of
 from ..amp.scaler import LossScaler
+from ..around_optimizer import AroundOptimizer
+from .fp16util import pairs_of_gradients
 
 PREPARED_ALREADY = (
     "FP16_Optimizer was given an optimizer that initialize() has prepared already: it has its masters and its loss scale. Use "
     "amp.scale_loss with it, without FP16_Optimizer."
 )
-
-
-class AroundOptimizer:
-    """What scripts read and write of the optimizer that is wrapped."""
-
-    optimizer: Any
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
 
 
 class FP16_Optimizer(AroundOptimizer):
@@ -103,11 +83,8 @@ class FP16_Optimizer(AroundOptimizer):
     def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:
         """Clear the gradients of the model and of the masters."""
         to_none = set_grads_to_None if set_to_none is None else set_to_none
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                _clear(param, to_none)
-        for param in self.all_fp16_params:
-            _clear(param, to_none)
+        stepped = (param for group in self.optimizer.param_groups for param in group["params"])
+        clear_gradients([*stepped, *self.all_fp16_params], to_none)
         self._scale_of_gradients = None
         self._own_are_unscaled = False
 
@@ -129,15 +106,7 @@ class FP16_Optimizer(AroundOptimizer):
         Gradients of float32 parameters are unscaled where they are.
         """
         scale = self._scale_of_gradients or self.loss_scale
-        sources, targets = [], []
-        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
-            if param.grad is None:
-                master.grad = None
-                continue
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-            sources.append(param.grad)
-            targets.append(master.grad)
+        sources, targets = pairs_of_gradients(self.all_fp16_params, self.all_fp32_from_fp16_params)
         own = [] if self._own_are_unscaled else _gradients(self.all_fp32_from_fp32_params)
         sources, targets = sources + own, targets + own
         flag = torch.zeros(1, device=sources[0].device if sources else "cpu")
@@ -341,10 +310,9 @@ def _gradients(params: list[nn.Parameter]) -> list[torch.Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
-def _clear(param: torch.Tensor, to_none: bool) -> None:
-    if param.grad is None:
-        return
-    if to_none:
-        param.grad = None
-    else:
-        param.grad.detach_().zero_()
+def clear_gradients(params: Iterable[torch.Tensor], to_none: bool) -> None:
+    for param in params:
+        if to_none:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.detach_().zero_()

@@ -94,6 +94,13 @@ def model_grads_to_master_grads(
         (master,) = master_params
         master.grad = _flatten_dense_tensors(flat).to(master.dtype)
         return
+    kernels.multi_tensor_scale(*pairs_of_gradients(model_params, master_params), 1.0)
+
+
+def pairs_of_gradients(
+    model_params: list[torch.Tensor], master_params: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of a model, and where those of its masters go; a master has none where its parameter has none."""
     sources, targets = [], []
     for param, master in zip(model_params, master_params):
         if param.grad is None:
@@ -103,7 +110,7 @@ def model_grads_to_master_grads(
             master.grad = torch.empty_like(master)
         sources.append(param.grad)
         targets.append(master.grad)
-    kernels.multi_tensor_scale(sources, targets, 1.0)
+    return sources, targets
 
 
 @torch.no_grad()

@@ -34,18 +34,8 @@ class FusedAdam(_FusedAdam):
         use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            True,
-            weight_decay,
-            amsgrad,
-            max_grad_norm=max_grad_norm,
-            eps_inside_sqrt=eps_inside_sqrt,
-        )
+        first = (lr, bias_correction, betas, eps, True, weight_decay, amsgrad)
+        super().__init__(params, *first, max_grad_norm=max_grad_norm, eps_inside_sqrt=eps_inside_sqrt)
 
     def step(
         self,
