@@ -3,10 +3,12 @@
 import io
 import logging
 import os
+import subprocess
 import sys
 
 import pytest
 import torch
+from helpers import ROOT, others_slow
 from torch import nn
 
 import ampkit.apex
@@ -182,3 +184,133 @@ def test_under_an_observer_only_what_cannot_do_without_apex_finds_it(case, tmp_p
             monkeypatch.delitem(sys.modules, name, raising=False)
         assert run(tmp_path, text, device=None)["found"]
     assert not ampkit.apex.is_installed() and os.environ.get("AMPKIT_RUN") is None
+
+
+NET = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(2, 2)
+    def forward(self, x): return self.head(x)
+class Other(Net): pass
+def answers(net, other):
+    return [
+        type(net) is Net, type(net) == Net, type(other) == Net, type(net) is type(other), net.__class__.__name__,
+        {Net: "a net", Other: "another"}[type(other)], type(net.head) is torch.nn.Linear, isinstance(other, type(net)),
+        net.forward.__func__ is Net.forward, type(net).__call__ is torch.nn.Module.__call__,
+    ]
+"""
+
+
+@pytest.mark.parametrize("level", ("O0", "O1", "O2", "O3", "O4", "O5"))
+def test_a_script_tells_its_models_by_their_classes(level, tmp_path):
+    text = NET + (
+        "from apex import amp\n"
+        "nets = [Net().cuda(), Other().cuda()]; before = answers(*nets)\n"
+        "sgd = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)\n"
+        f"nets, sgd = amp.initialize(nets, sgd, opt_level={level!r}, verbosity=0)\n"
+        "nets[0](torch.ones(3, 2).cuda()); after = answers(*nets)\n"
+    )
+    names = run(tmp_path, text)
+    assert names["after"] == names["before"] and names["before"][:4] == [True, True, False, False]
+
+
+LOWERED = {
+    "amp": (
+        "from apex import amp; found = amp.initialize(MODEL, opt_level='O2', verbosity=0).weight",
+        None,
+        torch.bfloat16,
+    ),
+    "amp as chosen": (
+        "from apex import amp; found = amp.initialize(MODEL, opt_level='O2', verbosity=0).weight",
+        "float16",
+        torch.float16,
+    ),
+    "half": ("found = MODEL.half()(ONES.half())", None, torch.float16),
+    "a dtype": ("found = ONES.to(torch.float16)", None, torch.float16),
+    "a type": ("found = ONES.type(torch.cuda.HalfTensor)", None, torch.float16),
+    "fp16_utils": (
+        "from apex.fp16_utils import network_to_half; found = network_to_half(MODEL)(ONES)",
+        None,
+        torch.float16,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOWERED)
+def test_the_precision_that_is_announced_is_the_one_of_amp(case, tmp_path, capsys, monkeypatch):
+    text, chosen, computes_in = LOWERED[case]
+    monkeypatch.delenv("AMPKIT_LOWER_PRECISION", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("AMPKIT_LOWER_PRECISION", chosen)
+    text = text.replace("MODEL", "torch.nn.Linear(3, 2).cuda()").replace("ONES", "torch.ones(4, 3).cuda()")
+    assert run(tmp_path, f"{text}; dtype = found.dtype")["dtype"] is computes_in
+    told = capsys.readouterr().err
+    assert f"The lower precision of amp is {chosen or 'bfloat16'} there" in told and "by .half(), stays float16" in told
+
+
+CHILDREN = {
+    "Process": "child = multiprocessing.get_context('spawn').Process(target=work, args=(0,)); child.start(); child.join()",
+    "a pool": "with multiprocessing.get_context('spawn').Pool(1) as pool: pool.map(work, [0])",
+    "an executor": (
+        "from concurrent.futures import ProcessPoolExecutor as Pool\n"
+        "    with Pool(1, mp_context=multiprocessing.get_context('spawn')) as pool: list(pool.map(work, [0]))"
+    ),
+    "forkserver": (
+        "child = multiprocessing.get_context('forkserver').Process(target=work, args=(0,)); child.start(); child.join()"
+    ),
+    "a loader": (
+        "for _ in torch.utils.data.DataLoader([0], num_workers=1, multiprocessing_context='spawn', collate_fn=work): pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", others_slow("Process", of=list(CHILDREN)))
+def test_children_end_without_a_traceback(case, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, torch\nfrom apex import amp\n"
+        "def work(item):\n"
+        "    model = torch.nn.Linear(3, 1).cuda()\n"
+        "    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level='O1', verbosity=0)\n"
+        "    print('worked', type(model(torch.ones(1, 3).cuda()).item()).__name__, flush=True)\n"
+        f"if __name__ == '__main__':\n    {CHILDREN[case]}\n    print('joined')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ampkit", "run", "--device", "cpu", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0 and done.stdout.split("\n")[:2] == ["worked float", "joined"], done.stdout + done.stderr
+    assert not any(word in done.stderr for word in ("Traceback", "Exception ignored", "Error")), done.stderr
+
+
+ON_TWO_RANKS = """
+import sys, torch
+from apex import amp
+def main(rank):
+    torch.distributed.init_process_group("nccl", "file://FOLDER/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 1), torch.nn.BatchNorm1d(3))
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
+    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    x = torch.randn(8, 2, 5)[4 * rank : 4 * rank + 4].cuda()
+    (model(x) ** 3).mean().backward()
+    if rank == 0: torch.save([p.grad for p in model.parameters()], "FOLDER/gradients.pt")
+    torch.distributed.destroy_process_group()
+if __name__ == "__main__": torch.multiprocessing.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_torchs_synchronised_batch_norm_trains_under_ddp(tmp_path):
+    (tmp_path / "script.py").write_text(ON_TWO_RANKS.replace("FOLDER", str(tmp_path)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ampkit", "run", "--device", "cpu", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3))
+    x = torch.randn(8, 2, 5)
+    (model.double()(x.double()) ** 3).mean().backward()
+    found = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    for mine, theirs in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.grad.float(), rtol=1e-4, atol=1e-5)
