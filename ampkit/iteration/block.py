@@ -415,10 +415,7 @@ class LossScaling:
 
     def end_iteration(self, found: Sequence[tuple[OptimizerWrapper, FoundInf]], scaler: LossScaler) -> None:
         """The scale moves by what was found in any of these optimizers' gradients; an overflow is reported."""
-        ended = found[0][1]
-        if len(found) > 1:
-            ended = FoundInf(torch.stack([on(one.flag, ended.flag.device) for _, one in found]).amax(0))
-        scaler.update(ended)
+        scaler.update(FoundInf.any_of([one for _, one in found]))
         if _CHECKS_RANKS:
             _check_ranks(scaler, [wrapper for wrapper, _ in found])
         if any(wrapper.findings.skipped for wrapper, _ in found):

@@ -8,6 +8,7 @@ into the flag of a step.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ class FoundInf:
     """
 
     loss: torch.Tensor | None = None  # of the last block
+    iteration: int | None = None  # its number, from 1, of those that the scaler has ended; None in a CUDA graph
 
     def __init__(self, flag: torch.Tensor, scaler: Any = None, name_of: Callable[[Any], str] = repr) -> None:
         self.flag, self.scaler, self._name_of = flag, scaler, name_of
@@ -50,9 +52,51 @@ class FoundInf:
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient was not finite here; None where no kernel has written one."""
         for tensors, index in self.lists:
-            if (first := int(index)) < len(tensors):
+            if (first := int(arrived(index))) < len(tensors):
                 return self._name_of(tensors[first])
         return None
+
+    def sum_of_loss(self) -> float:
+        """Finite where the loss is, or is not known."""
+        return 0.0 if self.loss is None else arrived(self.loss)
+
+    def cause(self, unnamed: Callable[[], str | None]) -> str:
+        """The iteration, and what was not finite in it: ``iteration 7: the gradient of 'fc.weight'``; once the host knows of it."""
+        loss = self.sum_of_loss()
+        if math.isfinite(loss):
+            name = self.first_nonfinite() or unnamed()
+            what = f"the gradient of {name}" if name else ""
+        else:
+            what = f"the loss is {loss}"
+        return ": ".join(filter(None, (f"iteration {self.iteration}" if self.iteration else "", what)))
+
+    @classmethod
+    def any_of(cls, found: Sequence[FoundInf]) -> FoundInf:
+        """One for all of these, where the first is."""
+        first = found[0]
+        if len(found) == 1:
+            return first
+        combined = cls(torch.stack([on(one.flag, first.flag.device) for one in found]).amax(0), name_of=first._name_of)
+        combined._lists = [pair for one in found for pair in one._lists]
+        return combined
+
+
+def arrived(tensor: torch.Tensor) -> float:
+    """The sum of a tensor that its device has computed, as the host knows. Does not wait for what was queued since."""
+    values = local(tensor)
+    if values.is_cuda:
+        with torch.cuda.stream(_beside(values.device)):
+            copy, copied = torch.empty_like(values, device="cpu", pin_memory=True), torch.cuda.Event()
+            copy.copy_(values, non_blocking=True)
+            copied.record()
+        copied.synchronize()
+        values = copy
+    return float(values.double().sum().item())
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @functools.cache

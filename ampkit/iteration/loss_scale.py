@@ -20,7 +20,7 @@ from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import logger
 from ..optimizers.scales import on, refuse_to_begin
-from .found_inf import FoundInf, is_capturing, is_known_clean, refuse_to_read
+from .found_inf import FoundInf, arrived, is_capturing, is_known_clean, refuse_to_read
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
@@ -165,7 +165,8 @@ class LossScaler:
         self._has_news = False  # whether a step may have been skipped that was not told of
         self._error: LossScaleError | None = None  # found where raising would have been out of place
         self._state: torch.Tensor | None = None
-        self._recent: deque[FoundInf] = deque(maxlen=8)  # among which the newest skip is, for its parameter's name
+        self._iterations = 0  # that have ended
+        self._recent: deque[FoundInf] = deque(maxlen=8)  # among which skips are that were not told of, for their causes
         #: A copy of the scale, and whether a CUDA graph captured it.
         self._snapshot: tuple[torch.Tensor, bool] | None = None
         self.change_rule()
@@ -250,6 +251,8 @@ class LossScaler:
         kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
         self._has_news = self._has_news or not is_known_clean(found.flag)
+        self._iterations += 1
+        found.iteration = None if is_capturing(found.flag) else self._iterations
         self._recent.append(found)
         self._copy.send()
         return found
@@ -319,8 +322,11 @@ class LossScaler:
             )
         skips = self._known.skips - told.skips
         if skips:
-            self._log_skips(skips, is_new=self._known.skips_in_a_row <= skips or self._as_apex)
-            self._diagnose(skips, unnamed)
+            newest = self._newest_of(skips)
+            is_said = newest is not None and not self._as_apex and logger.isEnabledFor(logging.INFO)
+            cause = newest.cause(unnamed) if is_said else ""
+            self._log_skips(skips, cause, is_new=self._known.skips_in_a_row <= skips or self._as_apex)
+            self._diagnose(skips, newest, unnamed)
         if wait:
             self._recent.clear()
         if raises and self._error is not None:
@@ -329,15 +335,23 @@ class LossScaler:
         self._has_news = self._error is not None or not (wait or self._state.is_cpu)
         return bool(skips)
 
-    def _diagnose(self, skips: int, unnamed: Callable[[], str | None]) -> None:
+    def _newest_of(self, skips: int) -> FoundInf | None:
+        """The last of so many skips that were not told of yet, which come first among the recent ones."""
+        newest = None
+        while skips and self._recent:
+            found = self._recent.popleft()
+            if found.moves_scale and arrived(found.flag):
+                newest, skips = found, skips - 1
+        return newest
+
+    def _diagnose(self, skips: int, newest: FoundInf | None, unnamed: Callable[[], str | None]) -> None:
         """After 25 skips in a row say which gradient is not finite; after 50 at the floor, end the training."""
         row, at_floor = self._known.skips_in_a_row, self._known.skips_at_floor
         diagnoses = _passes(row, skips, SKIPS_BEFORE_DIAGNOSIS)
         gives_up = _passes(at_floor, skips, SKIPS_AT_FLOOR_BEFORE_GIVING_UP)
         if not (diagnoses or gives_up or logger.isEnabledFor(logging.DEBUG)):
             return
-        newest = next((found for found in reversed(self._recent) if found.overflowed), None)
-        loss = 0.0 if newest is None or newest.loss is None else newest.loss.sum().item()
+        loss = 0.0 if newest is None else newest.sum_of_loss()
         cause = f"the loss itself is {loss}, which no loss scale cures: look at the data and the weights."
         if math.isfinite(loss):
             name = (newest and newest.first_nonfinite()) or unnamed()
@@ -359,16 +373,20 @@ class LossScaler:
                 logger.warning(str(self._error))
                 self._error = None
 
-    def _log_skips(self, skips: int, is_new: bool) -> None:
-        """Log a line for skips. Equal ones in a row are counted, and logged with their number after some."""
+    def _log_skips(self, skips: int, cause: str, is_new: bool) -> None:
+        """Log a line for skips, and the ``cause`` of the last. Equal ones in a row are counted, and logged with their number
+        after some.
+        """
         line, repeats = self.overflow_line(), self._repeats
         is_equal = line == self._line and not is_new
         if is_equal and repeats + skips < SKIPS_BEFORE_DIAGNOSIS:
             self._repeats += skips
             return
-        for said, number in [(line, repeats + skips)] if is_equal else [(self._line, repeats), (line, skips)]:
+        lines = [(line, repeats + skips, cause)] if is_equal else [(self._line, repeats, ""), (line, skips, cause)]
+        for said, number, of in lines:
             if number:
-                logger.info(said + (f" ({number} steps)" if number > 1 else ""))
+                details = ", ".join(filter(None, (f"{number} steps" * (number > 1), of)))
+                logger.info(said + (f" ({details})" if details else ""))
         self._line, self._repeats = line, 0
 
     def overflow_line(self) -> str:

@@ -76,7 +76,7 @@ def no_host_reads(device, monkeypatch, may_wait=False):
 
     ``may_wait``: or that an ordinary optimizer waits for.
     """
-    doors = {"is_known_clean", "read"} | ({"is_set"} if may_wait else set())
+    doors = {"is_known_clean", "read", "arrived"} | ({"is_set"} if may_wait else set())
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name), doors))
@@ -340,12 +340,12 @@ def test_the_overflow_line_comes_late_and_with_its_own_numbers(capsys):
     assert capsys.readouterr().out == ""
     iteration(model, optimizer, *batch(), math.inf)
     line = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
-    assert capsys.readouterr().out == f"{line} 32768.0\n"
+    assert capsys.readouterr().out == f"{line} 32768.0 (iteration 1: the loss is inf)\n"
     ampkit.state_dict()
-    assert capsys.readouterr().out == f"{line} 16384.0\n"
+    assert capsys.readouterr().out == f"{line} 16384.0 (iteration 2: the loss is inf)\n"
     iteration(model, optimizer, *batch(), math.inf)
     ampkit.close()
-    assert capsys.readouterr().out == f"{line} 8192.0\n"
+    assert capsys.readouterr().out == f"{line} 8192.0 (iteration 3: the loss is inf)\n"
 
 
 def test_nothing_is_lost_when_the_device_is_far_behind(capsys, host_copies):
@@ -358,7 +358,7 @@ def test_nothing_is_lost_when_the_device_is_far_behind(capsys, host_copies):
     assert capsys.readouterr().out == ""
     host_copies.arrived = True
     iteration(model, optimizer, *batch())
-    line = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0 (2 steps)"
+    line = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0 (2 steps, iteration 3: the loss is inf)"
     assert capsys.readouterr().out == f"{line}\n"
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 16384.0, "unskipped": 3}
 

@@ -297,7 +297,31 @@ def test_overflow_line_starts_as_scripts_expect_it(level, capsys):
     capsys.readouterr()
     overflow(model, optimizer)
     assert capsys.readouterr().out.splitlines() == [
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0 (iteration 1: the loss is inf)"
+    ]
+
+
+@pytest.mark.parametrize("name", ["the loss", "0.weight", "1.bias"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, ampkit.optimizers.FusedSGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflow_line_says_when_and_what_was_not_finite(level, make, name, capsys):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model, optimizer = ampkit.initialize(model, make(model.parameters(), lr=0.01), opt_level=level)
+    capsys.readouterr()
+    for factor in 1.0, math.nan, 1.0:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().mean() * (factor if name == "the loss" else 1.0)
+        if name != "the loss":
+            hook = dict(model.named_parameters())[name].register_hook(lambda gradient, factor=factor: gradient * factor)
+        with ampkit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        if name != "the loss":
+            hook.remove()
+    ampkit.close()
+    what = "the loss is nan" if name == "the loss" else f"the gradient of '{name}'"
+    assert capsys.readouterr().out.splitlines() == [
+        f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0 (iteration 2: {what})"
     ]
 
 
