@@ -320,7 +320,8 @@ def test_overflow_line_says_when_and_what_was_not_finite(level, make, name, caps
             hook.remove()
     ampkit.close()
     what = "the loss is nan" if name == "the loss" else f"the gradient of '{name}'"
-    assert capsys.readouterr().out.splitlines() == [
+    lines = [line for line in capsys.readouterr().out.splitlines() if "has a hook" not in line]
+    assert lines == [
         f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0 (iteration 2: {what})"
     ]
 
