@@ -20,12 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..api import step_was_skipped
+from ..casting.tensors import params_of
 from ..events import forwards, steps
 from ..iteration.advice import calls_of_torch
 from ..scripts import running
 from .cures import Cure
 from .diagnose import Diagnosis
-from .evidence import HINTS, OVERFLOW, SCALE
+from .evidence import DIVISION, HINTS, LOG, OVERFLOW, SCALE
 from .failures import culprit_of
 from .finder import Culprit, Finder, is_finite
 from .repeating import rule_of, unwatched
@@ -34,6 +35,7 @@ from .watching import tensors_in
 
 EXAMPLE = "ampkit diagnose --device cpu tests/apex/scripts/classify.py --opt-level O1"
 _AGAIN = "again with --save FILE, which keeps the batch and the weights of this iteration: ampkit.diagnose() tries cures on them"
+_SMALLEST = "float32 for the function, or an eps of 1e-6: below 6e-8, as 1e-8 is, it is 0 in float16"
 _SAVED = """saved     {path}: what the models were called with in this iteration, and their weights. To have cures tried:
             saved = torch.load({path!r}); model.load_state_dict(saved["models"][0]); args, kwargs = saved["calls"][0]
             print(ampkit.diagnose(lambda: loss_of(model(*args, **kwargs)).backward()))  # with the script's own loss"""
@@ -94,8 +96,10 @@ class ScriptFinder(Finder):
         self._calls: list[tuple[nn.Module, Any, Any]] = []  # of models, in this iteration
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scale: float | None = None  # of the loss, where there is one
+        self._floor = 0.0  # the lowest that it can reach
         self._falls = self._is_loss_finite = False
         self._first: Any = None
+        self._before: Any = None  # what is saved, where a step may ruin it
         self._told: Any = None  # by which torch.amp.GradScaler has a fused optimizer of torch skip on the device
 
     # What happens
@@ -115,17 +119,23 @@ class ScriptFinder(Finder):
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> None:
         with unwatched():
             self._is_loss_finite = is_finite(loss)
-            self._scale, backoff, _ = rule_of(scaler)
+            self._scale, backoff, self._floor = rule_of(scaler)
         self._falls = backoff is not None
 
     def step_begins(self, optimizer: Any) -> None:
         self._told = getattr(optimizer, "found_inf", None)
+        if self.culprit is not None:
+            with unwatched():
+                self._before = self._state()
         self.forget()
 
     def step_ends(self, optimizer: Any, skipped: bool) -> None:
         with unwatched():
             if skipped or step_was_skipped(optimizer) or (self._told is not None and bool(self._told)):
                 self.culprit = None  # has ruined nothing
+            elif self.culprit is not None and not all(map(is_finite, params_of(optimizer))):
+                self._stop(self.culprit)
+        self._before = None
         self._first = self._first or weakref.ref(optimizer)
         self.iteration += self._first() is optimizer
         self._calls.clear()
@@ -135,7 +145,7 @@ class ScriptFinder(Finder):
         with unwatched():
             self._judge(tensors_in(roots))
         if self.culprit is not None and not (self._falls and self._is_loss_finite):
-            # Gradients that were not finite have ruined the weights: what made them is the cause.
+            # Gradients that were not finite may have ruined weights by hand: what made them is the cause.
             self._stop(earlier or self.culprit)
 
     def backward_ends(self) -> None:
@@ -152,15 +162,15 @@ class ScriptFinder(Finder):
             self._last = self.culprit, self._scale
 
     def _fits_at(self, culprit: Culprit) -> float | None:
-        """The highest loss scale, of at least 1, at which the culprit's result is finite; None where there is none below."""
+        """The highest loss scale at which the culprit's result is finite; None where it comes to none."""
         if not self._falls or culprit.kind != OVERFLOW or not self._scale:
             return None
         if not culprit.backward:  # the scaled loss itself
-            return max(1.0, self._scale / 2) if self._is_loss_finite and self._scale > 1 else None
+            return self._scale / 2 if self._is_loss_finite and self._scale > self._floor else None
         if culprit.needed is None or culprit.needed / self._scale > torch.finfo(culprit.dtype).max:
             return None
         fits = 2.0 ** math.floor(math.log2(torch.finfo(culprit.dtype).max * self._scale / culprit.needed))
-        return fits if 1.0 <= fits < self._scale else None
+        return fits if self._floor <= fits < self._scale else None
 
     # What was found
 
@@ -177,6 +187,8 @@ class ScriptFinder(Finder):
 
     def _diagnosis(self, culprit: Culprit) -> Diagnosis:
         hint = HINTS.get(culprit.kind)
+        if hint and culprit.dtype is torch.float16 and culprit.kind in (DIVISION, LOG):
+            hint += f"; {_SMALLEST}"
         if hint and culprit.dtype is torch.float32:
             hint = f"it happens in float32: the model, not the precision; {hint}"
         elif culprit.kind == OVERFLOW:
@@ -190,9 +202,15 @@ class ScriptFinder(Finder):
     def _stop(self, culprit: Culprit) -> None:
         self.found = self._diagnosis(culprit)
         if self._path is not None:
-            models = dict.fromkeys(module for module, _, _ in self._calls)
-            calls = [(args, kwargs) for _, args, kwargs in self._calls]
-            saved = {"iteration": self.iteration, "models": [one.state_dict() for one in models], "calls": calls}
             with unwatched():
-                torch.save(tree_map_only(torch.Tensor, lambda one: one.detach().cpu(), saved), self._path)
+                torch.save(self._before or self._state(), self._path)
         raise _Stopped
+
+    def _state(self) -> Any:
+        """For ``--save``: this iteration's calls of models, and their weights, copied; None without it."""
+        if self._path is None:
+            return None
+        models = dict.fromkeys(module for module, _, _ in self._calls)
+        calls = [(args, kwargs) for _, args, kwargs in self._calls]
+        state = {"iteration": self.iteration, "models": [one.state_dict() for one in models], "calls": calls}
+        return tree_map_only(torch.Tensor, lambda one: one.detach().cpu().clone(), state)

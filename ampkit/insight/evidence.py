@@ -25,6 +25,7 @@ SCALE = "the loss scale itself"
 MASK = "inf that the script writes"
 GIVEN = "not finite before the iteration"
 DOMAIN = "outside of the function's domain"
+ONE_ROW = "a deviation of one element"
 
 #: What to change in a model whose float32 fails too.
 HINTS = {
@@ -35,6 +36,7 @@ HINTS = {
     DIFFERENCE: "leave at least one element of each row unmasked",
     PRODUCT: "mask with torch.where, which multiplies nothing",
     DOMAIN: "clamp its input to the domain",
+    ONE_ROW: "unbiased=False divides by 1 and not by 0; drop_last=True of the DataLoader leaves out a last batch of one row",
 }
 
 _DIVISORS = {"div": 1, "true_divide": 1, "remainder": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2, "pow": 0}
@@ -82,6 +84,8 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
             kind = LOG if call.backward and "log" in call.function.rpartition(".")[2] else DIVISION
             yield kind, f"the divisor is 0 in {_share(divisor == 0)} elements, where {_subject(call)} gives inf or NaN"
     first = values[0] if values else None
+    if call.name.startswith(("std", "var")) and wrong.any():
+        yield ONE_ROW, f"{_subject(call)} of {len(first)} rows, divided by a number of elements less 1, which is 0"
     if call.name in ("log", "log2", "log10") and first is not None and (first == 0).any():
         yield LOG, f"its input is 0 in {_share(first == 0)} elements, and log(0) is -inf"
     if (
