@@ -207,7 +207,8 @@ TROUBLES = {
         "s = s.masked_fill(mask, torch.finfo(s.dtype).min)",
         "a value that does not fit",
         "torch.finfo(x.dtype).min",
-        forward=f"{BODY}\nmask = torch.eye(6, dtype=torch.bool)\ns = torch.mm(h, h.T)\n{{here}}\nreturn self.head(s.softmax(1).to(h.dtype) @ h)",
+        forward=f"{BODY}\nmask = torch.eye(6, dtype=torch.bool)\ns = torch.mm(h, h.T)\n{{here}}\n"
+        "return self.head(s.softmax(1).to(h.dtype) @ h)",
     ),
     "the entropy of masked actions": Trouble(
         "entropy = -(p * p.log()).sum(1)",
@@ -239,7 +240,8 @@ TROUBLES = {
         "angle = torch.acos(cosine.clamp(-1 + 1e-6, 1 - 1e-6))",
         "outside of the function's domain",
         "clamp its input",
-        loss="a = out.float()\ncosine = (a * a.detach()).sum(1) / a.detach().square().sum(1) * 1.0001\n{here}\nreturn F.cross_entropy(out.float(), y) + angle.mean()",
+        loss="a = out.float()\ncosine = (a * a.detach()).sum(1) / a.detach().square().sum(1) * 1.0001\n{here}\n"
+        "return F.cross_entropy(out.float(), y) + angle.mean()",
     ),
     "a root of negative numbers": Trouble(
         "r = (h - 0.5) ** 0.5",
@@ -325,16 +327,19 @@ HEALTHY = {
     "label smoothing": {"loss": "return F.cross_entropy(out.float(), y, label_smoothing=0.1)"},
     "some targets ignored": {"batch": "y[0] = -100"},
     "a causal mask of -inf": {
-        "forward": f"{BODY}\nw = torch.softmax((h @ h.T) + torch.full((6, 6), float('-inf')).triu(1), 1)\nreturn self.head(w.to(h.dtype) @ h)"
+        "forward": f"{BODY}\nw = torch.softmax((h @ h.T) + torch.full((6, 6), float('-inf')).triu(1), 1)\n"
+        "return self.head(w.to(h.dtype) @ h)"
     },
     "masked_fill with -inf": {
-        "forward": f"{BODY}\nw = (h @ h.T).masked_fill(torch.ones(6, 6).triu(1).bool(), float('-inf')).softmax(1)\nreturn self.head(w.to(h.dtype) @ h)"
+        "forward": f"{BODY}\nw = (h @ h.T).masked_fill(torch.ones(6, 6).triu(1).bool(), float('-inf')).softmax(1)\n"
+        "return self.head(w.to(h.dtype) @ h)"
     },
     "fused attention with a mask": {
         "forward": f"{BODY}\nq = h[None, None]\nreturn self.head(F.scaled_dot_product_attention(q, q, q, is_causal=True)[0, 0])"
     },
     "top two by -inf": {
-        "loss": "keep = out.float().masked_fill(out < out.topk(2, 1).values[:, 1:], float('-inf'))\nreturn F.cross_entropy(out.float(), y) + 0.1 * keep.logsumexp(1).mean()"
+        "loss": "keep = out.float().masked_fill(out < out.topk(2, 1).values[:, 1:], float('-inf'))\n"
+        "return F.cross_entropy(out.float(), y) + 0.1 * keep.logsumexp(1).mean()"
     },
     "a maximum that begins at -inf": {
         "forward": f"{BODY}\nm = torch.full_like(h, float('-inf')).maximum(h)\nreturn self.head(m)"
@@ -436,7 +441,7 @@ def judge(folder, trouble, way):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="those whose names have these words")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="those whose names have these words")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--out", metavar="FILE", help="write the table")
     parser.add_argument("--verbose", action="store_true", help="print what the tool says where it is wrong")
@@ -445,7 +450,7 @@ def main():
     rows, wrong = [], 0
     cases = {**TROUBLES, **{f"healthy: {name}": Trouble("", "", "", **parts) for name, parts in HEALTHY.items()}}
     for name, trouble in cases.items():
-        if arguments.only not in name:
+        if not any(words in name for words in arguments.only):
             continue
         row = [name]
         for way in arguments.ways:

@@ -60,6 +60,7 @@ METHOD = """## How it is measured
 | `bench_on_step.py` | what `ampkit.on_step` adds to a step of the GPT |
 | `bench_running_statistics.py` | what it costs to keep running statistics finite |
 | `flow.py` | the calls of an iteration, and in how many files |
+| `troubles.py` | planted troubles in six ways of training: whether `ampkit diagnose` names line, kind and cure |
 | `state_dtypes.py` | the loss of a small GPT with moments in 8 bits and in bfloat16 |
 
 What they printed is in [benchmarks/results](../benchmarks/results).

@@ -243,6 +243,8 @@ RUNS = {
     "ptxas.py": check_ptxas,
     "flow.py": check_flow,
 }
+#: Tested elsewhere: in test_troubles.py, and with the pages.
+ELSEWHERE = ["bench.py", "step_time_model.py", "troubles.py"]
 
 
 @pytest.mark.parametrize(
@@ -254,10 +256,7 @@ def test_script_runs_and_prints_what_it_promises(script):
 
 
 def test_every_script_is_run():
-    # step_time_model.py is tested with the pages.
-    assert sorted([*RUNS, "bench.py", "step_time_model.py"]) == sorted(
-        {path.name for path in FOLDER.glob("*.py")} - SHARED
-    )
+    assert sorted([*RUNS, *ELSEWHERE]) == sorted({path.name for path in FOLDER.glob("*.py")} - SHARED)
 
 
 @pytest.mark.slow

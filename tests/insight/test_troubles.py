@@ -1,0 +1,48 @@
+"""Rows of benchmarks/troubles.py: in each of these ways diagnose names line, kind and cure, the cure cures, or nothing is wrong."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+#: By ways of training: the names of rows, and what their cells have to be.
+ROWS = {
+    ("plain", "O5", "alone"): {
+        "log of p that has reached 0": ("right", "right", "right"),
+        "the root of a distance that is 0": ("right", "right", "right"),
+        "the deviation of one row": ("right", "right", "right"),
+        "NaN in a row of the data": ("right", "right", "right"),
+        "where around a log": ("right", "right", "right"),
+        "the same entropy by log_softmax": ("right", "right", "right"),
+        "healthy: a causal mask of -inf": ("healthy", "healthy", "healthy"),
+        "healthy: NaN that is taken out": ("healthy", "healthy", "healthy"),
+    },
+    ("torch.amp", "O1", "O2"): {
+        "a product of activations": ("right", "right", "right"),
+        "an eps that float16 has not": ("right", "healthy", "healthy"),
+        "masked_fill with -1e9": ("right", "right", "right"),
+        "a loss whose gradient fits at no scale": ("right", "right", "right"),
+        "healthy: a loss of large numbers": ("healthy", "healthy", "healthy"),
+    },
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks")
+@pytest.mark.parametrize("ways", ROWS)
+def test_a_planted_trouble_has_its_line_its_kind_and_its_cure(ways):
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "troubles.py"),
+        "--verbose",
+        "--only",
+        *ROWS[ways],
+        "--ways",
+        *ways,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert {name: tuple(verdicts) for name, *verdicts in cells} == ROWS[ways], done.stdout + done.stderr
