@@ -77,7 +77,7 @@ class FoundInf:
         if len(found) == 1:
             return first
         combined = cls(torch.stack([on(one.flag, first.flag.device) for one in found]).amax(0), name_of=first._name_of)
-        combined._lists = [pair for one in found for pair in one._lists]
+        combined.lists = [pair for one in found for pair in one.lists]
         return combined
 
 
