@@ -99,10 +99,7 @@ class ScaleState(NamedTuple):
 
 
 class HostCopy:
-    """The words of one scaler on the host: at once on the CPU, in pinned memory some time after `send` on CUDA.
-
-    On other devices they are there only for a `read` that waits.
-    """
+    """The words of one scaler on the host: at once on the CPU, later in pinned memory on CUDA, elsewhere when `read` waits."""
 
     def __init__(self, words: torch.Tensor) -> None:
         self._words = words
@@ -374,9 +371,7 @@ class LossScaler:
                 self._error = None
 
     def _log_skips(self, skips: int, cause: str, is_new: bool) -> None:
-        """Log a line for skips, and the ``cause`` of the last. Equal ones in a row are counted, and logged with their number
-        after some.
-        """
+        """Log skips, and the ``cause`` of the last; equal lines in a row are counted, and logged with their number after some."""
         line, repeats = self.overflow_line(), self._repeats
         is_equal = line == self._line and not is_new
         if is_equal and repeats + skips < SKIPS_BEFORE_DIAGNOSIS:
@@ -437,10 +432,7 @@ def _passes(count: int, newest: int, interval: int) -> bool:
 
 
 def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, Any]) -> None:
-    """Add ``{"loss_scaler0": ..., "loss_scaler1": ...}`` to ``destination``, for the scalers of sessions, oldest first.
-
-    With more than one session each entry says under ``"session"`` of which it is.
-    """
+    """Add ``{"loss_scaler0": ..., ...}`` to ``destination``, oldest session first; of several each names its ``"session"``."""
     groups = [group for group in groups if group]
     numbered = ((number, scaler) for number, group in enumerate(groups) for scaler in group)
     for index, (number, scaler) in enumerate(numbered):
@@ -449,11 +441,7 @@ def save_scalers(groups: Sequence[Sequence[LossScaler]], destination: dict[str, 
 
 
 def load_scalers(groups: Sequence[Sequence[LossScaler]] | None, state: Mapping[str, Any]) -> None:
-    """Load what `save_scalers` wrote, entry by entry in the order of the mapping; without sessions it is only checked.
-
-    Where the numbers of sessions differ, the newest are what counts: models of earlier folds may have been alive then, or
-    be alive now.
-    """
+    """Load what `save_scalers` wrote, or with None only check it. Of more sessions than were saved, or fewer, the newest count."""
     _refuse_foreign_keys(state)
     for entry in state.values():
         validate_scaler_state(entry)
