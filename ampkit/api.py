@@ -155,7 +155,7 @@ def _initialize(models: Any, optimizers: Any, opt_level: str, settings: dict[str
 
 def scale_loss(
     loss: torch.Tensor,
-    optimizers: Any,
+    optimizers: Any = (),
     loss_id: int = 0,
     model: Any = None,
     delay_unscale: bool = False,
@@ -365,7 +365,9 @@ def _refuse_uninitialized(optimizers: Sequence[Any], wrappers: Sequence[Any]) ->
         if wrapper is None and (owner is None or owner.plan.enabled):
             raise validation.not_initialized(optimizer)
     if not owners:
-        raise NotInitializedError("scale_loss was given no optimizer. Pass the optimizer, or a list of optimizers.")
+        raise NotInitializedError(
+            "scale_loss was given no optimizer. Pass the optimizer, or a list: scale_loss(loss, optimizer)."
+        )
     if any(one.plan.enabled for one in owners):
         raise ConfigurationError(
             "scale_loss was given optimizers of which some went through initialize(enabled=False), and would step with scaled "

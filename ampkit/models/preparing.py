@@ -60,6 +60,12 @@ def prepare_models(
             precision = next((p.dtype for p in model.parameters() if p.dtype in LOWER_PRECISION), None)
         if precision is not None and not fsdp_modules(model):  # FSDP2 casts what it gathers
             _cast_weights(model, CastModel(precision, loans), why_kept, bool(plan.master_weights), values, originals)
+    if any(data.is_cpu and data.is_shared() for data, _ in originals.values()):
+        logger.warning(
+            "Weights were in shared memory, and those that %s stores are not: call model.share_memory() after initialize(), or use "
+            "O5, which leaves weights where they are.",
+            plan.opt_level,
+        )
     _log_kept(kept, plan)
     _shell_forwards(models, kept, plan, undo)
     return values

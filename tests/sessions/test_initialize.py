@@ -273,6 +273,9 @@ def test_scale_loss_is_refused_for_an_optimizer_never_passed():
     with pytest.raises(ampkit.NotInitializedError, match="was given no optimizer"):
         with ampkit.scale_loss(torch.ones(()), []):
             pass
+    with pytest.raises(ampkit.NotInitializedError, match=r"was given no optimizer.*scale_loss\(loss, optimizer\)"):
+        with ampkit.scale_loss(torch.ones(())):
+            pass
     with pytest.raises(TypeError, match=r"found float\. Pass the tensor itself"):
         with ampkit.scale_loss(1.0, optimizer):
             pass
@@ -513,3 +516,14 @@ def test_a_level_may_be_written_small():
     model = nn.Linear(4, 2)
     ampkit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="o2", verbosity=0)
     assert ampkit.current_session().plan.opt_level == "O2" and model.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level, is_told", [("O1", False), ("O2", True), ("O3", True), ("O4", False), ("O5", False)])
+def test_weights_in_shared_memory_stay_there_or_a_line_tells(level, is_told, caplog):
+    model, optimizer = make_pair()
+    model.share_memory()
+    ampkit.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert all(param.is_shared() for param in model.parameters()) is not is_told
+    assert caplog.text.count(f"those that {level} stores are not: call model.share_memory()") == is_told
+    model.share_memory()
+    assert all(param.is_shared() for param in model.parameters())
