@@ -81,8 +81,8 @@ class BackwardHooks:
                 del self._widened[key]
 
     def _step(self, optimizer: Any, param: Tensor) -> None:
-        groups = [group for group in optimizer.param_groups if any(one is param for one in group["params"])]
-        if not groups:  # a script has taken it out
+        group = next((group for group in optimizer.param_groups if any(one is param for one in group["params"])), None)
+        if group is None:  # a script has taken it out
             return
         if _is_one_of_several():
             raise RuntimeError(
@@ -101,7 +101,7 @@ class BackwardHooks:
                 f"{tuple(param.shape)} in this backward pass. Give it to one; an earlier optimizer goes by 'del' and gc.collect()."
             )
         self._stepped.add(id(param))
-        optimizer.step_now(groups[0], param)
+        optimizer.step_now(group, param)
         param.grad = None
         if self._widened.pop(id(param), None) is not None:
             param.grad_dtype = None
