@@ -97,12 +97,13 @@ def initialize(
 
     Source of the levels O0 to O3: NVIDIA's apex.amp; of O4 and O5: AMD's fork of it.
     """
-    settings = {name: value for name, value in locals().items() if name in SETTINGS}
+    given = dict(locals())
+    settings = {name: given[name] for name in SETTINGS}
     opt_level = opt_level.upper() if isinstance(opt_level, str) else opt_level
     switch_off_left_on()
     for name in unknown:
         raise unknown_setting(name, opt_level, [name for name in signature(initialize).parameters if name != "unknown"])
-    if enabled:
+    if enabled or isinstance(enabled, str):  # which is refused
         _initialize(models, optimizers, opt_level, settings, process_group)
     else:
         _track(models, optimizers)
@@ -112,7 +113,7 @@ def initialize(
 def _track(models: Any, optimizers: Any) -> None:
     """Have a session that does nothing own these, for `scale_loss` to know; with ``enabled=False`` they may be anything."""
     things = [
-        [validation.uncompiled(item) for item in validation.flatten(value) if hasattr(item, "__weakref__")]
+        [validation.uncompiled(item) for item in validation.flatten(value) if type(item).__weakrefoffset__]
         for value in (models, optimizers)
     ]
     for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):

@@ -84,8 +84,8 @@ def _outside(call: Call, inputs: Any, values: list[torch.Tensor], wrong: torch.T
             kind = LOG if call.backward and "log" in call.function.rpartition(".")[2] else DIVISION
             yield kind, f"the divisor is 0 in {_share(divisor == 0)} elements, where {_subject(call)} gives inf or NaN"
     first = values[0] if values else None
-    if call.name.startswith(("std", "var")) and wrong.any():
-        yield ONE_ROW, f"{_subject(call)} of {len(first)} rows, divided by a number of elements less 1, which is 0"
+    if call.name.startswith(("std", "var")) and wrong.any() and first is not None and first.numel():
+        yield ONE_ROW, f"{_subject(call)} of one element, divided by a number of elements less 1, which is 0"
     if call.name in ("log", "log2", "log10") and first is not None and (first == 0).any():
         yield LOG, f"its input is 0 in {_share(first == 0)} elements, and log(0) is -inf"
     if (

@@ -52,7 +52,7 @@ class FoundInf:
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient was not finite here; None where no kernel has written one."""
         for tensors, index in self.lists:
-            if (first := int(arrived(index))) < len(tensors):
+            if 0 <= (first := int(arrived(index))) < len(tensors):
                 return self._name_of(tensors[first])
         return None
 

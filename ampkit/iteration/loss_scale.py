@@ -18,7 +18,7 @@ import torch
 
 from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
-from ..logs import logger
+from ..logs import is_rank_zero, logger
 from ..optimizers.scales import on, refuse_to_begin
 from .found_inf import FoundInf, arrived, is_capturing, is_known_clean, refuse_to_read
 
@@ -106,14 +106,16 @@ class HostCopy:
         self._pinned = torch.empty_like(words, device="cpu", pin_memory=True) if words.is_cuda else words
         self._event = torch.cuda.Event() if words.is_cuda else None
         self._is_sent = False
+        self.iteration = 0  # the last that has moved the words which `read` gives
 
-    def send(self) -> None:
-        """Have the words as they are now copied, unless an earlier copy is on its way."""
-        if self._event is None or is_capturing(self._words) or (self._is_sent and not self._event.query()):
-            return
-        self._pinned.copy_(self._words, non_blocking=True)
-        self._event.record(torch.cuda.current_stream(self._words.device))
-        self._is_sent = True
+    def send(self, iteration: int) -> None:
+        """Have the words as they are after an iteration copied, unless an earlier copy is on its way."""
+        if self._event is None:
+            self.iteration = iteration
+        elif not is_capturing(self._words) and (not self._is_sent or self._event.query()):
+            self._pinned.copy_(self._words, non_blocking=True)
+            self._event.record(torch.cuda.current_stream(self._words.device))
+            self._is_sent, self.iteration = True, iteration
 
     def ready(self) -> bool:
         """Whether a copy has arrived that was not read. CUDA allows no question about an event while a graph is captured."""
@@ -251,7 +253,7 @@ class LossScaler:
         self._iterations += 1
         found.iteration = None if is_capturing(found.flag) else self._iterations
         self._recent.append(found)
-        self._copy.send()
+        self._copy.send(self._iterations)
         return found
 
     def count_apart(self, flag: torch.Tensor) -> None:
@@ -260,7 +262,7 @@ class LossScaler:
             self._move_to(flag.device)
         self._state[-1:].add_(on(flag > 0, self._state.device))
         self._has_news = True
-        self._copy.send()
+        self._copy.send(self._iterations)
 
     def _move_to(self, device: torch.device) -> None:
         """Have the state on this device."""
@@ -319,26 +321,28 @@ class LossScaler:
             )
         skips = self._known.skips - told.skips
         if skips:
-            newest = self._newest_of(skips)
-            is_said = newest is not None and not self._as_apex and logger.isEnabledFor(logging.INFO)
-            cause = newest.cause(unnamed) if is_said else ""
+            newest = self._newest_of(skips, self._iterations if wait else self._copy.iteration)
+            is_said = newest is not None and not self._as_apex and is_rank_zero() and logger.isEnabledFor(logging.INFO)
+            cause = newest.cause(unnamed if self._state.is_cpu else lambda: None) if is_said else ""
             self._log_skips(skips, cause, is_new=self._known.skips_in_a_row <= skips or self._as_apex)
             self._diagnose(skips, newest, unnamed)
         if wait:
-            self._recent.clear()
+            self._recent = deque((found for found in self._recent if found.iteration is None), maxlen=8)
         if raises and self._error is not None:
             error, self._error = self._error, None
             raise error
         self._has_news = self._error is not None or not (wait or self._state.is_cpu)
         return bool(skips)
 
-    def _newest_of(self, skips: int) -> FoundInf | None:
-        """The last of so many skips that were not told of yet, which come first among the recent ones."""
-        newest = None
-        while skips and self._recent:
+    def _newest_of(self, skips: int, iteration: int) -> FoundInf | None:
+        """The last of so many skips that were not told of yet, up to ``iteration``: the device has come no further."""
+        captured = [found for found in self._recent if found.iteration is None][-1:]  # every replay writes to it
+        newest = captured[0] if captured else None
+        while skips and self._recent and (self._recent[0].iteration or 0) <= iteration:
             found = self._recent.popleft()
-            if found.moves_scale and arrived(found.flag):
+            if found.iteration is not None and found.moves_scale and arrived(found.flag):
                 newest, skips = found, skips - 1
+        self._recent.extendleft(captured)
         return newest
 
     def _diagnose(self, skips: int, newest: FoundInf | None, unnamed: Callable[[], str | None]) -> None:
@@ -351,8 +355,11 @@ class LossScaler:
         loss = 0.0 if newest is None else newest.sum_of_loss()
         cause = f"the loss itself is {loss}, which no loss scale cures: look at the data and the weights."
         if math.isfinite(loss):
-            name = (newest and newest.first_nonfinite()) or unnamed()
-            name = name or "not found (the gradients were cleared or changed since)"
+            name = (
+                (newest and newest.first_nonfinite())
+                or unnamed()
+                or "not found (the gradients were cleared or changed since)"
+            )
             cause = f"the first parameter whose gradient is not finite is {name}."
         level = logging.WARNING if diagnoses else logging.DEBUG
         logger.log(level, "Loss scaler %d: %d steps in a row were skipped; %s %s", self.loss_id, row, cause, DIAGNOSE)
@@ -422,8 +429,9 @@ class LossScaler:
                 "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.", saved, scale
             )
         left = min(int(state.get("overflows_left", self.rule.hysteresis)), self.rule.hysteresis)
-        counts = {"unskipped": int(state["unskipped"]), "overflows_left": left}
-        self._write(scale=scale, skips_in_a_row=0, skips_at_floor=0, **counts)
+        self._write(
+            scale=scale, skips_in_a_row=0, skips_at_floor=0, unskipped=int(state["unskipped"]), overflows_left=left
+        )
 
 
 def _passes(count: int, newest: int, interval: int) -> bool:

@@ -109,7 +109,7 @@ class Incoming:
             _change_dtype(tensor, dtype)
         for param, (rest, lower, optimizer) in rests.items():
             param.data = lower
-            optimizer.state[param]["rest"] = rest
+            optimizer.keep_rest(param, rest)
         self._flatten_again()
         self._dtypes.clear()
         self._buffers.clear()

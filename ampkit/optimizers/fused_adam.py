@@ -82,7 +82,7 @@ class AdamW(FusedOptimizer):
 
     def translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         state_dict = super().translated(state_dict)
-        for group in state_dict["param_groups"] if type(self) is not Adam else ():
+        for group in state_dict["param_groups"] if not isinstance(self, Adam) else ():
             group.pop("decoupled_weight_decay", None)  # as torch.optim.AdamW, it stays what it is
         return state_dict
 

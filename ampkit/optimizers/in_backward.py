@@ -73,11 +73,11 @@ class BackwardHooks:
                 self._widened[id(param)] = param
 
     def end_sums(self) -> None:
-        """After ``zero_grad``: gradients are as a backward pass makes them again."""
+        """After ``zero_grad``: gradients are of the dtype that a backward pass makes them in, whatever the parameter becomes."""
         self._last = None
         for key, param in list(self._widened.items()):
             if param.grad is None:
-                param.grad_dtype = None  # what is set to a dtype stays so when the parameter changes its own
+                param.grad_dtype = None  # a dtype would stay when ``model.float()`` changes the parameter's
                 del self._widened[key]
 
     def _step(self, optimizer: Any, param: Tensor) -> None:

@@ -171,6 +171,13 @@ class NoOpHandle(AmpHandle):
     def __init__(self) -> None:
         super().__init__(enable_caching=False)
 
+    @contextmanager
+    def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:
+        yield loss
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        return OptimWrapper(optimizer, self, num_loss)
+
 
 _amp_state.handle = NoOpHandle()
 
