@@ -355,11 +355,8 @@ class LossScaler:
         loss = 0.0 if newest is None else newest.sum_of_loss()
         cause = f"the loss itself is {loss}, which no loss scale cures: look at the data and the weights."
         if math.isfinite(loss):
-            name = (
-                (newest and newest.first_nonfinite())
-                or unnamed()
-                or "not found (the gradients were cleared or changed since)"
-            )
+            name = (newest and newest.first_nonfinite()) or unnamed()
+            name = name or "not found (the gradients were cleared or changed since)"
             cause = f"the first parameter whose gradient is not finite is {name}."
         level = logging.WARNING if diagnoses else logging.DEBUG
         logger.log(level, "Loss scaler %d: %d steps in a row were skipped; %s %s", self.loss_id, row, cause, DIAGNOSE)
@@ -409,10 +406,7 @@ class LossScaler:
     # Checkpoints
 
     def state_dict(self) -> dict[str, float | int]:
-        """``{"loss_scale": float, "unskipped": int}``, the keys of Apex's checkpoints.
-
-        With a hysteresis also ``"overflows_left"``, after how many overflows in a row the scale goes down.
-        """
+        """``{"loss_scale": float, "unskipped": int}``, as Apex; with a hysteresis also ``"overflows_left"`` before a fall."""
         known = self.synchronize()
         state: dict[str, float | int] = {"loss_scale": known.scale, "unskipped": known.unskipped}
         if self.dynamic and self.rule.hysteresis > 1:
@@ -429,9 +423,8 @@ class LossScaler:
                 "The checkpoint holds a loss scale of %g, this session's is static: it stays %g.", saved, scale
             )
         left = min(int(state.get("overflows_left", self.rule.hysteresis)), self.rule.hysteresis)
-        self._write(
-            scale=scale, skips_in_a_row=0, skips_at_floor=0, unskipped=int(state["unskipped"]), overflows_left=left
-        )
+        counts = {"unskipped": int(state["unskipped"]), "overflows_left": left}
+        self._write(scale=scale, skips_in_a_row=0, skips_at_floor=0, **counts)
 
 
 def _passes(count: int, newest: int, interval: int) -> bool:
