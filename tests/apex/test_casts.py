@@ -93,6 +93,16 @@ def test_disabled_casts_leave_torch_alone(amp):
         linear(torch.randn(B, H).half())
 
 
+def test_disabled_handle_yields_losses_and_keeps_no_optimizer(amp):
+    handle = amp.init(enabled=False)
+    linear = nn.Linear(H, H)
+    optimizer, loss = torch.optim.SGD(linear.parameters(), lr=0.1), linear(torch.randn(B, H)).sum()
+    with handle.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+    assert handle.wrap_optimizer(optimizer).param_groups is optimizer.param_groups
+    assert handle._all_wrappers == [] and handle._unwrapped == {}
+
+
 @pytest.mark.parametrize("name", ["atan2", "mul", "add", "div"])
 @pytest.mark.parametrize("ours", [FLOAT, HALF])
 @pytest.mark.parametrize("theirs", [FLOAT, HALF])

@@ -210,6 +210,36 @@ def a_length_at_zero():
     return iteration
 
 
+def a_deviation_of_a_number():
+    x = leaf(1.0, 2.0)
+
+    def iteration():
+        spread = x.sum().std()  # here
+        (spread + x.sum()).backward()
+
+    return iteration
+
+
+def a_deviation_along_an_axis_of_one():
+    x = leaf(1.0, 2.0, 3.0, 4.0)
+
+    def iteration():
+        spread = x.reshape(4, 1).var(dim=1)  # here
+        (spread.sum() + x.sum()).backward()
+
+    return iteration
+
+
+def a_deviation_of_nothing():
+    x = leaf(1.0, 2.0)
+
+    def iteration():
+        spread = x[x > 5].std()  # here
+        (spread + x.sum()).backward()
+
+    return iteration
+
+
 def a_reciprocal_behind_where():
     x = leaf(0.0, 1.0)
 
@@ -460,6 +490,12 @@ CASES = [
      "reaches the loss",
      IN_FLOAT32_TOO),
     (a_length_at_zero, DIVISION, True, "torch.Tensor.sqrt", "the divisor is 0 in 1 of 1",
+     IN_FLOAT32_TOO),
+    (a_deviation_of_a_number, "a deviation of one element", False, "torch.Tensor.std", "std of one element",
+     IN_FLOAT32_TOO),
+    (a_deviation_along_an_axis_of_one, "a deviation of one element", False, "torch.Tensor.var", "var of one element",
+     IN_FLOAT32_TOO),
+    (a_deviation_of_nothing, DIVISION, False, "torch.Tensor.std", "std of no elements",
      IN_FLOAT32_TOO),
     (a_reciprocal_behind_where, DIVISION, False, "torch.rsqrt", "the divisor is 0 in 1 of 2",
      IN_FLOAT32_TOO),

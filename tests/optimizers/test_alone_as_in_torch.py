@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import ampkit
 from ampkit import kernels
 from ampkit.optimizers import SGD, Adam, AdamW, FusedAdam, FusedSGD, float32_state_dict, load_float32
 
@@ -237,6 +238,36 @@ def test_adam_that_decays_as_adamw_says_so_in_its_checkpoint():
     ours.param_groups[0].update(lr=0.1, weight_decay=0.5)
     ours.step()
     torch.testing.assert_close(param.detach(), torch.full((2,), 0.95))
+
+
+class OwnAdam(Adam):
+    """As scripts derive one."""
+
+
+@pytest.mark.parametrize("make", [Adam, OwnAdam])
+def test_decoupled_decay_outlives_a_load(make):
+    param = nn.Parameter(torch.ones(2))
+    settings = {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": True}
+    before, after = make([param], **settings), make([param], **settings)
+    param.grad = torch.zeros(2)
+    before.step()
+    after.load_state_dict(before.state_dict())
+    after.step()
+    torch.testing.assert_close(param.detach(), torch.full((2,), 0.95 * 0.95))
+
+
+@pytest.mark.parametrize("sessions", [0, 1, 2])
+def test_optimizers_of_a_parameter_share_its_rest_after_sessions_too(sessions):
+    param = nn.Linear(4, 4, bias=False).to(BF16)
+    optimizers = [SGD(param.parameters(), lr=1e-3) for _ in range(2)]
+    for _ in range(sessions):
+        ampkit.initialize(param, optimizers, opt_level="O1", loss_scale=1.0, verbosity=0)
+        ampkit.close()
+    for optimizer in optimizers * 2:
+        param.weight.grad = torch.ones_like(param.weight)
+        optimizer.step()
+    first, second = (optimizer.state[param.weight]["rest"] for optimizer in optimizers)
+    assert first is second
 
 
 @pytest.mark.parametrize(

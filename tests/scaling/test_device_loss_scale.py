@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampkit
 from ampkit import DynamicLossScale
 from ampkit.apex.optimizers import FusedAdagrad, FusedLAMB, FusedLARS, FusedNovoGrad
-from ampkit.iteration import found_inf, optimizer_wrapper, running_statistics
+from ampkit.iteration import found_inf, loss_scale, optimizer_wrapper, running_statistics
 from ampkit.iteration.loss_scale import HostCopy, LossScaler
 from ampkit.kernels import reference
 from ampkit.optimizers import FusedAdam, FusedSGD
@@ -361,6 +361,19 @@ def test_nothing_is_lost_when_the_device_is_far_behind(capsys, host_copies):
     line = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0 (2 steps, iteration 3: the loss is inf)"
     assert capsys.readouterr().out == f"{line}\n"
     assert ampkit.state_dict()["loss_scaler0"] == {"loss_scale": 16384.0, "unskipped": 3}
+
+
+def test_flags_are_read_of_iterations_that_the_host_has_heard_of_alone(monkeypatch):
+    scaler, read = LossScaler(), []
+    for number in range(12):
+        scaler.update(torch.tensor([float(number == 0)]))
+    monkeypatch.setattr(loss_scale, "arrived", lambda flag: read.append(flag) or float(flag))
+    assert (
+        scaler._newest_of(1, iteration=1) is None and read == []
+    )  # its flag is forgotten, those of 5 to 12 may not be there
+    found = scaler.update(torch.tensor([1.0]))
+    scaler.update(torch.tensor([0.0]))
+    assert scaler._newest_of(1, iteration=13) is found and len(read) == 7  # 7 to 13
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.bias", "3.bias"])

@@ -114,6 +114,8 @@ def test_level_in_the_place_of_enabled_is_refused():
     before = snapshot(model, optimizer)
     with pytest.raises(ampkit.ConfigurationError, match=r"enabled='O2' is not accepted.* opt_level='O2'"):
         ampkit.initialize(model, optimizer, "O2")
+    with pytest.raises(ampkit.ConfigurationError, match="enabled='' is not accepted"):
+        ampkit.initialize(model, optimizer, enabled="")
     assert same(before, snapshot(model, optimizer))
 
 
@@ -133,6 +135,24 @@ def test_disabled_takes_anything_and_does_not_pile_up():
     for _ in range(5):
         ampkit.initialize(model, optimizer, enabled=False)
     assert len(live_sessions) == 1
+
+
+class Slotted:
+    """A wrapper that no weak reference can be made to, and that says otherwise."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_disabled_takes_wrappers_without_weak_references():
+    model, optimizer = make_pair()
+    wrapped = Slotted(optimizer)
+    assert ampkit.initialize(model, wrapped, enabled=False) == (model, wrapped)
 
 
 def test_disabled_ends_the_earlier_session_of_the_model():
