@@ -27,9 +27,9 @@ from .devices import device_type_of, device_types
 from .dtypes import LOWER_PRECISION
 from .errors import ConfigurationError
 from .events import listeners, tell
-from .iteration.advice import calls_of_torch, torchs_clipping
+from .iteration.advice import calls_of_torch
 from .iteration.block import Block, LossScaling
-from .iteration.gradients import Slots
+from .iteration.gradients import Slots, torchs_clipping
 from .iteration.loss_scale import LossScaler
 from .iteration.optimizer_wrapper import OptimizerWrapper
 from .iteration.reach import retained_results

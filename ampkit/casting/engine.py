@@ -87,9 +87,8 @@ class Casting:
         self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._tag = ""
         self._awaited: tuple[str, ...] = ()  # packages that have rows, and are not loaded yet
-        self._switched_on: dict[
-            int, Saved
-        ] = {}  # states of threads before they were switched on for good, by their ident
+        # States of threads before they were switched on for good, by their ident.
+        self._switched_on: dict[int, Saved] = {}
         self._out_of_date: set[int] = set()  # threads that were in a region when the device types changed
 
     @property

@@ -161,9 +161,8 @@ _CAST_BY_AUTOCAST = frozenset(name for group in (*CPU_LIST, *CUDA_LIST) for name
 
 def _name_like(wrapper: Callable, original: Callable, owner: Any, name: str) -> None:
     functools.update_wrapper(wrapper, original)
-    if isinstance(
-        original, OpOverloadPacket
-    ):  # ``torch.ops.torchvision.nms``: compilers and libraries ask for its overloads
+    # ``torch.ops.torchvision.nms``: compilers and libraries ask for its overloads.
+    if isinstance(original, OpOverloadPacket):
         wrapper.overloads = original.overloads
         overloads = {name: getattr(original, name) for name in original.overloads()}
         wrapper.op_overloads = lambda: list(overloads.values())  # torch 2.15 asks every operator for it

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 
-from .. import kernels
-from ..casting.narrow_gradients import stored_gradient
-from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..logs import logger
 from ..patching import PatchSet, SharedPatches
@@ -188,32 +185,7 @@ def _unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     return unscale
 
 
-def _of_narrow_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """What stands in the place of ``clip_grad_norm_``: it reads narrow gradients as they are, since their norm is float32."""
-
-    @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
-        is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
-        has_narrow = (
-            any(one.dtype in LOWER_PRECISION for one in gradients) and len({one.device for one in gradients}) == 1
-        )
-        if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
-            return original(params, max_norm, norm_type, *args, **kwargs)
-        norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
-        kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))
-        return norm
-
-    return clip_grad_norm_
-
-
-def _patch_clipping(patches: PatchSet) -> None:
-    for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-        patches.set(module, "clip_grad_norm_", _of_narrow_gradients(module.clip_grad_norm_))
-
-
-def _patch_calls(patches: PatchSet) -> None:
+def _patch(patches: PatchSet) -> None:
     for owner, name, wrap in (
         (torch.autograd, "backward", reaching_backward),
         (sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", _grouping),
@@ -222,4 +194,4 @@ def _patch_calls(patches: PatchSet) -> None:
         patches.set(owner, name, wrap(getattr(owner, name)))
 
 
-calls_of_torch, torchs_clipping = SharedPatches(_patch_calls), SharedPatches(_patch_clipping)
+calls_of_torch = SharedPatches(_patch)

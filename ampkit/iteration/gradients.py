@@ -7,17 +7,20 @@ step as it does in torch. It is float32 where the weight's precision cannot hold
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from .. import kernels
-from ..casting.narrow_gradients import note_set_aside, stored_gradient
+from ..casting.narrow_gradients import is_set_aside, note_set_aside, stored_gradient
+from ..dtypes import LOWER_PRECISION
 from ..errors import ConfigurationError
 from ..models.float32_values import Float32Value, forget_gradient, put_gradient
 from ..optimizers.scales import Scale, norm_of, on, ratio
+from ..patching import PatchSet, SharedPatches
 from ..sharding import process_groups
 from .found_inf import BackwardPass, FoundInf, add_to_stashes, bring_to, is_sparse, places_for, unscale, values_of
 from .reach import are_still, seen
@@ -129,6 +132,34 @@ class Clipping:
     def end_step(self) -> None:
         """A step has used it."""
         self._is_used = True
+
+
+def _of_narrow_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch's ``clip_grad_norm_``, reading narrow gradients as they are: their norm is float32."""
+
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        gradients = [gradient for param in params if (gradient := stored_gradient(param)) is not None]
+        is_plain = all(type(one) is torch.Tensor and one.layout is torch.strided for one in gradients)
+        has_narrow = (
+            any(one.dtype in LOWER_PRECISION for one in gradients) and len({one.device for one in gradients}) == 1
+        )
+        if args or kwargs or norm_type != 2.0 or not is_plain or not has_narrow:
+            return original(params, max_norm, norm_type, *args, **kwargs)
+        norm = kernels.multi_tensor_l2norm(gradients)[0].reshape(())
+        kernels.multi_tensor_scale(gradients, gradients, kernels.clip_coefficient(norm, max_norm))
+        return norm
+
+    return clip_grad_norm_
+
+
+def _patch_clipping(patches: PatchSet) -> None:
+    for module in (torch.nn.utils.clip_grad, torch.nn.utils):
+        patches.set(module, "clip_grad_norm_", _of_narrow_gradients(module.clip_grad_norm_))
+
+
+torchs_clipping = SharedPatches(_patch_clipping)
 
 
 class Gradients:
@@ -256,9 +287,9 @@ class Gradients:
     def keep_scaled(self, scale: Scale) -> None:
         """After a backward pass with ``delay_unscale=True``: leave everything in ``param.grad``, at ``scale``."""
         fresh, stashes = [], []
-        for slot in BackwardPass(scale).take(self.slots):
+        for slot in self.slots:
             gradient, stash, slot.stash = slot.param.grad, slot.stash, None
-            if stash is None:
+            if stash is None or not is_set_aside(slot.param):
                 continue
             if gradient is None:
                 gradient = slot.param.grad = torch.zeros_like(stash, dtype=slot.param.dtype)

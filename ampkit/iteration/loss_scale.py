@@ -382,9 +382,9 @@ class LossScaler:
             self._repeats += skips
             return
         lines = [(line, repeats + skips, cause)] if is_equal else [(self._line, repeats, ""), (line, skips, cause)]
-        for said, number, of in lines:
+        for said, number, why in lines:
             if number:
-                details = ", ".join(filter(None, (f"{number} steps" * (number > 1), of)))
+                details = ", ".join(filter(None, (f"{number} steps" * (number > 1), why)))
                 logger.info(said + (f" ({details})" if details else ""))
         self._line, self._repeats = line, 0
 
@@ -406,7 +406,7 @@ class LossScaler:
     # Checkpoints
 
     def state_dict(self) -> dict[str, float | int]:
-        """``{"loss_scale": float, "unskipped": int}``, as Apex; with a hysteresis also ``"overflows_left"`` before a fall."""
+        """``{"loss_scale": float, "unskipped": int}``, keys of Apex's; with a hysteresis above 1 also ``"overflows_left"``."""
         known = self.synchronize()
         state: dict[str, float | int] = {"loss_scale": known.scale, "unskipped": known.unskipped}
         if self.dynamic and self.rule.hysteresis > 1:

@@ -171,9 +171,7 @@ class FusedOptimizer(KeepsState):
         kind = type(self).__name__
         for name in ("lr", "weight_decay", "eps", "momentum", "trust_coefficient"):
             value = group.get(name, 0.0)
-            if not isinstance(value, torch.Tensor) and not _is_number(
-                value, float("inf")
-            ):  # a tensor may lie on a device
+            if not (isinstance(value, torch.Tensor) or _is_number(value, float("inf"))):  # a tensor may lie on a device
                 raise ValueError(f"{kind}: {name}={value!r} is not accepted: expected a number of at least 0.")
         betas = group.get("betas", (0.0, 0.0))
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(beta, 1.0) for beta in betas):

@@ -3,10 +3,10 @@
 State is float32 whatever the parameters are, or as `Storage` says. ``state_dict`` writes the layout of the torch.optim twin, where
 a step count stands in the state of each parameter; ``load_state_dict`` reads that layout and Apex's, where it stands in the group.
 
-**Who owns a rest.** What a parameter in lower precision lacks of its float32 value has one owner at a time. Without a session it is
-the optimizer: ``state[param]["rest"]``, made of zeros at the first step; optimizers of one parameter share it. `initialize` joins
-rests into float32 parameters (models/incoming.py), from which O2 splits its own, and ``close()`` splits what it gives back into
-parameter and rest again.
+**Where a rest lies.** What a parameter in lower precision lacks of its float32 value lies in one place at a time. Without a session
+that is ``state[param]["rest"]`` of its optimizer, zeros at the first step; optimizers of one parameter hold the same tensor.
+`initialize` joins rests into float32 parameters (models/incoming.py), from which O2 splits its own. ``close()`` splits what it
+gives back into parameter and rest again.
 """
 
 from __future__ import annotations
