@@ -95,6 +95,7 @@ class GradScaler(TorchGradScaler):
         wrapper, found = self._found[id(optimizer)]
         self._stepped.add(id(optimizer))
         if found is not None and found.overflowed:
+            wrapper.findings.of_step = found
             wrapper.skip()
             return None
         if found is not None:

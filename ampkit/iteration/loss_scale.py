@@ -20,7 +20,7 @@ from .. import kernels
 from ..errors import CheckpointError, ConfigurationError, LossScaleError
 from ..logs import is_rank_zero, logger
 from ..optimizers.scales import on, refuse_to_begin
-from .found_inf import FoundInf, arrived, is_capturing, is_known_clean, refuse_to_read
+from .found_inf import FoundInf, arrived, is_capturing, refuse_to_read
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-14
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
@@ -241,6 +241,7 @@ class LossScaler:
         """
         if isinstance(found, torch.Tensor):
             found = FoundInf(found)
+            found.agree()
         found.scaler, found.moves_scale = self, moves_scale
         if self.delayed_check is found:
             self.delayed_check = None
@@ -249,7 +250,7 @@ class LossScaler:
         flag = found.flag if moves_scale else torch.zeros_like(found.flag)
         kernels.update_scale(self._state, flag, *self._arguments)
         self._snapshot = None
-        self._has_news = self._has_news or not is_known_clean(found.flag)
+        self._has_news = self._has_news or not found.is_clean
         self._iterations += 1
         found.iteration = None if is_capturing(found.flag) else self._iterations
         self._recent.append(found)

@@ -307,7 +307,7 @@ def test_what_was_found_goes_with_the_step_that_used_it():
             scaled.backward()
         assert len(findings.new) == 1
         optimizer.step()
-        assert findings.new == [] and findings._flag is not None
+        assert findings.new == [] and findings._found is not None
 
 
 def test_a_static_scale_counts_on_and_stays_what_it_was():
