@@ -186,17 +186,17 @@ def scale_loss(
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
     """
     switch_off_left_on()
-    optimizer_list = [validation.unwrapped(optimizer) for optimizer in validation.flatten(optimizers)]
-    wrappers = [wrapper_of(optimizer) for optimizer in optimizer_list]
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wrappers = list(map(wrapper_of, given))
     if not wrappers or None in wrappers:
-        _refuse_uninitialized(optimizer_list, wrappers)
+        _refuse_uninitialized(given, wrappers)
         return nullcontext(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"scale_loss expects the loss as a torch.Tensor, found {type(loss).__name__}. Pass the tensor itself."
         )
     session: Session = wrappers[0].owner
-    return session.block(loss, wrappers, session.scaler(loss_id), delay_unscale, delay_overflow_check)
+    return session.block(loss, wrappers, session.scaling.scaler(loss_id), delay_unscale, delay_overflow_check)
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -305,10 +305,6 @@ class Session:
 
     # The iteration
 
-    def scaler(self, loss_id: int) -> LossScaler:
-        """The loss scaler of a loss, 0 to ``num_losses`` - 1."""
-        return self.scaling.scaler(loss_id)
-
     def block(
         self,
         loss: torch.Tensor,

@@ -19,7 +19,7 @@ from .errors import ConfigurationError, NotInitializedError
 from .logs import logger
 from .models.keep_fp32 import Kept
 from .plan import Plan
-from .registry import live_sessions
+from .registry import live_sessions, unwrapped
 from .sharding import fsdp_modules, gathered, has_run, is_sharded, refuse_fsdp1
 
 _OPTIMIZER_ATTRIBUTES = ("param_groups", "state", "step", "zero_grad")
@@ -38,21 +38,6 @@ def uncompiled(model: Any) -> Any:
     while isinstance(model, compiled):
         model = model._orig_mod
     return model
-
-
-# What frameworks put around an optimizer: the module of the wrapper's class, and its attribute that holds the optimizer.
-_AROUND_OPTIMIZERS = {
-    "accelerate.optimizer": "optimizer",
-    "lightning.pytorch.core.optimizer": "_optimizer",
-    "pytorch_lightning.core.optimizer": "_optimizer",
-}
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of what Accelerate or Lightning has put around it; any other as it is."""
-    attribute = _AROUND_OPTIMIZERS.get(type(optimizer).__module__)
-    inner = None if attribute is None else vars(optimizer).get(attribute)
-    return optimizer if inner is None else unwrapped(inner)
 
 
 def models(value: Any) -> list[nn.Module]:

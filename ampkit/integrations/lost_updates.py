@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ..insight.updates import Named, UpdateCheck, Weights, named_params
-from ..registry import wrapper_of
-from ..validation import unwrapped
+from ..registry import unwrapped, wrapper_of
 
 #: Elements of a parameter that are looked at, the share of the time that this may take, and the number of parameters in the first
 #: step, before it is known what one costs.

@@ -171,15 +171,16 @@ class Block:
         reached = Reached(*leaves_behind([self.scaled])) if self in scaled else Reached([], False)
         if inputs is not None:
             reached = Reached([inputs] if isinstance(inputs, torch.Tensor) else list(inputs), False)
-        if len(wrappers()) > len(self._held):
+        every = wrappers()
+        if len(every) > len(self._held):
             self._hold_strangers(reached, roots if inputs is None else (), scaled)
         self.has_python = self.has_python or reached.has_python
         results = retained([self.scaled]) if retained_refs and inputs is None else []
-        self.hold_leaves(reached.leaves + results, reached.has_python)
+        self.hold_leaves(reached.leaves + results, every, reached.has_python)
 
-    def hold_leaves(self, leaves: list[torch.Tensor], has_python: bool = False) -> None:
-        """Hold those that no optimizer of ours updates; behind a function in Python may be every such parameter of the models."""
-        every, outside = wrappers(), []
+    def hold_leaves(self, leaves: list[torch.Tensor], every: list[OptimizerWrapper], has_python: bool = False) -> None:
+        """Hold those that no optimizer of ``every`` updates; behind a function in Python may be all such of the models."""
+        outside = []
         for leaf in leaves:
             for wrapper in every:
                 if id(leaf) in wrapper.gradients.ids:

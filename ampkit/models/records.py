@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .. import registry
 from ..errors import ConfigurationError
-from ..registry import additions
 from .copies import RECORD_KEY, hand_out_plain_copies
 from .float32_values import Float32Value, Loans
 
@@ -153,9 +153,9 @@ def sync_weights(model: nn.Module) -> bool:
 def note_new_modules(model: nn.Module) -> None:
     """Have modules that are new since ``initialize``, such as parametrizations, save what came from the model in float32."""
     record = record_of(model)
-    if record is None or record.additions == additions():
+    if record is None or record.additions == registry.additions:
         return
-    record.additions = additions()
+    record.additions = registry.additions
     for module in walk(model):
         if RECORD_KEY not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
             go_by_record(module, record)
