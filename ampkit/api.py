@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from inspect import signature
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .iteration.loss_scale import DynamicLossScale, load_scalers, save_scalers
 from .logs import logger
 from .models.incoming import Incoming
 from .patching import run_all
-from .plan import SETTINGS, Plan, resolve, unknown_setting
+from .plan import SETTINGS, Plan, resolve
 from .policy import Policy
 from .registry import current_session, live_sessions, session_of, wrapper_of
 from .session import Session, collect_orphans, refuse_second_lower_precision, sessions_sharing_with
@@ -54,7 +53,6 @@ def initialize(
     one_pass_step: bool = True,
     check_gradients: bool | None = None,
     process_group: Any = None,
-    **unknown: Any,
 ) -> Any:
     """Make models and optimizers train in mixed precision, in place, and return them in the form they came in.
 
@@ -101,8 +99,6 @@ def initialize(
     settings = {name: given[name] for name in SETTINGS}
     opt_level = opt_level.upper() if isinstance(opt_level, str) else opt_level
     switch_off_left_on()
-    for name in unknown:
-        raise unknown_setting(name, opt_level, [name for name in signature(initialize).parameters if name != "unknown"])
     if enabled or isinstance(enabled, str):  # which is refused
         _initialize(models, optimizers, opt_level, settings, process_group)
     else:

@@ -154,8 +154,6 @@ class Session:
             stdout_lines.attach()
             undo.callback(stdout_lines.detach)
             self._log_banner()
-        if active_casting() is None:
-            validation.warn_of_useless_loss_scale(plan)
         self._sharded_at_first.update(module for model in models for module in fsdp_modules(model))
         undo.callback(lambda: self.incoming.give_back(self.optimizers))
         if self._widens:

@@ -290,23 +290,6 @@ def changed_since(model_list: list[nn.Module], sharded_at_first: Collection[nn.M
             )
 
 
-# Levels at which no gradient is saved from underflow by a loss scale, and what to do.
-_UNSCALED_LEVELS = {
-    "O0": "gradients in float32 do not underflow. Leave it out",
-    "O3": "without master weights, gradients go back to lower precision when they are unscaled, and what would have "
-    "underflowed is lost then. Leave it out, or use O2, whose gradients become float32",
-}
-
-
-def warn_of_useless_loss_scale(plan: Plan) -> None:
-    """Log a loss scale at a level where it saves no gradient."""
-    if plan.loss_scale != 1.0 and plan.opt_level in _UNSCALED_LEVELS:
-        scale = "dynamic" if plan.has_dynamic_loss_scale else f"{plan.loss_scale:g}"
-        logger.warning(
-            "loss_scale=%s does nothing useful at %s: %s.", scale, plan.opt_level, _UNSCALED_LEVELS[plan.opt_level]
-        )
-
-
 def _policy_line(name: str, dtype: torch.dtype | None, wanted: torch.dtype, is_kept: bool, plan: Plan) -> str:
     """Advice on the ``fully_shard`` that was called."""
     found = f"FSDP2 gathers {name!r} in {dtype or 'its own dtype'}, and {plan.opt_level} computes with it in {wanted}"
