@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -165,20 +164,11 @@ def _refuse_unfit_optimizer(optimizer: Any, plan: Plan, device_type: str) -> Non
         )
     fused = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
     steps_in_lower = plan.casts_weights and not plan.master_weights and device_type == "cpu"
-    if fused and steps_in_lower and not _fused_sgd_is_right(plan.cast_model_type):
+    if fused and steps_in_lower:
         raise ConfigurationError(
-            f"SGD(fused=True) of torch {torch.__version__} leaves most {plan.cast_model_type} weights on the CPU as they are. "
+            f"SGD(fused=True) of torch 2.11 leaves most {plan.cast_model_type} weights on the CPU as they are. "
             "Use fused=False, ampkit.optimizers.FusedSGD, or O2 or O5, whose weights step in float32."
         )
-
-
-@functools.cache
-def _fused_sgd_is_right(dtype: torch.dtype | None) -> bool:
-    """Whether one step of a rate of 1 with gradients of 1 takes 1 from each weight; torch 2.11 leaves most as they are."""
-    param = nn.Parameter(torch.zeros(33, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    torch.optim.SGD([param], lr=1.0, fused=True).step()
-    return bool((param == -1).all())
 
 
 def _refuse_weights(

@@ -327,7 +327,6 @@ class Findings:
         self._found: FoundInf | None = None  # by all blocks that made the gradients that are there
         self.new: list[FoundInf] = []  # by these blocks, until a step has counted them
         self._shared: FoundInf | None = None  # by another optimizer's block, which made some of these gradients
-        self._made_some = False  # whether these blocks have made gradients
         self._judged: tuple[Any, int | None] | None = None  # all of them, when the last block had judged them
         self._checked: tuple[torch.Tensor, Any] | None = None  # a number that is finite where these gradients are
         #: Of the optimizers that a block at loss scale 1 has named together: what those have found that have stepped since.
@@ -344,7 +343,7 @@ class Findings:
             before = self._found if self.new else None  # a step has gone by that of no new block
             self.new.append(found)
             self._found = found if before is None else FoundInf.any_of([before, found])
-            self._made_some = self._gradients.note_judged()
+            self._gradients.note_judged()
             self._judged = seen(self._gradients.params), aliases_taken()
 
     def begin(self, scaler: Any, named: Sequence[Any]) -> None:
@@ -414,14 +413,13 @@ class Findings:
 
     def forget(self) -> None:
         """The gradients are gone, and what was found in them."""
-        self._found = self._judged = self._checked = self._shared = None
-        self._made_some = False
+        self._found = self._judged = self._checked = self._shared = self._gradients.judged = None
         self.new = []
         self.came_through_no_block = False
 
     def drop_cleared(self) -> None:
         """There are no gradients: what was found in them goes. A flag stays of a block that has made none of them."""
-        if self._made_some or self._found is None:
+        if self._gradients.judged is not None or self._found is None:
             self.forget()
 
     def zero_skipped(self, closes: bool = False) -> None:
@@ -433,7 +431,7 @@ class Findings:
 
     def _drop_of_others(self) -> None:
         """Forget flags of gradients in whose places a script has put others."""
-        if self._made_some and not self._gradients.are_judged:
+        if self._gradients.judged is not None and not self._gradients.are_judged:
             self.forget()
 
     def _heed_others(self, own: FoundInf) -> FoundInf:
