@@ -24,7 +24,7 @@ from .advice import Advice
 from .found_inf import BackwardPass, FoundInf
 from .gradients import Gradients, Slot, State
 from .loss_scale import LossScaler
-from .optimizer_wrapper import OptimizerWrapper, drop_casts, keep_casts_to_step
+from .optimizer_wrapper import OptimizerWrapper, keep_casts_to_step
 from .reach import Reached, leaves_behind, leaves_of, node_of, open_blocks, retained, retained_refs
 
 _NO_DDP = weakref.ref(set())  # of what is gone
@@ -80,8 +80,6 @@ class Block:
     def _begin(self) -> torch.Tensor:
         if self.delay_unscale:
             keep_casts_to_step(self.named)
-        else:  # autograd keeps those that the backward pass needs, and frees each when it is done with it
-            drop_casts()
         for wrapper in self.named:
             wrapper.findings.begin(self.scaler, self.named if self.is_plain else ())
         if self.is_plain:
