@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -112,7 +112,7 @@ def _track(models: Any, optimizers: Any) -> None:
         [validation.uncompiled(item) for item in validation.flatten(value) if type(item).__weakrefoffset__]
         for value in (models, optimizers)
     ]
-    for session in _unique(session_of(thing) for thing in (*things[0], *things[1])):
+    for session in dict.fromkeys(filter(None, map(session_of, (*things[0], *things[1])))):
         session.close()
     for session in [live for live in live_sessions if live.owns_nothing]:
         session.close()
@@ -121,7 +121,8 @@ def _track(models: Any, optimizers: Any) -> None:
 
 def _initialize(models: Any, optimizers: Any, opt_level: str, settings: dict[str, Any], process_group: Any) -> None:
     model_list, optimizer_list = validation.models(models), validation.optimizers(optimizers)
-    earlier = _unique((*map(session_of, (*model_list, *optimizer_list)), *sessions_sharing_with(model_list)))
+    owners = filter(None, map(session_of, (*model_list, *optimizer_list)))
+    earlier = list(dict.fromkeys((*owners, *sessions_sharing_with(model_list))))
     cast_before = [model for session in earlier if session.plan.casts_weights for model in session.models]
     recast = {tensor for model in cast_before for tensor in (*model.parameters(), *model.buffers())}
     if opt_level == "O3" and settings["cast_model_type"] is None:
@@ -382,7 +383,3 @@ def _lower_precision_of(
         own = own.union(*(session.incoming.dtypes_of(model) for session in earlier)).intersection(LOWER_PRECISION)
         found |= own or {None}
     return found.pop() if len(found) == 1 else None
-
-
-def _unique(sessions: Iterable[Session | None]) -> list[Session]:
-    return list(dict.fromkeys(one for one in sessions if one is not None))

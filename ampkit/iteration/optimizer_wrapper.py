@@ -51,6 +51,7 @@ class OptimizerWrapper:
     def __init__(self, optimizer: Any, owner: Any, slots: Slots) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.owner = owner
+        self.advice: Advice = owner.scaling.advice
         self._patches = PatchSet()
         self.delayed_with: LossScaler | None = None
         self.active = True
@@ -125,12 +126,6 @@ class OptimizerWrapper:
                 self.has_lent = True
                 param = entry.loans.lend_parameter(entry, param)
             yield param
-
-    @property
-    def advice(self) -> Advice:
-        """What a script is told of mistakes."""
-        advice: Advice = self.owner.scaling.advice
-        return advice
 
     @property
     def has_scale(self) -> bool:

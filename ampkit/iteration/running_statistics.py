@@ -15,7 +15,6 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .. import registry
-from ..models.records import walk
 
 # Bound once: asked in every forward.
 _tracing = torch._C._get_tracing_state
@@ -67,7 +66,7 @@ class _Statistics:
     def look_in(self, model: nn.Module) -> None:
         """Find the layers that the model has now."""
         self.additions = registry.additions
-        self.places = [(vars(module), names) for module in walk(model) if (names := _names_in(module))]
+        self.places = [(vars(module), names) for module in model.modules() if (names := _names_in(module))]
         here = {(id(attributes), name) for attributes, names in self.places for name in names}
         self._last_of = {place: last for place, last in self._last_of.items() if place in here}
 

@@ -69,17 +69,6 @@ def lower_entries(model: nn.Module) -> Iterator[tuple[nn.Parameter, Float32Value
             yield param, entry
 
 
-def walk(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of ``model``, each once, as ``model.modules()`` gives them."""
-    seen, pending = {model}, [model]
-    for module in pending:
-        yield module
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                pending.append(child)
-
-
 def go_by_record(module: nn.Module, record: CastModel) -> None:
     """Have what is saved of the module, loaded into it and copied be float32, by this record."""
     module.__dict__[RECORD_KEY] = record
@@ -156,7 +145,7 @@ def note_new_modules(model: nn.Module) -> None:
     if record is None or record.additions == registry.additions:
         return
     record.additions = registry.additions
-    for module in walk(model):
+    for module in model.modules():
         if RECORD_KEY not in module.__dict__ and not isinstance(module, torch.jit.ScriptModule):
             go_by_record(module, record)
 

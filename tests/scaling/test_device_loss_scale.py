@@ -311,7 +311,7 @@ def test_torchs_optimizers_that_step_in_one_pass_are_not_read(make, level, devic
 def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
     make, cleared_by, level, device, monkeypatch, host_copies
 ):
-    """Not counted is the number that an ordinary optimizer waits for, once in each step that is checked."""
+    """But for the number that an ordinary optimizer waits for, once in each step that is checked; on the CPU it is known."""
     model, optimizer = initialized_on(device, make, level)
     x, y = batch(device)
     iteration(model, optimizer, x, y)
@@ -326,7 +326,7 @@ def test_gradients_that_are_zeroed_instead_of_dropped_are_not_read(
         for _ in range(3):
             iteration(model, optimizer, x, y)
     assert not any(torch.equal(a, b) for a, b in zip(before, float32_values(model)))
-    waits = type(optimizer) is torch.optim.RMSprop and level in ("O1", "O2")
+    waits = device.type != "cpu" and type(optimizer) is torch.optim.RMSprop and level in ("O1", "O2")
     assert len(host_copies.read) - read == (3 if waits else 0)
 
 
