@@ -30,7 +30,6 @@ from .cache import CastCaches
 from .cpp_wrappers import CppWrappers, remind_dynamo
 from .library import dispatch
 from .state import CastingState, Saved, is_plain_place, mark_regions, number_of_regions, restore, save, switch
-from .store import CastStore
 from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
 
@@ -53,7 +52,7 @@ class Casting:
     """Casts of torch's functions by the tables of a policy, from `install` to `close`.
 
     Tensors are cast on the device types in ``device_types`` only. ``scope`` "process" casts every call of the thread that
-    installs, "forward" only those inside `forward_scope`. ``in_python`` leaves the library of wrappers in C++ aside.
+    installs, "forward" only those inside `forward_scope`. ``in_python`` leaves the wrappers in C++ aside.
     """
 
     def __init__(
@@ -65,15 +64,15 @@ class Casting:
         in_python: bool = False,
         scope: str = "process",
     ) -> None:
-        library = None if in_python else dispatch().library
         self.policy = Policy.of(policy).for_device(min(device_types, default="cpu"))
         self.scope = scope
-        self.caches = CastCaches(CastStore if library is None else library.CastStore)
-        control = None if library is None else library.Switch()
+        library = dispatch().library
+        self.caches = CastCaches(None if library is None else library.CastStore)
+        control = None if library is None or in_python else library.Switch()
         #: What the wrappers ask.
         self.state = CastingState(lower_precision, verbosity, self.caches, control)
         #: The wrappers in C++, where that library is loaded.
-        self.cpp = None if library is None else CppWrappers(library, control)
+        self.cpp = None if control is None else CppWrappers(library, control)
         self.device_types = frozenset(device_types)
         self._installed = False
         self._paused = False
@@ -301,7 +300,6 @@ class Casting:
 
     def _stay_off(self) -> None:
         """For a forked child: what was patched stays in place there, and calls straight through."""
-        self.caches.renew_lock()
         self._end()
         switch_off_left_on()
         for one in self.state.device_types:  # in the midst of a forward, too

@@ -33,7 +33,6 @@ from ..dtypes import CASTABLE, LOWER_PRECISION
 from ..errors import RefusedOperation
 from ..policy.autocast import CPU_LIST, CUDA_LIST
 from ..policy.cast_rules import CastKind, CastRule
-from .cache import is_weight
 from .fp32_functions import with_gradients_of_tables, without_copies
 from .state import CastingState, past_autocast
 from .tensors import CONVERT, map_tensors, tensors_in, to_float32
@@ -187,7 +186,8 @@ def caster(kind: CastKind, state: CastingState, name: str, dtype: torch.dtype | 
     def lower(x: Tensor) -> Tensor:
         if x.dtype is target or x.dtype not in CASTABLE:
             return x
-        return cached(x, convert) if is_weight(x) else convert(x)
+        # Other leaves are inputs, which scripts edit through .data; subclasses carry more than a storage and a version.
+        return cached(x, convert) if type(x) is Parameter else convert(x)
 
     return lower
 
