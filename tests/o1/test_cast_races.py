@@ -1,7 +1,6 @@
 """Casts while something else happens: other threads, the garbage collector, tensors on their way out."""
 
 import gc
-import threading
 import weakref
 
 import pytest
