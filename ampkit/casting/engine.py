@@ -10,7 +10,6 @@ import ctypes
 import gc
 import hashlib
 import inspect
-import logging
 import os
 import sys
 import threading
@@ -33,7 +32,6 @@ from .state import CastingState, Saved, is_plain_place, mark_regions, number_of_
 from .torch_integration import patch_torch
 from .wrappers import autocast_would_cast, wrap
 
-_logger = logging.getLogger("ampkit")
 _compiling = torch.compiler.is_compiling
 
 # The engine that is installed now. Decorated functions have to find it, wherever they were decorated.
@@ -83,7 +81,7 @@ class Casting:
         self._originals: dict[tuple[int, str], Any] = {}
         self._wrapped_by: dict[int, Any] = {}  # originals by the id of what stands in their place
         self._wrappers: dict[int, Any] = {}  # what stands in their places by the id of originals
-        self._kinds: dict[tuple[int, str], tuple[Any, str, str]] = {}
+        self._rules: dict[tuple[int, str], CastRule] = {}
         self._tag = ""
         self._awaited: tuple[str, ...] = ()  # packages that have rows, and are not loaded yet
         # States of threads before they were switched on for good, by their ident.
@@ -100,7 +98,7 @@ class Casting:
         if _active is not None:
             raise ConfigurationError("O1's casts are installed already; close that engine first.")
         _give_back_torch()
-        rules, dropped = self.policy.rules(_registered.values())
+        rules = self.policy.rules(_registered.values())
         self._await_packages()
         remind_dynamo()
         collects = gc.isenabled()
@@ -121,8 +119,6 @@ class Casting:
         finally:
             if collects:
                 gc.enable()
-        if dropped:
-            _logger.debug("This torch has no %s", ", ".join(dropped))
 
     def close(self) -> None:
         """Give torch back as it was found. Wrappers that a script has kept call torch's functions from now on.
@@ -168,8 +164,8 @@ class Casting:
         else:
             return
         self._await_packages()
-        for rule in self.policy.rules(_registered.values())[0]:
-            if (id(rule.owner), rule.name) not in self._kinds:
+        for rule in self.policy.rules(_registered.values()):
+            if (id(rule.owner), rule.name) not in self._rules:
                 self._patch(rule)
         self._describe()
         forget_traces()
@@ -293,8 +289,8 @@ class Casting:
 
     def _describe(self) -> None:
         """Put everything on which it depends what is cast into a tag for compiled code."""
-        rules = sorted(f"{getattr(owner, '__name__', '')}.{name}={kind}" for owner, name, kind in self._kinds.values())
-        digest = hashlib.sha256("".join(rules).encode()).hexdigest()[:16]
+        rules = [f"{getattr(one.owner, '__name__', '')}.{one.name}={one.kind.name}" for one in self._rules.values()]
+        digest = hashlib.sha256("".join(sorted(rules)).encode()).hexdigest()[:16]
         self._tag = f"{self.lower_precision} {sorted(self.device_types)} {digest}"
         self._tell_state()
 
@@ -320,7 +316,7 @@ class Casting:
 
     def _patch(self, rule: CastRule) -> None:
         key = id(rule.owner), rule.name
-        self._kinds[key] = rule.owner, rule.name, rule.kind.name
+        self._rules[key] = rule
         if rule.kind is CastKind.NATIVE and not autocast_would_cast(rule):
             if key in self._originals:  # patched by an earlier rule
                 self._patches.set(rule.owner, rule.name, self._originals[key])
@@ -339,7 +335,7 @@ class Casting:
 
     def _restore(self) -> None:
         self._patches.restore()
-        for known in (self._originals, self._kinds, self._wrapped_by, self._wrappers):
+        for known in (self._originals, self._rules, self._wrapped_by, self._wrappers):
             known.clear()
         if self.cpp is not None:
             self.cpp.close()

@@ -76,8 +76,7 @@ def _saving_the_input(
 
 
 def _is_cast(x: Any, state: CastingState) -> bool:
-    is_plain = type(x) in (Tensor, Parameter) and x.dtype in LOWER_PRECISION
-    return is_plain and state.is_on() and state.casts_on(x.device.type)
+    return type(x) in (Tensor, Parameter) and x.dtype in LOWER_PRECISION and state.casts_on(x.device.type)
 
 
 def _records_plainly(x: Tensor) -> bool:
