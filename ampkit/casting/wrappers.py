@@ -77,10 +77,10 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
         in_cpp = False  # it leaves torch.autocast on beneath functions in Python
     saving = None
     if kind is CastKind.FP32:
-        log = None if state.verbosity < 2 else lambda x: _log_cast(x, torch.float32, name)
-        saving = without_copies(wrapper, original, state, owner, name, log)
-        if saving is not None and name == "embedding":
-            saving, in_cpp = with_gradients_of_tables(saving, original), False
+        # The log of casts is written where a copy is made.
+        saving = without_copies(wrapper, original, state, owner, name) if state.verbosity < 2 else None
+        if owner is torch and name == "embedding":
+            saving, in_cpp = with_gradients_of_tables(saving or wrapper, original), False
         if rule.narrow:
             saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
     wrapper = _where_casts_are_off(saving or wrapper, original, state)
@@ -446,14 +446,10 @@ def _converter(dtype: torch.dtype, state: CastingState, name: str) -> Convert:
     def convert_and_log(x: Tensor) -> Tensor:
         cast = convert(x)
         if cast is not x:
-            _log_cast(x, dtype, name)
+            _logger.info("%s->%s (%s)", _TYPE_NAMES[x.dtype], _TYPE_NAMES[dtype], name)
         return cast
 
     return convert_and_log
-
-
-def _log_cast(x: Tensor, dtype: torch.dtype, name: str) -> None:
-    _logger.info("%s->%s (%s)", _TYPE_NAMES[x.dtype], _TYPE_NAMES[dtype], name)
 
 
 def _fitting(dtype: torch.dtype | None, state: CastingState, name: str) -> Convert:
