@@ -83,7 +83,7 @@ def wrap(rule: CastRule, original: Callable, state: CastingState, cpp: CppWrappe
             saving, in_cpp = with_gradients_of_tables(saving or wrapper, original), False
         if rule.narrow:
             saving = _narrow(saving or wrapper, as_it_is if name in _ROUND_ONCE else None, state)
-    wrapper = _where_casts_are_off(saving or wrapper, original, state)
+    wrapper = _where_casts_are_off(saving or wrapper, beneath, state)
     _name_like(wrapper, original, owner, name)
     if not in_cpp:
         return wrapper

@@ -651,7 +651,7 @@ def test_kept_wrapper_is_inert_after_close():
 
 
 def test_everything_in_the_tables_is_patched_but_native_rows_that_autocast_leaves_alone():
-    rules, _ = expand(tables_for("default"))
+    rules = expand(tables_for("default"))
     originals = {(rule.owner, rule.name): getattr(rule.owner, rule.name) for rule in rules}
     with o1():
         for rule in rules:
