@@ -176,6 +176,14 @@ FP32_CALLS = {
     "Tensor.lgamma": lambda a, v, b, i: a.lgamma(),
     "torch.exp2": lambda a, v, b, i: torch.exp2(a),
     "torch.erfc": lambda a, v, b, i: torch.erfc(a),
+    "torch.i0": lambda a, v, b, i: torch.i0(a),
+    "Tensor.i0": lambda a, v, b, i: a.i0(),
+    "special.i0e": lambda a, v, b, i: torch.special.i0e(a),
+    "special.i1": lambda a, v, b, i: torch.special.i1(a),
+    "special.i1e": lambda a, v, b, i: torch.special.i1e(a),
+    "torch.bincount": lambda a, v, b, i: torch.bincount(torch.tensor([0, 2, 2]), v),
+    "torch.bincount with weights=": lambda a, v, b, i: torch.bincount(torch.tensor([0, 2, 2]), weights=v, minlength=4),
+    "Tensor.bincount": lambda a, v, b, i: torch.tensor([0, 2, 2]).bincount(v),
     "special.erfcx": lambda a, v, b, i: torch.special.erfcx(a),
     "special.zeta": lambda a, v, b, i: torch.special.zeta(2.0, a),
     "special.ndtri": lambda a, v, b, i: torch.special.ndtri(a),
@@ -218,6 +226,23 @@ def test_steep_function_runs_in_float32(name):
         for result in (getattr(torch, name)(low), getattr(low, name)()):
             assert result.dtype is torch.float32
             torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("derivatives", [1, 2])
+@pytest.mark.parametrize("name", ["i0", "i0e", "i1", "i1e"])
+def test_bessel_functions_have_derivatives_of_what_a_layer_returns(name, derivatives):
+    def slope(layer_input):
+        value = layer_input.clone().requires_grad_()
+        result = getattr(torch.special, name)(torch.mm(value, torch.eye(3)))
+        for _ in range(derivatives):
+            (result,) = torch.autograd.grad(result.sum(), value, create_graph=True)
+        return result
+
+    low = inputs(torch.bfloat16)[0].float()  # which a product in bfloat16 does not round
+    expected = slope(low)
+    with o1():
+        result = slope(low)
+    torch.testing.assert_close(result, expected, rtol=0.01, atol=0.01)
 
 
 class Copies(TorchDispatchMode):
