@@ -1,6 +1,6 @@
-"""What a parameter costs and what a loaded checkpoint learns, with torch and with ampkit: the picture of the README.
+"""What a parameter costs and what a loaded checkpoint learns, with torch and with ampkit: the pictures of the README.
 
-$ python docs/make_picture.py            # writes docs/picture.svg and prints its numbers, in some minutes
+$ python docs/make_picture.py            # writes docs/picture-*.svg and prints their numbers, in some minutes
 
 A small GPT learns a language of 16 words in float32, and is saved. Then each contender loads the weights as they come when a
 checkpoint is opened with dtype=torch.bfloat16, and goes on with another language and a small learning rate, as in fine-tuning.
@@ -40,15 +40,18 @@ class Contender(NamedTuple):
     autocast: bool = False
     level: str | None = None
     state_dtype: str | None = None
-    colour: str = "black"
+    colour: str = ""  # that of plain float32 depends on the theme
 
 
 CONTENDERS = {
-    "torch.amp, float32 weights": Contender(torch.float32, autocast=True, colour="0.35"),
+    "torch.amp, float32 weights": Contender(torch.float32, autocast=True),
     "torch, bfloat16 weights": Contender(torch.bfloat16, colour="tab:red"),
     "ampkit O5": Contender(torch.bfloat16, level="O5", colour="tab:cyan"),
     "ampkit O5, 8-bit moments": Contender(torch.bfloat16, level="O5", state_dtype="int8", colour="tab:blue"),
 }
+
+#: Words and lines, and the bars of float32, on light and on dark pages.
+THEMES = {"": ("#1f2430", "#8a8f99"), "-dark": ("#e6e8ee", "#9aa1b0")}
 
 
 def prepare(model: nn.Module, way: Contender, lr: float):
@@ -139,43 +142,51 @@ def memory(tensors) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def draw(sizes: dict[str, dict[str, float]], losses: dict[str, list[float]], path: Path) -> None:
+def draw(sizes: dict[str, dict[str, float]], losses: dict[str, list[float]], folder: Path) -> None:
+    """Write picture-bytes.svg and picture-loss.svg, and both for dark pages."""
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ampkit"  # the same file for the same numbers
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, which is smaller
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", width_ratios=(1.15, 1))
+    numbers = {"bytes": sizes, "loss": {name: round(final(its), 4) for name, its in losses.items()}}
+    for theme, (ink, grey) in THEMES.items():
+        inks = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
+        # The same file for the same numbers, and text as text, which is smaller.
+        with matplotlib.rc_context({"svg.hashsalt": "ampkit", "svg.fonttype": "none", "font.size": 9, **inks}):
+            for name, fill, data in (("bytes", draw_bytes, sizes), ("loss", draw_losses, losses)):
+                figure, axes = pyplot.subplots(figsize=(4.1, 3.3), layout="constrained")
+                fill(axes, data, ink, grey)
+                axes.spines[["top", "right"]].set_visible(False)
+                metadata = {"Date": None, "Description": json.dumps(numbers)}
+                figure.savefig(folder / f"picture-{name}{theme}.svg", metadata=metadata, transparent=True)
+                pyplot.close(figure)
+
+
+def draw_bytes(axes, sizes: dict[str, dict[str, float]], ink: str, grey: str) -> None:
     shades = {"weight": 1.0, "rest": 0.75, "gradient": 0.5, "moments": 0.25}
     for row, (name, its) in enumerate(sizes.items()):
         start = 0.0
+        axes.text(0, row - 0.3, name, va="bottom")
         for part, size in its.items():
-            colour = CONTENDERS[name].colour
-            left.barh(row, size, left=start, height=0.62, color=colour, alpha=shades[part], edgecolor="white")
+            axes.barh(row, size, 0.48, start, color=CONTENDERS[name].colour or grey, alpha=shades[part])
             if size >= 1.5:
-                ink = "white" if shades[part] > 0.6 else "black"
+                inside = ink if shades[part] < 0.6 else "white" if CONTENDERS[name].colour else "black"
                 written = "grad" if part == "gradient" and size < 3 else part
-                size_of_font = 8 if size > 2.5 else 7
-                left.text(start + size / 2, row, written, ha="center", va="center", color=ink, fontsize=size_of_font)
+                axes.text(start + size / 2, row, written, ha="center", va="center", color=inside, fontsize=7.5)
             start += size
-        left.text(start + 0.25, row, f"{start:.2f}".removesuffix(".00"), va="center", fontweight="bold")
-    left.set_yticks(range(len(sizes)), list(sizes))
-    left.invert_yaxis()
-    left.set(title="Bytes per parameter, AdamW", xlim=(0, 18.2), xticks=range(0, 17, 4))
-    for name, colour, line, width in (
-        ("torch, bfloat16 weights", "tab:red", "-", 2.0),
-        ("torch.amp, float32 weights", "0.6", "-", 5.0),
-        ("ampkit O5, 8-bit moments", "tab:blue", "-", 1.6),
+        axes.text(start + 0.25, row, f"{start:.2f}".removesuffix(".00"), va="center", fontweight="bold")
+    axes.set(title="Bytes per parameter, AdamW", xlim=(0, 17.5), xticks=range(0, 17, 4), yticks=[], ylim=(3.4, -0.7))
+
+
+def draw_losses(axes, losses: dict[str, list[float]], ink: str, grey: str) -> None:
+    for name, line, width in (
+        ("torch, bfloat16 weights", "-", 2.0),
+        ("torch.amp, float32 weights", "-", 5.0),
+        ("ampkit O5, 8-bit moments", "-", 1.6),
     ):
-        right.plot(smooth(losses[name]), line, color=colour, linewidth=width, label=name)
-    right.set(title="Loss of a small GPT, fine-tuned", xlabel="step", ylim=(None, 2.6))
-    right.legend(frameon=False)
-    right.grid(alpha=0.3)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    numbers = {"bytes": sizes, "loss": {name: round(final(its), 4) for name, its in losses.items()}}
-    figure.savefig(path, metadata={"Date": None, "Description": json.dumps(numbers)})
-    pyplot.close(figure)
+        axes.plot(smooth(losses[name]), line, color=CONTENDERS[name].colour or grey, linewidth=width, label=name)
+    axes.set(title="Loss of a small GPT, fine-tuned", xlabel="step", ylim=(None, 2.6))
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
 
 
 def smooth(losses: list[float], width: int = 20) -> list[float]:
@@ -190,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=HERE / "picture.svg", help="default: docs/picture.svg")
+    parser.add_argument("--out", type=Path, default=HERE, help="a folder; default: docs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sizes = {name: bytes_per_parameter(way) for name, way in CONTENDERS.items()}

@@ -3,7 +3,7 @@
 $ python profile_levels.py            # on a GPU 64 images of 224 pixels, on a CPU 8 of 32
 
 It prints a table for each level, the median of several steps, and writes a trace of each (for chrome://tracing or
-ui.perfetto.dev) and a chart with a panel for each, levels.png.
+ui.perfetto.dev) and a chart with a panel for each, on one scale, levels.png.
 """
 
 import argparse
@@ -135,13 +135,12 @@ def table(name: str, rows: Rows, top: int) -> str:
 
 
 def draw(results: dict[str, Rows], top: int, path: Path) -> None:
-    """A panel for each level, with a scale of its own: one may take a hundred times as long as another."""
+    """A panel for each level, all on one scale, so that bars compare across levels."""
     matplotlib.use("Agg")  # no display needed
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        len(results), figsize=(9, 0.7 + len(results) * (0.7 + 0.22 * top)), layout="constrained", squeeze=False
-    )
+    size = (9, 0.7 + len(results) * (0.7 + 0.22 * top))
+    figure, panels = pyplot.subplots(len(results), figsize=size, layout="constrained", squeeze=False, sharex=True)
     totals = {name: sum(milliseconds for _, milliseconds in rows.values()) for name, rows in results.items()}
     first, base = next(iter(totals.items()))
     for panel, (name, rows) in zip(panels[:, 0], results.items()):
@@ -154,6 +153,7 @@ def draw(results: dict[str, Rows], top: int, path: Path) -> None:
         panel.margins(x=0.25)
         compared = "" if name == first else f", {totals[name] / base:.2f} times {first}"
         panel.set_title(f"{name}: {totals[name]:.1f} ms in all{compared}", loc="left", fontsize=10)
+    panels[-1, 0].set_xlabel("milliseconds")
     figure.suptitle("A training step of ResNet-18: where its time goes; colours are dtypes of inputs", fontsize=11)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

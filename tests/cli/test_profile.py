@@ -65,6 +65,15 @@ def test_each_row_is_the_median_of_its_steps(example):
     assert example["medians"](steps) == {("mm", "float16"): (2, 3.0), ("add", "float32"): (0, 0.0)}
 
 
+def test_bars_of_all_levels_have_one_scale(example, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    example["draw"]({"O0": {("mm", "float32"): (1, 100.0)}, "O1": {("mm", "bfloat16"): (1, 1.0)}}, 8, tmp_path / "x.png")
+    monkeypatch.undo()
+    first, second = drawn[0].axes
+    assert first.get_xlim() == second.get_xlim() and second.get_xlim()[1] > 100
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="names of the CPU's operators")
 def test_convolutions_run_in_the_precision_of_the_level(example, tmp_path, capsys):
     results = example["main"](["--batch", "2", "--steps", "1", "--only", "O0", "O1", "O2", "--out", str(tmp_path)])
