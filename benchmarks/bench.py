@@ -360,6 +360,8 @@ def main():
     out = args.out
     if out is None and not (args.only or args.short):
         out = ROOT / "benchmarks" / "results" / f"{place['date']}-{name}.json"
+        if place["commit"].endswith("-dirty"):
+            parser.error("the checkout has changes without a commit; commit them, or name a file with --out")
     results = {**place, "minutes": 0.0, "cells": []}
     while left:
         cell, weight = left[0]

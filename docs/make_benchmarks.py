@@ -149,10 +149,12 @@ def span(results, *ways):
 
 def page(results, name):
     bfloat16 = {True: ", with bfloat16 instructions", False: ", without bfloat16 instructions", None: ""}
+    commit, dirty, _ = results["commit"].partition("-dirty")
+    commit += " with changes that had no commit" if dirty else ""
     where = (
         f"Measured on {results['processor']}, {results['cores']} cores{bfloat16[results['bfloat16_instructions']]}, "
         f"{results['threads']} threads; {results['dtype']}; torch {results['torch']}, Python {results['python']}, ampkit "
-        f"{results['ampkit']} at commit {results['commit']}; {results['date']}, in {results['minutes']} minutes."
+        f"{results['ampkit']} at commit {commit}; {results['date']}, in {results['minutes']} minutes."
     )
     tells = (
         f"By model, a step at O1 takes {span(results, 'O1', 'O1, fused')} times as long as torch.autocast's. At O2 it takes "
