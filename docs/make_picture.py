@@ -170,10 +170,11 @@ def draw_bytes(axes, sizes: dict[str, dict[str, float]], ink: str, grey: str) ->
             axes.barh(row, size, 0.48, start, color=CONTENDERS[name].colour or grey, alpha=shades[part])
             if size >= 1.5:
                 inside = ink if shades[part] < 0.6 else "white" if CONTENDERS[name].colour else "black"
-                written = "grad" if part == "gradient" and size < 3 else part
-                axes.text(start + size / 2, row, written, ha="center", va="center", color=inside, fontsize=7.5)
+                written, font = ("grad" if part == "gradient" else part, 6.5) if size < 2.5 else (part, 7.5)
+                axes.text(start + size / 2, row, written, ha="center", va="center", color=inside, fontsize=font)
             start += size
         axes.text(start + 0.25, row, f"{start:.2f}".removesuffix(".00"), va="center", fontweight="bold")
+    axes.spines["left"].set_visible(False)
     axes.set(title="Bytes per parameter, AdamW", xlim=(0, 17.5), xticks=range(0, 17, 4), yticks=[], ylim=(3.4, -0.7))
 
 

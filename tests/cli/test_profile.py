@@ -68,7 +68,9 @@ def test_each_row_is_the_median_of_its_steps(example):
 def test_bars_of_all_levels_have_one_scale(example, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
-    example["draw"]({"O0": {("mm", "float32"): (1, 100.0)}, "O1": {("mm", "bfloat16"): (1, 1.0)}}, 8, tmp_path / "x.png")
+    example["draw"](
+        {"O0": {("mm", "float32"): (1, 100.0)}, "O1": {("mm", "bfloat16"): (1, 1.0)}}, 8, tmp_path / "x.png"
+    )
     monkeypatch.undo()
     first, second = drawn[0].axes
     assert first.get_xlim() == second.get_xlim() and second.get_xlim()[1] > 100

@@ -1,9 +1,10 @@
 """`make wheel`: builds what a release uploads, and installs each file by pip into an environment that has torch and no ampkit.
 
-The files are the source distribution, the wheel in pure Python for every platform, and a wheel with the kernels for the CPU. The first
-two builds are isolated, and so download setuptools and wheel; arguments (``--no-isolation``) are handed to ``python -m build``. The
-third builds what the source distribution holds against the torch that is here. auditwheel, where it is installed, names the oldest
-glibc that it runs with, as PyPI asks. The tests are those of the source distribution, whose own copy of the package is taken away.
+The files are the source distribution, the wheel in pure Python for every platform, and a wheel with the kernels for the CPU. The
+first two builds are isolated, and so download setuptools and wheel; arguments (``--no-isolation``) are handed to ``python -m
+build``. The third builds what the source distribution holds against the torch that is here. auditwheel, where it is installed, names
+the oldest glibc that it runs with, as PyPI asks. The tests are those of the source distribution, whose own copy of the package is
+taken away.
 """
 
 import importlib.util
@@ -89,7 +90,9 @@ def main(arguments: list[str]) -> None:
         shutil.rmtree(tests / "ampkit")
         for file, extension in ((source, "off"), (pure, "off"), (compiled, "require")):
             try_out(file, folder / file.name.replace(".", "-"), tests, extension)
-    print(f"make wheel: {source.name}, {pure.name} and {compiled.name} are in dist/; each was installed by pip and tried")
+    print(
+        f"make wheel: {source.name}, {pure.name} and {compiled.name} are in dist/; each was installed by pip and tried"
+    )
 
 
 if __name__ == "__main__":
