@@ -414,7 +414,8 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 ampkit.initialize(model, optimizer, policy="apex")  # or "autocast"
 ampkit.initialize(model, optimizer, policy={{"torch.nn.functional.gelu": "fp32"}})
-ampkit.initialize(model, optimizer, policy=ampkit.Policy("apex", {{"torch.exp": "native"}}, banned="fp32"))
+policy = ampkit.Policy("apex", {{"torch.exp": "native"}}, banned="fp32")
+ampkit.initialize(model, optimizer, policy=policy)
 ```
 
 A row may become `"lower"`, `"bfloat16"`, `"fp32"`, `"promote"`, `"native"` or `"error"` (refused in lower precision); that
