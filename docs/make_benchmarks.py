@@ -153,8 +153,8 @@ def page(results, name):
     commit += " with changes that had no commit" if dirty else ""
     where = (
         f"Measured on {results['processor']}, {results['cores']} cores{bfloat16[results['bfloat16_instructions']]}, "
-        f"{results['threads']} threads; {results['dtype']}; torch {results['torch']}, Python {results['python']}, ampkit "
-        f"{results['ampkit']} at commit {commit}; {results['date']}, in {results['minutes']} minutes."
+        f"{results['threads']} threads, in {results['dtype']}, with torch {results['torch']} and Python {results['python']}. "
+        f"ampkit was {results['ampkit']} at commit {commit}; {results['date']}, in {results['minutes']} minutes."
     )
     tells = (
         f"By model, a step at O1 takes {span(results, 'O1', 'O1, fused')} times as long as torch.autocast's. At O2 it takes "

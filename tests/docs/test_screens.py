@@ -1,7 +1,7 @@
 """Each page of the site in a browser, at three widths, light and dark: nothing is cut off, and no drawing has words outside of it.
 
-Where no browser is on the PATH (Debian's chromium for one), or no mkdocs, the tests are skipped and say so. ``build/screens/`` gets a
-picture of each page with ``SCREENS=1``, to look at.
+Where no browser is on the PATH (Debian's chromium for one), or no mkdocs, the tests are skipped and say so. With ``SCREENS=1`` set,
+``build/screens/`` gets a picture of each page, to look at.
 """
 
 import importlib.util
