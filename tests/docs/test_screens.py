@@ -89,6 +89,12 @@ def test_no_page_is_cut_off(page, site, width, dark):
     assert cut_off(page, site, width, dark) == {}
 
 
+@pytest.mark.slow
+def test_examples_of_docstrings_are_code(site):
+    reference = (site / "api" / "index.html").read_text()
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in reference and "<blockquote>" not in reference
+
+
 @pytest.mark.parametrize("drawing", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.stem)
 def test_words_of_a_drawing_stand_inside_of_it(page, drawing):
     page.show(1400, dark=False)
