@@ -37,9 +37,6 @@ class Listener:
     def block_begins(self, loss: torch.Tensor, scaler: Any) -> Any:
         """A `scale_loss` block, or ``scale`` of torch's GradScaler. A context manager that is returned stands in its place."""
 
-    def block_ends(self, optimizers: Sequence[Any], scale: Any) -> None:
-        """The loss scale of a block, or of torch's GradScaler in ``step``, before it moves."""
-
     def backward_begins(self, roots: Sequence[Any]) -> None:
         """The outermost pass: not those that torch.utils.checkpoint runs inside of it."""
 
@@ -165,8 +162,6 @@ def _telling_of_skips(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def step(scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if (scale := getattr(scaler, "_scale", None)) is not None:
-            tell("block_ends", [optimizer], scale)
         begun = _step.begun
         result = original(scaler, optimizer, *args, **kwargs)
         if _step.begun == begun:

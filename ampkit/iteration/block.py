@@ -16,7 +16,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigurationError, LossIdError, NotInitializedError
-from ..events import listeners, tell
 from ..labels import labelled
 from ..optimizers.scales import Scale, on
 from ..registry import live_sessions, wrappers
@@ -98,8 +97,6 @@ class Block:
         return scaled
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        if listeners:
-            tell("block_ends", [wrapper.optimizer() for wrapper in self.named], self.scale)
         if error is None and not self.is_plain:
             try:
                 self._end()

@@ -27,8 +27,9 @@ class Log(events.Listener):
     def forward_ends(self, module):
         self.told.append("/forward")
 
-    def block_ends(self, optimizers, scale):
-        self.told.append(f"block at {float(scale):g}")
+    def block_begins(self, loss, scaler):
+        scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.loss_scale
+        self.told.append(f"block at {scale:g}")
 
     def backward_begins(self, roots):
         self.told.append("backward")
@@ -80,7 +81,7 @@ def at_level(level, **settings):
     return train
 
 
-PASS = ["forward", "/forward", "backward", "/backward"]
+FORWARD, BACKWARD = ["forward", "/forward"], ["backward", "/backward"]
 WAYS = {
     "plain": (plain, [], [False]),
     "GradScaler": (grad_scaler, ["block at 1024"], [False, True]),
@@ -99,7 +100,7 @@ def test_an_iteration_is_told_in_its_order(way, kind):
     optimizer = getattr(torch.optim, kind)(model.parameters(), 0.1)
     with logged() as told:
         train(model, optimizer, [INF if skip else 1.0 for skip in skips])
-    wanted = [[*PASS, *block, f"step of {kind}", "skipped" if skip else "stepped"] for skip in skips]
+    wanted = [[*FORWARD, *block, *BACKWARD, f"step of {kind}", "skipped" if skip else "stepped"] for skip in skips]
     assert told == [one for iteration in wanted for one in iteration]
 
 
@@ -147,7 +148,7 @@ def test_a_closure_is_evaluated_before_the_step(kind):
 
     with logged() as told:
         optimizer.step(closure)
-    assert told[:5] == [*PASS, f"step of {kind}"] and told[-1] == "stepped"
+    assert told[:5] == [*FORWARD, *BACKWARD, f"step of {kind}"] and told[-1] == "stepped"
     assert [one for one in told[5:-1] if "step" in one] == []
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ...dtypes import LOWER_PRECISION
 from ...policy.tables import tables_for
 from ..explain import short
 from ..words import in_bytes
@@ -14,7 +13,6 @@ from .data import FORWARD, STEP, Advice, CallRow, Rows
 
 #: Shares below this are no finding.
 _LEAST = 0.01
-_MANY_LOST = 0.5
 #: Functions that hand on their input's precision where weights are stored in lower precision.
 _NARROW = {name for group in tables_for("default") if group.narrow for name in group.names}
 
@@ -89,11 +87,11 @@ def _shapes(record: Rows) -> Iterator[Advice]:
 
 def _casts_of_weights(record: Rows) -> Iterator[Advice]:
     """Weights that are cast more than once in an iteration."""
-    often = [row for row in record.tensors.values() if row.casts > 1.5]
+    often = [cast for cast in record.casts if cast[1] > 1.5]
     if often:
-        most = max(often, key=lambda row: row.casts * row.bytes["casts"])
-        size = sum(row.casts * row.bytes["casts"] for row in often) * record.runs
-        found = f"{len(often)} weights are cast more than once an iteration ({most.name!r} {most.casts:.0f} times)"
+        name, number, _ = max(often, key=lambda cast: cast[1] * cast[2])
+        size = sum(number * bytes_of_one for _, number, bytes_of_one in often) * record.iterations
+        found = f"{len(often)} weights are cast more than once an iteration ({name!r} {number:.0f} times)"
         change = 'ampkit.keep_casts(model) around the calls casts them once; "O2" stores them in lower precision'
         yield Advice(_gain_of_casts(record, size / 2), "", found, change)
 
@@ -106,7 +104,7 @@ def _ping_pong(record: Rows) -> Iterator[Advice]:
             rows.setdefault((row.site, row.function), []).append(row)
     for (site, function), own in sorted(rows.items(), key=lambda item: -sum(row.ping_pong for row in item[1]))[:3]:
         size = sum(row.ping_pong for row in own)
-        each = in_bytes(size / record.runs)
+        each = in_bytes(size / record.iterations)
         lower = short(record.lower_precision or torch.bfloat16)
         reason = _forward_reason(record, own)
         change = _instead_of_float32(function, reason)
@@ -120,49 +118,7 @@ def _ping_pong(record: Rows) -> Iterator[Advice]:
         yield Advice(_gain_of_casts(record, size), site, found, change)
 
 
-def _lost_updates(record: Rows) -> Iterator[Advice]:
-    lost = [
-        row
-        for row in record.tensors.values()
-        if (row.lost_updates or 0.0) > _MANY_LOST and row.dtype in LOWER_PRECISION
-    ]
-    if lost:
-        worst = max(lost, key=lambda row: row.lost_updates or 0.0)
-        level = "O5" if worst.dtype is torch.bfloat16 else "O2"
-        others = f", as in {len(lost) - 1} more tensors" if len(lost) > 1 else ""
-        yield Advice(
-            1.0,
-            "",
-            f"{worst.lost_updates:.0%} of the updates of {worst.name!r} ({short(worst.dtype)}) are lost{others}: it does not move",
-            f'initialize(model, optimizer, opt_level="{level}") trains their float32 values',
-        )
-
-
-def _scale_that_falls(record: Rows) -> Iterator[Advice]:
-    skipped = [row for row in record.scale if row.skipped]
-    if len(skipped) > max(1, len(record.scale) // 2):
-        by = f"; the first gradient that is not finite is {skipped[-1].nonfinite!r}" if skipped[-1].nonfinite else ""
-        yield Advice(
-            1.0,
-            "",
-            f"{len(skipped)} of {len(record.scale)} steps were skipped, at loss scale {skipped[-1].loss_scale:g}{by}",
-            "print(ampkit.diagnose(iteration)), where iteration() runs forward and backward on one batch",
-        )
-
-
-def _underflow(record: Rows) -> Iterator[Advice]:
-    rows = [row for row in record.tensors.values() if (row.underflow or 0.0) > _MANY_LOST / 5]
-    if rows:
-        worst = max(rows, key=lambda row: row.underflow or 0.0)
-        yield Advice(
-            0.5,
-            "",
-            f"{worst.underflow:.0%} of the gradient of {worst.name!r} is 0 in {short(record.lower_precision)} at this loss scale",
-            "raise it: loss_scale=ampkit.DynamicLossScale(init_scale=2.0**20), or train in bfloat16 (O4, O5)",
-        )
-
-
-_RULES = (_float32_products, _shapes, _casts_of_weights, _ping_pong, _lost_updates, _scale_that_falls, _underflow)
+_RULES = (_float32_products, _shapes, _casts_of_weights, _ping_pong)
 
 
 def _gain_of_casts(record: Rows, size: float) -> float:

@@ -1,6 +1,6 @@
 """``ampkit record``: a script that runs unedited, of which some iterations are recorded.
 
-The script runs until it has made them, and ends there. Under a launcher each rank records, and rank 0 prints one record of all.
+The script runs until it has made them, and ends there. Under a launcher rank 0 prints what it has recorded itself.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...events import listening, steps
 from ...logs import is_rank_zero
 from ...scripts import running
-from .iterations import Iterations
-from .record import Record
-from .recorder import recorded
+from .recorder import Iterations, recorded
+from .text import Record
 
 EXAMPLE = "ampkit record --device cpu --iterations 2 tests/apex/scripts/classify.py --opt-level O1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--iterations``, ``--skip``, ``--html`` and ``--json``, and what ``ampkit run`` takes."""
+    """``--iterations``, ``--skip`` and ``--json``, and what ``ampkit run`` takes."""
     parser.add_argument("--iterations", type=int, default=3, metavar="N", help="record so many iterations (3)")
     parser.add_argument("--skip", type=int, default=1, metavar="N", help="after so many that are not recorded (1)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
     running.add_arguments(parser, observes=True)
 
@@ -37,7 +33,7 @@ def from_command_line(arguments: argparse.Namespace) -> int:
     if arguments.iterations < 1 or arguments.skip < 0:
         print("ampkit record: expected --iterations of at least 1 and --skip of at least 0.", file=sys.stderr)
         return 2
-    paths = {name: path.resolve() for name in ("html", "json") if (path := getattr(arguments, name)) is not None}
+    path = arguments.json and arguments.json.resolve()
     script = _Script(arguments.skip, arguments.iterations)
     code = 0
     try:
@@ -57,8 +53,8 @@ def from_command_line(arguments: argparse.Namespace) -> int:
         return code or 1
     if is_rank_zero():
         print(record)
-        for name, path in paths.items():
-            getattr(record, f"to_{name}")(path)
+        if path is not None:
+            record.to_json(path)
             print(f"ampkit record: wrote {path}", file=sys.stderr)
     return code
 
@@ -85,8 +81,8 @@ class _Script:
         self._waiting.close()
         self._recording.close()
 
-    def _after_skipped(self, iteration: int | None) -> None:
-        if iteration is not None and self.record is None:
+    def _after_skipped(self, iteration: int) -> None:
+        if self.record is None:
             self._show(f"iteration {iteration}, not recorded")
             if iteration == self._skip:
                 self._waiting.close()
@@ -99,10 +95,6 @@ class _Script:
         self._show(f"iteration {self._skip + iteration}, recorded {iteration} of {self._iterations}")
         if iteration == self._iterations:
             self._recording.close()
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                records = [self.record] * torch.distributed.get_world_size()
-                torch.distributed.all_gather_object(records, self.record)
-                self.record = records[0].merge(records[1:]) if len(records) > 1 else self.record
             raise _Stopped
 
     @staticmethod

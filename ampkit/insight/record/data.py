@@ -1,4 +1,4 @@
-"""The rows of a recording: plain data, which recorder.py fills, and text.py, page.py and advice.py read."""
+"""The rows of a recording: plain data, which recorder.py fills, and text.py and advice.py read."""
 
 from __future__ import annotations
 
@@ -50,53 +50,15 @@ class CallRow:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for rows of several processes that are one row."""
+        """Equal for rows that differ in the module alone."""
         return (
-            *(self.file, self.line, self.function, self.module, self.phase, self.dtypes_in, self.dtypes_out),
+            *(self.file, self.line, self.function, self.phase, self.dtypes_in, self.dtypes_out),
             *(self.reason, self.tensor_cores),
         )
 
 
-#: What is added up where rows of several processes become one.
+#: What is added up where rows become one.
 SUMS = ("calls", "seconds", "flops", "casts", "bytes_cast", "cast_seconds", "ping_pong")
-
-
-@dataclass
-class TensorRow:
-    """A parameter over the recorded steps: ``elements``, its ``dtype`` and largest absolute values, shares, and the bytes it takes.
-
-    ``absmax`` is of the weight at the end, ``grad_absmax`` of its unscaled gradient over all steps that were taken; NaN where
-    there was no gradient. Shares count elements whose gradient is not 0, in a sample of at most 2,048 elements, and are None
-    where nothing was measured: ``underflow``, those whose scaled gradient is 0 in the lower precision; ``lost_updates``, those
-    that a step left as they were; ``lost_without_masters``, those that it would have left so if the weight were stored in the
-    lower precision alone. ``bytes`` has ``weight``, ``gradient``, ``master`` (float32 value or rest), ``moments`` and ``casts``
-    (of one forward pass). ``casts`` counts casts of the weight in an iteration.
-    """
-
-    name: str
-    elements: int
-    dtype: torch.dtype
-    absmax: float
-    grad_absmax: float
-    underflow: float | None
-    lost_updates: float | None
-    lost_without_masters: float | None
-    bytes: dict[str, int]
-    casts: float
-
-
-@dataclass
-class StepRow:
-    """One step of an optimizer: ``iteration`` from 1, the loss scale of its gradients, and whether it was skipped.
-
-    ``nonfinite`` names the first parameter whose gradient held inf or NaN, and is None where all were finite.
-    """
-
-    iteration: int
-    optimizer: str
-    loss_scale: float
-    skipped: bool
-    nonfinite: str | None
 
 
 @dataclass
@@ -114,12 +76,9 @@ class Rows:
     """All rows of a recording and what follows from them; `Record` has the documentation."""
 
     calls: list[CallRow] = field(default_factory=list)
-    tensors: dict[str, TensorRow] = field(default_factory=dict)
-    scale: list[StepRow] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)
+    casts: list[tuple[str, float, int]] = field(default_factory=list)
     advice: list[Advice] = field(default_factory=list)
     iterations: int = 0
-    ranks: int = 1
     about: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -128,17 +87,8 @@ class Rows:
         return sum(row.seconds for row in self.calls)
 
     @property
-    def runs(self) -> int:
-        """Iterations of all processes, of which sums are: at least 1."""
-        return self.ranks * max(1, self.iterations)
-
-    @property
     def flops(self) -> int:
         return sum(row.flops for row in self.calls)
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(self.memory.values())
 
     @property
     def lower_precision(self) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...casting.cache import CastCaches
 from ...dtypes import LOWER_PRECISION
 from ...errors import ConfigurationError
-from ...events import is_stepping, listening, steps
+from ...events import Listener, is_stepping, listening, steps
 from ...patching import PatchSet, Undo
 from ...registry import current_session, live_sessions
 from ..explain import short
@@ -32,10 +31,9 @@ from .advice import advise
 from .arithmetic import product_of, tensor_cores
 from .data import BACKWARD, FORWARD, RECOMPUTED, STEP, CallRow
 from .groups import Group, Precision, pattern, rows_of
-from .memory import CASTS, WEIGHTS, Memory, Storage
+from .origins import Origin, Origins
 from .reasons import Argument, Reasons, called_by_ampkit
-from .record import Record
-from .tensors import Steps
+from .text import Record
 
 _EXPLICIT = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 _FLOATING = frozenset(
@@ -64,20 +62,17 @@ class Recorder(Watch):
         super().__init__()
         self._groups: dict[Any, Group] = {}
         self._facts: dict[Any, _Facts] = {}
-        self._memory = Memory()
+        self._origins = Origins()
         self._reasons = Reasons()
-        self._names = WeakIdKeyDictionary()  # of parameters, and of each name how many have it
-        self._bearers: Counter[str] = Counter()
         self._roots: list[nn.Module] = []
-        self._casts: dict[str, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
+        self._casts: dict[Origin, tuple[int, int]] = {}  # of weights: how many, and the bytes of one
         self._promoted: dict[CallRow, str] = {}  # where a row's dtype comes from
         self._notes: list[str] = []
         self._last = 0  # node of the graph, when the last iteration ended
-        self._precision: torch.dtype | None = None
         self._accelerator: str | None = None
         self._timed: list[tuple[Any, CallRow | Group, Any, Any]] = []
         self._on_iteration = on_iteration
-        self.steps = Steps(self._memory, self._name_of, lambda: self._precision, self._after_step)
+        self._steps = Iterations(self._after_iteration)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -87,7 +82,7 @@ class Recorder(Watch):
             undo.callback(patches.restore)
             patches.set(CastCaches, "watchers", CastCaches.watchers + 1)
             self._reasons.watch(patches)
-            undo.enter_context(listening(self.steps, steps))
+            undo.enter_context(listening(self._steps, steps))
             if "torch._dynamo" in sys.modules:  # compiled code shows no operators
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             for session in live_sessions:
@@ -112,9 +107,7 @@ class Recorder(Watch):
             if "_orig_mod" in part._modules and _COMPILED not in self._notes:
                 self._notes.append(_COMPILED)
         for name, param in module.named_parameters():
-            self._memory.is_a(WEIGHTS, param).name = self._name_of(param, f"{prefix}.{name}" if prefix else name)
-        for buffer in module.buffers():
-            self._memory.is_a(WEIGHTS, buffer)
+            self._origins.of(param).name = f"{prefix}.{name}" if prefix else name
 
     def _name_of(self, param: torch.Tensor, proposed: str) -> str:
         """The name that a parameter has, or gets: the proposed one, with a number where others bear it."""
@@ -135,8 +128,6 @@ class Recorder(Watch):
         seconds = perf_counter() - start
         read, made = call.inputs(), tensors_in(out)
         if not read and (not made or facts.is_empty):  # marks of the profiler, and memory
-            for tensor in made:
-                self._memory.made(tensor)
             return out
         group = self._group_of(call)
         if facts.is_cast and len(read) == 1 and made and _is_conversion(read[0], made[0]):
@@ -182,16 +173,15 @@ class Recorder(Watch):
     # Casts
 
     def _note_cast(self, group: Group, read: torch.Tensor, made: torch.Tensor) -> None:
-        source, result = self._memory.at(read), self._memory.made(made)
+        source, result = self._origins.of(read), self._origins.of(made)
         group.casts += 1
         group.bytes_cast += made.nbytes
         if group.function.rpartition(".")[2] not in _EXPLICIT and group.phase is not BACKWARD:
             result.source, result.group = read.dtype, group
-            result.weight = source.name
+            result.weight = source if source.name is not None else None
             if result.weight is not None:
-                result.kind = CASTS
-                number, _ = self._casts.get(result.weight, (0, 0))
-                self._casts[result.weight] = number + 1, made.nbytes
+                number, _ = self._casts.get(source, (0, 0))
+                self._casts[source] = number + 1, made.nbytes
         elif group.phase is not BACKWARD:
             result.asked = f".{group.function.rpartition('.')[2]}() at {group.site}"
         row = result.row = source.row
@@ -205,7 +195,7 @@ class Recorder(Watch):
         self, group: Group, call: Call, formula: Any, read: list[torch.Tensor], made: list[torch.Tensor]
     ) -> CallRow | Group:
         floating = [tensor for tensor in read if tensor.dtype in _FLOATING]
-        dtypes_in = {self._before_cast(self._memory.at(tensor), tensor, group) for tensor in floating}
+        dtypes_in = {self._before_cast(self._origins.of(tensor), tensor, group) for tensor in floating}
         out = made[0].dtype if made and made[0].dtype in _FLOATING else None
         product = formula(call.args, made[0]) if formula is not None and made else None
         is_told = product is not None or isinstance(call.kwargs.get("dtype"), torch.dtype)
@@ -226,19 +216,17 @@ class Recorder(Watch):
         row.calls += is_lead
         if product is not None:
             row.flops += product.flops
-            if dtype in LOWER_PRECISION:
-                self._precision = self._precision or dtype
         for tensor in made:
-            storage = self._memory.made(tensor)
-            storage.row, storage.source, storage.asked = row, None, None
+            origin = self._origins.of(tensor)
+            origin.row, origin.source, origin.asked = row, None, None
         return row
 
     @staticmethod
-    def _before_cast(storage: Storage, tensor: torch.Tensor, group: Group) -> torch.dtype:
+    def _before_cast(origin: Origin, tensor: torch.Tensor, group: Group) -> torch.dtype:
         """The dtype of an argument as the function was given it: before a cast that was made for it."""
-        is_cast = storage.source is not None and group.phase is not BACKWARD
-        is_for_this = is_cast and (storage.weight is not None or storage.group is group)
-        return storage.source if is_for_this else tensor.dtype
+        is_cast = origin.source is not None and group.phase is not BACKWARD
+        is_for_this = is_cast and (origin.weight is not None or origin.group is group)
+        return origin.source if is_for_this else tensor.dtype
 
     def _is_lead(self, group: Group, call: Call, is_product: bool) -> bool:
         """Whether a call of the function begins here: with its first product, or else its first operator.
@@ -246,7 +234,7 @@ class Recorder(Watch):
         In the backward pass it begins with a node of autograd's, in an optimizer with a step.
         """
         if group.phase is STEP:
-            name, number = "step", self.steps.begun
+            name, number = "step", self._steps.begun
         else:
             name, number = (call.node, call.number) if group.phase is BACKWARD else (call.op, -1)
         if group.lead is None or (is_product and not group.has_product and group.phase is not BACKWARD):
@@ -264,7 +252,7 @@ class Recorder(Watch):
         if "promoted by" in row.reason:
             self._promoted[row] = f"promoted at {row.site} by {row.reason.partition(' by ')[2]}"
         elif row.reason.endswith("as given"):
-            rows = (self._memory.at(tensor).row for tensor in read if tensor.dtype is row.dtype)
+            rows = (self._origins.of(tensor).row for tensor in read if tensor.dtype is row.dtype)
             if origin := next((found for one in rows if (found := self._promoted.get(one))), None):
                 self._promoted[row] = origin
                 row.reason = f"{name}: as given, {origin}"
@@ -277,7 +265,7 @@ class Recorder(Watch):
             return "ampkit's own work on gradients and loss scale"
         if group.phase is BACKWARD:
             return f"{name}: as its forward"
-        if own[0] is not row and all(self._memory.at(tensor).row in own for tensor in read):  # it made these itself
+        if own[0] is not row and all(self._origins.of(tensor).row in own for tensor in read):  # it made these itself
             return own[0].reason if own[0].dtype is row.dtype else f"{name}: cast inside of it"
         if group.phase is STEP:
             return f"{name}: the optimizer's own"
@@ -288,38 +276,54 @@ class Recorder(Watch):
         return f"{name}: {cause}"
 
     def _argument(self, tensor: torch.Tensor, group: Group) -> Argument:
-        storage = self._memory.at(tensor)
-        weight = storage.weight or storage.name
-        name = f"parameter {weight!r}" if weight else f"the result of {storage.row.site}" if storage.row else ""
-        name = storage.asked or name
-        return Argument(self._before_cast(storage, tensor, group), name)
+        origin = self._origins.of(tensor)
+        weight = origin.weight.name if origin.weight else origin.name
+        name = f"parameter {weight!r}" if weight else f"the result of {origin.row.site}" if origin.row else ""
+        return Argument(self._before_cast(origin, tensor, group), origin.asked or name)
 
     # At the end
 
-    def _after_step(self, iteration: int | None) -> None:
-        if iteration is not None:
-            # Graphs of the iteration before are gone; one of this may reach into the next, as a generator's does.
-            last, self._last = self._last, max(self._forward, default=0)
-            self._forward = {number: call for number, call in self._forward.items() if number > last}
-            self._on_iteration(iteration)
+    def _after_iteration(self, iteration: int) -> None:
+        # Graphs of the iteration before are gone; one of this may reach into the next, as a generator's does.
+        last, self._last = self._last, max(self._forward, default=0)
+        self._forward = {number: call for number, call in self._forward.items() if number > last}
+        self._on_iteration(iteration)
 
     def finish(self) -> Record:
         """The rows, when the block has ended."""
         for row, begin, end in self._timed:
             end.synchronize()
             row.seconds += begin.elapsed_time(end) / 1e3
-        scale, tensors = self.steps.read(self._casts)
+        iterations = max(1, self._steps.iterations)
         record = Record(
             calls=sorted(rows_of(self._groups.values()), key=lambda row: -row.seconds),
-            tensors=tensors,
-            scale=scale,
-            memory=self._memory.peak(),
-            iterations=max(1, self.steps.iterations),
+            casts=[(str(origin.name), number / iterations, size) for origin, (number, size) in self._casts.items()],
+            iterations=iterations,
             about=_about(),
             notes=self._notes,
         )
         record.advice = advise(record)
         return record
+
+
+class Iterations(Listener):
+    """Counts iterations, which end with the steps, skipped ones included, of the optimizer that steps first."""
+
+    def __init__(self, on_iteration: Callable[[int], Any]) -> None:
+        self.begun = 0  # steps of all optimizers
+        self.iterations = 0
+        self._on_iteration = on_iteration
+        self._first: Callable[[], Any] = lambda: None
+
+    def step_begins(self, optimizer: Any) -> None:
+        self.begun += 1
+        if self._first() is None:
+            self._first = weakref.ref(optimizer)
+        self.iterations += optimizer is self._first()
+
+    def step_ends(self, optimizer: Any, skipped: bool) -> None:
+        if self.begun and optimizer is self._first():  # else it began before
+            self._on_iteration(self.iterations)
 
 
 _active = threading.Lock()  # one recording in a process at a time
@@ -336,7 +340,7 @@ def recording() -> AbstractContextManager[Record]:
     It works at every level, and for a plain torch or torch.autocast script without `initialize`. The `Record` is filled when the
     block ends, also by an exception, which goes on. Iterations end with the steps of the optimizer that steps first; leave the
     first iteration out, in which torch allocates. Recorded is what this thread runs, with its backward passes; compiled code runs
-    eagerly. On several processes each rank records; see `Record.merge`.
+    eagerly. On several processes each rank records what it computes.
 
     Costs up to a quarter of an iteration's time. Nothing is imported or patched before it is called, and all is taken back after
     it.

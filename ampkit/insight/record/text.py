@@ -1,45 +1,58 @@
-"""A record as text that fits 100 columns: what ``print(record)`` shows."""
+"""`Record`: what `recording` gives, as text that fits 100 columns and as JSON."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import textwrap
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..explain import columns, short
-from ..words import in_bytes, in_seconds, percent
+from ..words import in_bytes, in_seconds
 from .data import BACKWARD, FORWARD, RECOMPUTED, SUMS, CallRow, Rows, add
 
 WIDTH = 100
 _MOST_ROWS = 25
-_MOST_TENSORS = 8
 _PHASES = {BACKWARD: "bwd", RECOMPUTED: "again"}
 
 
-def in_words(record: Rows) -> str:
-    """Overview, lines by time, tensors that lose most, memory, loss scale and advice."""
-    if not record.calls:
-        return "nothing recorded: the block has not ended, or ran no function of torch"
-    scale = textwrap.wrap(scale_in_words(record), WIDTH, subsequent_indent="  ")
-    parts = [_overview(record), _calls(record), _tensors(record), scale, _advice(record)]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+@dataclass
+class Record(Rows):
+    """What `recording` gives: rows, when its block has ended. ``print`` it, or write it with `to_json`.
+
+    ``calls`` has a `CallRow` per line and function, most time first; ``advice`` what to change, most gain first; ``casts`` the
+    weights that were cast, each with the number of casts in an iteration and the bytes of one. ``seconds`` is the time of all
+    operators, ``iterations`` the number of steps of the optimizer that stepped first (1 where there was none), and ``notes`` what
+    is to be known of the figures.
+    """
+
+    def to_json(self, path: str | Path) -> None:
+        """Write all rows as JSON: the fields, files without their folders, and dtypes as ``"bfloat16"``."""
+        fields = asdict(replace(self, calls=[replace(row, file=os.path.basename(row.file)) for row in self.calls]))
+        Path(path).write_text(json.dumps(fields, indent=1, default=short) + "\n")
+
+    def __str__(self) -> str:
+        """Overview, lines by time, and advice."""
+        if not self.calls:
+            return "nothing recorded: the block has not ended, or ran no function of torch"
+        parts = [_overview(self), _calls(self), _advice(self)]
+        return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _overview(record: Rows) -> list[str]:
     shares = ", ".join(f"{share:.0%} {short(dtype)}" for dtype, share in record.flops_by_dtype().items())
-    ranks = f" on {record.ranks} processes" if record.ranks > 1 else ""
     plural = "s" * (record.iterations != 1)
     lines = [
         record.about,
-        f"{record.iterations} iteration{plural}{ranks}: {in_seconds(record.seconds / record.runs)} in operators each",
+        f"{record.iterations} iteration{plural}: {in_seconds(record.seconds / record.iterations)} in operators each",
     ]
     if shares:
         lines.append(f"FLOPs: {shares}; Tensor Cores can run {record.tensor_core_share:.0%}")
-    memory = ", ".join(f"{in_bytes(size)} {kind}" for kind, size in record.memory.items())
-    lines.append(f"memory at the peak: {in_bytes(record.peak_bytes)}: {memory}")
     lines += [f"note: {note}" for note in record.notes]
     return [wrapped for line in lines for wrapped in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
@@ -50,7 +63,7 @@ def _calls(record: Rows) -> list[str]:
     rows = [("time", "FLOPs", "cast", "line", "function", "in -> out", "why")]
     for row in shown:
         flops = f"{record.share_of_flops(row):.0%}" if row.flops else ""
-        cast = in_bytes(row.bytes_cast / record.runs) if row.bytes_cast else ""
+        cast = in_bytes(row.bytes_cast / record.iterations) if row.bytes_cast else ""
         rows.append(
             (
                 f"{record.share_of_time(row):.0%}",
@@ -66,39 +79,6 @@ def _calls(record: Rows) -> list[str]:
     if len(shown) < len(calls):
         lines.append(f"... and {len(calls) - len(shown)} more rows: record.calls has all, and their modules")
     return lines
-
-
-def _tensors(record: Rows) -> list[str]:
-    measured = [row for row in record.tensors.values() if row.lost_updates is not None]
-    worst = sorted(measured, key=lambda row: -max(row.lost_updates or 0.0, row.underflow or 0.0))[:_MOST_TENSORS]
-    if not worst:
-        return []
-    rows = [("updates lost", "without masters", "underflow", "max |w|", "max |grad|", "stored in", "tensor")]
-    for row in worst:
-        rows.append(
-            (
-                *map(percent, (row.lost_updates, row.lost_without_masters, row.underflow)),
-                f"{row.absmax:.3g}",
-                f"{row.grad_absmax:.3g}",
-                short(row.dtype),
-                row.name,
-            )
-        )
-    lines = [_cut(line, WIDTH) for line in columns(rows, right=(0, 1, 2, 3, 4))]
-    if len(worst) < len(record.tensors):
-        lines.append(f"... and {len(record.tensors) - len(worst)} more in .tensors")
-    return lines
-
-
-def scale_in_words(record: Rows) -> str:
-    """``loss scale by step: 65536 skipped by 'head.weight', 32768``; nothing where none is."""
-    if all(row.loss_scale == 1.0 and not row.skipped for row in record.scale):
-        return ""
-    steps = [
-        f"{row.loss_scale:g}" + " skipped" * row.skipped + f" by {row.nonfinite!r}" * bool(row.nonfinite)
-        for row in record.scale
-    ]
-    return "loss scale by step: " + ", ".join(steps[-12:])
 
 
 def _advice(record: Rows) -> list[str]:
@@ -121,7 +101,7 @@ def by_line(record: Rows) -> list[CallRow]:
     """Rows that differ in the module alone as one, most time first."""
     rows: dict[Any, CallRow] = {}
     for row in record.calls:
-        known = rows.setdefault(replace(row, module="").key, replace(row, module="", **dict.fromkeys(SUMS, 0)))
+        known = rows.setdefault(row.key, replace(row, module="", **dict.fromkeys(SUMS, 0)))
         add(known, row)
     return sorted(rows.values(), key=lambda row: -row.seconds)
 

@@ -1,0 +1,151 @@
+"""The advice of a record, beside sums on paper, and its JSON."""
+
+import inspect
+import json
+
+import pytest
+import torch
+from helpers import initialize_quietly
+from torch import nn
+from torch.nn import functional as F
+
+import ampkit
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def recorded(iteration, times=1):
+    with ampkit.recording() as record:
+        for _ in range(times):
+            iteration()
+    return record
+
+
+def a_region():
+    model, _ = initialize_quietly(
+        nn.Linear(64, 64), lambda params: torch.optim.SGD(params, 0.1), "O1", patch_torch_functions_type=BF16
+    )
+
+    def iteration():
+        x = model(torch.randn(8, 64)).float()
+        with torch.autocast("cpu", enabled=False):
+            model(x)  # here
+
+    return iteration
+
+
+def a_vocabulary():
+    weight = nn.Parameter(torch.randn(1001, 1000))
+
+    def iteration():
+        with torch.autocast("cpu", BF16):
+            F.linear(torch.randn(8, 1000), weight)  # here
+
+    return iteration
+
+
+def all_in_float32():
+    x = torch.randn(64, 64)
+    return lambda: x @ x
+
+
+def ping_pong():
+    model, _ = initialize_quietly(
+        nn.Linear(64, 64), lambda params: torch.optim.SGD(params, 0.1), "O1", patch_torch_functions_type=BF16
+    )
+
+    def iteration():
+        x = model(torch.randn(64, 64))
+        x = F.softplus(x)  # here
+        model(x)
+
+    return iteration
+
+
+# case: what is found, and what to change
+ADVICE = {
+    a_region: ("linear computes in float32 (50% of FLOPs): region at", "end the region before it, or leave it out"),
+    a_vocabulary: ("linear (100% of FLOPs): N = 1001 is no multiple of 8", "pad it to 1008"),
+    ping_pong: (
+        "activations go bfloat16 -> float32 -> bfloat16 around softplus (24.6 kB an iteration)",  # 64 x 64 x (4 + 2) bytes
+        'policy={"torch.nn.functional.softplus": "native"}, if bfloat16 does for it',
+    ),
+    all_in_float32: (
+        "every matrix product computes in float32",
+        'model, optimizer = ampkit.initialize(model, optimizer, opt_level="O1")',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE, ids=lambda case: case.__name__)
+def test_advice_names_line_figure_and_change(case):
+    found, change = ADVICE[case]
+    record = recorded(case())
+    advice = record.advice
+    lines, first = inspect.getsourcelines(case)
+    here = [first + i for i, line in enumerate(lines) if line.endswith("# here\n")]
+    (one,) = [one for one in advice if one.found.startswith(found)]
+    assert one.change == change
+    assert one.site == (f"test_recording_advice.py:{here[0]}" if here else "")
+    assert [one.gain for one in advice] == sorted((one.gain for one in advice), reverse=True)
+    words = " ".join(str(record).split())
+    assert all(part in words for part in (one.site, one.found, one.change))
+
+
+# Out
+
+
+def test_json_has_all_rows_in_plain_words(tmp_path):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def iteration():
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+
+    record = recorded(iteration)
+    record.to_json(tmp_path / "record.json")
+    found = json.loads((tmp_path / "record.json").read_text())
+    assert found["iterations"] == 1
+    linear = next(row for row in found["calls"] if row["function"] == "linear" and row["phase"] == "forward")
+    assert linear["dtypes_in"] == ["float32"] and linear["flops"] == 2 * 4 * 8 * 8
+    assert linear["reason"] == "float32: as given" and linear["site"].startswith("test_recording_advice.py:")
+
+
+class Slow(nn.Module):
+    """What keeps a product out of lower precision: a scale that the script makes float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(64, 60), nn.Linear(60, 64), nn.Parameter(torch.ones(60))
+
+    def forward(self, x):
+        h = self.up(x)
+        h = h * self.scale.float()  # the cause
+        return torch.einsum("bi,oi->bo", h, self.down.weight.to(h.dtype))
+
+
+@pytest.mark.parametrize("way", ["float16", "bfloat16", "autocast"])
+def test_a_culprit_for_slow_is_named_in_scripts_without_ampkit(way):
+    dtype = torch.float16 if way == "float16" else BF16
+    model = Slow() if way == "autocast" else Slow().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def iteration():
+        optimizer.zero_grad()
+        if way == "autocast":
+            with torch.autocast("cpu", BF16):
+                y = model(torch.randn(16, 64))
+                with torch.autocast("cpu", enabled=False):  # the cause
+                    y = y.float() @ torch.ones(64, 64)
+        else:
+            y = model(torch.randn(16, 64).to(dtype)).float()
+        y.square().mean().backward()
+        optimizer.step()
+
+    found = [f"{one.site}: {one.found} -> {one.change}" for one in recorded(iteration).advice]
+    words = "region at test_recording_advice.py:" if way == "autocast" else "promoted at test_recording_advice.py:"
+    (culprit,) = [line for line in found if "computes in float32" in line]
+    assert words in culprit and ("matmul" if way == "autocast" else "einsum") in culprit
+    assert way == "autocast" or "by .float() at test_recording_advice.py:" in culprit
+    assert any("linear in 'up'" in line and "N = 60 is no multiple of 8 -> pad it to 64" in line for line in found)
